@@ -1,0 +1,210 @@
+"""What a bundle says about itself, and how that travels in GGUF metadata.
+
+Structured records are JSON strings under ``sinew.*`` keys: any GGUF tool can show them, and one decoder
+checks types and refuses unknown fields. The tokenizer is the whole ``tokenizer.json`` under the key that
+the ggml world already uses for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from sinew.core import BundleError, PolicySpec
+
+FORMAT_VERSION = 1
+ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
+
+KEY_ARCHITECTURE = "general.architecture"
+KEY_NAME = "general.name"
+KEY_ALIGNMENT = "general.alignment"
+KEY_VERSION = "sinew.format_version"
+KEY_TOKENIZER = "tokenizer.huggingface.json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ImageRecipe:
+    """Frame to pixels: scale to [0, 1], resize, pad, then ``(x - mean) / std`` per channel.
+
+    resize: "letterbox" keeps the aspect ratio and pads; "none" wants frames of exactly this size.
+    pad:    where the bars go: "top_left" (LeRobot SmolVLA) or "center" (openpi).
+    pad_value: value of the bars before ``mean`` and ``std`` are applied.
+    """
+
+    height: int
+    width: int
+    resize: Literal["letterbox", "none"] = "letterbox"
+    interpolation: Literal["bilinear"] = "bilinear"  # half-pixel centres, no antialiasing
+    pad: Literal["top_left", "center"] = "top_left"
+    pad_value: float = 0.0
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class PromptRecipe:
+    """Instruction to tokens. ``template`` is formatted with ``prompt``, then ``ensure_suffix`` is
+    appended unless it is already there, then the tokenizer runs and pads on the right."""
+
+    max_tokens: int
+    vocab_size: int  # rows of the model's token table; ids beyond it are refused
+    pad_token_id: int
+    template: str = "{prompt}"
+    ensure_suffix: str = ""
+    padding: Literal["longest", "max_length"] = "longest"
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Vector to model units and back. ``stats`` holds the arrays that ``mode`` needs, float32 exact.
+
+    mean_std   (x - mean) / (std + eps)                          inverse: x * std + mean
+    min_max    2 (x - min) / (max - min) - 1
+    quantiles  2 (x - q01) / (q99 - q01) - 1                     quantile10: q10 and q90
+    identity   x
+    """
+
+    mode: Literal["mean_std", "min_max", "quantiles", "quantile10", "identity"]
+    stats: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Everything between an observation and model inputs, and between model outputs and actions."""
+
+    image: ImageRecipe
+    prompt: PromptRecipe
+    state: Normalization
+    action: Normalization
+    padded_state_dim: int  # the model reads states padded with zeros to this width
+    padded_action_dim: int  # and produces actions of this width
+    empty_cameras: int = 0  # masked, empty images that follow the views, as in training
+    compat: str = ""  # upstream version whose behaviour is followed where versions disagree
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the numbers came from."""
+
+    format: str  # e.g. "lerobot-smolvla", "vla.cpp-gguf"
+    converter: str  # e.g. "sinew 0.1.0"
+    sources: tuple[SourceFile, ...] = ()
+    dropped: tuple[str, ...] = ()  # source tensors that inference never reads
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a bundle except its tensors. ``config`` is the architecture's own record, undecoded."""
+
+    architecture: str
+    name: str
+    config: dict[str, Any]
+    spec: PolicySpec
+    processing: Processing
+    provenance: Provenance
+    tokenizer: str  # the whole tokenizer.json
+    precision: dict[str, str] = field(default_factory=dict)  # component -> storage type, e.g. "BF16"
+
+    def to_metadata(self) -> dict[str, str | int]:
+        """GGUF key-value pairs (``general.architecture`` and alignment belong to the writer)."""
+        return {
+            KEY_NAME: self.name,
+            KEY_VERSION: FORMAT_VERSION,
+            **{f"sinew.{part}": to_json(getattr(self, part)) for part in _PARTS},
+            KEY_TOKENIZER: self.tokenizer,
+        }
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> Manifest:
+        """Decode and check; raises :class:`BundleError` that names the key and the field."""
+        version = metadata.get(KEY_VERSION)
+        if version is None:
+            architecture = metadata.get(KEY_ARCHITECTURE, "unknown")
+            raise BundleError(
+                f"this GGUF file (architecture {architecture!r}) is not a Sinew bundle: it has no {KEY_VERSION};"
+                " import it with `sinew convert`"
+            )
+        if version != FORMAT_VERSION:
+            raise BundleError(f"bundle format {version} is not supported (this version reads {FORMAT_VERSION})")
+        decoded = {
+            part: from_json(_text(metadata, f"sinew.{part}"), kind, f"sinew.{part}")
+            for part, kind in _PARTS.items()
+        }
+        return cls(
+            architecture=_text(metadata, KEY_ARCHITECTURE),
+            name=_text(metadata, KEY_NAME),
+            tokenizer=_text(metadata, KEY_TOKENIZER),
+            **decoded,
+        )
+
+
+_PARTS: dict[str, Any] = {
+    "config": dict[str, Any],
+    "spec": PolicySpec,
+    "processing": Processing,
+    "provenance": Provenance,
+    "precision": dict[str, str],
+}
+
+
+def to_json(record: Any) -> str:
+    return msgspec.json.encode(record).decode()
+
+
+def from_json(text: str, kind: type[T], where: str) -> T:
+    """Decode JSON text into ``kind`` (a dataclass or container), strictly."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{where} is not JSON: {error}") from None
+    return from_builtins(raw, kind, where)
+
+
+def from_builtins(raw: Any, kind: type[T], where: str) -> T:
+    """Typed record from plain containers: wrong types and unknown fields are errors that name the field."""
+    try:
+        record = msgspec.convert(raw, kind, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BundleError(f"{where}: {error}") from None
+    unknown = _unknown_field(raw, msgspec.to_builtins(record))
+    if unknown:
+        raise BundleError(f"{where}: unknown field {unknown!r} (written by a newer version?)")
+    return record
+
+
+def _unknown_field(raw: Any, known: Any, path: str = "") -> str | None:
+    """msgspec ignores unknown keys of dataclasses; a misspelt hyper-parameter must not be ignored."""
+    if isinstance(raw, dict) and isinstance(known, dict):
+        for key, value in raw.items():
+            if key not in known:
+                return f"{path}{key}"
+            if found := _unknown_field(value, known[key], f"{path}{key}."):
+                return found
+    elif isinstance(raw, list) and isinstance(known, list):
+        for left, right in zip(raw, known, strict=False):
+            if found := _unknown_field(left, right, path):
+                return found
+    return None
+
+
+def _text(metadata: Mapping[str, Any], key: str) -> str:
+    value = metadata.get(key)
+    if not isinstance(value, str):
+        raise BundleError(f"{key}: expected a string, got {'nothing' if value is None else type(value).__name__}")
+    return value

@@ -1,0 +1,131 @@
+"""Writing a bundle in one pass with constant memory.
+
+The header comes from the ``gguf`` package; tensor bytes are copied from the source file to their aligned
+place without ever becoming arrays. Source files are hashed beside the copy, so the manifest's hashes are
+known only at the end: the header is written twice, the second time over the first, and has the same
+length because a SHA-256 always has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from sinew.bundle.schema import ALIGNMENT, Manifest
+from sinew.core import BundleError
+
+MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes with a terminator
+COPY_BLOCK = 8 << 20
+
+Progress = Callable[[int], None]  # called with the number of bytes just written
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """Tensor bytes that lie in a source file, already in the layout the bundle wants."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+    def blocks(self) -> Iterable[memoryview]:
+        buffer = memoryview(bytearray(min(COPY_BLOCK, self.nbytes) or 1))
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            left = self.nbytes
+            while left:
+                got = file.readinto(buffer[: min(left, len(buffer))])
+                if not got:
+                    raise BundleError(f"{self.path} became shorter while it was read")
+                yield buffer[:got]
+                left -= got
+
+
+@dataclass(frozen=True)
+class ArraySlice:
+    """Tensor bytes that had to be computed, small or made on the spot."""
+
+    array: np.ndarray
+
+    def blocks(self) -> Iterable[memoryview]:
+        yield memoryview(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8))
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """One tensor to write: its bundle name, row-major shape, storage type and bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    nbytes: int
+    data: FileSlice | ArraySlice
+
+
+def write_bundle(
+    path: Path,
+    manifest: Callable[[], Manifest],
+    tensors: Sequence[TensorSource],
+    progress: Progress | None = None,
+) -> None:
+    """Write ``tensors`` and the manifest to ``path``; the file appears only when it is complete.
+
+    ``manifest`` is called twice: for the first layout and, after all bytes are copied, for the final text.
+    Raises :class:`BundleError` for names that do not fit the format and OSError from the file system.
+    """
+    for tensor in tensors:
+        if len(tensor.name.encode()) > MAX_TENSOR_NAME:
+            raise BundleError(f"tensor name {tensor.name!r} is longer than {MAX_TENSOR_NAME} bytes")
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        header_bytes = _write_header(partial, manifest(), tensors)
+        with open(partial, "r+b") as out:
+            out.seek(header_bytes)
+            for tensor in tensors:
+                _pad(out)
+                for block in tensor.data.blocks():
+                    out.write(block)
+                    if progress:
+                        progress(len(block))
+            _pad(out)
+        final = partial.with_name(path.name + ".header")
+        try:
+            if _write_header(final, manifest(), tensors) != header_bytes:
+                raise AssertionError("the manifest changed its length while the bundle was written")
+            with open(partial, "r+b") as out:
+                out.write(final.read_bytes())
+        finally:
+            final.unlink(missing_ok=True)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_header(path: Path, manifest: Manifest, tensors: Sequence[TensorSource]) -> int:
+    """Magic, key-value pairs and tensor infos; returns their length in bytes."""
+    writer = GGUFWriter(path, manifest.architecture)
+    writer.add_custom_alignment(ALIGNMENT)
+    for key, value in manifest.to_metadata().items():
+        if isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+    for tensor in tensors:
+        # The dtype argument only matters when raw_dtype is absent.
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, tensor.type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path.stat().st_size
+
+
+def _pad(out: BinaryIO) -> None:
+    out.write(bytes(-out.tell() % ALIGNMENT))

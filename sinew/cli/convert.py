@@ -1,0 +1,58 @@
+"""``sinew convert``: an upstream checkpoint becomes one bundle file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+
+def convert(
+    source: str,
+    out: Path,
+    /,
+    *,
+    vlm: Path | None = None,
+    tokenizer: Path | None = None,
+    arch: Path | None = None,
+    stats: Path | None = None,
+    compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6",
+    name: str | None = None,
+    force: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Turn an upstream checkpoint into one bundle file, streaming the weights.
+
+    Example: sinew convert my_smolvla/ my_smolvla.gguf --vlm SmolVLM2-500M-Video-Instruct/
+
+    Parameters
+    ----------
+    source: checkpoint directory (LeRobot layout), hub name (ORG/NAME, with the hub extra), or a vla.cpp GGUF file.
+    out: the bundle to write.
+    vlm: directory with the config.json and tokenizer of what the checkpoint's vlm_model_name names.
+    tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
+    arch: JSON file with the widths behind a named variant, instead of the language model's config.
+    stats: a data set's meta/stats.json, for checkpoints without statistics.
+    compat: whose behaviour to follow where upstream versions disagree.
+    name: the policy's name; the checkpoint directory's if absent.
+    force: overwrite an existing file.
+    """
+    from sinew.convert import Options, read
+    from sinew.core import ConvertError
+
+    if out.exists() and not force:
+        raise ConvertError(f"{out} exists; --force overwrites it")
+    start = time.perf_counter()
+    conversion = read(source, Options(vlm, tokenizer, arch, stats, compat))
+    columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=conversion.nbytes)
+        conversion.write(out, name or conversion.spec.name, compat, lambda n: progress.advance(task, n))
+    seconds = time.perf_counter() - start
+    for note in conversion.notes:
+        print(f"note: {note}")
+    print(f"{out}: {conversion.spec.architecture}, {out.stat().st_size / 1e6:.1f} MB, {seconds:.1f} s")
+    return 0

@@ -1,0 +1,137 @@
+"""``sinew inspect``: everything a bundle says about itself."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+
+
+def inspect(
+    bundle: Path,
+    /,
+    *,
+    tensors: Annotated[bool, Parameter(negative="")] = False,
+    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Print what a bundle holds. Reads the header alone, so it is fast for any size.
+
+    Parameters
+    ----------
+    bundle: the bundle file.
+    tensors: list every tensor, not only the totals per component.
+    json_output: print one JSON object: all of the above and every tensor.
+    """
+    from sinew.bundle import Bundle
+
+    opened = Bundle(bundle)
+    if json_output:
+        print(json.dumps(describe(opened)))
+    else:
+        show(opened, tensors)
+    return 0
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """The whole manifest (the tokenizer by size only) and the tensor table, as plain containers."""
+    record = asdict(bundle.manifest)
+    record["tokenizer"] = tokenizer_facts(bundle.manifest.tokenizer)
+    record["file_bytes"] = bundle.path.stat().st_size
+    record["tensors"] = [
+        {"name": t.name, "shape": list(t.shape), "type": t.type.name, "bytes": t.nbytes, "offset": t.offset}
+        for t in bundle.infos.values()
+    ]
+    return record
+
+
+def tokenizer_facts(text: str) -> dict[str, Any]:
+    model = json.loads(text).get("model", {})
+    return {"bytes": len(text.encode()), "type": model.get("type"), "vocabulary": len(model.get("vocab", ()))}
+
+
+def show(bundle: Bundle, all_tensors: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, manifest, spec = Console(), bundle.manifest, bundle.manifest.spec
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+
+    def vector(what: Any, recipe: Any) -> str:
+        named = f": {', '.join(what.names)}" if what.names else ""
+        return f"{what.dim} values{named}, {recipe.mode}" + (f" ({', '.join(recipe.stats)})" if recipe.stats else "")
+
+    image, prompt, source = manifest.processing.image, manifest.processing.prompt, manifest.provenance
+    padding = f"to {prompt.max_tokens}" if prompt.padding == "max_length" else "none"
+    tokenizer = tokenizer_facts(manifest.tokenizer)
+    rows = {
+        "file": f"{bundle.path} ({bundle.path.stat().st_size / 1e6:.1f} MB)",
+        "policy": f"{manifest.name} ({manifest.architecture})",
+        "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
+        + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else ""),
+        "images": f"{image.resize} to {image.height}x{image.width}, {image.interpolation}, bars {image.pad}"
+        f" = {image.pad_value:g}, (x - {image.mean[0]:g}) / {image.std[0]:g}",
+        "state": vector(spec.state, manifest.processing.state),
+        "action": vector(spec.action, manifest.processing.action),
+        "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}",
+        "prompt": f"{json.dumps(prompt.template + prompt.ensure_suffix)}, at most {prompt.max_tokens} tokens,"
+        f" padding {padding}",
+        "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
+        "compat": manifest.processing.compat or "-",
+        "converted": f"by {source.converter} from {source.format}",
+        **{f"  {s.name}": f"{s.bytes} bytes, sha256 {s.sha256}" for s in source.sources},
+        "left out": ", ".join(source.dropped) or "nothing",
+        "notes": "; ".join(source.notes) or "-",
+    }
+    for key, value in rows.items():
+        facts.add_row(key, value)
+    console.print(facts)
+    console.print(config_table(manifest.config))
+    console.print(tensor_table(bundle, all_tensors))
+
+
+def config_table(config: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table("config", "", box=None, pad_edge=False)
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        table.add_row(key, str(value))
+    return table
+
+
+def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:
+    from rich.table import Table
+
+    if all_tensors:
+        table = Table("tensor", "shape", "type", "bytes", box=None, pad_edge=False)
+        for t in bundle.infos.values():
+            table.add_row(t.name, "x".join(map(str, t.shape)), t.type.name, str(t.nbytes))
+        return table
+    table = Table("component", "tensors", "parameters", "MB", "stored as", box=None, pad_edge=False)
+    groups: dict[str, list] = defaultdict(list)
+    for t in bundle.infos.values():
+        groups[t.name.split(".")[0]].append(t)
+    groups["total"] = list(bundle.infos.values())
+    for component, members in groups.items():
+        parameters = sum(_elements(t.shape) for t in members)
+        types = "+".join(sorted({t.type.name for t in members}))
+        megabytes = f"{sum(t.nbytes for t in members) / 1e6:.1f}"
+        table.add_row(component, str(len(members)), f"{parameters:,}", megabytes, types)
+    return table
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count

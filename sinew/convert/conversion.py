@@ -1,0 +1,132 @@
+"""A conversion in progress: what a family's reader found, checked and written as a bundle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sinew import __version__
+from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
+from sinew.bundle.writer import Progress, TensorSource, write_bundle
+from sinew.core import ConvertError, PolicySpec
+from sinew.models import build_on_meta, misfit
+
+HASH_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user can add to a checkpoint: see ``sinew convert --help``."""
+
+    vlm: Path | None = None
+    tokenizer: Path | None = None
+    arch: Path | None = None
+    stats: Path | None = None
+    compat: str = "lerobot-0.6"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``tensors`` carry upstream names; ``rename`` gives the bundle's; ``dead`` are upstream prefixes of
+    tensors that inference never reads; ``sources`` are the files whose hashes go into the provenance."""
+
+    architecture: str
+    format: str
+    config: Any
+    spec: PolicySpec
+    processing: Processing
+    tokenizer: str
+    tensors: dict[str, TensorSource]
+    rename: Callable[[str], str]
+    dead: tuple[str, ...] = ()
+    sources: list[Path] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        return tuple(name for name in self.tensors if name.startswith(self.dead)) if self.dead else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that :meth:`write` will write."""
+        dropped = set(self.dropped)
+        return sum(t.nbytes for name, t in self.tensors.items() if name not in dropped)
+
+    def write(self, out: Path, name: str, compat: str, progress: Progress | None = None) -> None:
+        """Check, then write the bundle; ``progress`` is called with the number of bytes just written."""
+        dropped = set(self.dropped)
+        kept = {self.rename(t): replace(s, name=self.rename(t)) for t, s in self.tensors.items() if t not in dropped}
+        self._check(kept, {self.rename(t): t for t in self.tensors})
+        with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
+            hashes = [pool.submit(_sha256, path) for path in self.sources]
+
+            def manifest() -> Manifest:
+                return Manifest(
+                    architecture=self.architecture,
+                    name=name,
+                    config=msgspec.to_builtins(self.config),
+                    spec=replace(self.spec, name=name),
+                    processing=replace(self.processing, compat=compat),
+                    provenance=Provenance(
+                        format=self.format,
+                        converter=f"sinew {__version__}",
+                        sources=tuple(map(_source_file, self.sources, hashes)),
+                        dropped=self.dropped,
+                        notes=self.notes,
+                    ),
+                    tokenizer=self.tokenizer,
+                    precision=_precision(kept),
+                )
+
+            write_bundle(out, _laid_out_first(manifest, hashes), list(kept.values()), progress)
+
+    def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> None:
+        """Every tensor of the model is there with its shape, and nothing else."""
+        model = build_on_meta(self.architecture, self.config)
+        if problems := misfit(model, {name: t.shape for name, t in kept.items()}, upstream):
+            raise ConvertError(f"the checkpoint does not fit its config: {problems}")
+
+
+def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:
+    """The first call answers at once, with whatever hashes are known; the second waits for all of them."""
+    calls = 0
+
+    def call() -> Manifest:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            for future in hashes:
+                future.result()
+        return manifest()
+
+    return call
+
+
+def _source_file(path: Path, digest: Future[str]) -> SourceFile:
+    return SourceFile(path.name, path.stat().st_size, digest.result() if digest.done() else "0" * 64)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(HASH_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while got := file.readinto(buffer):
+            digest.update(buffer[:got])
+    return digest.hexdigest()
+
+
+def _precision(tensors: dict[str, TensorSource]) -> dict[str, str]:
+    """Per top-level component, the storage type of most of its bytes ("+" when there are others)."""
+    bytes_of: dict[str, Counter[str]] = {}
+    for name, tensor in tensors.items():
+        bytes_of.setdefault(name.split(".")[0], Counter())[tensor.type.name] += tensor.nbytes
+    return {
+        component: "+".join(kind for kind, _ in counts.most_common()) for component, counts in bytes_of.items()
+    }

@@ -1,0 +1,82 @@
+"""Finding the tokenizer and the language model's config that a checkpoint refers to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from sinew.convert.lerobot import read_json
+from sinew.core import ConvertError
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A whole ``tokenizer.json`` and the facts beside it that inference needs."""
+
+    text: str
+    path: Path
+    pad_token_id: int | None
+
+    def token_id(self, token: str) -> int:
+        found = Tokenizer.from_str(self.text).token_to_id(token)
+        if found is None:
+            raise ConvertError(f"{self.path}: the tokenizer has no token {token!r}")
+        return found
+
+
+def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
+    """The first candidate (file or directory) that has a tokenizer; ``missing`` ends the error otherwise."""
+    for candidate in candidates:
+        path = candidate / "tokenizer.json" if candidate.is_dir() else candidate
+        if path.is_file():
+            break
+    else:
+        tried = ", ".join(str(candidate) for candidate in candidates) or "nothing"
+        raise ConvertError(f"no tokenizer.json found (looked in {tried}); {missing}")
+    if path.suffix == ".model":
+        raise ConvertError(f"{path}: a SentencePiece model; give the tokenizer.json of the same repository")
+    try:
+        text = path.read_text(encoding="utf-8")
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ConvertError(f"{path}: not a tokenizer.json ({error})") from None
+    config = path.with_name("tokenizer_config.json")
+    pad = read_json(config).get("pad_token") if config.exists() else None
+    if isinstance(pad, dict):  # serialised AddedToken
+        pad = pad.get("content")
+    if pad is None:
+        pad = (json.loads(text).get("padding") or {}).get("pad_token")
+    return TokenizerFiles(text, path, tokenizer.token_to_id(pad) if isinstance(pad, str) else None)
+
+
+def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: list[str]) -> Path:
+    """The directory of the repository ``name``: the one the user gave, one beside the checkpoint, or the hub's.
+
+    With the ``[hub]`` extra the files in ``patterns`` are downloaded (or taken from the hub's cache).
+    """
+    if given is not None:
+        if not given.is_dir():
+            raise ConvertError(f"{flag} {given}: not a directory")
+        return given
+    for parent in (near, near.parent):
+        if (parent / name / "config.json").is_file():
+            return parent / name
+    return download(name, patterns, f"give a directory with its config.json and tokenizer.json with {flag} DIR")
+
+
+def download(name: str, patterns: list[str], otherwise: str) -> Path:
+    """Files of a Hugging Face repository; every failure says what to do instead."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConvertError(
+            f"{name!r} is not a local directory; {otherwise}, or install the hub extra (pip install 'sinew[hub]')"
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # network, authentication, unknown repository: many types across versions
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConvertError(f"{name!r} could not be fetched from the hub ({reason}); {otherwise}") from None

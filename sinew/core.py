@@ -1,0 +1,176 @@
+"""The shared vocabulary: what goes into a policy, what comes out, and what can go wrong.
+
+Every room of the project speaks in these types; they need numpy alone, so a wire, a client or a
+controller can import them without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+# ----------------------------------------------------------------------------- errors
+
+
+class SinewError(Exception):
+    """Base of every error a user can cause or meet. ``code`` is stable and travels on the wires."""
+
+    code = "internal"
+
+
+class BundleError(SinewError):
+    """A bundle file is truncated, corrupted, hostile, or does not fit the code that reads it."""
+
+    code = "bad_bundle"
+
+
+class ConvertError(SinewError):
+    """An upstream checkpoint cannot be turned into a bundle; the message says what to give."""
+
+    code = "bad_checkpoint"
+
+
+class ObservationError(SinewError):
+    """One field of an observation is not what the policy expects."""
+
+    code = "bad_observation"
+
+    def __init__(self, name: str, expected: str, got: str):
+        super().__init__(f"{name}: expected {expected}, got {got}")
+        self.field, self.expected, self.got = name, expected, got
+
+
+class RequestError(SinewError):
+    """Bytes that are not a request, or a request that asks for something this server cannot do."""
+
+    code = "bad_request"
+
+
+class BusyError(SinewError):
+    """The request queue is full; nothing was computed."""
+
+    code = "busy"
+
+
+class CancelledError(SinewError):
+    """The inference was abandoned between two stages: the server is stopping or the client left."""
+
+    code = "cancelled"
+
+
+# ----------------------------------------------------------------------------- specification
+
+
+@dataclass(frozen=True, slots=True)
+class CameraSpec:
+    """One camera slot. ``height`` and ``width`` are those of the training data, in pixels.
+
+    Frames of other sizes are accepted where the policy resizes (``PolicySpec.resizes_frames``).
+    """
+
+    name: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class VectorSpec:
+    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown."""
+
+    dim: int
+    names: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """What a policy reads and writes: enough for a client to build a valid observation."""
+
+    architecture: str
+    name: str
+    cameras: tuple[CameraSpec, ...]
+    state: VectorSpec
+    action: VectorSpec
+    chunk_size: int  # H, actions per chunk
+    noise_dim: int  # width of the noise that starts the solver; 0 for single-pass heads
+    solver_steps: int  # default number of solver steps; 0 for single-pass heads
+    max_prompt_tokens: int
+    resizes_frames: bool = True
+    control_hz: float | None = None
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        return (self.chunk_size, self.noise_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, ready for JSON or msgpack."""
+        return asdict(self)
+
+
+# ----------------------------------------------------------------------------- observation and action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One moment of a robot. Raw: no resizing, no tokens, no normalisation on the client's side.
+
+    images: camera name -> uint8 [height, width, 3] RGB (float32 in [0, 1] is accepted too).
+    state:  float32 [D] in world units.
+    prompt: the instruction. ``tokens`` (int [L]) replaces it for clients that tokenise themselves.
+    noise:  float32 [H, noise_dim] start of the solver; drawn from ``seed`` when absent.
+    time:   when the observation was taken, seconds of the client's clock; echoed, never interpreted.
+    """
+
+    images: Mapping[str, np.ndarray]
+    state: np.ndarray
+    prompt: str = ""
+    tokens: np.ndarray | None = None
+    noise: np.ndarray | None = None
+    seed: int | None = None
+    solver_steps: int | None = None
+    session: str = ""
+    time: float | None = None
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Observation:
+        """Build from a plain dict; an unknown or missing key is an :class:`ObservationError`."""
+        known = {f.name for f in fields(cls)}
+        for key in mapping:
+            if key not in known:
+                raise ObservationError(str(key), f"one of {sorted(known)}", "an unknown key")
+        for key in ("images", "state"):
+            if key not in mapping:
+                raise ObservationError(key, "a value", "nothing")
+        return cls(**mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the milliseconds of one inference went. ``queue_ms`` is filled in by a server."""
+
+    preprocess_ms: float = 0.0
+    vision_ms: float = 0.0
+    prefix_ms: float = 0.0
+    step_ms: tuple[float, ...] = ()  # one entry per solver step
+    postprocess_ms: float = 0.0
+    total_ms: float = 0.0
+    queue_ms: float = 0.0
+
+    @property
+    def solver_ms(self) -> float:
+        return sum(self.step_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class ActionChunk:
+    """``actions``: float32 [H, D] in world units, first row first. ``seed`` reproduces the noise
+    (None when the caller gave the noise itself)."""
+
+    actions: np.ndarray
+    timing: Timing = field(default_factory=Timing)
+    seed: int | None = None
+    session: str = ""
+    time: float | None = None

@@ -1,0 +1,66 @@
+"""The reference engine: the model's own PyTorch code, stage by stage."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import torch
+
+from sinew.core import CancelledError, Timing
+from sinew.models.base import FlowModel
+from sinew.processing import ModelInputs
+from sinew.solvers import euler
+
+
+class EagerEngine:
+    """Runs a flow-matching model. Not reentrant: one inference at a time."""
+
+    def __init__(self, model: FlowModel, device: torch.device):
+        self.model = model.eval().requires_grad_(False)
+        self.device = device
+
+    @torch.inference_mode()
+    def run(
+        self, inputs: ModelInputs, noise: np.ndarray, steps: int, cancel: threading.Event | None = None
+    ) -> tuple[np.ndarray, Timing]:
+        """noise: float32 [H, A] -> model output float32 [H, A] in model units, with per-stage times.
+
+        Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set.
+        """
+        clock = _StageClock(self.device, cancel)
+        tensors = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
+        pixels, camera_mask, tokens, token_mask, state = (self._batch(array) for array in tensors)
+        image_tokens = self.model.embed_images(pixels)  # [1, V, N, C]
+        vision_ms = clock.lap()
+        prefix = self.model.prefix(image_tokens, camera_mask, tokens, token_mask, state)
+        prefix_ms = clock.lap()
+        step_ms: list[float] = []
+        x = euler(
+            lambda x, t: self.model.velocity(x, t, prefix),
+            self._batch(noise),
+            steps,
+            lambda step: step_ms.append(clock.lap()),
+        )
+        timing = Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
+        return x[0].float().cpu().numpy(), timing
+
+    def _batch(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)[None].to(self.device)
+
+
+class _StageClock:
+    def __init__(self, device: torch.device, cancel: threading.Event | None):
+        self.device, self.cancel = device, cancel
+        self.start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Milliseconds since the last lap, after the device has caught up."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        elapsed, self.start = 1e3 * (now - self.start), now
+        if self.cancel is not None and self.cancel.is_set():
+            raise CancelledError("the inference was cancelled")
+        return elapsed

@@ -1,0 +1,114 @@
+"""Llama-style decoder layers, in the pieces that prefix and expert need.
+
+A VLA runs these layers in two ways: over a prefix, keeping each layer's keys and values, and over a short
+suffix of action tokens that reads them. The layer therefore offers its halves (``project`` before the
+attention, ``finish`` after it) and leaves the attention between them to the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.norm import RMSNorm
+from sinew.layers.rope import Rotation
+
+KeyValue = tuple[Tensor, Tensor]  # each [B, L, Hkv, D], keys already rotated
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} heads do not divide into {self.num_kv_heads} key/value heads")
+
+
+class DecoderAttention(nn.Module):
+    """Projections of one attention. ``kv_input_size`` differs from the stream's in cross-attention."""
+
+    def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=False)
+        self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=False)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=False)
+
+    def query(self, x: Tensor) -> Tensor:  # [B, L, C] -> [B, L, H, D]
+        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def key_value(self, keys: Tensor, values: Tensor) -> KeyValue:  # [B, L, *] -> [B, L, Hkv, D] each
+        shape = (-1, self.head_dim)
+        return self.k_proj(keys).unflatten(-1, shape), self.v_proj(values).unflatten(-1, shape)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))  (SwiGLU, Shazeer 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = DecoderAttention(config, kv_input_size)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [B, L, C] -> rotated q [B, L, H, D] and k, plain v [B, L, Hkv, D]."""
+        h = self.input_norm(x)
+        k, v = self.attn.key_value(h, h)
+        return rotate(self.attn.query(h)), rotate(k), v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x: [B, L, C], attended: [B, L, H * D] -> the layer's output [B, L, C]."""
+        x = x + self.attn.o_proj(attended)
+        return x + self.mlp(self.post_norm(x))
+
+
+class Decoder(nn.Module):
+    """Token table, layers and final norm of a language model, run once over a prefix."""
+
+    def __init__(self, config: DecoderConfig, vocab_size: int):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, list[KeyValue]]:
+        """x: [B, L, C]; positions: int [B, L]; mask: bool [B, L, L].
+
+        Returns the hidden states [B, L, C] before the final norm and each layer's keys and values.
+        """
+        x = x.to(self.embed_tokens.weight.dtype)
+        rotate = Rotation(positions, self.config.head_dim, self.config.rope_theta)
+        cache: list[KeyValue] = []
+        for layer in self.layers:
+            q, k, v = layer.project(x, rotate)
+            cache.append((k, v))
+            x = layer.finish(x, attend(q, k, v, mask))
+        return x, cache

@@ -1,0 +1,25 @@
+"""A linear layer that computes in the precision of its weight.
+
+Published checkpoints mix precisions (bfloat16 language model, float32 projections), so a layer's input
+may arrive in another dtype. Casting here, and only here, keeps models free of dtype bookkeeping, and is
+the seam where quantised weights will be dequantised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Embedding(nn.Embedding):
+    """A table of rows. The indices are integers of the caller's making: never computed in low precision."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"row indices must be int64 or int32, got {ids.dtype}")
+        return super().forward(ids)

@@ -1,0 +1,25 @@
+"""Rotary position embedding, half-split form (Su et al. 2021; the pairing that openpi and LeRobot use)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Rotation:
+    """cos and sin of ``positions / theta^(2i/D)``, computed once per sequence in float32.
+
+    positions: int [B, L]. Tables are [B, L, 1, D/2], ready to broadcast over heads.
+    """
+
+    def __init__(self, positions: Tensor, head_dim: int, theta: float):
+        half = head_dim // 2
+        exponents = (2.0 / head_dim) * torch.arange(half, dtype=torch.float32, device=positions.device)
+        radians = positions[..., None].float() / theta**exponents  # [B, L, D/2]
+        self.cos = radians.cos()[..., None, :]
+        self.sin = radians.sin()[..., None, :]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [B, L, H, D] -> the same, rotated; float32 inside, x's dtype outside."""
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], dim=-1).to(x.dtype)

@@ -1,0 +1,103 @@
+"""SigLIP vision transformer (Zhai et al. 2023): patches in, one feature per patch out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.norm import LayerNorm
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    image_size: int  # side of the square that the position table covers, pixels
+    patch_size: int
+    norm_eps: float
+
+    @property
+    def side(self) -> int:
+        """Patches along one side of the position table."""
+        return self.image_size // self.patch_size
+
+
+def position_rows(rows: int, cols: int, side: int) -> Tensor:
+    """Which row of a ``side * side`` position table each patch of a ``rows * cols`` grid reads, int64.
+
+    The reference (SmolVLM) bucketises the fractional coordinate r / rows against boundaries k / side. In
+    exact arithmetic that is floor(r * side / rows), which integers give exactly. In floating point the
+    coordinates fall a rounding error short of the boundaries and nearly every patch reads its
+    neighbour's row, in some precisions and not in others; hence no float comes near this function.
+    """
+    row = torch.arange(rows) * side // rows
+    col = torch.arange(cols) * side // cols
+    return (row[:, None] * side + col[None, :]).flatten()
+
+
+class ViTAttention(nn.Module):
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.head_dim = config.hidden_size // config.num_heads
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = Linear(config.hidden_size, config.hidden_size)
+        self.v_proj = Linear(config.hidden_size, config.hidden_size)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
+        shape = (-1, self.head_dim)
+        q, k, v = (
+            proj(x).unflatten(-1, shape).transpose(1, 2)  # [B, H, L, D]
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = F.scaled_dot_product_attention(q, k, v)  # every patch sees every patch
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class ViTMLP(nn.Module):
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class ViTLayer(nn.Module):
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.norm1 = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = ViTAttention(config)
+        self.norm2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = ViTMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self, config: ViTConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
+        self.position_embedding = Embedding(config.side**2, config.hidden_size)
+        self.layers = nn.ModuleList(ViTLayer(config) for _ in range(config.num_layers))
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
+        patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))  # [B, C, rows, cols]
+        rows, cols = patches.shape[-2:]
+        ids = position_rows(rows, cols, self.config.side).to(pixels.device)
+        x = patches.flatten(2).transpose(1, 2) + self.position_embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)

@@ -1,0 +1,52 @@
+"""Architectures, by the name a bundle gives. One file each; adding one adds a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from sinew.core import BundleError
+from sinew.models.base import FlowModel
+
+REGISTRY = {
+    "smolvla": "sinew.models.smolvla:SmolVLA",
+}
+
+
+def model_class(architecture: str) -> type[FlowModel]:
+    """The class behind an architecture name; imported on first use."""
+    target = REGISTRY.get(architecture)
+    if target is None:
+        raise BundleError(f"architecture {architecture!r} is not one of {', '.join(sorted(REGISTRY))}")
+    module, name = target.split(":")
+    return getattr(import_module(module), name)
+
+
+def build_on_meta(architecture: str, config: Any) -> FlowModel:
+    """The model without memory for its weights: for shapes, and to have weights assigned."""
+    with torch.device("meta"):
+        return model_class(architecture)(config)
+
+
+def misfit(
+    model: FlowModel, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
+) -> str | None:
+    """What is wrong with a set of tensors (name -> shape) for ``model``, naming them; None if they fit.
+
+    ``aliases`` gives the names that the user knows, where these are not the model's.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    known = aliases or {}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{known.get(name, name)} is not a part of the model" for name in found if name not in wanted]
+    problems += [
+        f"{known.get(name, name)} has shape {list(found[name])}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    if not problems:
+        return None
+    return "; ".join(problems[:5]) + (f" (and {len(problems) - 5} more)" if len(problems) > 5 else "")

@@ -1,0 +1,56 @@
+"""What an engine may ask of a model with an iterative (flow-matching) head."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from sinew.layers.decoder import KeyValue
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the action head reads of one observation. Lives for one integration.
+
+    kv:    per head layer, keys and values [B, P, Hkv, D] in the form in which that layer reads them.
+    valid: bool [B, P], False where the prefix is padding.
+    length: int64 [B], number of valid prefix tokens: the position of the first action token.
+    """
+
+    kv: tuple[KeyValue, ...]
+    valid: Tensor
+    length: Tensor
+
+
+class FlowModel(nn.Module):
+    """One architecture in plain PyTorch. Knows nothing of devices, servers or how it is executed.
+
+    ``config_type`` is the frozen dataclass that the bundle's ``sinew.config`` decodes into.
+    ``float32_modules`` are the top-level modules that stay float32 when weights are loaded in half
+    precision, because the reference keeps them so.
+    """
+
+    config_type: ClassVar[type]
+    float32_modules: ClassVar[tuple[str, ...]] = ()
+    config: Any
+
+    @abstractmethod
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels: float32 [B, V, 3, height, width] -> image tokens [B, V, tokens, C], unscaled."""
+
+    @abstractmethod
+    def prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Prefix:
+        """Everything that is computed once per observation.
+
+        image_tokens: [B, V, tokens, C]; camera_mask: bool [B, V]; tokens: int64 [B, L];
+        token_mask: bool [B, L]; state: float32 [B, S], normalised and padded.
+        """
+
+    @abstractmethod
+    def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
+        """x: float32 [B, H, A]; t: float32 [B] -> float32 [B, H, A]."""

@@ -1,0 +1,199 @@
+"""SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot 0.6 runs it.
+
+* SigLIP tower, pixel shuffle, one linear layer: 64 tokens per 512 x 512 view.
+* Prefix [views | instruction | state] through the first layers of a small language model: one
+  bidirectional block, except that nobody but the state sees the state.
+* An expert of the same depth and a smaller width turns noisy actions into velocities. Its layers
+  alternate: self layers attend causally over the actions and to the language model's keys and values of
+  the same depth; cross layers see the prefix alone, through their own re-projection of those keys and
+  values.
+
+The reference's rotary base is 10,000 whatever the language model's config says; the converter writes the
+value that is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend, block_mask
+from sinew.layers.connector import PixelShuffleConnector
+from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue
+from sinew.layers.linear import Linear
+from sinew.layers.norm import RMSNorm
+from sinew.layers.rope import Rotation
+from sinew.layers.time_embedding import time_embedding
+from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.models.base import FlowModel, Prefix
+
+
+@dataclass(frozen=True)
+class SmolVLAConfig:
+    """``self_attn_every_n_layers``: layer i of the expert is a self layer when i % n == 0; 0 means never.
+    ``prefix_length``: prefixes shorter than this are padded at the end; 0 means they are not.
+    ``image_start_tokens``, ``image_end_tokens``: embedded around each view when not empty.
+    """
+
+    vision: ViTConfig
+    language: DecoderConfig
+    expert: DecoderConfig
+    vocab_size: int
+    pixel_shuffle: int
+    chunk_size: int
+    max_state_dim: int
+    max_action_dim: int
+    min_period: float
+    max_period: float
+    self_attn_every_n_layers: int = 2
+    prefix_length: int = 0
+    image_start_tokens: tuple[int, ...] = ()
+    image_end_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.language.num_layers % self.expert.num_layers:
+            raise ValueError(
+                f"{self.language.num_layers} language layers are not a multiple of {self.expert.num_layers}"
+                " expert layers"
+            )
+        for index in range(0, self.language.num_layers):
+            if self.is_self_layer(index) and index % self.stride:
+                raise ValueError(f"self-attention at layer {index} needs an expert layer there")
+
+    @property
+    def stride(self) -> int:
+        """Language layers per expert layer: expert layer e reads the cache of language layer e * stride."""
+        return self.language.num_layers // self.expert.num_layers
+
+    def is_self_layer(self, index: int) -> bool:
+        """Whether the expert attends to itself at *language* layer ``index``."""
+        return self.self_attn_every_n_layers > 0 and index % self.self_attn_every_n_layers == 0
+
+
+class Expert(nn.Module):
+    def __init__(self, config: SmolVLAConfig):
+        super().__init__()
+        kv_size = config.language.num_kv_heads * config.language.head_dim
+        self.is_self = [config.is_self_layer(e * config.stride) for e in range(config.expert.num_layers)]
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.expert, None if is_self else kv_size) for is_self in self.is_self
+        )
+        self.norm = RMSNorm(config.expert.hidden_size, config.expert.norm_eps)
+
+
+class SmolVLA(FlowModel):
+    config_type = SmolVLAConfig
+    float32_modules = (
+        "state_proj",
+        "action_in_proj",
+        "action_out_proj",
+        "action_time_mlp_in",
+        "action_time_mlp_out",
+    )
+
+    def __init__(self, config: SmolVLAConfig):
+        super().__init__()
+        self.config = config
+        width, expert_width = config.language.hidden_size, config.expert.hidden_size
+        self.vision = VisionTransformer(config.vision)
+        self.connector = PixelShuffleConnector(config.vision.hidden_size, width, config.pixel_shuffle)
+        self.language = Decoder(config.language, config.vocab_size)
+        self.expert = Expert(config)
+        self.state_proj = Linear(config.max_state_dim, width)
+        self.action_in_proj = Linear(config.max_action_dim, expert_width)
+        self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
+        self.action_time_mlp_out = Linear(expert_width, expert_width)
+        self.action_out_proj = Linear(expert_width, config.max_action_dim)
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        B, V, _, height, width = pixels.shape
+        patch = self.config.vision.patch_size
+        features = self.vision(pixels.flatten(0, 1))  # [B * V, patches, C]
+        return self.connector(features, height // patch, width // patch).unflatten(0, (B, V))
+
+    def embed_prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments as in :meth:`prefix`. Returns embeddings [B, P, C], valid and opens_block, bool [B, P]."""
+        B, V, _, C = image_tokens.shape
+        embed = self.language.embed_tokens
+        # The reference multiplies image tokens by a scale rounded to their dtype, language by the exact one.
+        scaled = image_tokens * torch.tensor(C**0.5, dtype=image_tokens.dtype, device=image_tokens.device)
+        pieces: list[Tensor] = []
+        valid: list[Tensor] = []
+
+        def add(piece: Tensor, mask: Tensor) -> None:  # [B, n, C], bool [B] or [B, n]
+            pieces.append(piece)
+            valid.append(mask if mask.ndim == 2 else mask[:, None].expand(B, piece.shape[1]))
+
+        def add_special(ids: tuple[int, ...]) -> None:
+            if ids:  # unscaled, unlike the language tokens
+                add(embed(torch.tensor(ids, device=state.device)).expand(B, -1, -1), always)
+
+        always = torch.ones(B, dtype=torch.bool, device=state.device)
+        for view in range(V):
+            add_special(self.config.image_start_tokens)
+            add(scaled[:, view], camera_mask[:, view])
+            add_special(self.config.image_end_tokens)
+        add(embed(tokens) * C**0.5, token_mask)
+        add(self.state_proj(state)[:, None], always)
+
+        x, ok = torch.cat(pieces, dim=1), torch.cat(valid, dim=1)
+        opens_block = torch.zeros_like(ok)
+        opens_block[:, -1] = True  # the state: it sees all before it, nothing before it sees it
+        if (missing := self.config.prefix_length - x.shape[1]) > 0:
+            x = F.pad(x, (0, 0, 0, missing))
+            ok, opens_block = F.pad(ok, (0, missing)), F.pad(opens_block, (0, missing))
+        return x, ok, opens_block
+
+    def prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Prefix:
+        x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
+        positions = valid.long().cumsum(dim=1) - 1
+        _, cache = self.language(x, positions, block_mask(valid, opens_block))
+        return Prefix(kv=self.expert_kv(cache), valid=valid, length=valid.sum(dim=1))
+
+    def expert_kv(self, cache: list[KeyValue]) -> tuple[KeyValue, ...]:
+        """The prefix as each expert layer reads it.
+
+        Cross layers re-project the language model's rotated keys and its values; no rotation follows. The
+        result does not depend on the solver's time, so it is computed here, once.
+        """
+        read: list[KeyValue] = []
+        for e, (layer, is_self) in enumerate(zip(self.expert.layers, self.expert.is_self, strict=True)):
+            k, v = cache[e * self.config.stride]  # [B, P, Hkv, D]
+            read.append((k, v) if is_self else layer.attn.key_value(k.flatten(2), v.flatten(2)))
+        return tuple(read)
+
+    def embed_actions(self, x: Tensor, t: Tensor) -> Tensor:
+        """Noisy actions [B, H, A] and time [B] -> expert tokens [B, H, C]."""
+        actions = self.action_in_proj(x)  # [B, H, C]
+        time = time_embedding(t, actions.shape[-1], self.config.min_period, self.config.max_period)
+        both = torch.cat([actions, time.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
+        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+
+    def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
+        B, H, _ = x.shape
+        config = self.config.expert
+        h = self.embed_actions(x, t).to(self.expert.norm.weight.dtype)  # [B, H, C]
+
+        steps = torch.arange(H, device=x.device).expand(B, H)
+        after_prefix = Rotation(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
+        from_zero = Rotation(steps, config.head_dim, config.rope_theta)
+        sees_prefix = prefix.valid[:, None].expand(B, H, -1)  # [B, H, P]
+        causal = torch.ones(H, H, dtype=torch.bool, device=x.device).tril().expand(B, H, H)
+        sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
+
+        for layer, is_self, (pk, pv) in zip(self.expert.layers, self.expert.is_self, prefix.kv, strict=True):
+            if is_self:
+                q, k, v = layer.project(h, after_prefix)
+                attended = attend(q, torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1), sees_both)
+            else:
+                q = from_zero(layer.attn.query(layer.input_norm(h)))
+                attended = attend(q, pk, pv, sees_prefix)
+            h = layer.finish(h, attended)
+        return self.action_out_proj(self.expert.norm(h).float())

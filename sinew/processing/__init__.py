@@ -1,0 +1,5 @@
+"""From an observation to model inputs and from model outputs to actions. No torch: engines without it use this too."""
+
+from sinew.processing.processor import ModelInputs, Processor
+
+__all__ = ["ModelInputs", "Processor"]

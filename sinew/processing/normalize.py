@@ -1,0 +1,46 @@
+"""State and action vectors between world units and model units. Formulas: ``schema.Normalization``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sinew.bundle.schema import Normalization
+from sinew.core import BundleError
+
+_RANGES = {"min_max": ("min", "max"), "quantiles": ("q01", "q99"), "quantile10": ("q10", "q90")}
+
+
+class Normalizer:
+    """``normalize`` and ``unnormalize`` for vectors [..., dim], float32 throughout."""
+
+    def __init__(self, recipe: Normalization, dim: int, what: str):
+        self.mode, self.eps = recipe.mode, np.float32(recipe.eps)
+        names = {"mean_std": ("mean", "std"), "identity": ()}.get(recipe.mode) or _RANGES.get(recipe.mode, ())
+        self.stats = []
+        for name in names:
+            values = np.asarray(recipe.stats.get(name, ()), np.float32)
+            if values.shape != (dim,):
+                raise BundleError(f"statistics of {what}: {name} has {values.size} values, expected {dim}")
+            if not np.isfinite(values).all():
+                raise BundleError(f"statistics of {what}: {name} has values that are not finite")
+            self.stats.append(values)
+
+    def normalize(self, x: np.ndarray) -> np.ndarray:
+        if self.mode == "identity":
+            return x
+        a, b = self.stats
+        if self.mode == "mean_std":
+            return (x - a) / (b + self.eps)
+        return 2 * (x - a) / self._span() - 1
+
+    def unnormalize(self, x: np.ndarray) -> np.ndarray:
+        if self.mode == "identity":
+            return x
+        a, b = self.stats
+        if self.mode == "mean_std":
+            return x * b + a
+        return (x + 1) / 2 * self._span() + a
+
+    def _span(self) -> np.ndarray:
+        low, high = self.stats
+        return np.where(high == low, self.eps, high - low)

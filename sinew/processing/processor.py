@@ -1,0 +1,139 @@
+"""The one place where observations become model inputs and model outputs become actions."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+
+from sinew.bundle.schema import Manifest
+from sinew.core import Observation, ObservationError, SinewError
+from sinew.processing.image import check_frame, empty_frame, prepare_frame
+from sinew.processing.normalize import Normalizer
+from sinew.processing.prompt import Prompter
+
+MAX_SOLVER_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """One observation as a model reads it (no batch axis).
+
+    pixels: float32 [V, 3, H, W]; camera_mask: bool [V]; tokens: int64 [L]; token_mask: bool [L];
+    state: float32 [padded_state_dim].
+    """
+
+    pixels: np.ndarray
+    camera_mask: np.ndarray
+    tokens: np.ndarray
+    token_mask: np.ndarray
+    state: np.ndarray
+
+
+class Processor:
+    """Built from a bundle's manifest; stateless, so it may be used from several threads."""
+
+    def __init__(self, manifest: Manifest):
+        self.spec, self.recipe = manifest.spec, manifest.processing
+        self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt)
+        self.state_normalizer = Normalizer(self.recipe.state, self.spec.state.dim, "state")
+        self.action_normalizer = Normalizer(self.recipe.action, self.spec.action.dim, "action")
+
+    def check(self, observation: Observation) -> None:
+        """Raise :class:`ObservationError` for the first field that this policy cannot take."""
+        self._check_images(observation)
+        self._state(observation)
+        self._tokens(observation)
+        self._noise(observation)
+        _integer(observation.seed, "seed", 0, (1 << 64) - 1)
+        _integer(observation.solver_steps, "solver_steps", 1, MAX_SOLVER_STEPS)
+
+    def inputs(self, observation: Observation) -> ModelInputs:
+        """Model inputs of a checked observation.
+
+        Cameras come in the order of the spec; one that the observation lacks is left out, as upstream does.
+        The ``empty_cameras`` that the checkpoint was trained with follow as masked, empty images.
+        """
+        frames = [
+            prepare_frame(observation.images[camera.name], self.recipe.image)
+            for camera in self.spec.cameras
+            if camera.name in observation.images
+        ]
+        present = len(frames)
+        frames += [empty_frame(self.recipe.image)] * self.recipe.empty_cameras
+        tokens, token_mask = self.prompter.pad(self._tokens(observation))
+        state = np.zeros(self.recipe.padded_state_dim, np.float32)
+        state[: self.spec.state.dim] = self.state_normalizer.normalize(self._state(observation))
+        return ModelInputs(np.stack(frames), np.arange(len(frames)) < present, tokens, token_mask, state)
+
+    def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
+        """Start of the solver, float32 [H, noise_dim], and the seed it came from (None if it was given).
+
+        Seeded noise is drawn by numpy's PCG64, so it is the same on every device and engine.
+        """
+        given = self._noise(observation)
+        if given is not None:
+            return given, None
+        seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
+        return np.random.default_rng(seed).standard_normal(self.spec.noise_shape, np.float32), seed
+
+    def actions(self, chunk: np.ndarray) -> np.ndarray:
+        """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite."""
+        actions = self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim].astype(np.float32))
+        if not np.isfinite(actions).all():
+            raise SinewError("the model produced actions that are not finite")
+        return np.ascontiguousarray(actions)
+
+    def _check_images(self, observation: Observation) -> None:
+        known = [camera.name for camera in self.spec.cameras]
+        if not hasattr(observation.images, "items"):
+            raise ObservationError("images", "a mapping of camera names", type(observation.images).__name__)
+        for name, frame in observation.images.items():
+            if name not in known:
+                raise ObservationError(f"images.{name}", f"one of the cameras {known}", "an unknown camera")
+            check_frame(frame, f"images.{name}", self.recipe.image)
+        if not observation.images:
+            raise ObservationError("images", f"at least one of the cameras {known}", "none")
+
+    def _state(self, observation: Observation) -> np.ndarray:
+        return _vector(observation.state, "state", (self.spec.state.dim,))
+
+    def _noise(self, observation: Observation) -> np.ndarray | None:
+        if observation.noise is None:
+            return None
+        return _vector(observation.noise, "noise", self.spec.noise_shape)
+
+    def _tokens(self, observation: Observation) -> np.ndarray:
+        if observation.tokens is not None:
+            if observation.prompt:
+                raise ObservationError("tokens", "either a prompt or tokens", "both")
+            return self.prompter.check_tokens(observation.tokens)
+        return self.prompter.encode(observation.prompt)
+
+
+def _vector(value: object, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """``value`` as finite float32 of exactly ``shape``."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ObservationError(name, f"numbers of shape {list(shape)}", "a ragged sequence") from None
+    if array.dtype.kind not in "fiub":
+        raise ObservationError(name, f"numbers of shape {list(shape)}", f"dtype {array.dtype}")
+    if array.shape != shape:
+        raise ObservationError(name, f"shape {list(shape)}", f"shape {list(array.shape)}")
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(array))
+    if bad.size:
+        raise ObservationError(name, "finite numbers", f"{array.reshape(-1)[bad[0]]} at index {bad[0]}")
+    return array
+
+
+def _integer(value: object, name: str, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ObservationError(name, "an integer", type(value).__name__)
+    if not low <= int(value) <= high:
+        raise ObservationError(name, f"an integer from {low} to {high}", str(value))

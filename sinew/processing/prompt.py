@@ -1,0 +1,69 @@
+"""Instruction to tokens, with the tokenizer and the template that the bundle carries."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from sinew.bundle.schema import PromptRecipe
+from sinew.core import BundleError, ObservationError
+
+MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
+
+
+class Prompter:
+    """Turns an instruction into ``(tokens int64 [L], mask bool [L])``."""
+
+    def __init__(self, tokenizer_json: str, recipe: PromptRecipe):
+        self.recipe = recipe
+        try:
+            # Settings for batches that a training run may have left in the file; padding is ours to do.
+            record = json.loads(tokenizer_json)
+            record["truncation"] = record["padding"] = None
+            self.tokenizer = Tokenizer.from_str(json.dumps(record))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise BundleError(f"the bundle's tokenizer cannot be read: {error}") from None
+
+    def text(self, prompt: str) -> str:
+        """The exact string that is tokenised."""
+        text = self.recipe.template.replace("{prompt}", prompt)
+        suffix = self.recipe.ensure_suffix
+        return text if text.endswith(suffix) else text + suffix
+
+    def encode(self, prompt: object) -> np.ndarray:
+        """Token ids of the formatted instruction, int64 [L], 1 <= L <= max_tokens. Never truncates."""
+        if not isinstance(prompt, str):
+            raise ObservationError("prompt", "a string", type(prompt).__name__)
+        if not prompt.strip():
+            raise ObservationError("prompt", "an instruction", "an empty string")
+        if len(prompt) > MAX_CHARACTERS:
+            raise ObservationError("prompt", f"at most {MAX_CHARACTERS} characters", str(len(prompt)))
+        try:
+            encoding = self.tokenizer.encode(
+                self.text(prompt), add_special_tokens=self.recipe.add_special_tokens
+            )
+        except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
+            raise ObservationError("prompt", "text that UTF-8 can carry", "lone surrogates") from None
+        return self.check_tokens(np.asarray(encoding.ids, np.int64), "prompt")
+
+    def check_tokens(self, tokens: object, name: str = "tokens") -> np.ndarray:
+        """Ids from a client that tokenises itself, checked: int64 [L]."""
+        array = np.asarray(tokens)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ObservationError(name, "a vector of integers", f"{array.dtype} {list(array.shape)}")
+        limit = self.recipe.max_tokens
+        if not 1 <= len(array) <= limit:
+            raise ObservationError(name, f"1 to {limit} tokens", f"{len(array)}")
+        if array.min() < 0 or array.max() >= self.recipe.vocab_size:
+            expected = f"token ids in [0, {self.recipe.vocab_size})"
+            raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
+        return array.astype(np.int64)
+
+    def pad(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Right padding as the recipe says; returns ids and the mask of real tokens."""
+        length = self.recipe.max_tokens if self.recipe.padding == "max_length" else len(tokens)
+        ids = np.full(length, self.recipe.pad_token_id, np.int64)
+        ids[: len(tokens)] = tokens
+        return ids, np.arange(length) < len(tokens)

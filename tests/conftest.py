@@ -1,0 +1,33 @@
+"""Fixtures: the golden cases that lie beside the checkout, and the bundles converted from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sinew.convert import convert
+
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The directory of golden fixtures (reference implementations' inputs and outputs)."""
+    assert GOLDEN.is_dir(), f"the golden fixtures are expected at {GOLDEN}"
+    return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def smolvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Converts a golden SmolVLA checkpoint once per session: ``smolvla_bundle("smolvla-2cam") -> path``."""
+    directory = tmp_path_factory.mktemp("bundles")
+
+    def make(case: str = "smolvla-2cam") -> Path:
+        out = directory / f"{case}.gguf"
+        if not out.exists():
+            convert(golden / case / "checkpoint", out, vlm=golden / case / "vlm", name=case)
+        return out
+
+    return make

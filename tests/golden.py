@@ -1,0 +1,52 @@
+"""Reading the golden fixtures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+COSINE_GAP, MAX_ABS = 1e-7, 1e-4  # house rule 1: the eager float32 engine against the reference
+
+
+class Golden:
+    """One ``fixture.safetensors``: tensors by name, and the facts in its metadata."""
+
+    def __init__(self, directory: Path):
+        with safe_open(directory / "fixture.safetensors", framework="pt") as file:
+            self.tensors = {name: file.get_tensor(name) for name in file.keys()}
+            self.metadata = file.metadata()
+        self.cameras = json.loads(self.metadata["cameras"])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def numpy(self, name: str) -> np.ndarray:
+        return self.tensors[name].numpy()
+
+    def observation(self) -> dict:
+        return {
+            "images": {c.removeprefix("observation.images."): self.numpy(f"frame.{c}") for c in self.cameras},
+            "state": self.numpy("state_raw"),
+            "prompt": self.metadata["task"],
+            "noise": self.numpy("noise")[0],
+        }
+
+
+def cosine_gap(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> float:
+    a, b = (torch.as_tensor(x).double().flatten() for x in (a, b))
+    return 1.0 - float(torch.dot(a, b) / (a.norm() * b.norm()))
+
+
+def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def assert_parity(ours: np.ndarray | torch.Tensor, reference: np.ndarray | torch.Tensor) -> None:
+    ours, reference = torch.as_tensor(ours), torch.as_tensor(reference)
+    assert ours.shape == reference.shape
+    assert float((ours - reference).abs().max()) <= MAX_ABS
+    assert cosine_gap(ours, reference) <= COSINE_GAP
