@@ -88,7 +88,9 @@ class Policy:
             inputs = self.processor.inputs(observation)
             noise, seed = self.processor.noise(observation)
             ready = time.perf_counter()
-            chunk, timing = self.engine.run(inputs, noise, observation.solver_steps or self.spec.solver_steps, cancel)
+            chunk, timing = self.engine.run(
+                inputs, noise, observation.solver_steps or self.spec.solver_steps, cancel
+            )
             computed = time.perf_counter()
             actions = self.processor.actions(chunk)
             end = time.perf_counter()
@@ -114,10 +116,12 @@ class Policy:
         )
 
     def _warn_missing_cameras(self, observation: Observation) -> None:
-        missing = frozenset(c.name for c in self.spec.cameras) - observation.images.keys()
+        missing = frozenset(c.name for c in self.spec.cameras).difference(observation.images)
         if missing and missing not in self._warned:
             self._warned.add(missing)
-            log.warning("no frame for %s; the policy runs without, as upstream does", ", ".join(sorted(missing)))
+            log.warning(
+                "no frame for %s; the policy runs without, as upstream does", ", ".join(sorted(missing))
+            )
 
 
 def _observation(observation: Observation | Mapping[str, Any]) -> Observation:
@@ -139,10 +143,17 @@ def load_model(bundle: Bundle, device: torch.device, dtype: str) -> FlowModel:
     """The bundle's architecture with its weights; parameters are views of the memory map where they can be."""
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
-    config = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
+    config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     model = build_on_meta(manifest.architecture, config)
     if problems := misfit(model, {name: info.shape for name, info in bundle.infos.items()}):
         raise BundleError(f"{bundle.path}: {problems}")
+    if (
+        model.noise_shape != manifest.spec.noise_shape
+        or model.state_size != manifest.processing.padded_state_dim
+    ):
+        raise BundleError(
+            f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
+        )
 
     state = {}
     for name, tensor in bundle.tensors().items():

@@ -17,7 +17,10 @@ class Golden:
 
     def __init__(self, directory: Path):
         with safe_open(directory / "fixture.safetensors", framework="pt") as file:
-            self.tensors = {name: file.get_tensor(name) for name in file.keys()}
+            self.tensors = {
+                name: file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118 - a file handle, not a dict
+            }
             self.metadata = file.metadata()
         self.cameras = json.loads(self.metadata["cameras"])
 

@@ -37,7 +37,9 @@ def test_preprocessing_matches(case):
     assert inputs.tokens.tolist() == g["lang_tokens"][0].tolist()
     assert inputs.token_mask.tolist() == g["lang_mask"][0].tolist()
     dim = policy.spec.state.dim
-    torch.testing.assert_close(torch.from_numpy(inputs.state[:dim]), g["state_normalized"][0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        torch.from_numpy(inputs.state[:dim]), g["state_normalized"][0], atol=1e-6, rtol=0
+    )
     assert not inputs.state[dim:].any()
 
 
@@ -50,7 +52,9 @@ def test_prefix_stages_match(case):
     for view, camera in enumerate(g.cameras):
         assert_parity(image_tokens[:, view], g[f"image_tokens.{camera}"])
 
-    state = torch.nn.functional.pad(g["state_normalized"], (0, policy.padded_state_dim - policy.spec.state.dim))
+    state = torch.nn.functional.pad(
+        g["state_normalized"], (0, policy.padded_state_dim - policy.spec.state.dim)
+    )
     mask = torch.ones(1, len(g.cameras), dtype=torch.bool)
     x, valid, opens_block = model.embed_prefix(image_tokens, mask, g["lang_tokens"], g["lang_mask"], state)
     assert_parity(x, g["prefix_embs"])
@@ -93,7 +97,9 @@ def test_half_precision_language_model_stays_within_bfloat16(golden, smolvla_bun
     actions: measured 8e-4 relative for native and 1e-3 for float32 arithmetic on the same weights."""
     g = Golden(golden / "smolvla-bf16-vlm")
     for dtype in ("native", "float32", "bfloat16"):
-        actions = torch.from_numpy(load(smolvla_bundle("smolvla-bf16-vlm"), dtype=dtype).infer(g.observation()).actions)
+        actions = torch.from_numpy(
+            load(smolvla_bundle("smolvla-bf16-vlm"), dtype=dtype).infer(g.observation()).actions
+        )
         assert relative_l2(actions, g["actions"][0]) <= 3e-3, dtype
         assert cosine_gap(actions, g["actions"][0]) <= 3e-6, dtype
 

@@ -211,5 +211,7 @@ class _Cursor:
         for size in shape:
             elements *= size  # Python integers: no overflow to hide behind
         if shape and shape[-1] % block:
-            self.fail(f"tensor {name!r}: rows of {shape[-1]} do not divide into {kind.name} blocks of {block}")
+            self.fail(
+                f"tensor {name!r}: rows of {shape[-1]} do not divide into {kind.name} blocks of {block}"
+            )
         return TensorInfo(name, shape, kind, offset, elements // block * block_bytes)

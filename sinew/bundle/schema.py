@@ -8,6 +8,7 @@ the ggml world already uses for it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -18,6 +19,8 @@ from sinew.core import BundleError, PolicySpec
 
 FORMAT_VERSION = 1
 ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
+
+MAX_SIZE = 8192  # bounds every length that a manifest may ask for: pixels, tokens, actions, dimensions
 
 KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
@@ -141,17 +144,55 @@ class Manifest:
                 " import it with `sinew convert`"
             )
         if version != FORMAT_VERSION:
-            raise BundleError(f"bundle format {version} is not supported (this version reads {FORMAT_VERSION})")
+            raise BundleError(
+                f"bundle format {version} is not supported (this version reads {FORMAT_VERSION})"
+            )
         decoded = {
             part: from_json(_text(metadata, f"sinew.{part}"), kind, f"sinew.{part}")
             for part, kind in _PARTS.items()
         }
-        return cls(
+        manifest = cls(
             architecture=_text(metadata, KEY_ARCHITECTURE),
             name=_text(metadata, KEY_NAME),
             tokenizer=_text(metadata, KEY_TOKENIZER),
             **decoded,
         )
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Sizes that are believable and agree with each other; a number read from a file is a suggestion."""
+        spec, processing = self.spec, self.processing
+        image, names = processing.image, [camera.name for camera in spec.cameras]
+        rules = {
+            "spec.cameras: expected 1 to 16 different names": 1 <= len(names) <= 16
+            and len(set(names)) == len(names),
+            "spec: chunk_size, noise_dim or solver_steps out of range": 1 <= spec.chunk_size <= MAX_SIZE
+            and 0 <= spec.noise_dim <= MAX_SIZE
+            and 0 <= spec.solver_steps <= MAX_SIZE,
+            "spec.state does not fit processing.padded_state_dim": 1
+            <= spec.state.dim
+            <= processing.padded_state_dim
+            <= MAX_SIZE,
+            "spec.action does not fit processing.padded_action_dim": 1
+            <= spec.action.dim
+            <= processing.padded_action_dim
+            <= MAX_SIZE,
+            "processing.image: sides out of range": 1 <= image.height <= MAX_SIZE
+            and 1 <= image.width <= MAX_SIZE,
+            "processing.image: numbers that are not finite, or a zero std": all(
+                math.isfinite(v) for v in (image.pad_value, *image.mean, *image.std)
+            )
+            and all(image.std),
+            "processing.prompt: max_tokens out of range": 1 <= processing.prompt.max_tokens <= MAX_SIZE,
+            "processing.prompt: pad_token_id is not in the vocabulary": 0
+            <= processing.prompt.pad_token_id
+            < processing.prompt.vocab_size,
+            "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
+        }
+        for problem, fine in rules.items():
+            if not fine:
+                raise BundleError(f"sinew.{problem}")
 
 
 _PARTS: dict[str, Any] = {
@@ -206,5 +247,7 @@ def _unknown_field(raw: Any, known: Any, path: str = "") -> str | None:
 def _text(metadata: Mapping[str, Any], key: str) -> str:
     value = metadata.get(key)
     if not isinstance(value, str):
-        raise BundleError(f"{key}: expected a string, got {'nothing' if value is None else type(value).__name__}")
+        raise BundleError(
+            f"{key}: expected a string, got {'nothing' if value is None else type(value).__name__}"
+        )
     return value

@@ -21,7 +21,7 @@ from sinew.bundle.schema import ALIGNMENT, Manifest
 from sinew.core import BundleError
 
 MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes with a terminator
-COPY_BLOCK = 8 << 20
+COPY_BLOCK = 1 << 20  # stays in the cache between the read and the write
 
 Progress = Callable[[int], None]  # called with the number of bytes just written
 
@@ -54,7 +54,7 @@ class ArraySlice:
     array: np.ndarray
 
     def blocks(self) -> Iterable[memoryview]:
-        yield memoryview(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8))
+        yield np.ascontiguousarray(self.array).reshape(-1).view(np.uint8).data
 
 
 @dataclass(frozen=True)

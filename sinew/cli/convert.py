@@ -21,6 +21,7 @@ def convert(
     arch: Path | None = None,
     stats: Path | None = None,
     compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6",
+    cameras: str = "",
     name: str | None = None,
     force: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -37,6 +38,7 @@ def convert(
     arch: JSON file with the widths behind a named variant, instead of the language model's config.
     stats: a data set's meta/stats.json, for checkpoints without statistics.
     compat: whose behaviour to follow where upstream versions disagree.
+    cameras: names separated by commas, for vla.cpp files, which do not hold them.
     name: the policy's name; the checkpoint directory's if absent.
     force: overwrite an existing file.
     """
@@ -45,8 +47,9 @@ def convert(
 
     if out.exists() and not force:
         raise ConvertError(f"{out} exists; --force overwrites it")
+    names = tuple(name.strip() for name in cameras.split(",") if name.strip())
     start = time.perf_counter()
-    conversion = read(source, Options(vlm, tokenizer, arch, stats, compat))
+    conversion = read(source, Options(vlm, tokenizer, arch, stats, compat, names))
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=conversion.nbytes)

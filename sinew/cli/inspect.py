@@ -67,7 +67,9 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
 
     def vector(what: Any, recipe: Any) -> str:
         named = f": {', '.join(what.names)}" if what.names else ""
-        return f"{what.dim} values{named}, {recipe.mode}" + (f" ({', '.join(recipe.stats)})" if recipe.stats else "")
+        return f"{what.dim} values{named}, {recipe.mode}" + (
+            f" ({', '.join(recipe.stats)})" if recipe.stats else ""
+        )
 
     image, prompt, source = manifest.processing.image, manifest.processing.prompt, manifest.provenance
     padding = f"to {prompt.max_tokens}" if prompt.padding == "max_length" else "none"

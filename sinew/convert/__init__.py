@@ -27,6 +27,7 @@ def convert(
     arch: Path | None = None,
     stats: Path | None = None,
     compat: str = "lerobot-0.6",
+    cameras: tuple[str, ...] = (),
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -35,7 +36,7 @@ def convert(
     Weights are streamed; nothing is written to ``out`` unless all of it is there. ``progress`` is called
     with the number of bytes just written. Raises :class:`ConvertError`.
     """
-    options = Options(vlm, tokenizer, arch, stats, compat)
+    options = Options(vlm, tokenizer, arch, stats, compat, tuple(cameras))
     conversion = read(source, options)
     conversion.write(Path(out), name or conversion.spec.name, compat, progress)
     return Path(out)

@@ -18,7 +18,7 @@ from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.core import ConvertError, PolicySpec
 from sinew.models import build_on_meta, misfit
 
-HASH_BLOCK = 8 << 20
+HASH_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Options:
     arch: Path | None = None
     stats: Path | None = None
     compat: str = "lerobot-0.6"
+    cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,11 @@ class Conversion:
     def write(self, out: Path, name: str, compat: str, progress: Progress | None = None) -> None:
         """Check, then write the bundle; ``progress`` is called with the number of bytes just written."""
         dropped = set(self.dropped)
-        kept = {self.rename(t): replace(s, name=self.rename(t)) for t, s in self.tensors.items() if t not in dropped}
+        kept = {
+            self.rename(t): replace(s, name=self.rename(t))
+            for t, s in self.tensors.items()
+            if t not in dropped
+        }
         self._check(kept, {self.rename(t): t for t in self.tensors})
         with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
             hashes = [pool.submit(_sha256, path) for path in self.sources]
@@ -110,7 +115,9 @@ def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]])
 
 
 def _source_file(path: Path, digest: Future[str]) -> SourceFile:
-    return SourceFile(path.name, path.stat().st_size, digest.result() if digest.done() else "0" * 64)
+    return SourceFile(
+        f"{path.parent.name}/{path.name}", path.stat().st_size, digest.result() if digest.done() else "0" * 64
+    )
 
 
 def _sha256(path: Path) -> str:
@@ -128,5 +135,6 @@ def _precision(tensors: dict[str, TensorSource]) -> dict[str, str]:
     for name, tensor in tensors.items():
         bytes_of.setdefault(name.split(".")[0], Counter())[tensor.type.name] += tensor.nbytes
     return {
-        component: "+".join(kind for kind, _ in counts.most_common()) for component, counts in bytes_of.items()
+        component: "+".join(kind for kind, _ in counts.most_common())
+        for component, counts in bytes_of.items()
     }

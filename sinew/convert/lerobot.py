@@ -18,17 +18,11 @@ from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.convert.safetensors_file import read_array, read_safetensors
 from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.processing.normalize import STATISTICS
 
 STATE, ACTION = "observation.state", "action"
 IMAGE_PREFIXES = ("observation.images.", "observation.")
 LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-MODES = {
-    "MEAN_STD": ("mean_std", ("mean", "std")),
-    "MIN_MAX": ("min_max", ("min", "max")),
-    "QUANTILES": ("quantiles", ("q01", "q99")),
-    "QUANTILE10": ("quantile10", ("q10", "q90")),
-    "IDENTITY": ("identity", ()),
-}
 Statistics = dict[str, dict[str, np.ndarray]]  # feature -> statistic -> float32 vector
 
 
@@ -76,6 +70,17 @@ class LeRobotCheckpoint:
                 " (PEFT's merge_and_unload, then save_pretrained)"
             )
         raise ConvertError(f"{self.path}: no model.safetensors here")
+
+    @property
+    def files(self) -> list[Path]:
+        """Everything that a bundle takes from this checkpoint, the tokenizer aside."""
+        extra = [self.stats_file] if self.stats_file else []
+        return [
+            *self.weight_files,
+            self.path / "config.json",
+            *sorted(self.path.glob("policy_*processor*")),
+            *extra,
+        ]
 
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
@@ -125,11 +130,13 @@ class LeRobotCheckpoint:
     def normalization(self, feature: str, kind: str) -> Normalization:
         """How ``feature`` is normalised; ``kind`` is its key in the mapping (STATE or ACTION)."""
         step = self._processor_step(feature)
-        mapping = (step or {}).get("config", {}).get("norm_map") or self.config.get("normalization_mapping", {})
-        mode = str(mapping.get(kind, "IDENTITY")).removeprefix("NormalizationMode.")
-        if mode not in MODES:
-            raise ConvertError(f"normalisation {mode!r} of {feature} is not one of {list(MODES)}")
-        name, needed = MODES[mode]
+        mapping = (step or {}).get("config", {}).get("norm_map") or self.config.get(
+            "normalization_mapping", {}
+        )
+        mode: Any = str(mapping.get(kind, "IDENTITY")).removeprefix("NormalizationMode.").lower()
+        if mode not in STATISTICS:
+            raise ConvertError(f"normalisation {mode!r} of {feature} is not one of {', '.join(STATISTICS)}")
+        needed = STATISTICS[mode]
         found = self.statistics.get(feature, {})
         if missing := [stat for stat in needed if stat not in found]:
             raise ConvertError(
@@ -138,7 +145,7 @@ class LeRobotCheckpoint:
             )
         eps = (step or {}).get("config", {}).get("eps", 1e-8)
         # float() of a float32 is exact, and JSON keeps all of its digits.
-        return Normalization(name, {s: tuple(float(v) for v in found[s].reshape(-1)) for s in needed}, eps)
+        return Normalization(mode, {s: tuple(float(v) for v in found[s].reshape(-1)) for s in needed}, eps)
 
     def image_mode(self) -> str:
         return str(self.config.get("normalization_mapping", {}).get("VISUAL", "IDENTITY"))

@@ -44,7 +44,9 @@ def read_safetensors(path: Path) -> dict[str, TensorSource]:
 
 def _source(path: Path, name: str, entry: dict, start: int, size: int) -> TensorSource:
     if entry["dtype"] not in STORAGE:
-        raise ConvertError(f"{path}: tensor {name!r} has dtype {entry['dtype']}, expected one of {list(STORAGE)}")
+        raise ConvertError(
+            f"{path}: tensor {name!r} has dtype {entry['dtype']}, expected one of {list(STORAGE)}"
+        )
     kind, itemsize = STORAGE[entry["dtype"]]
     shape = tuple(int(n) for n in entry["shape"])
     begin, end = entry["data_offsets"]

@@ -66,12 +66,15 @@ def bundle_name(upstream: str) -> str:
 def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
     vlm_name = str(checkpoint["vlm_model_name"])
     if options.arch:
-        vlm_dir, vlm = None, read_json(options.arch)
+        vlm_dir, vlm_config = None, options.arch
     else:
         vlm_dir = find_model_dir(vlm_name, options.vlm, checkpoint.path, "--vlm", VLM_FILES)
-        vlm = read_json(vlm_dir / "config.json")
+        vlm_config = vlm_dir / "config.json"
+    vlm = read_json(vlm_config)
 
-    candidates = [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
+    candidates = (
+        [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
+    )
     if not options.tokenizer and vlm_dir:
         candidates.append(vlm_dir)
     tokenizer = load_tokenizer(candidates, f"give the one of {vlm_name!r} with --tokenizer FILE_OR_DIR")
@@ -99,7 +102,7 @@ def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
         tensors=checkpoint.tensors,
         rename=bundle_name,
         dead=DEAD,
-        sources=[*checkpoint.weight_files, checkpoint.path / "config.json", tokenizer.path],
+        sources=[*checkpoint.files, vlm_config, tokenizer.path],
     )
 
 
@@ -174,11 +177,15 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig) -> PolicyS
 
 def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int) -> Processing:
     if checkpoint.image_mode() != "IDENTITY":
-        raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: SmolVLA scales its images itself")
+        raise ConvertError(
+            f"VISUAL normalisation {checkpoint.image_mode()!r}: SmolVLA scales its images itself"
+        )
     side = config.vision.image_size
     width, height = checkpoint["resize_imgs_with_padding"] or (side, side)  # LeRobot's order
     if height % config.vision.patch_size or width % config.vision.patch_size:
-        raise ConvertError(f"images of {height} x {width} do not divide into {config.vision.patch_size}-pixel patches")
+        raise ConvertError(
+            f"images of {height} x {width} do not divide into {config.vision.patch_size}-pixel patches"
+        )
     padding = checkpoint.config.get("pad_language_to", "longest")
     if padding not in ("longest", "max_length"):
         raise ConvertError(f"pad_language_to {padding!r} is neither 'longest' nor 'max_length'")

@@ -41,7 +41,7 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
     try:
         text = path.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # tokenizers raises bare Exception
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         raise ConvertError(f"{path}: not a tokenizer.json ({error})") from None
     config = path.with_name("tokenizer_config.json")
     pad = read_json(config).get("pad_token") if config.exists() else None
@@ -64,7 +64,9 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
     for parent in (near, near.parent):
         if (parent / name / "config.json").is_file():
             return parent / name
-    return download(name, patterns, f"give a directory with its config.json and tokenizer.json with {flag} DIR")
+    return download(
+        name, patterns, f"give a directory with its config.json and tokenizer.json with {flag} DIR"
+    )
 
 
 def download(name: str, patterns: list[str], otherwise: str) -> Path:
@@ -77,6 +79,6 @@ def download(name: str, patterns: list[str], otherwise: str) -> Path:
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # network, authentication, unknown repository: many types across versions
+    except Exception as error:  # noqa: BLE001 - network, access, name: many types across versions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConvertError(f"{name!r} could not be fetched from the hub ({reason}); {otherwise}") from None

@@ -41,7 +41,7 @@ class EagerEngine:
             lambda x, t: self.model.velocity(x, t, prefix),
             self._batch(noise),
             steps,
-            lambda step: step_ms.append(clock.lap()),
+            lambda: step_ms.append(clock.lap()),
         )
         timing = Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
         return x[0].float().cpu().numpy(), timing

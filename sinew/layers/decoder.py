@@ -7,6 +7,7 @@ attention, ``finish`` after it) and leaves the attention between them to the mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from sinew.layers.attention import attend
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import RMSNorm
 from sinew.layers.rope import Rotation
+from sinew.layers.sizes import check_sizes
 
 KeyValue = tuple[Tensor, Tensor]  # each [B, L, Hkv, D], keys already rotated
 
@@ -32,6 +34,7 @@ class DecoderConfig:
     rope_theta: float
 
     def __post_init__(self) -> None:
+        check_sizes(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not divide into {self.num_kv_heads} key/value heads")
 
@@ -92,11 +95,15 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token table, layers and final norm of a language model, run once over a prefix."""
 
+    layers: Sequence[DecoderLayer]
+
     def __init__(self, config: DecoderConfig, vocab_size: int):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(config) for _ in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, list[KeyValue]]:

@@ -8,12 +8,14 @@ the seam where quantised weights will be dequantised.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)  # some files keep biases wide
+        return F.linear(x.to(self.weight.dtype), self.weight, bias)
 
 
 class Embedding(nn.Embedding):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
+from sinew.layers.sizes import check_sizes
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class ViTConfig:
     image_size: int  # side of the square that the position table covers, pixels
     patch_size: int
     norm_eps: float
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.hidden_size % self.num_heads or self.image_size < self.patch_size:
+            raise ValueError("vision: heads must divide the width, and a patch must fit the image")
 
     @property
     def side(self) -> int:

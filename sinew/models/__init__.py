@@ -41,7 +41,9 @@ def misfit(
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     known = aliases or {}
     problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{known.get(name, name)} is not a part of the model" for name in found if name not in wanted]
+    problems += [
+        f"{known.get(name, name)} is not a part of the model" for name in found if name not in wanted
+    ]
     problems += [
         f"{known.get(name, name)} has shape {list(found[name])}, expected {list(shape)}"
         for name, shape in wanted.items()

@@ -37,6 +37,16 @@ class FlowModel(nn.Module):
     float32_modules: ClassVar[tuple[str, ...]] = ()
     config: Any
 
+    @property
+    @abstractmethod
+    def noise_shape(self) -> tuple[int, int]:
+        """[H, A]: what the solver starts from and returns."""
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """S: the width of the padded state."""
+
     @abstractmethod
     def embed_images(self, pixels: Tensor) -> Tensor:
         """pixels: float32 [B, V, 3, height, width] -> image tokens [B, V, tokens, C], unscaled."""

@@ -14,6 +14,7 @@ value that is used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue
 from sinew.layers.linear import Linear
 from sinew.layers.norm import RMSNorm
 from sinew.layers.rope import Rotation
+from sinew.layers.sizes import MAX_WIDTH
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.base import FlowModel, Prefix
@@ -59,7 +61,14 @@ class SmolVLAConfig:
                 f"{self.language.num_layers} language layers are not a multiple of {self.expert.num_layers}"
                 " expert layers"
             )
-        for index in range(0, self.language.num_layers):
+        for name in ("vocab_size", "pixel_shuffle", "chunk_size", "max_state_dim", "max_action_dim"):
+            if not 1 <= getattr(self, name) <= MAX_WIDTH:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 to {MAX_WIDTH}")
+        if not 0 < self.min_period < self.max_period < float("inf"):
+            raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
+        if not 0 <= self.prefix_length <= MAX_WIDTH or self.self_attn_every_n_layers < 0:
+            raise ValueError("prefix_length and self_attn_every_n_layers must not be negative")
+        for index in range(self.language.num_layers):
             if self.is_self_layer(index) and index % self.stride:
                 raise ValueError(f"self-attention at layer {index} needs an expert layer there")
 
@@ -74,11 +83,13 @@ class SmolVLAConfig:
 
 
 class Expert(nn.Module):
+    layers: Sequence[DecoderLayer]
+
     def __init__(self, config: SmolVLAConfig):
         super().__init__()
         kv_size = config.language.num_kv_heads * config.language.head_dim
         self.is_self = [config.is_self_layer(e * config.stride) for e in range(config.expert.num_layers)]
-        self.layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
             DecoderLayer(config.expert, None if is_self else kv_size) for is_self in self.is_self
         )
         self.norm = RMSNorm(config.expert.hidden_size, config.expert.norm_eps)
@@ -107,6 +118,14 @@ class SmolVLA(FlowModel):
         self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = Linear(expert_width, expert_width)
         self.action_out_proj = Linear(expert_width, config.max_action_dim)
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        return (self.config.chunk_size, self.config.max_action_dim)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.max_state_dim
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         B, V, _, height, width = pixels.shape

@@ -7,7 +7,13 @@ import numpy as np
 from sinew.bundle.schema import Normalization
 from sinew.core import BundleError
 
-_RANGES = {"min_max": ("min", "max"), "quantiles": ("q01", "q99"), "quantile10": ("q10", "q90")}
+STATISTICS: dict[str, tuple[str, ...]] = {
+    "mean_std": ("mean", "std"),
+    "min_max": ("min", "max"),
+    "quantiles": ("q01", "q99"),
+    "quantile10": ("q10", "q90"),
+    "identity": (),
+}
 
 
 class Normalizer:
@@ -15,7 +21,7 @@ class Normalizer:
 
     def __init__(self, recipe: Normalization, dim: int, what: str):
         self.mode, self.eps = recipe.mode, np.float32(recipe.eps)
-        names = {"mean_std": ("mean", "std"), "identity": ()}.get(recipe.mode) or _RANGES.get(recipe.mode, ())
+        names = STATISTICS[recipe.mode]
         self.stats = []
         for name in names:
             values = np.asarray(recipe.stats.get(name, ()), np.float32)

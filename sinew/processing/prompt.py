@@ -23,7 +23,7 @@ class Prompter:
             record = json.loads(tokenizer_json)
             record["truncation"] = record["padding"] = None
             self.tokenizer = Tokenizer.from_str(json.dumps(record))
-        except Exception as error:  # tokenizers raises bare Exception
+        except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
             raise BundleError(f"the bundle's tokenizer cannot be read: {error}") from None
 
     def text(self, prompt: str) -> str:
