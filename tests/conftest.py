@@ -31,3 +31,17 @@ def smolvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
         return out
 
     return make
+
+
+@pytest.fixture(scope="session")
+def pi_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same for pi0 and pi0.5: ``pi_bundle("pi05-2cam") -> path``."""
+    directory = tmp_path_factory.mktemp("bundles")
+
+    def make(case: str) -> Path:
+        out = directory / f"{case}.gguf"
+        if not out.exists():
+            convert(golden / case / "checkpoint", out, arch=golden / case / "arch.json", name=case)
+        return out
+
+    return make

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sinew.bundle import Bundle
 from sinew.convert import convert
 from sinew.convert.smolvla import expert_intermediate_size
-from sinew.core import ConvertError
+from sinew.core import ConvertError, Observation
 from sinew.policy import load
 from tests.golden import Golden, assert_parity, relative_l2
 from tests.vlacpp_file import write_vlacpp
@@ -136,14 +136,20 @@ def test_image_special_tokens_are_embedded_around_each_view(checkpoint, golden):
 
 
 def test_empty_cameras_do_not_change_the_actions(checkpoint, golden):
-    """A padding slot is encoded and masked; nothing that is read can depend on it."""
+    """Upstream encodes a padding slot and masks it; nothing that is read can depend on it."""
     features = json.loads((checkpoint / "config.json").read_text())["input_features"]
     features["observation.images.empty_camera_0"] = {"type": "VISUAL", "shape": [3, 480, 640]}
     edit(checkpoint / "config.json", empty_cameras=1, input_features=features)
     policy = load(run(checkpoint))
     assert [c.name for c in policy.spec.cameras] == ["camera1", "camera2"]
     g = Golden(golden / CASE)
-    assert_parity(policy.infer(g.observation()).actions, g.numpy("actions")[0])
+    observation = Observation.from_mapping(g.observation())
+    inputs = policy.processor.inputs(observation, padded=True)
+    assert inputs.camera_mask.tolist() == [True, True, False]
+    assert (inputs.pixels[2] == -1).all()
+    chunk, _ = policy.engine.run(inputs, observation.noise, policy.spec.solver_steps)
+    assert_parity(policy.processor.actions(chunk), g.numpy("actions")[0])
+    assert_parity(policy.infer(observation).actions, g.numpy("actions")[0])
 
 
 def test_one_camera_may_be_missing_but_not_all(checkpoint, golden):

@@ -52,8 +52,10 @@ class ImageRecipe:
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """Instruction to tokens. ``template`` is formatted with ``prompt``, then ``ensure_suffix`` is
-    appended unless it is already there, then the tokenizer runs and pads on the right."""
+    """Instruction to tokens: fill ``template``, append ``ensure_suffix`` unless it is there, tokenise.
+
+    padding: how the model was trained; what it computes on may leave padding out.
+    """
 
     max_tokens: int
     vocab_size: int  # rows of the model's token table; ids beyond it are refused
@@ -89,7 +91,8 @@ class Processing:
     action: Normalization
     padded_state_dim: int  # the model reads states padded with zeros to this width
     padded_action_dim: int  # and produces actions of this width
-    empty_cameras: int = 0  # masked, empty images that follow the views, as in training
+    empty_cameras: int = 0  # masked, empty images that followed the views in training
+    pad_missing_cameras: bool = False  # cameras that are not there were masked, empty images too (pi0)
     compat: str = ""  # upstream version whose behaviour is followed where versions disagree
 
 

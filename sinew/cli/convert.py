@@ -29,18 +29,17 @@ def convert(
 
     Example: sinew convert my_smolvla/ my_smolvla.gguf --vlm SmolVLM2-500M-Video-Instruct/
 
-    Parameters
-    ----------
-    source: checkpoint directory (LeRobot layout), hub name (ORG/NAME, with the hub extra), or a vla.cpp GGUF file.
-    out: the bundle to write.
-    vlm: directory with the config.json and tokenizer of what the checkpoint's vlm_model_name names.
-    tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
-    arch: JSON file with the widths behind a named variant, instead of the language model's config.
-    stats: a data set's meta/stats.json, for checkpoints without statistics.
-    compat: whose behaviour to follow where upstream versions disagree.
-    cameras: names separated by commas, for vla.cpp files, which do not hold them.
-    name: the policy's name; the checkpoint directory's if absent.
-    force: overwrite an existing file.
+    Args:
+        source: checkpoint directory (LeRobot layout), hub name (ORG/NAME, with the hub extra), or a vla.cpp GGUF file.
+        out: the bundle to write.
+        vlm: directory with the config.json and tokenizer of what the checkpoint's vlm_model_name names.
+        tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
+        arch: JSON file with the widths behind a named variant, instead of the language model's config.
+        stats: a data set's meta/stats.json, for checkpoints without statistics.
+        compat: whose behaviour to follow where upstream versions disagree.
+        cameras: names separated by commas, for vla.cpp files, which do not hold them.
+        name: the policy's name; the checkpoint directory's if absent.
+        force: overwrite an existing file.
     """
     from sinew.convert import Options, read
     from sinew.core import ConvertError

@@ -23,11 +23,10 @@ def inspect(
 ) -> int:
     """Print what a bundle holds. Reads the header alone, so it is fast for any size.
 
-    Parameters
-    ----------
-    bundle: the bundle file.
-    tensors: list every tensor, not only the totals per component.
-    json_output: print one JSON object: all of the above and every tensor.
+    Args:
+        bundle: the bundle file.
+        tensors: list every tensor, not only the totals per component.
+        json_output: print one JSON object: all of the above and every tensor.
     """
     from sinew.bundle import Bundle
 

@@ -12,6 +12,7 @@ from typing import Any
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion, Options
 from sinew.convert.lerobot import ACTION, STATE, LeRobotCheckpoint, read_json
+from sinew.convert.names import rename
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import ConvertError, PolicySpec
 from sinew.layers.decoder import DecoderConfig
@@ -37,20 +38,12 @@ TEXT_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 32000,
 }
-RENAMES = (
+PREFIXES = (
     ("model.vlm_with_expert.vlm.model.vision_model.", "vision."),
     ("model.vlm_with_expert.vlm.model.text_model.", "language."),
     ("model.vlm_with_expert.vlm.model.connector.modality_projection.", "connector."),
     ("model.vlm_with_expert.lm_expert.", "expert."),
-    ("vision.embeddings.", "vision."),
-    ("vision.encoder.", "vision."),
-    (".layer_norm1.", ".norm1."),
-    (".layer_norm2.", ".norm2."),
-    (".self_attn.", ".attn."),
-    (".out_proj.", ".o_proj."),
-    (".post_layernorm.", ".norm."),
-    (".input_layernorm.", ".input_norm."),
-    (".post_attention_layernorm.", ".post_norm."),
+    ("model.", ""),
 )
 DEAD = ("model.vlm_with_expert.vlm.lm_head.",)  # no logits are read at inference
 VLM_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -58,9 +51,7 @@ VLM_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
 
 def bundle_name(upstream: str) -> str:
     """Upstream tensor name -> module path in :class:`sinew.models.smolvla.SmolVLA`."""
-    for old, new in RENAMES:
-        upstream = upstream.replace(old, new)
-    return upstream.removeprefix("model.")
+    return rename(upstream, PREFIXES)
 
 
 def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:

@@ -1,4 +1,4 @@
-"""Llama-style decoder layers, in the pieces that prefix and expert need.
+"""Llama- and Gemma-style decoder layers, in the pieces that prefix and expert need.
 
 A VLA runs these layers in two ways: over a prefix, keeping each layer's keys and values, and over a short
 suffix of action tokens that reads them. The layer therefore offers its halves (``project`` before the
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.attention import attend
 from sinew.layers.linear import Embedding, Linear
-from sinew.layers.norm import RMSNorm
+from sinew.layers.norm import GemmaRMSNorm, RMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
@@ -32,6 +34,7 @@ class DecoderConfig:
     head_dim: int
     norm_eps: float
     rope_theta: float
+    family: Literal["llama", "gemma"] = "llama"  # SiLU and plain norms, or tanh-GELU and offset norms
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -58,33 +61,41 @@ class DecoderAttention(nn.Module):
         shape = (-1, self.head_dim)
         return self.k_proj(keys).unflatten(-1, shape), self.v_proj(values).unflatten(-1, shape)
 
+    def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = self.key_value(h, h)
+        return rotate(self.query(h)), rotate(k), v
+
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))  (SwiGLU, Shazeer 2020)."""
+    """down(activation(gate(x)) * up(x))  (Shazeer 2020; SiLU in Llama, tanh-GELU in Gemma)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = F.silu if config.family == "llama" else partial(F.gelu, approximate="tanh")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def decoder_norm(config: DecoderConfig) -> RMSNorm:
+    kind = RMSNorm if config.family == "llama" else GemmaRMSNorm
+    return kind(config.hidden_size, config.norm_eps)
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_norm = decoder_norm(config)
         self.attn = DecoderAttention(config, kv_input_size)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.post_norm = decoder_norm(config)
+        self.mlp = GatedMLP(config)
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """x: [B, L, C] -> rotated q [B, L, H, D] and k, plain v [B, L, Hkv, D]."""
-        h = self.input_norm(x)
-        k, v = self.attn.key_value(h, h)
-        return rotate(self.attn.query(h)), rotate(k), v
+        return self.attn.project(self.input_norm(x), rotate)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [B, L, C], attended: [B, L, H * D] -> the layer's output [B, L, C]."""
@@ -104,7 +115,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             DecoderLayer(config) for _ in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = decoder_norm(config)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> tuple[Tensor, list[KeyValue]]:
         """x: [B, L, C]; positions: int [B, L]; mask: bool [B, L, L].

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor, nn
 
 
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight  (Zhang and Sennrich 2019).
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis, in float32  (Zhang and Sennrich 2019)."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
 
-    The normalised value is rounded to the stream's dtype before the weight multiplies it, as in the Llama
-    implementation that SmolVLM was trained with.
-    """
+
+class RMSNorm(nn.Module):
+    """Llama's form: the normalised value is rounded to the stream's dtype, then the weight multiplies it."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -19,9 +21,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * rms_normalize(x, self.eps).to(x.dtype)
+
+
+class GemmaRMSNorm(RMSNorm):
+    """Gemma's form: the stored weight is an offset from one, and rounding comes last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (rms_normalize(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):

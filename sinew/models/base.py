@@ -17,12 +17,14 @@ class Prefix:
 
     kv:    per head layer, keys and values [B, P, Hkv, D] in the form in which that layer reads them.
     valid: bool [B, P], False where the prefix is padding.
-    length: int64 [B], number of valid prefix tokens: the position of the first action token.
+    length: int64 [B], number of valid prefix tokens: the position of the first token after it.
+    state: float32 [B, 1, C], the state's token, for heads that read it beside their actions (pi0).
     """
 
     kv: tuple[KeyValue, ...]
     valid: Tensor
     length: Tensor
+    state: Tensor | None = None
 
 
 class FlowModel(nn.Module):

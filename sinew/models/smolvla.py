@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from sinew.layers.attention import attend, block_mask
 from sinew.layers.connector import PixelShuffleConnector
-from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue
+from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
 from sinew.layers.linear import Linear
-from sinew.layers.norm import RMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import MAX_WIDTH
 from sinew.layers.time_embedding import time_embedding
@@ -92,7 +91,7 @@ class Expert(nn.Module):
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             DecoderLayer(config.expert, None if is_self else kv_size) for is_self in self.is_self
         )
-        self.norm = RMSNorm(config.expert.hidden_size, config.expert.norm_eps)
+        self.norm = decoder_norm(config.expert)
 
 
 class SmolVLA(FlowModel):

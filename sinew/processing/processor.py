@@ -49,11 +49,13 @@ class Processor:
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         _integer(observation.solver_steps, "solver_steps", 1, MAX_SOLVER_STEPS)
 
-    def inputs(self, observation: Observation) -> ModelInputs:
-        """Model inputs of a checked observation.
+    def inputs(self, observation: Observation, padded: bool = False) -> ModelInputs:
+        """Model inputs of a checked observation. Cameras come in the order of the spec.
 
-        Cameras come in the order of the spec; one that the observation lacks is left out, as upstream does.
-        The ``empty_cameras`` that the checkpoint was trained with follow as masked, empty images.
+        A camera that the observation lacks is left out. With ``padded``, the masked, empty images and the
+        masked tokens that upstream computes are there too; nothing that is read attends to them and
+        positions count valid tokens only, so the actions are the same (a test holds both against the
+        reference) and they are left out by default.
         """
         frames = [
             prepare_frame(observation.images[camera.name], self.recipe.image)
@@ -61,10 +63,15 @@ class Processor:
             if camera.name in observation.images
         ]
         present = len(frames)
-        frames += [empty_frame(self.recipe.image)] * self.recipe.empty_cameras
-        tokens, token_mask = self.prompter.pad(self._tokens(observation))
+        normalized = self._state(observation)
+        tokens = self._tokens(observation)
+        token_mask = np.ones(len(tokens), bool)
+        if padded:
+            missing = len(self.spec.cameras) - present if self.recipe.pad_missing_cameras else 0
+            frames += [empty_frame(self.recipe.image)] * (missing + self.recipe.empty_cameras)
+            tokens, token_mask = self.prompter.pad(tokens)
         state = np.zeros(self.recipe.padded_state_dim, np.float32)
-        state[: self.spec.state.dim] = self.state_normalizer.normalize(self._state(observation))
+        state[: len(normalized)] = normalized
         return ModelInputs(np.stack(frames), np.arange(len(frames)) < present, tokens, token_mask, state)
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
@@ -97,7 +104,8 @@ class Processor:
             raise ObservationError("images", f"at least one of the cameras {known}", "none")
 
     def _state(self, observation: Observation) -> np.ndarray:
-        return _vector(observation.state, "state", (self.spec.state.dim,))
+        """The state, checked and normalised: float32 [D]."""
+        return self.state_normalizer.normalize(_vector(observation.state, "state", (self.spec.state.dim,)))
 
     def _noise(self, observation: Observation) -> np.ndarray | None:
         if observation.noise is None:

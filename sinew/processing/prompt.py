@@ -62,7 +62,7 @@ class Prompter:
         return array.astype(np.int64)
 
     def pad(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Right padding as the recipe says; returns ids and the mask of real tokens."""
+        """Right padding as in training; returns ids and the mask of real tokens."""
         length = self.recipe.max_tokens if self.recipe.padding == "max_length" else len(tokens)
         ids = np.full(length, self.recipe.pad_token_id, np.int64)
         ids[: len(tokens)] = tokens

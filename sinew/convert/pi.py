@@ -1,0 +1,167 @@
+"""LeRobot pi0 checkpoints -> bundles.
+
+Their configs name variants of Gemma instead of widths; the table below is openpi's (``gemma.get_config``,
+and SigLIP's So400m/14), ``--arch FILE.json`` replaces it, and every tensor's shape is checked against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion, Options
+from sinew.convert.lerobot import ACTION, STATE, LeRobotCheckpoint, read_json
+from sinew.convert.names import rename
+from sinew.convert.tokenizer_files import load_tokenizer
+from sinew.core import ConvertError, PolicySpec
+from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import ViTConfig
+from sinew.models.pi0 import PI0Config
+
+NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
+VARIANTS = {
+    "gemma_300m": (1024, 4096, 18, 8, 1, 256),
+    "gemma_2b": (2048, 16384, 18, 8, 1, 256),
+}
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+SO400M = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+}
+VOCABULARY = 257_152
+PALIGEMMA = "paligemma_with_expert.paligemma.model."
+PREFIXES = (
+    (f"{PALIGEMMA}vision_tower.vision_model.", "vision."),
+    (f"{PALIGEMMA}multi_modal_projector.linear.", "connector."),
+    (f"{PALIGEMMA}language_model.", "language."),
+    ("paligemma_with_expert.gemma_expert.model.", "expert."),
+)
+EMBEDDING, HEAD = (
+    f"{PALIGEMMA}language_model.embed_tokens.weight",
+    "paligemma_with_expert.paligemma.lm_head.weight",
+)
+DEAD = (HEAD, "paligemma_with_expert.gemma_expert.lm_head.")  # no logits are read at inference
+
+
+def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
+    architecture = str(checkpoint.type)
+    for unsupported in ("use_relative_actions",):
+        if checkpoint.config.get(unsupported):
+            raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
+    config = model_config(checkpoint, read_json(options.arch) if options.arch else {})
+    candidates = (
+        [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
+    )
+    tokenizer = load_tokenizer(candidates, "give PaliGemma's tokenizer.json with --tokenizer FILE_OR_DIR")
+    return Conversion(
+        architecture=architecture,
+        format=f"lerobot-{architecture}",
+        config=config,
+        spec=PolicySpec(
+            architecture=architecture,
+            name=checkpoint.path.resolve().name,
+            cameras=checkpoint.cameras,
+            state=checkpoint.vector("input_features", "STATE", STATE),
+            action=checkpoint.vector("output_features", "ACTION", ACTION),
+            chunk_size=config.chunk_size,
+            noise_dim=config.max_action_dim,
+            solver_steps=checkpoint["num_inference_steps"],
+            max_prompt_tokens=checkpoint["tokenizer_max_length"],
+        ),
+        processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0),
+        tokenizer=tokenizer.text,
+        tensors=tensors(checkpoint.tensors),
+        rename=lambda name: rename(name, PREFIXES),
+        dead=DEAD,
+        sources=[*checkpoint.files, *([options.arch] if options.arch else []), tokenizer.path],
+    )
+
+
+def tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Weights under one set of names: LeRobot puts ``model.`` before openpi's, early pi0 files call the
+    action-time MLP ``time_mlp``, and files saved with tied weights hold the token table as the head."""
+    named = {name.removeprefix("model."): source for name, source in found.items()}
+    named = {
+        f"action_{name}" if name.startswith("time_mlp_") else name: source for name, source in named.items()
+    }
+    if EMBEDDING not in named and HEAD in named:
+        named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
+    return named
+
+
+def model_config(checkpoint: LeRobotCheckpoint, arch: dict[str, Any]) -> PI0Config:
+    resolution = checkpoint.config.get("image_resolution", [224, 224])
+    if resolution[0] != resolution[1]:
+        raise ConvertError(f"image_resolution {resolution}: the SigLIP tower takes square images")
+    vision = SO400M | arch.get("vision", {})
+
+    def decoder(component: str, variant: str) -> DecoderConfig:
+        if component not in arch and variant not in VARIANTS:
+            raise ConvertError(
+                f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
+            )
+        widths = arch.get(component) or dict(zip(WIDTHS, VARIANTS[variant], strict=True))
+        return DecoderConfig(*(widths[key] for key in WIDTHS), NORM_EPS, ROPE_THETA, "gemma")
+
+    try:
+        return PI0Config(
+            vision=ViTConfig(
+                hidden_size=vision["hidden_size"],
+                intermediate_size=vision["intermediate_size"],
+                num_layers=vision["num_hidden_layers"],
+                num_heads=vision["num_attention_heads"],
+                image_size=resolution[0],
+                patch_size=vision["patch_size"],
+                norm_eps=NORM_EPS,
+            ),
+            language=decoder("language", checkpoint["paligemma_variant"]),
+            expert=decoder("expert", checkpoint["action_expert_variant"]),
+            vocab_size=arch.get("language", {}).get("vocab_size", VOCABULARY),
+            chunk_size=checkpoint["chunk_size"],
+            max_state_dim=checkpoint["max_state_dim"],
+            max_action_dim=checkpoint["max_action_dim"],
+            min_period=checkpoint["min_period"],
+            max_period=checkpoint["max_period"],
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConvertError(f"{checkpoint.path / 'config.json'} or --arch: {error}") from None
+
+
+def processing(checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pad_id: int) -> Processing:
+    if checkpoint.image_mode() != "IDENTITY":
+        raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
+    prompt = PromptRecipe(
+        max_tokens=checkpoint["tokenizer_max_length"],
+        vocab_size=config.vocab_size,
+        pad_token_id=pad_id,
+        padding="max_length",
+        ensure_suffix="\n",
+    )
+    return Processing(
+        image=ImageRecipe(
+            height=config.vision.image_size,
+            width=config.vision.image_size,
+            pad="center",
+            # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
+            pad_value=-1.0 if compat == "lerobot-0.4" else 0.0,
+        ),
+        prompt=prompt,
+        state=checkpoint.normalization(STATE, "STATE"),
+        action=checkpoint.normalization(ACTION, "ACTION"),
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+        empty_cameras=checkpoint.config.get("empty_cameras", 0),
+        pad_missing_cameras=True,
+    )

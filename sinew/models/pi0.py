@@ -1,0 +1,148 @@
+"""pi0 (Black et al. 2024, arXiv 2410.24164), as openpi and LeRobot run it.
+
+* SigLIP-So400m tower and one linear layer: 256 tokens per 224 x 224 view, unscaled.
+* Prefix [views | prompt] through a Gemma language model, one bidirectional block.
+* An expert of the same depth reads each layer's keys and values beside its own: a state token (which sees
+  the prefix and itself) and the action tokens, into which the solver's time is mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend, block_mask
+from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_norm
+from sinew.layers.linear import Linear
+from sinew.layers.rope import Rotation
+from sinew.layers.sizes import MAX_WIDTH
+from sinew.layers.time_embedding import time_embedding
+from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.models.base import FlowModel, Prefix
+
+
+@dataclass(frozen=True)
+class PI0Config:
+    vision: ViTConfig
+    language: DecoderConfig
+    expert: DecoderConfig
+    vocab_size: int
+    chunk_size: int
+    max_state_dim: int
+    max_action_dim: int
+    min_period: float
+    max_period: float
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "chunk_size", "max_state_dim", "max_action_dim"):
+            if not 1 <= getattr(self, name) <= MAX_WIDTH:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 to {MAX_WIDTH}")
+        if not 0 < self.min_period < self.max_period < float("inf"):
+            raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
+        shared = ("num_layers", "num_kv_heads", "head_dim")
+        if any(getattr(self.language, name) != getattr(self.expert, name) for name in shared):
+            raise ValueError(f"language model and expert must have the same {', '.join(shared)}")
+
+
+class Expert(nn.Module):
+    layers: Sequence[DecoderLayer]
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))  # type: ignore[assignment]
+        self.norm = decoder_norm(config)
+
+
+class PI0(FlowModel):
+    config_type = PI0Config
+    float32_modules = (
+        "state_proj",
+        "action_in_proj",
+        "action_out_proj",
+        "action_time_mlp_in",
+        "action_time_mlp_out",
+    )
+
+    def __init__(self, config: PI0Config):
+        super().__init__()
+        self.config = config
+        width = config.expert.hidden_size
+        self.vision = VisionTransformer(config.vision)
+        self.connector = Linear(config.vision.hidden_size, config.language.hidden_size)
+        self.language = Decoder(config.language, config.vocab_size)
+        self.expert = Expert(config.expert)
+        self.action_in_proj = Linear(config.max_action_dim, width)
+        self.action_out_proj = Linear(width, config.max_action_dim)
+        self.state_proj = Linear(config.max_state_dim, width)
+        self.action_time_mlp_in = Linear(2 * width, width)
+        self.action_time_mlp_out = Linear(width, width)
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        return (self.config.chunk_size, self.config.max_action_dim)
+
+    @property
+    def state_size(self) -> int:
+        return self.config.max_state_dim
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        B, V = pixels.shape[:2]
+        return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, (B, V))
+
+    def embed_prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Arguments as in :meth:`prefix`. Returns embeddings [B, P, C] and valid, bool [B, P]."""
+        B, V, N, C = image_tokens.shape
+        table = self.language.embed_tokens
+        scale = torch.tensor(C**0.5, dtype=table.weight.dtype, device=tokens.device)  # rounded as Gemma's is
+        x = torch.cat([image_tokens.flatten(1, 2).to(table.weight.dtype), table(tokens) * scale], dim=1)
+        return x, torch.cat([camera_mask.repeat_interleave(N, dim=1), token_mask], dim=1)
+
+    def prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Prefix:
+        x, valid = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask)
+        positions = valid.long().cumsum(dim=1) - 1
+        _, kv = self.language(x, positions, block_mask(valid, torch.zeros_like(valid)))
+        return Prefix(tuple(kv), valid, valid.sum(dim=1), self.state_token(state))
+
+    def state_token(self, state: Tensor) -> Tensor:  # [B, S] -> [B, 1, C]
+        return self.state_proj(state)[:, None]
+
+    def embed_actions(self, x: Tensor, t: Tensor) -> Tensor:
+        """Noisy actions [B, H, A] and time [B] -> expert tokens [B, H, C]."""
+        actions = self.action_in_proj(x)
+        time = self.embed_time(t).to(actions.dtype)[:, None].expand_as(actions)
+        both = torch.cat([actions, time], dim=-1)
+        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+
+    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+        width = self.config.expert.hidden_size
+        return time_embedding(t, width, self.config.min_period, self.config.max_period)
+
+    def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
+        B, H, _ = x.shape
+        config = self.config.expert
+        h = self.embed_actions(x, t)
+        if prefix.state is not None:
+            h = torch.cat([prefix.state, h], dim=1)
+        h = h.to(self.expert.layers[0].mlp.up_proj.weight.dtype)  # [B, S, C], S = H or 1 + H
+        S = h.shape[1]
+
+        steps = torch.arange(S, device=x.device)
+        rotate = Rotation(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
+        # Everyone sees the prefix. A state token sees itself; the actions see it and each other.
+        own = torch.ones(S, S, dtype=torch.bool, device=x.device)
+        own[: S - H, S - H :] = False
+        sees = torch.cat([prefix.valid[:, None].expand(B, S, -1), own.expand(B, S, S)], dim=-1)
+
+        for layer, (pk, pv) in zip(self.expert.layers, prefix.kv, strict=True):
+            q, k, v = layer.project(h, rotate)
+            attended = attend(q, torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1), sees)
+            h = layer.finish(h, attended)
+        return self.action_out_proj(self.expert.norm(h[:, -H:]).float())
