@@ -1,4 +1,4 @@
-"""pi0 against LeRobot's stored inputs, intermediates and outputs, stage by stage and end to end."""
+"""pi0 and pi0.5 against LeRobot's stored inputs, intermediates and outputs, stage by stage and end to end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sinew.bundle import Bundle
 from sinew.convert import convert
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.layers.attention import block_mask
@@ -17,7 +18,7 @@ from sinew.policy import Policy, load
 from sinew.solvers import euler
 from tests.golden import Golden, assert_parity
 
-CASES = ["pi0-2cam"]
+CASES = ["pi0-2cam", "pi05-2cam"]
 
 
 @pytest.fixture(params=CASES)
@@ -46,7 +47,7 @@ def test_preprocessing_matches(case):
     assert torch.equal(token_mask, g["lang_mask"])
     torch.testing.assert_close(state[:, : policy.spec.state.dim], g["state_normalized"], atol=1e-6, rtol=0)
     prompter = policy.processor.prompter
-    assert "<bos>" + prompter.text(g.metadata["task"]) == g.metadata["prompt"]
+    assert "<bos>" + prompter.text(g.metadata["task"], g.numpy("state_normalized")[0]) == g.metadata["prompt"]
 
 
 @torch.inference_mode()
@@ -74,8 +75,10 @@ def test_every_solver_step_matches(case):
     model = policy.engine.model
     pixels, camera_mask, tokens, token_mask, state = batched(policy, g)
     prefix = model.prefix(model.embed_images(pixels), camera_mask, tokens, token_mask, state)
-    for t, x_t, v_t in zip(g["t"], g["x_t"], g["v_t"], strict=True):
+    for step, (t, x_t, v_t) in enumerate(zip(g["t"], g["x_t"], g["v_t"], strict=True)):
         assert_parity(model.velocity(x_t, t, prefix), v_t)
+        if "adarms_cond" in g.tensors:
+            assert_parity(model.condition(t), g["adarms_cond"][step])
     chunk = euler(lambda x, t: model.velocity(x, t, prefix), g["noise"], len(g["t"]))
     assert_parity(chunk[..., : policy.spec.action.dim], g["chunk_normalized"])
 
@@ -140,7 +143,7 @@ def test_padding_is_free_for_any_views_and_prompt_length(case, views):
     policy, g = case
     observation = g.observation()
     observation["images"] = dict(list(observation["images"].items())[:views])
-    longest = policy.spec.max_prompt_tokens - len(policy.processor.prompter.encode("x"))
+    longest = policy.spec.max_prompt_tokens - len(policy.processor.prompter.encode("x", g.numpy("state_raw")))
     for prompt in ("go", "pick up the cube", "a" * (longest - 8)):
         one = Observation.from_mapping(observation | {"prompt": prompt})
         noise, steps = one.noise, policy.spec.solver_steps
@@ -180,7 +183,7 @@ def test_the_token_table_wins_over_a_head_that_differs(checkpoint, golden):
 
 
 def test_lerobot_04_behaviour_is_an_option(checkpoint):
-    """Bars of -3 after scaling."""
+    """Bars of -3 after scaling, and (pi0.5) a state padded to 32 values in the prompt."""
     policy = load(run(checkpoint, compat="lerobot-0.4"))
     assert policy.manifest.processing.compat == "lerobot-0.4"
     camera = policy.spec.cameras[0].name
@@ -192,8 +195,11 @@ def test_lerobot_04_behaviour_is_an_option(checkpoint):
     assert set(np.unique(pixels)) == {-3.0, 1.0}
     assert (pixels[:, 0] == -3).all()
     assert (pixels[:, -1] == -3).all()
-    text = policy.processor.prompter.text("pick_up\nit ")
-    assert text == "pick_up\nit \n"
+    text = policy.processor.prompter.text("pick_up\nit ", np.zeros(policy.spec.state.dim, np.float32))
+    if policy.spec.architecture == "pi05":
+        assert text == "Task: pick up it, State: " + " ".join(["128"] * 32) + ";\nAction: "
+    else:
+        assert text == "pick_up\nit \n"
 
 
 def test_checkpoints_that_cannot_be_served_say_so(checkpoint):
@@ -226,3 +232,38 @@ def test_checkpoints_that_cannot_be_served_say_so(checkpoint):
     (checkpoint / "tokenizer").rename(checkpoint / "gone")
     with pytest.raises(ConvertError, match="PaliGemma's tokenizer.json with --tokenizer"):
         run(checkpoint)
+
+
+def test_each_family_is_told_from_the_other(checkpoint):
+    """A pi0 config over pi0.5 weights, and the other way round, names what does not fit."""
+    other = {"pi0": "pi05", "pi05": "pi0"}[json.loads((checkpoint / "config.json").read_text())["type"]]
+    edit(checkpoint, type=other)
+    with pytest.raises(ConvertError, match=r"does not fit its config: .* is missing"):
+        run(checkpoint)
+
+
+# ----------------------------------------------------------------------------- discrete choices
+
+
+def test_state_bins_are_numpy_digitize_on_float32(pi_bundle):
+    """Bins of the state in the prompt are picked by comparison; edges and their neighbours decide it."""
+    prompter = load(pi_bundle("pi05-2cam")).processor.prompter
+    edges = np.linspace(-1, 1, 257)[:-1].astype(np.float32)
+    around = np.concatenate([edges, np.nextafter(edges, np.float32(-2)), np.nextafter(edges, np.float32(2))])
+    extremes = np.float32([-1, 1, -1.0000001, 1.5, -7, 0, 1e-9, -1e-9])
+    for value in np.concatenate([around, extremes]):
+        exact = sum(float(value) >= -1 + 2 * k / 256 for k in range(256)) - 1
+        assert prompter.state_bins(np.float32([value]))[0] == exact
+
+
+def test_an_instruction_cannot_inject_the_state(pi_bundle):
+    prompter = load(pi_bundle("pi05-2cam")).processor.prompter
+    text = prompter.text("put {state} into {prompt}", np.zeros(7, np.float32))
+    assert text == "Task: put {state} into {prompt}, State: 128 128 128 128 128 128 128;\nAction: "
+
+
+def test_quantile_statistics_are_kept(pi_bundle, golden):
+    g, recipe = Golden(golden / "pi05-2cam"), Bundle(pi_bundle("pi05-2cam")).manifest.processing.action
+    assert recipe.mode == "quantiles"
+    for stat in ("q01", "q99"):
+        assert np.array_equal(np.float32(recipe.stats[stat]), g.numpy(f"stats.action.{stat}"))

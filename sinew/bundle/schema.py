@@ -52,8 +52,11 @@ class ImageRecipe:
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """Instruction to tokens: fill ``template``, append ``ensure_suffix`` unless it is there, tokenise.
+    """Instruction to tokens: clean, fill ``template``, append ``ensure_suffix`` unless it is there, tokenise.
 
+    clean: strip the instruction and turn underscores and line breaks into spaces (pi0.5).
+    ``{state}`` in the template is the normalised state as bin numbers: its first ``state_values`` entries,
+    padded with zeros, each counted into ``state_bins`` equal bins of [-1, 1].
     padding: how the model was trained; what it computes on may leave padding out.
     """
 
@@ -61,6 +64,9 @@ class PromptRecipe:
     vocab_size: int  # rows of the model's token table; ids beyond it are refused
     pad_token_id: int
     template: str = "{prompt}"
+    clean: bool = False
+    state_bins: int = 256
+    state_values: int = 0
     ensure_suffix: str = ""
     padding: Literal["longest", "max_length"] = "longest"
     add_special_tokens: bool = True
@@ -191,6 +197,10 @@ class Manifest:
             "processing.prompt: pad_token_id is not in the vocabulary": 0
             <= processing.prompt.pad_token_id
             < processing.prompt.vocab_size,
+            "processing.prompt: state_bins or state_values out of range": 1
+            <= processing.prompt.state_bins
+            <= MAX_SIZE
+            and 0 <= processing.prompt.state_values <= MAX_SIZE,
             "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
         }
         for problem, fine in rules.items():

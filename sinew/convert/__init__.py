@@ -14,6 +14,7 @@ from sinew.core import ConvertError
 FAMILIES = {  # config.json "type" -> reader
     "smolvla": "sinew.convert.smolvla",
     "pi0": "sinew.convert.pi",
+    "pi05": "sinew.convert.pi",
 }
 COMPAT = ("lerobot-0.4", "lerobot-0.6", "openpi")
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer/*"]

@@ -1,4 +1,4 @@
-"""LeRobot pi0 checkpoints -> bundles.
+"""LeRobot pi0 and pi0.5 checkpoints -> bundles.
 
 Their configs name variants of Gemma instead of widths; the table below is openpi's (``gemma.get_config``,
 and SigLIP's So400m/14), ``--arch FILE.json`` replaces it, and every tensor's shape is checked against it.
@@ -57,7 +57,7 @@ DEAD = (HEAD, "paligemma_with_expert.gemma_expert.lm_head.")  # no logits are re
 
 def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
     architecture = str(checkpoint.type)
-    for unsupported in ("use_relative_actions",):
+    for unsupported in ("use_relative_actions", "use_visual_memory", "use_proprioceptive_memory"):
         if checkpoint.config.get(unsupported):
             raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
     config = model_config(checkpoint, read_json(options.arch) if options.arch else {})
@@ -82,20 +82,22 @@ def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
         ),
         processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0),
         tokenizer=tokenizer.text,
-        tensors=tensors(checkpoint.tensors),
+        tensors=tensors(checkpoint.tensors, architecture),
         rename=lambda name: rename(name, PREFIXES),
         dead=DEAD,
         sources=[*checkpoint.files, *([options.arch] if options.arch else []), tokenizer.path],
     )
 
 
-def tensors(found: dict[str, TensorSource]) -> dict[str, TensorSource]:
+def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
     """Weights under one set of names: LeRobot puts ``model.`` before openpi's, early pi0 files call the
     action-time MLP ``time_mlp``, and files saved with tied weights hold the token table as the head."""
     named = {name.removeprefix("model."): source for name, source in found.items()}
-    named = {
-        f"action_{name}" if name.startswith("time_mlp_") else name: source for name, source in named.items()
-    }
+    if architecture == "pi0":
+        named = {
+            f"action_{name}" if name.startswith("time_mlp_") else name: source
+            for name, source in named.items()
+        }
     if EMBEDDING not in named and HEAD in named:
         named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
     return named
@@ -142,20 +144,31 @@ def model_config(checkpoint: LeRobotCheckpoint, arch: dict[str, Any]) -> PI0Conf
 def processing(checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pad_id: int) -> Processing:
     if checkpoint.image_mode() != "IDENTITY":
         raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
+    old = compat == "lerobot-0.4"
     prompt = PromptRecipe(
         max_tokens=checkpoint["tokenizer_max_length"],
         vocab_size=config.vocab_size,
         pad_token_id=pad_id,
         padding="max_length",
-        ensure_suffix="\n",
     )
+    if checkpoint.type == "pi0":
+        prompt = replace(prompt, ensure_suffix="\n")
+    else:
+        state_dim = checkpoint.vector("input_features", "STATE", STATE).dim
+        prompt = replace(
+            prompt,
+            template="Task: {prompt}, State: {state};\nAction: ",
+            clean=True,
+            # LeRobot 0.4 padded the state before it was written into the prompt.
+            state_values=config.max_state_dim if old else state_dim,
+        )
     return Processing(
         image=ImageRecipe(
             height=config.vision.image_size,
             width=config.vision.image_size,
             pad="center",
             # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
-            pad_value=-1.0 if compat == "lerobot-0.4" else 0.0,
+            pad_value=-1.0 if old else 0.0,
         ),
         prompt=prompt,
         state=checkpoint.normalization(STATE, "STATE"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sinew.layers.attention import attend
 from sinew.layers.linear import Embedding, Linear
-from sinew.layers.norm import GemmaRMSNorm, RMSNorm
+from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, Modulation, RMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
@@ -101,6 +101,28 @@ class DecoderLayer(nn.Module):
         """x: [B, L, C], attended: [B, L, H * D] -> the layer's output [B, L, C]."""
         x = x + self.attn.o_proj(attended)
         return x + self.mlp(self.post_norm(x))
+
+
+class AdaptiveDecoderLayer(nn.Module):
+    """A decoder layer whose norms are modulated, and whose branches are gated, by a condition (pi0.5)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.input_norm = AdaRMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = DecoderAttention(config)
+        self.post_norm = AdaRMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def modulation(self, condition: Tensor) -> tuple[Modulation, Modulation]:  # [B, C]
+        return self.input_norm.modulation(condition), self.post_norm.modulation(condition)
+
+    def project(self, x: Tensor, rotate: Rotation, before: Modulation, after: Modulation):
+        """As :meth:`DecoderLayer.project`; ``before`` and ``after`` are this layer's modulations."""
+        return self.attn.project(self.input_norm(x, before), rotate)
+
+    def finish(self, x: Tensor, attended: Tensor, before: Modulation, after: Modulation) -> Tensor:
+        x = x + (self.attn.o_proj(attended) * before.gate).to(x.dtype)
+        return x + (self.mlp(self.post_norm(x, after)) * after.gate).to(x.dtype)
 
 
 class Decoder(nn.Module):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+
+from sinew.layers.linear import Linear
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
@@ -29,6 +33,33 @@ class GemmaRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return (rms_normalize(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Modulation(NamedTuple):
+    """What an adaptive norm takes from its condition, each [B, 1, C]."""
+
+    scale: Tensor
+    shift: Tensor
+    gate: Tensor
+
+
+class AdaRMSNorm(nn.Module):
+    """RMSNorm whose affine part comes from a condition (pi0.5: the solver's time) instead of a weight.
+
+    The condition also yields a gate for the residual branch that follows. The modulation depends on the
+    condition alone, so it is computed apart from the stream it modulates.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.dense = Linear(size, 3 * size)
+        self.eps = eps
+
+    def modulation(self, condition: Tensor) -> Modulation:  # [B, C]
+        return Modulation(*self.dense(condition)[:, None].chunk(3, dim=-1))
+
+    def forward(self, x: Tensor, m: Modulation) -> Tensor:
+        return (rms_normalize(x, self.eps) * (1.0 + m.scale.float()) + m.shift.float()).to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):

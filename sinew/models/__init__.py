@@ -14,6 +14,7 @@ from sinew.models.base import FlowModel
 REGISTRY = {
     "smolvla": "sinew.models.smolvla:SmolVLA",
     "pi0": "sinew.models.pi0:PI0",
+    "pi05": "sinew.models.pi0:PI05",
 }
 
 

@@ -1,23 +1,26 @@
-"""pi0 (Black et al. 2024, arXiv 2410.24164), as openpi and LeRobot run it.
+"""pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054), as openpi and LeRobot run them.
 
 * SigLIP-So400m tower and one linear layer: 256 tokens per 224 x 224 view, unscaled.
 * Prefix [views | prompt] through a Gemma language model, one bidirectional block.
-* An expert of the same depth reads each layer's keys and values beside its own: a state token (which sees
-  the prefix and itself) and the action tokens, into which the solver's time is mixed.
+* An expert of the same depth reads each layer's keys and values beside its own. pi0 gives it a state token
+  (which sees the prefix and itself) and mixes the solver's time into the action tokens; pi0.5 writes the
+  state into the prompt and lets the time modulate the expert's norms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.attention import attend, block_mask
-from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, decoder_norm
+from sinew.layers.decoder import AdaptiveDecoderLayer, Decoder, DecoderConfig, DecoderLayer, decoder_norm
 from sinew.layers.linear import Linear
+from sinew.layers.norm import AdaRMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import MAX_WIDTH
 from sinew.layers.time_embedding import time_embedding
@@ -49,12 +52,13 @@ class PI0Config:
 
 
 class Expert(nn.Module):
-    layers: Sequence[DecoderLayer]
+    layers: Sequence[Any]  # DecoderLayer or AdaptiveDecoderLayer
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, adaptive: bool):
         super().__init__()
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))  # type: ignore[assignment]
-        self.norm = decoder_norm(config)
+        layer = AdaptiveDecoderLayer if adaptive else DecoderLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))  # type: ignore[assignment]
+        self.norm: Any = AdaRMSNorm(config.hidden_size, config.norm_eps) if adaptive else decoder_norm(config)
 
 
 class PI0(FlowModel):
@@ -65,7 +69,10 @@ class PI0(FlowModel):
         "action_out_proj",
         "action_time_mlp_in",
         "action_time_mlp_out",
+        "time_mlp_in",
+        "time_mlp_out",
     )
+    adaptive = False
 
     def __init__(self, config: PI0Config):
         super().__init__()
@@ -74,10 +81,13 @@ class PI0(FlowModel):
         self.vision = VisionTransformer(config.vision)
         self.connector = Linear(config.vision.hidden_size, config.language.hidden_size)
         self.language = Decoder(config.language, config.vocab_size)
-        self.expert = Expert(config.expert)
+        self.expert = Expert(config.expert, self.adaptive)
         self.action_in_proj = Linear(config.max_action_dim, width)
         self.action_out_proj = Linear(width, config.max_action_dim)
-        self.state_proj = Linear(config.max_state_dim, width)
+        self.add_time_modules(width)
+
+    def add_time_modules(self, width: int) -> None:
+        self.state_proj = Linear(self.config.max_state_dim, width)
         self.action_time_mlp_in = Linear(2 * width, width)
         self.action_time_mlp_out = Linear(width, width)
 
@@ -111,7 +121,7 @@ class PI0(FlowModel):
         _, kv = self.language(x, positions, block_mask(valid, torch.zeros_like(valid)))
         return Prefix(tuple(kv), valid, valid.sum(dim=1), self.state_token(state))
 
-    def state_token(self, state: Tensor) -> Tensor:  # [B, S] -> [B, 1, C]
+    def state_token(self, state: Tensor) -> Tensor | None:  # [B, S] -> [B, 1, C]
         return self.state_proj(state)[:, None]
 
     def embed_actions(self, x: Tensor, t: Tensor) -> Tensor:
@@ -124,6 +134,10 @@ class PI0(FlowModel):
     def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
         width = self.config.expert.hidden_size
         return time_embedding(t, width, self.config.min_period, self.config.max_period)
+
+    def modulations(self, t: Tensor) -> tuple[list[tuple], tuple]:
+        """What the time adds to each layer's and the final norm's arguments: nothing in pi0."""
+        return [()] * len(self.expert.layers), ()
 
     def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
         B, H, _ = x.shape
@@ -141,8 +155,31 @@ class PI0(FlowModel):
         own[: S - H, S - H :] = False
         sees = torch.cat([prefix.valid[:, None].expand(B, S, -1), own.expand(B, S, S)], dim=-1)
 
-        for layer, (pk, pv) in zip(self.expert.layers, prefix.kv, strict=True):
-            q, k, v = layer.project(h, rotate)
+        per_layer, final = self.modulations(t)
+        for layer, modulation, (pk, pv) in zip(self.expert.layers, per_layer, prefix.kv, strict=True):
+            q, k, v = layer.project(h, rotate, *modulation)
             attended = attend(q, torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1), sees)
-            h = layer.finish(h, attended)
-        return self.action_out_proj(self.expert.norm(h[:, -H:]).float())
+            h = layer.finish(h, attended, *modulation)
+        return self.action_out_proj(self.expert.norm(h[:, -H:], *final).float())
+
+
+class PI05(PI0):
+    adaptive = True
+
+    def add_time_modules(self, width: int) -> None:
+        self.time_mlp_in = Linear(width, width)
+        self.time_mlp_out = Linear(width, width)
+
+    def state_token(self, state: Tensor) -> None:
+        return None  # the state is in the prompt
+
+    def embed_actions(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.action_in_proj(x)
+
+    def condition(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.embed_time(t)))))
+
+    def modulations(self, t: Tensor) -> tuple[list[tuple], tuple]:
+        condition = self.condition(t)
+        layers = [layer.modulation(condition) for layer in self.expert.layers]
+        return layers, (self.expert.norm.modulation(condition),)

@@ -43,8 +43,7 @@ class Processor:
     def check(self, observation: Observation) -> None:
         """Raise :class:`ObservationError` for the first field that this policy cannot take."""
         self._check_images(observation)
-        self._state(observation)
-        self._tokens(observation)
+        self._tokens(observation, self._state(observation))
         self._noise(observation)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         _integer(observation.solver_steps, "solver_steps", 1, MAX_SOLVER_STEPS)
@@ -64,7 +63,7 @@ class Processor:
         ]
         present = len(frames)
         normalized = self._state(observation)
-        tokens = self._tokens(observation)
+        tokens = self._tokens(observation, normalized)
         token_mask = np.ones(len(tokens), bool)
         if padded:
             missing = len(self.spec.cameras) - present if self.recipe.pad_missing_cameras else 0
@@ -112,12 +111,12 @@ class Processor:
             return None
         return _vector(observation.noise, "noise", self.spec.noise_shape)
 
-    def _tokens(self, observation: Observation) -> np.ndarray:
+    def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:
         if observation.tokens is not None:
             if observation.prompt:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")
             return self.prompter.check_tokens(observation.tokens)
-        return self.prompter.encode(observation.prompt)
+        return self.prompter.encode(observation.prompt, state)
 
 
 def _vector(value: object, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -26,13 +26,30 @@ class Prompter:
         except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
             raise BundleError(f"the bundle's tokenizer cannot be read: {error}") from None
 
-    def text(self, prompt: str) -> str:
-        """The exact string that is tokenised."""
-        text = self.recipe.template.replace("{prompt}", prompt)
+    def text(self, prompt: str, state: np.ndarray) -> str:
+        """The exact string that is tokenised. ``state``: float32 [D], normalised."""
+        if self.recipe.clean:
+            prompt = prompt.strip().replace("_", " ").replace("\n", " ")
+        text = self.recipe.template
+        if "{state}" in text:  # filled first: an instruction may contain anything
+            text = text.replace("{state}", " ".join(map(str, self.state_bins(state))))
+        text = text.replace("{prompt}", prompt)
         suffix = self.recipe.ensure_suffix
         return text if text.endswith(suffix) else text + suffix
 
-    def encode(self, prompt: object) -> np.ndarray:
+    def state_bins(self, state: np.ndarray) -> np.ndarray:
+        """Bin numbers 0 .. bins - 1 of the normalised state; values below -1 give -1, as upstream.
+
+        The comparison is float32 values against float64 edges, numpy's ``digitize`` as in openpi's
+        tokenizer: another precision would move values that lie on an edge.
+        """
+        values = np.zeros(self.recipe.state_values, np.float32)
+        count = min(len(values), len(state))
+        values[:count] = state[:count]
+        edges = np.linspace(-1, 1, self.recipe.state_bins + 1)[:-1]
+        return np.digitize(values, edges) - 1
+
+    def encode(self, prompt: object, state: np.ndarray) -> np.ndarray:
         """Token ids of the formatted instruction, int64 [L], 1 <= L <= max_tokens. Never truncates."""
         if not isinstance(prompt, str):
             raise ObservationError("prompt", "a string", type(prompt).__name__)
@@ -42,7 +59,7 @@ class Prompter:
             raise ObservationError("prompt", f"at most {MAX_CHARACTERS} characters", str(len(prompt)))
         try:
             encoding = self.tokenizer.encode(
-                self.text(prompt), add_special_tokens=self.recipe.add_special_tokens
+                self.text(prompt, state), add_special_tokens=self.recipe.add_special_tokens
             )
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError("prompt", "text that UTF-8 can carry", "lone surrogates") from None
