@@ -86,6 +86,21 @@ class VectorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyMap:
+    """How one kind of client names the parts of an observation on its wire.
+
+    images: wire key -> camera; nested containers are joined with "/". state: wire keys whose values,
+    concatenated in order, are the state. ``channels_first``: frames come as [3, height, width].
+    """
+
+    wire: str  # e.g. "openpi"
+    images: dict[str, str]
+    state: tuple[str, ...]
+    prompt: str = "prompt"
+    channels_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySpec:
     """What a policy reads and writes: enough for a client to build a valid observation."""
 
@@ -100,6 +115,9 @@ class PolicySpec:
     max_prompt_tokens: int
     resizes_frames: bool = True
     control_hz: float | None = None
+    embodiment: str = ""  # e.g. "droid"; empty where the checkpoint does not say
+    keys: tuple[KeyMap, ...] = ()
+    default_prompt: str = ""  # used when an observation has none
 
     @property
     def noise_shape(self) -> tuple[int, int]:

@@ -92,7 +92,7 @@ class Policy:
                 inputs, noise, observation.solver_steps or self.spec.solver_steps, cancel
             )
             computed = time.perf_counter()
-            actions = self.processor.actions(chunk)
+            actions = self.processor.actions(chunk, observation)
             end = time.perf_counter()
         timing = replace(
             timing,

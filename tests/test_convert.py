@@ -148,7 +148,7 @@ def test_empty_cameras_do_not_change_the_actions(checkpoint, golden):
     assert inputs.camera_mask.tolist() == [True, True, False]
     assert (inputs.pixels[2] == -1).all()
     chunk, _ = policy.engine.run(inputs, observation.noise, policy.spec.solver_steps)
-    assert_parity(policy.processor.actions(chunk), g.numpy("actions")[0])
+    assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
     assert_parity(policy.infer(observation).actions, g.numpy("actions")[0])
 
 

@@ -90,7 +90,7 @@ def test_leaving_padding_out_changes_nothing(case):
     assert len(short.tokens) < len(padded.tokens) == policy.spec.max_prompt_tokens
     for inputs in (padded, short):
         chunk, _ = policy.engine.run(inputs, observation.noise, policy.spec.solver_steps)
-        assert_parity(policy.processor.actions(chunk), g.numpy("actions")[0])
+        assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
 
 
 # ----------------------------------------------------------------------------- variations
@@ -134,7 +134,7 @@ def test_a_missing_camera_is_masked_and_costs_nothing(checkpoint, golden):
     assert padded.camera_mask.tolist() == [True, True, False]
     assert len(policy.processor.inputs(observation).pixels) == 2
     chunk, _ = policy.engine.run(padded, observation.noise, policy.spec.solver_steps)
-    assert_parity(policy.processor.actions(chunk), g.numpy("actions")[0])
+    assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
     assert_parity(policy.infer(observation).actions, g.numpy("actions")[0])
 
 

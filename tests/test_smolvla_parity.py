@@ -139,4 +139,4 @@ def test_leaving_padding_out_changes_nothing(smolvla_bundle, golden):
     assert len(short.tokens) < len(padded.tokens) == policy.spec.max_prompt_tokens
     for inputs in (padded, short):
         chunk, _ = policy.engine.run(inputs, observation.noise, policy.spec.solver_steps)
-        assert_parity(policy.processor.actions(chunk), g.numpy("actions")[0])
+        assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])

@@ -36,6 +36,8 @@ class ImageRecipe:
     """Frame to pixels: scale to [0, 1], resize, pad, then ``(x - mean) / std`` per channel.
 
     resize: "letterbox" keeps the aspect ratio and pads; "none" wants frames of exactly this size.
+    interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default);
+            "pil_bilinear" is Pillow's on uint8, antialiased when it shrinks (openpi's clients and server).
     pad:    where the bars go: "top_left" (LeRobot SmolVLA) or "center" (openpi).
     pad_value: value of the bars before ``mean`` and ``std`` are applied.
     """
@@ -43,7 +45,7 @@ class ImageRecipe:
     height: int
     width: int
     resize: Literal["letterbox", "none"] = "letterbox"
-    interpolation: Literal["bilinear"] = "bilinear"  # half-pixel centres, no antialiasing
+    interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
     pad: Literal["top_left", "center"] = "top_left"
     pad_value: float = 0.0
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -80,11 +82,33 @@ class Normalization:
     min_max    2 (x - min) / (max - min) - 1
     quantiles  2 (x - q01) / (q99 - q01) - 1                     quantile10: q10 and q90
     identity   x
+
+    LeRobot computes in float32, leaves eps out of the inverse of mean_std, and puts it in the place of a
+    range only where that is zero. ``openpi`` computes in float64 and adds eps everywhere.
     """
 
     mode: Literal["mean_std", "min_max", "quantiles", "quantile10", "identity"]
     stats: dict[str, tuple[float, ...]] = field(default_factory=dict)
     eps: float = 1e-8
+    convention: Literal["lerobot", "openpi"] = "lerobot"
+
+
+@dataclass(frozen=True)
+class VectorStep:
+    """One change of units or frame between a robot's vector and the one that was normalised in training.
+
+    affine           x[dims] = x[dims] * scale + offset
+    linear_to_angle  x[dims] = arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped: a gripper's linear
+                     opening to the angle of the servo that drives it
+    add_state        x[dims] += state[dims]: actions that are relative to the (stepped) state
+    """
+
+    kind: Literal["affine", "linear_to_angle", "add_state"]
+    dims: tuple[int, ...]
+    scale: float = 1.0
+    offset: float = 0.0
+    arm: float = 0.0  # metres
+    horn: float = 0.0  # metres
 
 
 @dataclass(frozen=True)
@@ -99,6 +123,8 @@ class Processing:
     padded_action_dim: int  # and produces actions of this width
     empty_cameras: int = 0  # masked, empty images that followed the views in training
     pad_missing_cameras: bool = False  # cameras that are not there were masked, empty images too (pi0)
+    state_steps: tuple[VectorStep, ...] = ()  # before the state is normalised
+    action_steps: tuple[VectorStep, ...] = ()  # after the actions are un-normalised
     compat: str = ""  # upstream version whose behaviour is followed where versions disagree
 
 
@@ -201,6 +227,24 @@ class Manifest:
             <= processing.prompt.state_bins
             <= MAX_SIZE
             and 0 <= processing.prompt.state_values <= MAX_SIZE,
+            "processing: a step's dims are outside its vector": all(
+                0 <= d < vector.dim
+                for steps, vector in (
+                    (processing.state_steps, spec.state),
+                    (processing.action_steps, spec.action),
+                )
+                for step in steps
+                for d in step.dims
+            )
+            and all(
+                d < spec.state.dim
+                for step in processing.action_steps
+                if step.kind == "add_state"
+                for d in step.dims
+            ),
+            "spec.keys: an image key names a camera that is not there": all(
+                camera in names for keys in spec.keys for camera in keys.images.values()
+            ),
             "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
         }
         for problem, fine in rules.items():

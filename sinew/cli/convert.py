@@ -22,6 +22,7 @@ def convert(
     stats: Path | None = None,
     compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6",
     cameras: str = "",
+    openpi_config: str = "",
     name: str | None = None,
     force: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -38,7 +39,8 @@ def convert(
         stats: a data set's meta/stats.json, for checkpoints without statistics.
         compat: whose behaviour to follow where upstream versions disagree.
         cameras: names separated by commas, for vla.cpp files, which do not hold them.
-        name: the policy's name; the checkpoint directory's if absent.
+        openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
+    name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
     from sinew.convert import Options, read
@@ -48,7 +50,7 @@ def convert(
         raise ConvertError(f"{out} exists; --force overwrites it")
     names = tuple(name.strip() for name in cameras.split(",") if name.strip())
     start = time.perf_counter()
-    conversion = read(source, Options(vlm, tokenizer, arch, stats, compat, names))
+    conversion = read(source, Options(vlm, tokenizer, arch, stats, compat, names, openpi_config))
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=conversion.nbytes)

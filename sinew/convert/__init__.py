@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from sinew.bundle.writer import Progress
+from sinew.convert import openpi
 from sinew.convert.conversion import Conversion, Options
 from sinew.convert.lerobot import LeRobotCheckpoint
 from sinew.convert.tokenizer_files import download
@@ -30,6 +31,7 @@ def convert(
     stats: Path | None = None,
     compat: str = "lerobot-0.6",
     cameras: tuple[str, ...] = (),
+    openpi_config: str = "",
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -38,7 +40,7 @@ def convert(
     Weights are streamed; nothing is written to ``out`` unless all of it is there. ``progress`` is called
     with the number of bytes just written. Raises :class:`ConvertError`.
     """
-    options = Options(vlm, tokenizer, arch, stats, compat, tuple(cameras))
+    options = Options(vlm, tokenizer, arch, stats, compat, tuple(cameras), openpi_config)
     conversion = read(source, options)
     conversion.write(Path(out), name or conversion.spec.name, compat, progress)
     return Path(out)
@@ -56,6 +58,8 @@ def read(source: str | Path, options: Options) -> Conversion:
         path = download(str(source), CHECKPOINT_FILES, "download it and give the directory")
     if path.is_file():
         return import_module("sinew.convert.vlacpp").read(path, options)
+    if openpi.is_checkpoint(path):
+        return openpi.read(path, options)
     checkpoint = LeRobotCheckpoint(path, options.stats)
     family = FAMILIES.get(str(checkpoint.type))
     if family is None:

@@ -31,6 +31,7 @@ class Options:
     stats: Path | None = None
     compat: str = "lerobot-0.6"
     cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
+    openpi_config: str = ""  # name of openpi's training config, for openpi checkpoints
 
 
 @dataclass(frozen=True)

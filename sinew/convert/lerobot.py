@@ -16,7 +16,7 @@ import numpy as np
 
 from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
-from sinew.convert.safetensors_file import read_array, read_safetensors
+from sinew.convert.safetensors_file import find_weights, read_array, read_safetensors
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.processing.normalize import STATISTICS
 
@@ -56,20 +56,7 @@ class LeRobotCheckpoint:
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
-        if single.exists():
-            return [single]
-        if index.exists():
-            names = sorted(set(read_json(index).get("weight_map", {}).values()))
-            if not names or any(Path(name).name != name for name in names):
-                raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
-            return [self.path / name for name in names]
-        if (self.path / "adapter_model.safetensors").exists():
-            raise ConvertError(
-                f"{self.path} holds a LoRA adapter only; merge it into its base model first"
-                " (PEFT's merge_and_unload, then save_pretrained)"
-            )
-        raise ConvertError(f"{self.path}: no model.safetensors here")
+        return find_weights(self.path)
 
     @property
     def files(self) -> list[Path]:

@@ -60,7 +60,8 @@ def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
     for unsupported in ("use_relative_actions", "use_visual_memory", "use_proprioceptive_memory"):
         if checkpoint.config.get(unsupported):
             raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
-    config = model_config(checkpoint, read_json(options.arch) if options.arch else {})
+    arch = read_json(options.arch) if options.arch else {}
+    config = model_config(checkpoint.config, arch, str(checkpoint.path / "config.json"))
     candidates = (
         [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
     )
@@ -103,8 +104,9 @@ def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, Tens
     return named
 
 
-def model_config(checkpoint: LeRobotCheckpoint, arch: dict[str, Any]) -> PI0Config:
-    resolution = checkpoint.config.get("image_resolution", [224, 224])
+def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
+    """``record``: LeRobot's config.json or one with its keys; ``arch``: the content of --arch."""
+    resolution = record.get("image_resolution", [224, 224])
     if resolution[0] != resolution[1]:
         raise ConvertError(f"image_resolution {resolution}: the SigLIP tower takes square images")
     vision = SO400M | arch.get("vision", {})
@@ -115,7 +117,17 @@ def model_config(checkpoint: LeRobotCheckpoint, arch: dict[str, Any]) -> PI0Conf
                 f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
             )
         widths = arch.get(component) or dict(zip(WIDTHS, VARIANTS[variant], strict=True))
-        return DecoderConfig(*(widths[key] for key in WIDTHS), NORM_EPS, ROPE_THETA, "gemma")
+        return DecoderConfig(
+            hidden_size=widths["hidden_size"],
+            intermediate_size=widths["intermediate_size"],
+            num_layers=widths["num_hidden_layers"],
+            num_heads=widths["num_attention_heads"],
+            num_kv_heads=widths["num_key_value_heads"],
+            head_dim=widths["head_dim"],
+            norm_eps=NORM_EPS,
+            rope_theta=ROPE_THETA,
+            family="gemma",
+        )
 
     try:
         return PI0Config(
@@ -128,17 +140,19 @@ def model_config(checkpoint: LeRobotCheckpoint, arch: dict[str, Any]) -> PI0Conf
                 patch_size=vision["patch_size"],
                 norm_eps=NORM_EPS,
             ),
-            language=decoder("language", checkpoint["paligemma_variant"]),
-            expert=decoder("expert", checkpoint["action_expert_variant"]),
+            language=decoder("language", record["paligemma_variant"]),
+            expert=decoder("expert", record["action_expert_variant"]),
             vocab_size=arch.get("language", {}).get("vocab_size", VOCABULARY),
-            chunk_size=checkpoint["chunk_size"],
-            max_state_dim=checkpoint["max_state_dim"],
-            max_action_dim=checkpoint["max_action_dim"],
-            min_period=checkpoint["min_period"],
-            max_period=checkpoint["max_period"],
+            chunk_size=record["chunk_size"],
+            max_state_dim=record["max_state_dim"],
+            max_action_dim=record["max_action_dim"],
+            min_period=record["min_period"],
+            max_period=record["max_period"],
         )
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConvertError(f"{checkpoint.path / 'config.json'} or --arch: {error}") from None
+    except KeyError as error:
+        raise ConvertError(f"{where} or --arch: {error} is missing") from None
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{where} or --arch: {error}") from None
 
 
 def processing(checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pad_id: int) -> Processing:

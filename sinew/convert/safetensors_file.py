@@ -42,6 +42,27 @@ def read_safetensors(path: Path) -> dict[str, TensorSource]:
         raise ConvertError(f"{path}: the safetensors header is damaged ({error!r})") from None
 
 
+def find_weights(directory: Path) -> list[Path]:
+    """The weight files of a checkpoint directory: one, or the shards that its index lists."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if names and all(Path(name).name == name for name in names):
+                return [directory / name for name in names]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
+    if (directory / "adapter_model.safetensors").exists():
+        raise ConvertError(
+            f"{directory} holds a LoRA adapter only; merge it into its base model first"
+            " (PEFT's merge_and_unload, then save_pretrained)"
+        )
+    raise ConvertError(f"{directory}: no model.safetensors here")
+
+
 def _source(path: Path, name: str, entry: dict, start: int, size: int) -> TensorSource:
     if entry["dtype"] not in STORAGE:
         raise ConvertError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from PIL import Image
 
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
@@ -35,6 +36,8 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
 
 def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     """uint8 or float32 [height, width, 3] -> float32 [3, recipe.height, recipe.width], normalised."""
+    if recipe.resize == "letterbox" and recipe.interpolation == "pil_bilinear":
+        frame = letterbox_pil(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8), recipe)
     image = frame.astype(np.float32) / np.float32(255) if frame.dtype == np.uint8 else frame
     if recipe.resize == "letterbox":
         image = letterbox(image, recipe)
@@ -54,8 +57,7 @@ def letterbox(image: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     larger ratio, truncated.
     """
     height, width = image.shape[:2]
-    ratio = max(width / recipe.width, height / recipe.height)
-    inner_h, inner_w = max(int(height / ratio), 1), max(int(width / ratio), 1)
+    inner_h, inner_w = inner_size(height, width, recipe)
     if (inner_h, inner_w) != (height, width):
         image = resize_bilinear(image, inner_h, inner_w)
     if (inner_h, inner_w) == (recipe.height, recipe.width):
@@ -65,6 +67,24 @@ def letterbox(image: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     out = np.full((recipe.height, recipe.width, 3), recipe.pad_value, np.float32)
     out[top : top + inner_h, left : left + inner_w] = image
     return out
+
+
+def inner_size(height: int, width: int, recipe: ImageRecipe) -> tuple[int, int]:
+    """Size of the picture inside the bars."""
+    ratio = max(width / recipe.width, height / recipe.height)
+    return max(int(height / ratio), 1), max(int(width / ratio), 1)
+
+
+def letterbox_pil(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
+    """uint8 [h, w, 3] -> uint8 [H, W, 3] by Pillow, black bars, centred."""
+    height, width = frame.shape[:2]
+    if (height, width) == (recipe.height, recipe.width):
+        return frame
+    inner_h, inner_w = inner_size(height, width, recipe)
+    resized = Image.fromarray(frame).resize((inner_w, inner_h), Image.Resampling.BILINEAR)
+    out = Image.new("RGB", (recipe.width, recipe.height))
+    out.paste(resized, ((recipe.width - inner_w) // 2, (recipe.height - inner_h) // 2))
+    return np.asarray(out)
 
 
 def resize_bilinear(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sinew.bundle.schema import Normalization
@@ -17,14 +19,16 @@ STATISTICS: dict[str, tuple[str, ...]] = {
 
 
 class Normalizer:
-    """``normalize`` and ``unnormalize`` for vectors [..., dim], float32 throughout."""
+    """``normalize`` and ``unnormalize`` for vectors [..., dim], in the precision of the recipe's convention."""
 
     def __init__(self, recipe: Normalization, dim: int, what: str):
-        self.mode, self.eps = recipe.mode, np.float32(recipe.eps)
-        names = STATISTICS[recipe.mode]
-        self.stats = []
-        for name in names:
-            values = np.asarray(recipe.stats.get(name, ()), np.float32)
+        self.mode = recipe.mode
+        self.openpi = recipe.convention == "openpi"
+        self.dtype: Any = np.float64 if self.openpi else np.float32
+        self.eps = self.dtype(recipe.eps)
+        self.stats: list[Any] = []
+        for name in STATISTICS[recipe.mode]:
+            values = np.asarray(recipe.stats.get(name, ()), self.dtype)
             if values.shape != (dim,):
                 raise BundleError(f"statistics of {what}: {name} has {values.size} values, expected {dim}")
             if not np.isfinite(values).all():
@@ -32,6 +36,7 @@ class Normalizer:
             self.stats.append(values)
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
+        x = x.astype(self.dtype)
         if self.mode == "identity":
             return x
         a, b = self.stats
@@ -40,13 +45,14 @@ class Normalizer:
         return 2 * (x - a) / self._span() - 1
 
     def unnormalize(self, x: np.ndarray) -> np.ndarray:
+        x = x.astype(self.dtype)
         if self.mode == "identity":
             return x
         a, b = self.stats
         if self.mode == "mean_std":
-            return x * b + a
+            return x * (b + self.eps if self.openpi else b) + a
         return (x + 1) / 2 * self._span() + a
 
     def _span(self) -> np.ndarray:
         low, high = self.stats
-        return np.where(high == low, self.eps, high - low)
+        return high - low + self.eps if self.openpi else np.where(high == low, self.eps, high - low)

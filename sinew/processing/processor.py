@@ -12,6 +12,7 @@ from sinew.core import Observation, ObservationError, SinewError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import Normalizer
 from sinew.processing.prompt import Prompter
+from sinew.processing.vector_steps import apply_steps
 
 MAX_SOLVER_STEPS = 100
 
@@ -43,7 +44,7 @@ class Processor:
     def check(self, observation: Observation) -> None:
         """Raise :class:`ObservationError` for the first field that this policy cannot take."""
         self._check_images(observation)
-        self._tokens(observation, self._state(observation))
+        self._tokens(observation, self.state_normalizer.normalize(self._state(observation)))
         self._noise(observation)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         _integer(observation.solver_steps, "solver_steps", 1, MAX_SOLVER_STEPS)
@@ -62,7 +63,7 @@ class Processor:
             if camera.name in observation.images
         ]
         present = len(frames)
-        normalized = self._state(observation)
+        normalized = self.state_normalizer.normalize(self._state(observation))
         tokens = self._tokens(observation, normalized)
         token_mask = np.ones(len(tokens), bool)
         if padded:
@@ -84,12 +85,14 @@ class Processor:
         seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
         return np.random.default_rng(seed).standard_normal(self.spec.noise_shape, np.float32), seed
 
-    def actions(self, chunk: np.ndarray) -> np.ndarray:
+    def actions(self, chunk: np.ndarray, observation: Observation) -> np.ndarray:
         """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite."""
-        actions = self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim].astype(np.float32))
+        actions = self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim])
+        if self.recipe.action_steps:
+            actions = apply_steps(actions, self.recipe.action_steps, self._state(observation))
         if not np.isfinite(actions).all():
             raise SinewError("the model produced actions that are not finite")
-        return np.ascontiguousarray(actions)
+        return np.ascontiguousarray(actions, np.float32)
 
     def _check_images(self, observation: Observation) -> None:
         known = [camera.name for camera in self.spec.cameras]
@@ -103,8 +106,9 @@ class Processor:
             raise ObservationError("images", f"at least one of the cameras {known}", "none")
 
     def _state(self, observation: Observation) -> np.ndarray:
-        """The state, checked and normalised: float32 [D]."""
-        return self.state_normalizer.normalize(_vector(observation.state, "state", (self.spec.state.dim,)))
+        """The state, checked, in the frame and units that the policy was trained on: [D]."""
+        state = _vector(observation.state, "state", (self.spec.state.dim,), self.state_normalizer.dtype)
+        return apply_steps(state, self.recipe.state_steps)
 
     def _noise(self, observation: Observation) -> np.ndarray | None:
         if observation.noise is None:
@@ -116,11 +120,11 @@ class Processor:
             if observation.prompt:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")
             return self.prompter.check_tokens(observation.tokens)
-        return self.prompter.encode(observation.prompt, state)
+        return self.prompter.encode(observation.prompt or self.spec.default_prompt, state)
 
 
-def _vector(value: object, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """``value`` as finite float32 of exactly ``shape``."""
+def _vector(value: object, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+    """``value`` as finite numbers of exactly ``shape``."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -130,7 +134,7 @@ def _vector(value: object, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if array.shape != shape:
         raise ObservationError(name, f"shape {list(shape)}", f"shape {list(array.shape)}")
     with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
+        array = array.astype(dtype)
     bad = np.flatnonzero(~np.isfinite(array))
     if bad.size:
         raise ObservationError(name, "finite numbers", f"{array.reshape(-1)[bad[0]]} at index {bad[0]}")

@@ -27,7 +27,7 @@ class Prompter:
             raise BundleError(f"the bundle's tokenizer cannot be read: {error}") from None
 
     def text(self, prompt: str, state: np.ndarray) -> str:
-        """The exact string that is tokenised. ``state``: float32 [D], normalised."""
+        """The exact string that is tokenised. ``state``: [D], normalised."""
         if self.recipe.clean:
             prompt = prompt.strip().replace("_", " ").replace("\n", " ")
         text = self.recipe.template
@@ -40,10 +40,10 @@ class Prompter:
     def state_bins(self, state: np.ndarray) -> np.ndarray:
         """Bin numbers 0 .. bins - 1 of the normalised state; values below -1 give -1, as upstream.
 
-        The comparison is float32 values against float64 edges, numpy's ``digitize`` as in openpi's
-        tokenizer: another precision would move values that lie on an edge.
+        The comparison is numpy's ``digitize`` against float64 edges, on values in the precision in which
+        upstream normalises them: another precision would move values that lie on an edge.
         """
-        values = np.zeros(self.recipe.state_values, np.float32)
+        values = np.zeros(self.recipe.state_values, state.dtype)
         count = min(len(values), len(state))
         values[:count] = state[:count]
         edges = np.linspace(-1, 1, self.recipe.state_bins + 1)[:-1]

@@ -1,0 +1,134 @@
+"""Robots as openpi's published configurations describe them, as data.
+
+Sources: openpi ``policies/{aloha,droid,libero}_policy.py`` and ``training/config.py``. Camera slots are the
+model's; keys are those that existing robot scripts send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sinew.bundle.schema import VectorStep
+from sinew.core import KeyMap, VectorSpec
+
+BASE, LEFT, RIGHT = "base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"
+
+
+@dataclass(frozen=True)
+class Embodiment:
+    """``relative``: action dimensions that a policy trained on relative actions gives relative to the state."""
+
+    name: str
+    cameras: tuple[str, ...]
+    state: VectorSpec
+    action: VectorSpec
+    keys: KeyMap
+    relative: tuple[int, ...] = ()
+    state_steps: tuple[VectorStep, ...] = ()
+    action_steps: tuple[VectorStep, ...] = ()
+
+
+def _joints(side: str) -> tuple[str, ...]:
+    joints = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate", "gripper")
+    return tuple(f"{side}_{joint}" for joint in joints)
+
+
+# The robot measures a gripper's opening in linear units between 0.01844 and 0.05800 m and takes commands on
+# the scale of its joint; the model was trained on the servo's angle on the scale [0.5476, 1.6296] rad.
+_ALOHA_FLIPPED, _ALOHA_GRIPPERS = (1, 2, 8, 9), (6, 13)
+_FLIP = VectorStep("affine", _ALOHA_FLIPPED, scale=-1.0)
+ALOHA = Embodiment(
+    name="aloha",
+    cameras=(BASE, LEFT, RIGHT),
+    state=VectorSpec(14, _joints("left") + _joints("right"), (("rad",) * 6 + ("normalized",)) * 2),
+    action=VectorSpec(14, _joints("left") + _joints("right"), (("rad",) * 6 + ("normalized",)) * 2),
+    keys=KeyMap(
+        wire="openpi",
+        images={"images/cam_high": BASE, "images/cam_left_wrist": LEFT, "images/cam_right_wrist": RIGHT},
+        state=("state",),
+        channels_first=True,
+    ),
+    relative=(0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12),
+    state_steps=(
+        _FLIP,
+        VectorStep("affine", _ALOHA_GRIPPERS, scale=0.05800 - 0.01844, offset=0.01844),
+        VectorStep("linear_to_angle", _ALOHA_GRIPPERS, arm=0.036, horn=0.022),
+        VectorStep(
+            "affine", _ALOHA_GRIPPERS, scale=1 / (1.6296 - 0.5476), offset=-0.5476 / (1.6296 - 0.5476)
+        ),
+    ),
+    action_steps=(
+        _FLIP,
+        VectorStep(
+            "affine",
+            _ALOHA_GRIPPERS,
+            scale=1 / (1.4910 + 0.6213),
+            offset=(0.5476 + 0.6213) / (1.4910 + 0.6213),
+        ),
+    ),
+)
+DROID = Embodiment(
+    name="droid",
+    cameras=(BASE, LEFT),
+    state=VectorSpec(8, (*(f"joint_{i}" for i in range(1, 8)), "gripper"), ("rad",) * 7 + ("normalized",)),
+    action=VectorSpec(8, (*(f"joint_{i}" for i in range(1, 8)), "gripper")),
+    keys=KeyMap(
+        wire="openpi",
+        images={"observation/exterior_image_1_left": BASE, "observation/wrist_image_left": LEFT},
+        state=("observation/joint_position", "observation/gripper_position"),
+    ),
+    relative=tuple(range(7)),
+)
+LIBERO = Embodiment(
+    name="libero",
+    cameras=(BASE, LEFT),
+    state=VectorSpec(
+        8,
+        ("x", "y", "z", "axis_x", "axis_y", "axis_z", "finger_left", "finger_right"),
+        ("m",) * 3 + ("rad",) * 3 + ("m",) * 2,
+    ),
+    action=VectorSpec(7, ("dx", "dy", "dz", "drx", "dry", "drz", "gripper")),
+    keys=KeyMap(
+        wire="openpi",
+        images={"observation/image": BASE, "observation/wrist_image": LEFT},
+        state=("observation/state",),
+    ),
+    relative=tuple(range(6)),
+)
+
+
+@dataclass(frozen=True)
+class OpenPIConfig:
+    """What openpi's training config says and its checkpoint does not.
+
+    relative_actions: the model's actions are relative to the state. state_in_prompt: pi0.5's default.
+    """
+
+    embodiment: Embodiment
+    pi05: bool
+    chunk_size: int = 50
+    relative_actions: bool = False
+    state_in_prompt: bool = True
+    default_prompt: str = ""
+
+
+OPENPI_CONFIGS = {
+    "pi0_aloha": OpenPIConfig(ALOHA, False, relative_actions=True),
+    "pi05_aloha": OpenPIConfig(ALOHA, True, relative_actions=True),
+    "pi0_aloha_towel": OpenPIConfig(ALOHA, False, relative_actions=True, default_prompt="fold the towel"),
+    "pi0_aloha_tupperware": OpenPIConfig(
+        ALOHA,
+        False,
+        relative_actions=True,
+        default_prompt="open the tupperware and put the food on the plate",
+    ),
+    "pi0_aloha_pen_uncap": OpenPIConfig(ALOHA, False, relative_actions=True, default_prompt="uncap the pen"),
+    "pi05_aloha_pen_uncap": OpenPIConfig(ALOHA, True, relative_actions=True, default_prompt="uncap the pen"),
+    "pi0_aloha_sim": OpenPIConfig(ALOHA, False, default_prompt="Transfer cube"),
+    "pi0_droid": OpenPIConfig(DROID, False, chunk_size=10),
+    "pi05_droid": OpenPIConfig(DROID, True, chunk_size=15),
+    "pi05_droid_finetune": OpenPIConfig(DROID, True, chunk_size=16),
+    "pi05_full_droid_finetune": OpenPIConfig(DROID, True, chunk_size=16, relative_actions=True),
+    "pi0_libero": OpenPIConfig(LIBERO, False, relative_actions=True),
+    "pi05_libero": OpenPIConfig(LIBERO, True, chunk_size=10, state_in_prompt=False),
+}

@@ -1,0 +1,225 @@
+"""openpi's PyTorch checkpoints: layout, conventions, and its robots (ALOHA, DROID, LIBERO) as data.
+
+The model itself is held against LeRobot's outputs elsewhere; here the golden weights are given openpi's
+layout, and the bundle's policy is compared with the same model fed by openpi's formulas, written out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from sinew.bundle import Bundle
+from sinew.convert import convert
+from sinew.convert.embodiments import OPENPI_CONFIGS
+from sinew.core import ConvertError
+from sinew.policy import Policy, load
+from sinew.processing.vector_steps import apply_steps
+from sinew.solvers import euler
+from tests.golden import assert_parity
+
+DIM = 32
+
+
+def statistics(rng: np.random.Generator) -> dict:
+    """Of the padded width, as openpi's published files have them."""
+    low = rng.uniform(-1, -0.5, DIM)
+    return {
+        "mean": rng.normal(0, 0.1, DIM).tolist(),
+        "std": rng.uniform(0.2, 0.6, DIM).tolist(),
+        "q01": low.tolist(),
+        "q99": (low + rng.uniform(1.5, 2.5, DIM)).tolist(),
+    }
+
+
+@pytest.fixture
+def openpi_checkpoint(golden, tmp_path):
+    """Golden weights in openpi's layout for one of its training configs; returns (directory, arch, stats)."""
+
+    def make(name: str) -> tuple[Path, Path, dict]:
+        source = golden / ("pi05-2cam" if OPENPI_CONFIGS[name].pi05 else "pi0-2cam")
+        path = tmp_path / name
+        (path / "assets" / "robot").mkdir(parents=True)
+        weights = load_file(source / "checkpoint" / "model.safetensors")
+        save_file({k.removeprefix("model."): v for k, v in weights.items()}, path / "model.safetensors")
+        rng = np.random.default_rng(0)
+        stats = {"state": statistics(rng), "actions": statistics(rng)}
+        (path / "assets" / "robot" / "norm_stats.json").write_text(json.dumps({"norm_stats": stats}))
+        config = {
+            "action_dim": DIM,
+            "action_horizon": OPENPI_CONFIGS[name].chunk_size,
+            "paligemma_variant": "gemma_2b",
+            "action_expert_variant": "gemma_300m",
+            "precision": "float32",
+        }
+        (path / "config.json").write_text(json.dumps(config))
+        shutil.copytree(
+            source / "checkpoint" / "tokenizer", path / "tokenizer", copy_function=shutil.copyfile
+        )
+        arch = json.loads((source / "arch.json").read_text())
+        (tmp_path / "arch.json").write_text(json.dumps(arch))
+        return path, tmp_path / "arch.json", stats
+
+    return make
+
+
+def make_policy(openpi_checkpoint, name: str) -> tuple[Policy, dict]:
+    path, arch, stats = openpi_checkpoint(name)
+    return load(convert(path, path.parent / f"{name}.gguf", arch=arch, openpi_config=name)), stats
+
+
+def observation(policy: Policy, prompt: str = "fold_the\ntowel ") -> dict:
+    rng = np.random.default_rng(1)
+    frames = {c.name: rng.integers(0, 255, (48, 80, 3), np.uint8) for c in policy.spec.cameras}
+    state = rng.uniform(0.2, 0.6, policy.spec.state.dim)
+    return {
+        "images": frames,
+        "state": state,
+        "prompt": prompt,
+        "noise": rng.standard_normal(policy.spec.noise_shape, np.float32),
+    }
+
+
+def as_openpi_does(policy: Policy, stats: dict, obs: dict, name: str) -> np.ndarray:
+    """The chunk by openpi's own sequence of transforms, formula by formula, around the same model."""
+    published, model = OPENPI_CONFIGS[name], policy.engine.model
+    dim, action_dim = policy.spec.state.dim, policy.spec.action.dim
+    state, aloha = obs["state"].astype(np.float64), published.embodiment.name == "aloha"
+    flip = np.array([1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1])
+    if aloha:
+        state = flip * state
+        linear = state[[6, 13]] * (0.05800 - 0.01844) + 0.01844
+        angle = np.arcsin(np.clip((0.022**2 + linear**2 - 0.036**2) / (2 * 0.022 * linear), -1, 1))
+        state[[6, 13]] = (angle - 0.5476) / (1.6296 - 0.5476)
+
+    s, a = ({k: np.array(v) for k, v in stats[key].items()} for key in ("state", "actions"))
+    if published.pi05:
+        normalized = (state - s["q01"][:dim]) / (s["q99"][:dim] - s["q01"][:dim] + 1e-6) * 2.0 - 1.0
+    else:
+        normalized = (state - s["mean"][:dim]) / (s["std"][:dim] + 1e-6)
+
+    prompt = obs["prompt"].strip().replace("_", " ").replace("\n", " ")
+    if published.pi05 and published.state_in_prompt:
+        bins = np.digitize(normalized, bins=np.linspace(-1, 1, 256 + 1)[:-1]) - 1
+        text = f"Task: {prompt}, State: {' '.join(map(str, bins))};\nAction: "
+    else:
+        text = prompt + "\n"
+    tokens = torch.tensor([policy.processor.prompter.tokenizer.encode(text).ids])
+
+    side = policy.manifest.processing.image.height
+    pixels = []
+    for frame in obs["images"].values():
+        h, w = frame.shape[:2]
+        ratio = max(w / side, h / side)
+        small = Image.fromarray(frame).resize((int(w / ratio), int(h / ratio)), resample=Image.BILINEAR)
+        canvas = Image.new("RGB", (side, side), 0)
+        canvas.paste(small, (int((side - small.width) / 2), int((side - small.height) / 2)))
+        pixels.append(np.asarray(canvas, np.float32).transpose(2, 0, 1) / 255 * 2 - 1)
+    with torch.inference_mode():
+        image_tokens = model.embed_images(torch.from_numpy(np.stack(pixels))[None])
+        padded = torch.zeros(1, DIM)
+        padded[0, :dim] = torch.from_numpy(normalized)
+        cameras = torch.ones(1, len(pixels), dtype=torch.bool)
+        prefix = model.prefix(
+            image_tokens, cameras, tokens, torch.ones_like(tokens, dtype=torch.bool), padded
+        )
+        noise = torch.from_numpy(obs["noise"])[None]
+        x = euler(lambda x, t: model.velocity(x, t, prefix), noise, 10)[0].double().numpy()
+
+    if published.pi05:
+        actions = (x + 1.0) / 2.0 * (a["q99"] - a["q01"] + 1e-6) + a["q01"]
+    else:
+        actions = x * (a["std"] + 1e-6) + a["mean"]
+    if published.relative_actions:
+        mask = {"aloha": [True] * 6 + [False] + [True] * 6 + [False], "droid": [True] * 7 + [False]}
+        mask = np.array(mask.get(published.embodiment.name, [True] * 6 + [False]))
+        actions[:, : len(mask)] += np.where(mask, state[: len(mask)], 0)
+    actions = actions[:, :action_dim]
+    if aloha:
+        actions = flip * actions
+        actions[:, [6, 13]] = (actions[:, [6, 13]] + 0.5476 + 0.6213) / (1.4910 + 0.6213)
+    return actions
+
+
+@pytest.mark.parametrize(
+    "name", ["pi0_aloha", "pi05_droid", "pi0_libero", "pi05_libero", "pi05_full_droid_finetune"]
+)
+def test_policy_is_openpis_sequence_of_transforms(openpi_checkpoint, name):
+    policy, stats = make_policy(openpi_checkpoint, name)
+    obs = observation(policy)
+    assert_parity(policy.infer(obs).actions, as_openpi_does(policy, stats, obs, name).astype(np.float32))
+
+
+def test_the_bundle_carries_the_robot(openpi_checkpoint):
+    policy, _ = make_policy(openpi_checkpoint, "pi05_droid")
+    spec = Bundle(policy.bundle.path).manifest.spec
+    assert spec.embodiment == "droid"
+    assert (spec.chunk_size, spec.state.dim, spec.action.dim) == (15, 8, 8)
+    assert spec.keys[0].images == {
+        "observation/exterior_image_1_left": "base_0_rgb",
+        "observation/wrist_image_left": "left_wrist_0_rgb",
+    }
+    assert spec.keys[0].state == ("observation/joint_position", "observation/gripper_position")
+
+
+def test_default_prompt(openpi_checkpoint):
+    policy, _ = make_policy(openpi_checkpoint, "pi0_aloha_towel")
+    obs = observation(policy, "fold the towel")
+    expected = policy.infer(obs).actions
+    assert (policy.infer(obs | {"prompt": ""}).actions == expected).all()
+
+
+def test_aloha_state_steps_round_trip_with_the_published_inverse():
+    """A gripper at the ends of its travel lands where openpi's constants put it."""
+    aloha = OPENPI_CONFIGS["pi0_aloha"].embodiment
+    state = np.zeros(14)
+    state[[6, 13]] = [0.0, 1.0]  # closed, open
+    stepped = apply_steps(state, aloha.state_steps)
+    angles = np.arcsin(
+        np.clip([(0.022**2 + x**2 - 0.036**2) / (2 * 0.022 * x) for x in (0.01844, 0.058)], -1, 1)
+    )
+    np.testing.assert_allclose(stepped[[6, 13]], (angles - 0.5476) / (1.6296 - 0.5476), atol=1e-12)
+    joints = np.arange(1.0, 15.0)
+    flipped = apply_steps(joints, aloha.state_steps[:1])
+    assert (np.flatnonzero(flipped < 0) == [1, 2, 8, 9]).all()
+    assert (joints == np.arange(1.0, 15.0)).all()  # not in place
+
+
+def test_what_is_missing_is_named(openpi_checkpoint):
+    path, arch, _ = openpi_checkpoint("pi05_droid")
+    out = path.parent / "out.gguf"
+    with pytest.raises(ConvertError, match=r"--openpi-config NAME \(none was given\): pi0_aloha, "):
+        convert(path, out, arch=arch)
+    with pytest.raises(ConvertError, match="'pi7' is not one of them"):
+        convert(path, out, arch=arch, openpi_config="pi7")
+    with pytest.raises(ConvertError, match=r"does not fit its config: .* is missing"):
+        convert(path, out, arch=arch, openpi_config="pi0_droid")  # pi0.5's weights
+    with pytest.raises(ConvertError, match="does not fit its config"):
+        convert(path, out, openpi_config="pi05_droid")  # full widths, tiny weights
+    extra = path / "assets" / "other"
+    extra.mkdir()
+    shutil.copy(path / "assets" / "robot" / "norm_stats.json", extra)
+    with pytest.raises(ConvertError, match=r"expected one .*other/norm_stats.json, .*--stats FILE"):
+        convert(path, out, arch=arch, openpi_config="pi05_droid")
+    chosen = extra / "norm_stats.json"
+    convert(path, out, arch=arch, openpi_config="pi05_droid", stats=chosen)
+    chosen.write_text("{}")
+    with pytest.raises(ConvertError, match=r"no statistics .*'q01'"):
+        convert(path, out, arch=arch, openpi_config="pi05_droid", stats=chosen)
+    shutil.rmtree(path / "tokenizer")
+    with pytest.raises(ConvertError, match="PaliGemma's tokenizer.json"):
+        convert(path, out, arch=arch, openpi_config="pi05_droid", stats=path / "assets/robot/norm_stats.json")
+
+
+def test_jax_checkpoints_say_how_to_go_on(tmp_path):
+    (tmp_path / "params").mkdir()
+    (tmp_path / "assets").mkdir()
+    with pytest.raises(ConvertError, match=r"JAX checkpoint .*convert_jax_model_to_pytorch.py"):
+        convert(tmp_path, tmp_path / "out.gguf", openpi_config="pi05_droid")
