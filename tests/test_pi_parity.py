@@ -17,6 +17,7 @@ from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
 from sinew.solvers import euler
 from tests.golden import Golden, assert_parity
+from tests.vlacpp_file import write_vlacpp_pi
 
 CASES = ["pi0-2cam", "pi05-2cam"]
 
@@ -153,6 +154,17 @@ def test_padding_is_free_for_any_views_and_prompt_length(case, views):
         assert_parity(short, padded)
     with pytest.raises(ObservationError, match="tokens"):
         policy.infer(observation | {"prompt": "a" * (policy.spec.max_prompt_tokens + 1)})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vlacpp_files_import(golden, tmp_path, case):
+    file = write_vlacpp_pi(golden / case, tmp_path / "theirs.gguf")
+    g = Golden(golden / case)
+    names = tuple(camera.removeprefix("observation.images.") for camera in g.cameras)
+    bundle = convert(
+        file, tmp_path / "ours.gguf", tokenizer=golden / case / "checkpoint" / "tokenizer", cameras=names
+    )
+    assert_parity(load(bundle).infer(g.observation()).actions, g.numpy("actions")[0])
 
 
 def test_openpi_names_and_tied_weights(checkpoint, golden):
