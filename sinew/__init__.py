@@ -1,0 +1,20 @@
+"""Sinew: a real-time inference runtime for vision-language-action robot policies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy, load
+
+__version__ = "0.1.0"
+__all__ = ["Policy", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    # `import sinew` must stay cheap: command-line help, clients and controllers do not need torch.
+    if name in ("Policy", "load"):
+        from sinew import policy
+
+        return getattr(policy, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,7 @@
+"""``python -m sinew VERB`` is ``sinew VERB``."""
+
+import sys
+
+from sinew.cli import main
+
+sys.exit(main())

@@ -1,0 +1,88 @@
+"""The command line: ``sinew VERB``. One file per verb, imported when it is used.
+
+A verb is a plain function with a typed signature; what it returns is the exit code (None is 0). It raises
+:class:`sinew.core.SinewError` for everything a user can mend.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+from rich.markup import escape
+
+from sinew import __version__, machine
+from sinew.core import SinewError
+
+VERBS = {
+    "convert": "Turn an upstream checkpoint into one bundle file.",
+    "inspect": "Print what a bundle holds.",
+    "infer": "Run a bundle once on image files and a state.",
+    "serve": "Serve a bundle over the network.",
+    "client": "Send observations to a server and print a latency table.",
+    "bench": "Time a bundle, stage by stage.",
+    "doctor": "Check the installation and this machine.",
+    "demo": "Build a random full-size policy, convert it, serve it, drive it.",
+}
+
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+
+
+def build_app() -> App:
+    app = App(
+        name="sinew",
+        help="Real-time inference for vision-language-action policies.",
+        help_epilogue="`--debug` (or SINEW_DEBUG=1) shows the traceback of an error.",
+        version=__version__,
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for order, (verb, summary) in enumerate(VERBS.items()):
+        app.command(f"sinew.cli.{verb}:{verb}", name=verb, help=summary, sort_key=order, version_flags=[])
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Arguments are those after the program's name."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    debug = _take_flag(tokens, "--debug") or os.environ.get("SINEW_DEBUG", "") not in ("", "0")
+    errors = Console(stderr=True)
+    machine.limit_spinning()
+    if tokens and not tokens[0].startswith("-") and tokens[0] not in VERBS:
+        # Checked here because cyclopts would import every verb, torch with them, to word its own message.
+        close = difflib.get_close_matches(tokens[0], VERBS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(VERBS)}"
+        _print_error(errors, f"unknown verb {tokens[0]!r}: {hint}")
+        return EXIT_USAGE
+    try:
+        result = build_app()(tokens, exit_on_error=False, error_console=errors)
+        return result if isinstance(result, int) else 0
+    except CycloptsError:
+        return EXIT_USAGE  # cyclopts has already printed what is wrong with the arguments
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`sinew inspect … | head`). Python flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (SinewError, OSError) as error:
+        if debug:
+            raise
+        _print_error(errors, str(error))
+        return EXIT_ERROR
+
+
+def _print_error(console: Console, message: str) -> None:
+    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+
+
+def _take_flag(tokens: list[str], flag: str) -> bool:
+    """Remove a flag that may stand anywhere before ``--``."""
+    end = tokens.index("--") if "--" in tokens else len(tokens)
+    found = flag in tokens[:end]
+    tokens[:end] = [token for token in tokens[:end] if token != flag]
+    return found

@@ -1,0 +1,166 @@
+"""``sinew client``: how long a server takes to answer, stage by stage, seen from a client."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter, validators
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sinew_client import ActionChunk, Client, ClientError
+
+from sinew import __version__, machine
+from sinew.cli.bench import PROMPT, parse_size
+from sinew.core import SinewError
+
+SCHEMA = "sinew.client/1"
+STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def client(
+    address: str = "tcp://127.0.0.1:5555",
+    *,
+    requests: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 50,
+    warmup: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
+    image_size: str | None = None,
+    prompt: str = PROMPT,
+    solver_steps: int | None = None,
+    jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None,
+    timeout: float = 60.0,
+) -> int:
+    """Send observations that fit the server's policy, and print a latency table.
+
+    Frames are noise and the state is zero: their content does not change the work. The last line of
+    standard output is one JSON object.
+
+    Args:
+        address: of the server.
+        requests: how many to time, one after the other.
+        warmup: how many to send before that.
+        image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
+        prompt: the instruction.
+        solver_steps: instead of the bundle's own number.
+        jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
+        timeout: seconds to wait for each answer.
+    """
+    try:
+        with Client(address, timeout=timeout, jpeg_quality=jpeg_quality) as server:
+            metadata = server.metadata()
+            size = parse_size(image_size) if image_size else None
+            observation = make_observation(metadata["policy"], size, prompt, solver_steps)
+            for _ in range(warmup):
+                server.infer(observation)
+            start = time.perf_counter()
+            runs = track(range(requests), "requests", console=Console(stderr=True), transient=True)
+            chunks = [server.infer({**observation, "seed": run}) for run in runs]
+            seconds = time.perf_counter() - start
+    except ClientError as error:
+        raise SinewError(str(error)) from error
+    result = {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["sinew", *sys.argv[1:]]),
+        "sinew": __version__,
+        "client_hardware": machine.cpu_model(),
+        "address": address,
+        "server": metadata["server"],
+        "policy": {key: metadata["policy"][key] for key in ("architecture", "name", "chunk_size")},
+        "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
+        "encoding": "raw" if jpeg_quality is None else f"jpeg quality {jpeg_quality}",
+        "solver_steps": solver_steps or metadata["policy"]["solver_steps"],
+        "requests": requests,
+        "latency_ms": latencies(chunks),
+        "chunks_per_second": requests / seconds,
+        "actions_per_second": requests / seconds * metadata["policy"]["chunk_size"],
+    }
+    print_report(result)
+    print(json.dumps(result))
+    return 0
+
+
+def make_observation(
+    policy: dict[str, Any], size: tuple[int, int] | None, prompt: str, solver_steps: int | None
+) -> dict[str, Any]:
+    """Fits the ``policy`` part of a server's metadata. ``size``: (height, width) of every frame."""
+    rng = np.random.default_rng(0)
+    return {
+        "images": {
+            camera["name"]: rng.integers(
+                0, 256, (*(size or (camera["height"], camera["width"])), 3), dtype=np.uint8
+            )
+            for camera in policy["cameras"]
+        },
+        "state": np.zeros(policy["state"]["dim"], np.float32),
+        "prompt": prompt,
+        "solver_steps": solver_steps,
+    }
+
+
+def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
+    """Statistics in milliseconds of each row of the table.
+
+    ``overhead`` is the round trip without ``server total``: client, transport, and what the sockets hold.
+    ``beside the policy`` also counts what the server adds: decoding, the hand-over between threads, encoding.
+    """
+    rows = {
+        "round trip": [chunk.round_trip_ms for chunk in chunks],
+        "server total": [chunk.timing.server_ms for chunk in chunks],
+        "queue": [chunk.timing.queue_ms for chunk in chunks],
+        "preprocess": [chunk.timing.preprocess_ms for chunk in chunks],
+        "vision": [chunk.timing.vision_ms for chunk in chunks],
+        "prefix": [chunk.timing.prefix_ms for chunk in chunks],
+        "solver": [chunk.timing.solver_ms for chunk in chunks],
+        "postprocess": [chunk.timing.postprocess_ms for chunk in chunks],
+        "policy total": [chunk.timing.total_ms for chunk in chunks],
+        "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
+        "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
+    }
+    return {name: summarize(samples) for name, samples in rows.items()}
+
+
+def summarize(samples: Sequence[float]) -> dict[str, float]:
+    """Percentiles are observed values, rounded up in rank, as in ``sinew bench``."""
+    values = np.asarray(samples, dtype=np.float64)
+    ranks = np.percentile(values, [50, 90, 95, 99], method="higher")
+    return {
+        name: round(float(value), 4)
+        for name, value in zip(STATISTICS, (values.mean(), *ranks, values.max()), strict=True)
+    }
+
+
+def print_report(result: dict[str, Any]) -> None:
+    server, policy = result["server"], result["policy"]
+    height, width, _ = next(iter(result["frames"].values()))
+    console = Console()
+    console.print(
+        f"{policy['name']} ({policy['architecture']}), {server['dtype']} on {server['device']}"
+        f" ({server['hardware']}, {server['threads']} threads) at {result['address']}",
+        f"{len(result['frames'])} frames {height} x {width} ({result['encoding']}),"
+        f" {result['solver_steps']} solver steps",
+        sep="\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(title=f"milliseconds over {result['requests']} requests")
+    table.add_column("")
+    for name in STATISTICS:
+        table.add_column(name, justify="right")
+    for name, statistics in result["latency_ms"].items():
+        bold = "bold" if name in ("round trip", "overhead") else None
+        ends = name in ("server total", "queue", "policy total")
+        table.add_row(name, *(f"{statistics[key]:.2f}" for key in STATISTICS), style=bold, end_section=ends)
+    console.print(table)
+    console.print(
+        f"chunk rate {result['chunks_per_second']:.3f} chunks/s;"
+        f" action rate {result['actions_per_second']:.1f} actions/s ({policy['chunk_size']} per chunk)",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,157 @@
+"""What this process may use of the machine: cores, memory, instruction sets. Standard library only.
+
+Choices made from it come with their reason, so that ``sinew doctor`` can print it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+SYS = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """``logical`` processors in the affinity mask, ``physical`` cores behind them, ``quota`` of a cgroup in
+    cores (None: no limit)."""
+
+    logical: int
+    physical: int
+    quota: float | None
+
+
+def cores() -> Cores:
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # macOS
+        allowed = set(range(os.cpu_count() or 1))
+    siblings = {
+        _read(SYS / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+        for cpu in allowed
+    }
+    return Cores(len(allowed), len(siblings), _cpu_quota())
+
+
+def recommended_threads() -> tuple[int, str]:
+    """Threads for compute, and why that many. More threads than cores spin against each other."""
+    found = cores()
+    if found.quota is not None and found.quota < found.physical:
+        count = max(1, int(found.quota))
+        return count, f"the cgroup's quota is {found.quota:g} cores of {found.physical}"
+    if found.physical < found.logical:
+        return found.physical, (
+            f"one per physical core; {found.logical} logical processors share {found.physical} cores"
+        )
+    return found.physical, "one per core in the affinity mask, no cgroup quota below that"
+
+
+def limit_spinning() -> None:
+    """Call before torch is imported: let OpenMP threads that wait sleep at once instead of spinning for milliseconds.
+
+    When other programs want the cores too, threads that spin while they wait for one another take the time
+    that the others need to finish (docs/log.md has the measurement). A user's own setting is left alone.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "0"
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the cgroup allows: the smallest limit on the way to the root (v2, then v1)."""
+    limits = []
+    for folder in _cgroup_folders("cpu"):
+        if text := _read(folder / "cpu.max"):  # v2: "200000 100000", or "max 100000"
+            quota, period = text.split()
+            if quota != "max":
+                limits.append(int(quota) / int(period))
+        quota_us, period_us = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota_us and period_us and int(quota_us) > 0:  # v1: -1 means no limit
+            limits.append(int(quota_us) / int(period_us))
+    return min(limits, default=None)
+
+
+def memory() -> tuple[int, int]:
+    """Bytes (limit, available): of the machine, or of the cgroup where that is less."""
+    try:
+        fields = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
+        total = int(fields["MemTotal"].split()[0]) * 1024
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    except OSError:  # macOS
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = total
+    for folder in _cgroup_folders("memory"):
+        for limit_file, usage_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+            if limit.isdigit() and int(limit) < total:
+                total = int(limit)
+                available = min(available, max(0, total - int(usage or 0)))
+    return total, available
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Folders that may limit this process, innermost first."""
+    folders = []
+    for line in _read(PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = SYS / "fs/cgroup"
+        elif controller in controllers.split(","):
+            root = SYS / "fs/cgroup" / controllers
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        folders += [inner, *(parent for parent in inner.parents if parent.is_relative_to(root))]
+    return folders
+
+
+def cpu_model() -> str:
+    for line in _read(PROC / "cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags as the Linux kernel names them; empty elsewhere."""
+    for line in _read(PROC / "cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.split(":", 1)[1].split())
+    return frozenset()
+
+
+def bfloat16_units() -> str | None:
+    """The instruction set that multiplies bfloat16 in hardware, or None."""
+    flags = cpu_flags()
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)
+
+
+def resident_bytes() -> dict[str, int]:
+    """Memory of this process: ``peak`` and ``now``, and where known ``anonymous`` and ``file`` (mapped
+    weights and libraries count there)."""
+    names = {"VmHWM": "peak", "VmRSS": "now", "RssAnon": "anonymous", "RssFile": "file"}
+    found = {}
+    for line in _read(PROC / "self/status").splitlines():
+        key, _, value = line.partition(":")
+        if key in names:
+            found[names[key]] = int(value.split()[0]) * 1024
+    if not found:
+        import resource
+
+        # Not used on Linux: there it would include the peak of the process that started this one.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = {"peak": peak if sys.platform == "darwin" else peak * 1024}
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

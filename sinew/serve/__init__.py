@@ -1,0 +1,1 @@
+"""The server: a wire decodes requests, the scheduler runs them one at a time, the loop moves bytes."""

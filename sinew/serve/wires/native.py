@@ -1,0 +1,266 @@
+"""The native wire: Protobuf messages of ``sinew_client``'s ``sinew.proto``, a superset of vla.cpp's.
+
+A request is first looked over without parsing (:meth:`NativeWire.peek`), which finds what the loop
+needs to route it and refuses what would make the parser allocate without bound; ``decode`` then parses
+it and checks its form. What the values mean (finite numbers, camera names, an instruction that is not
+empty) is for :meth:`sinew.Policy.check`, the same for every wire.
+
+vla.cpp's clients send token ids, a zero-padded state and unnamed images, and read the padded
+``action_chunk``; Sinew's own send names, text and the raw state, and read ``actions``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from sinew_client.schema import Image, PredictRequest, PredictResponse
+
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.serve.wires.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
+
+Payload = bytes | memoryview
+
+# Beside images a request holds a state, a noise matrix and text: kilobytes. A packed byte may become
+# four or more in memory and an empty sub-message dozens, hence both limits.
+MAX_BYTES_BESIDE_IMAGES = 1 << 20
+MAX_FIELDS = 1 << 14
+MAX_ERROR_TEXT = 1000
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # Protobuf wire types; groups (3, 4) are not in proto3
+_SIZES = {_VARINT: 0, _FIXED64: 8, _BYTES: 0, _FIXED32: 4}  # bytes after the tag and varint
+
+_FIELD = {field.name: field.number for field in PredictRequest.DESCRIPTOR.fields}
+_NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state")}
+
+
+class Kind(IntEnum):
+    """What a request asks for; the numbers are those of ``PredictRequest.Kind``."""
+
+    INFER = 0
+    METADATA = 1
+    HEALTH = 2
+    RESET = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What routing needs to know of a request.
+
+    native: False for vla.cpp's form. error: why the request is refused; the rest is what was found until then.
+    """
+
+    kind: Kind = Kind.INFER
+    request_id: int = 0
+    session: str = ""
+    native: bool = False
+    error: RequestError | None = None
+
+
+class NativeWire:
+    """The codec for one policy.
+
+    padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
+    """
+
+    def __init__(self, spec: PolicySpec, padded_state_dim: int, padded_action_dim: int):
+        self.spec = spec
+        self.padded_state_dim = padded_state_dim
+        self.padded_action_dim = padded_action_dim
+
+    # ------------------------------------------------------------------------- requests
+
+    def peek(self, payload: Payload) -> Header:
+        """Look a request over without parsing it. Never raises: a refusal is in the header."""
+        kind, request_id, session, native, error = 0, 0, "", False, None
+        count, images, beside = 0, 0, 0
+        buffer = memoryview(payload)
+        try:
+            for number, wire_type, value, start, end in _fields(buffer):
+                count += 1
+                if number == _FIELD["images"]:
+                    images += 1
+                else:
+                    beside += end - start
+                native = native or number in _NATIVE_FIELDS
+                if number == _FIELD["request_id"] and wire_type == _VARINT:
+                    request_id = value & 0xFFFFFFFFFFFFFFFF
+                elif number == _FIELD["kind"] and wire_type == _VARINT:
+                    kind = value
+                elif number == _FIELD["session"] and wire_type == _BYTES:
+                    session = str(buffer[end - value : end], "utf-8", "replace")
+                elif number == _FIELD["precomputed_img_emb"]:
+                    raise RequestError("precomputed_img_emb: not supported; send images")
+                if count > MAX_FIELDS:
+                    raise RequestError(f"request: expected at most {MAX_FIELDS} fields, got more")
+            if images > MAX_IMAGES:
+                raise RequestError(f"images: expected at most {MAX_IMAGES}, got {images}")
+            if beside > MAX_BYTES_BESIDE_IMAGES:
+                raise RequestError(
+                    f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {beside}"
+                )
+            if kind not in list(Kind):
+                raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
+        except RequestError as refusal:
+            kind, error = Kind.INFER, refusal
+        return Header(Kind(kind), request_id, session, native, error)
+
+    def decode(self, payload: Payload) -> Observation:
+        """The observation of an INFER request that ``peek`` did not refuse.
+
+        Raises RequestError where the message is not one, ObservationError where a field is wrong.
+        """
+        request = PredictRequest()
+        try:
+            request.ParseFromString(payload)
+        except (DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
+            raise RequestError(f"request parse failed: {error}") from error
+        tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
+        return Observation(
+            images=self._images(request),
+            state=self._state(request),
+            prompt=request.prompt,
+            tokens=tokens if tokens.size else None,
+            noise=self._noise(request),
+            seed=request.seed if request.HasField("seed") else None,
+            solver_steps=request.solver_steps if request.HasField("solver_steps") else None,
+            session=request.session,
+            time=request.time if request.HasField("time") else None,
+        )
+
+    def _images(self, request: PredictRequest) -> dict[str, np.ndarray]:
+        """Camera name -> frame. Without ``camera_names``, images go to cameras in the spec's order."""
+        count, names = len(request.images), list(request.camera_names)
+        cameras = [camera.name for camera in self.spec.cameras]
+        if not names:
+            if count > len(cameras):
+                raise ObservationError("images", f"at most {len(cameras)} ({', '.join(cameras)})", f"{count}")
+            names = cameras[:count]
+        if len(names) != count:
+            raise ObservationError("camera_names", f"{count} names, one per image", f"{len(names)}")
+        if len(set(names)) != count:
+            raise ObservationError("camera_names", "each camera once", ", ".join(names))
+        budget = PixelBudget()
+        return {name: _frame(name, image, budget) for name, image in zip(names, request.images, strict=True)}
+
+    def _state(self, request: PredictRequest) -> np.ndarray:
+        if request.raw_state and request.state:
+            raise RequestError("raw_state: expected either raw_state or state, got both")
+        if request.raw_state or not request.state:
+            return _vector(request.raw_state)
+        state, dim = _vector(request.state), self.spec.state.dim
+        if len(state) not in (dim, self.padded_state_dim):
+            raise ObservationError(
+                "state", f"{self.padded_state_dim} (padded) or {dim} values", f"{len(state)}"
+            )
+        return state[:dim]
+
+    def _noise(self, request: PredictRequest) -> np.ndarray | None:
+        if not request.noise:
+            return None
+        rows, columns = self.spec.noise_shape
+        noise = _vector(request.noise)
+        if noise.size != rows * columns or not noise.size:
+            raise ObservationError(
+                "noise", f"0 or {rows * columns} values (chunk_size {rows} x {columns})", f"{noise.size}"
+            )
+        return noise.reshape(rows, columns)
+
+    # ------------------------------------------------------------------------- replies
+
+    def encode_chunk(self, header: Header, chunk: ActionChunk, server_ms: float) -> bytes:
+        """``server_ms``: from the request's arrival to now."""
+        timing = chunk.timing
+        reply = PredictResponse(
+            request_id=header.request_id,
+            latency_ms_total=timing.total_ms,
+            latency_ms_inference=timing.prefix_ms + timing.solver_ms,
+            latency_ms_prefill=timing.prefix_ms,
+            latency_ms_denoise=timing.solver_ms,
+            latency_ms_vision=timing.vision_ms,
+            session=chunk.session,
+            seed=chunk.seed,
+            time=chunk.time,
+        )
+        for name in ("preprocess_ms", "vision_ms", "prefix_ms", "postprocess_ms", "total_ms", "queue_ms"):
+            setattr(reply.timing, name, getattr(timing, name))
+        reply.timing.step_ms.extend(timing.step_ms)
+        reply.timing.server_ms = server_ms
+
+        actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
+        horizon, dim = actions.shape
+        if header.native:
+            reply.horizon, reply.dim = horizon, dim
+            reply.actions.extend(actions.ravel().tolist())
+        else:
+            padded = np.zeros((horizon, self.padded_action_dim), np.float32)
+            padded[:, :dim] = actions
+            reply.chunk_size, reply.action_dim = padded.shape
+            reply.action_chunk.extend(padded.ravel().tolist())
+        return reply.SerializeToString()
+
+    def encode_error(self, header: Header, error: SinewError) -> bytes:
+        text = str(error) or error.code
+        if len(text) > MAX_ERROR_TEXT:  # it may quote what came
+            text = text[:MAX_ERROR_TEXT] + " ..."
+        return PredictResponse(
+            request_id=header.request_id, error=text, error_code=error.code
+        ).SerializeToString()
+
+    def encode_metadata(self, header: Header, content: dict[str, Any]) -> bytes:
+        """The answer to METADATA and HEALTH; for RESET ``content`` is empty."""
+        reply = PredictResponse(request_id=header.request_id, session=header.session)
+        if content:
+            reply.metadata = json.dumps(content)
+        return reply.SerializeToString()
+
+
+def _frame(camera: str, image: Image, budget: PixelBudget) -> np.ndarray:
+    name, data = f"images.{camera}", image.data
+    if image.encoding == Image.JPEG:
+        return compressed_frame(name, data, budget)
+    if image.encoding == Image.RGB_U8:
+        return raw_frame(name, data, image.height, image.width, "u1", budget)
+    if image.encoding == Image.F32_RGB_01:
+        return raw_frame(name, data, image.height, image.width, "<f4", budget)
+    raise ObservationError(name, "encoding JPEG, RGB_U8 or F32_RGB_01", f"{image.encoding}")
+
+
+def _vector(values: Collection[float]) -> np.ndarray:
+    return np.fromiter(values, np.float32, len(values))
+
+
+def _fields(buffer: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
+    """Walk a message's top-level fields: (number, wire type, value or length, start, end). Skips contents."""
+    at, end = 0, len(buffer)
+    while at < end:
+        start = at
+        tag, at = _varint(buffer, at)
+        wire_type, value = tag & 7, 0
+        if wire_type in (_VARINT, _BYTES):
+            value, at = _varint(buffer, at)
+        if wire_type not in _SIZES:
+            raise RequestError(f"request parse failed: wire type {wire_type} at byte {start}")
+        at += value if wire_type == _BYTES else _SIZES[wire_type]
+        if at > end:
+            raise RequestError(f"request parse failed: the field at byte {start} goes past the end")
+        yield tag >> 3, wire_type, value, start, at
+
+
+def _varint(buffer: memoryview, at: int) -> tuple[int, int]:
+    """(value, index after it) of the varint at ``at``."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(buffer):
+            raise RequestError("request parse failed: it ends inside a number")
+        byte = buffer[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise RequestError(f"request parse failed: a number longer than ten bytes at byte {at - 10}")
