@@ -52,7 +52,10 @@ EMBEDDING, HEAD = (
     f"{PALIGEMMA}language_model.embed_tokens.weight",
     "paligemma_with_expert.paligemma.lm_head.weight",
 )
-DEAD = (HEAD, "paligemma_with_expert.gemma_expert.lm_head.")  # no logits are read at inference
+DEAD = (
+    "paligemma_with_expert.paligemma.lm_head.",
+    "paligemma_with_expert.gemma_expert.lm_head.",
+)  # no logits are read at inference
 
 
 def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:

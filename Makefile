@@ -1,0 +1,57 @@
+# `make demo` and `make test` need Python 3.11 and make, nothing else: the environment is created here.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# The environment is rebuilt when what it is made from changes; its stamp carries a checksum of that.
+SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml
+READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench env clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## random full-size policy: convert, serve, drive over a socket
+	$(BIN)/sinew demo --workdir build/demo
+
+# One compute thread per worker: more threads than cores would spin against each other.
+test: $(READY) ## all tests that need no full-size weights
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(READY) ## full-size tests too
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## rewrite the code the way `make lint` wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## time the demo's policy, stage by stage
+	$(BIN)/sinew demo --workdir build/demo --prepare
+	$(BIN)/sinew bench build/demo/policy.gguf
+
+env: $(READY) ## create the environment only
+
+$(READY): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; say which with make PYTHON=..."; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	# torch first and pinned: a plain install of the rest could pull another build of it.
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-build-isolation \
+		-e ./packages/sinew-client -e '.[dev,sim]'
+	@touch $@
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

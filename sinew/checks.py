@@ -1,0 +1,302 @@
+"""The checks behind ``sinew doctor``. Each returns what it found, why that is well, or what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from sinew import __version__, machine
+from sinew.core import SinewError
+
+MINIMUM_PYTHON = (3, 11)
+MINIMUM_TORCH = (2, 11)
+MINIMUM_TEMPORARY_BYTES = 4 << 30  # a converted 450M-parameter policy in float32 is 1.8 GB
+ROUND_TRIPS = 200
+
+# module -> distribution, of the core dependencies besides torch
+PACKAGES = {
+    "google.protobuf": "protobuf",
+    "gguf": "gguf",
+    "msgspec": "msgspec",
+    "numpy": "numpy",
+    "PIL": "pillow",
+    "safetensors": "safetensors",
+    "sinew_client": "sinew-client",
+    "tokenizers": "tokenizers",
+    "zmq": "pyzmq",
+}
+
+# extra -> (modules it brings, what they enable)
+EXTRAS = {
+    "hub": (("huggingface_hub",), "checkpoint names on the Hugging Face hub in `sinew convert`"),
+    "sim": (("mujoco", "gymnasium"), "the embedded simulation tasks"),
+    "demo": (("skimage",), "photographs for `sinew demo`"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``advice`` says what to do; empty where nothing needs doing."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def installation() -> list[Check]:
+    """All checks that need no bundle."""
+    results: list[Check] = []
+    for check in (
+        python,
+        packages,
+        torch_build,
+        devices,
+        threads,
+        memory,
+        simd,
+        extras,
+        temporary_disk,
+        loopback,
+        golden,
+    ):
+        results += _guarded(check)
+    return results
+
+
+def _guarded(check: Callable[[], Check | list[Check]]) -> list[Check]:
+    try:
+        found = check()
+    except ImportError as error:
+        return [
+            Check(check.__name__, "fail", f"cannot run: {error}", "install what `packages` and `torch` name")
+        ]
+    except Exception as error:  # noqa: BLE001 - a check that breaks is a finding, not the end of the report
+        return [Check(check.__name__, "fail", f"{type(error).__name__}: {error}", "report this as a bug")]
+    return found if isinstance(found, list) else [found]
+
+
+def python() -> Check:
+    version = platform.python_version()
+    detail = f"Python {version}, sinew {__version__}"
+    if sys.version_info < MINIMUM_PYTHON:
+        wanted = ".".join(map(str, MINIMUM_PYTHON))
+        return Check("python", "fail", detail, f"install Python {wanted} or newer")
+    return Check("python", "ok", detail)
+
+
+def packages() -> Check:
+    missing = [distribution for module, distribution in PACKAGES.items() if _absent(module)]
+    if missing:
+        advice = f"pip install -c constraints.txt {' '.join(missing)}"
+        return Check("packages", "fail", f"missing: {', '.join(missing)}", advice)
+    return Check("packages", "ok", f"all {len(PACKAGES)} found")
+
+
+def _absent(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # the parent of a dotted name
+        return True
+
+
+def torch_build() -> Check:
+    try:
+        import torch
+    except ImportError as error:
+        return Check("torch", "fail", f"does not import: {error}", "pip install -c constraints.txt torch")
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    cuda = torch.version.cuda
+    detail = f"torch {torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "CPU build")
+    if version < MINIMUM_TORCH:
+        wanted = ".".join(map(str, MINIMUM_TORCH))
+        return Check("torch", "fail", detail, f"install torch {wanted} or newer")
+    return Check("torch", "ok", detail)
+
+
+def devices() -> Check:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        detail = ", ".join(f"cuda:{i} {p.name} {p.total_memory >> 20} MiB" for i, p in enumerate(names))
+        return Check("devices", "ok", detail)
+    if torch.version.cuda:
+        detail = f"cpu only: torch was built for CUDA {torch.version.cuda} but finds no usable device"
+        return Check("devices", "warn", detail, "check the NVIDIA driver with nvidia-smi")
+    return Check("devices", "ok", "cpu only, as this build of torch has no CUDA")
+
+
+def threads() -> Check:
+    import torch
+
+    advised, reason = machine.recommended_threads()
+    used = torch.get_num_threads()
+    found = machine.cores()
+    quota = "no quota" if found.quota is None else f"quota {found.quota:g}"
+    detail = (
+        f"torch computes with {used}; advised {advised} ({reason});"
+        f" {found.physical} cores, {found.logical} logical processors, {quota};"
+        f" {_spinning()}"
+    )
+    if used > advised:
+        # Threads without a core of their own spin while they wait for each other.
+        return Check("threads", "warn", detail, f"set OMP_NUM_THREADS={advised} or pass --threads {advised}")
+    if used < advised:
+        cause = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "torch's own choice"
+        return Check(
+            "threads", "warn", f"{detail}; fewer because of {cause}", f"set OMP_NUM_THREADS={advised}"
+        )
+    return Check("threads", "ok", detail)
+
+
+def _spinning() -> str:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        if name in os.environ:
+            return f"idle threads wait as {name}={os.environ[name]} says"
+    return "idle threads spin for milliseconds"
+
+
+def memory() -> Check:
+    limit, available = machine.memory()
+    detail = f"{_gib(available)} available of {_gib(limit)}"
+    if available < 3 << 30:
+        advice = "a 450M-parameter policy in float32 needs about 3 GiB; close programs or raise the limit"
+        return Check("memory", "warn", detail, advice)
+    return Check("memory", "ok", f"{detail}; a 450M-parameter policy in float32 needs about 3 GiB")
+
+
+def simd() -> Check:
+    import torch
+
+    level = torch.backends.cpu.get_cpu_capability()
+    unit = machine.bfloat16_units()
+    advice = (
+        f"bfloat16 in hardware ({unit}): --dtype bfloat16 is worth a `sinew bench`"
+        if unit
+        else "no bfloat16 in hardware: keep --dtype float32, half precision would be several times slower"
+    )
+    return Check("simd", "ok", f"{machine.cpu_model()}, torch uses {level}; {advice}")
+
+
+def extras() -> list[Check]:
+    results = []
+    for extra, (modules, enables) in EXTRAS.items():
+        missing = [module for module in modules if _absent(module)]
+        detail = f"absent: {enables} need it" if missing else f"present: {enables}"
+        results.append(
+            Check(f"extra {extra}", "ok", detail + (f" (pip install 'sinew[{extra}]')" if missing else ""))
+        )
+    return results
+
+
+def temporary_disk() -> Check:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    detail = f"{_gib(free)} free in {folder}"
+    if free < MINIMUM_TEMPORARY_BYTES:
+        return Check("temporary disk", "warn", detail, "conversions need room: free some, or set TMPDIR")
+    return Check("temporary disk", "ok", detail)
+
+
+def loopback() -> Check:
+    """Round trips of an observation's size over ZeroMQ on 127.0.0.1: what a server adds at the very least."""
+    import zmq
+
+    payload = bytes(2 * 224 * 224 * 3)
+    with zmq.Context() as context, context.socket(zmq.REP) as server, context.socket(zmq.REQ) as client:
+        for socket in (server, client):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, 2000)
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        client.connect(f"tcp://127.0.0.1:{port}")
+        samples = []
+        try:
+            for _ in range(ROUND_TRIPS):
+                started = time.perf_counter()
+                client.send(payload)
+                server.recv()
+                server.send(b"")
+                client.recv()
+                samples.append(time.perf_counter() - started)
+        except zmq.Again:
+            return Check(
+                "loopback", "fail", "no answer on 127.0.0.1 in 2 s", "check the firewall of this machine"
+            )
+    samples.sort()
+    median, worst = samples[len(samples) // 2] * 1e3, samples[-1] * 1e3
+    detail = f"ZeroMQ {zmq.zmq_version()}, {len(payload) >> 10} KiB round trip: p50 {median:.2f} ms, max {worst:.2f} ms"
+    return Check("loopback", "ok", detail)
+
+
+def golden() -> list[Check]:
+    """Compare a small policy with the reference implementation's stored outputs."""
+    if _absent("sinew.golden"):
+        return [Check("golden", "warn", "this installation carries no golden fixture", "reinstall sinew")]
+    from sinew import golden as fixture
+
+    return [
+        Check(
+            name,
+            "ok" if ok else "fail",
+            detail,
+            "" if ok else "do not trust actions of this install",
+        )
+        for name, ok, detail in fixture.check()
+    ]
+
+
+def bundle(path: Path) -> list[Check]:
+    """Load a bundle and run it once on grey frames."""
+    import numpy as np
+
+    import sinew
+
+    try:
+        started = time.perf_counter()
+        policy = sinew.load(path)
+        load_ms = (time.perf_counter() - started) * 1e3
+        spec = policy.spec
+        cameras = ", ".join(f"{camera.name} {camera.width}x{camera.height}" for camera in spec.cameras)
+        results = [
+            Check(
+                "bundle",
+                "ok",
+                f"{spec.name} ({spec.architecture}) loaded in {load_ms:.0f} ms; cameras {cameras}",
+            ),
+            Check("bundle dtype", "ok", f"{policy.dtype} on {policy.device}: {policy.dtype_reason}"),
+        ]
+        needed, available = policy.weights_nbytes, machine.memory()[1]
+        if needed > available:
+            detail = f"weights {_gib(needed)}, available {_gib(available)}"
+            results.append(Check("bundle memory", "fail", detail, "every inference would read from disk"))
+        chunk = policy.warm_up()
+    except SinewError as error:
+        return [Check("bundle", "fail", str(error), "convert the checkpoint again with `sinew convert`")]
+    finite = bool(np.isfinite(chunk.actions).all())
+    results.append(
+        Check(
+            "bundle inference",
+            "ok" if finite else "fail",
+            f"{len(chunk.actions)} actions in {chunk.timing.total_ms:.0f} ms (first inference), "
+            + ("all finite" if finite else "some not finite"),
+            "" if finite else "the weights or the statistics hold values that are not numbers",
+        )
+    )
+    return results
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,284 @@
+"""``sinew bench``: where the milliseconds of a bundle go on this machine.
+
+Load, warm-up and steady state are timed apart; the last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sinew import __version__, machine
+from sinew.core import Observation, ObservationError, PolicySpec, Timing
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
+
+PROMPT = "pick up the red cube and place it in the bowl"
+SCHEMA = "sinew.bench/1"
+
+
+def bench(
+    bundle: Path,
+    /,
+    *,
+    runs: Annotated[int, Parameter(validator=lambda _, n: _at_least_one(n))] = 20,
+    dtype: str | None = None,
+    threads: int | None = None,
+    image_size: str | None = None,
+    prompt: str = PROMPT,
+    solver_steps: int | None = None,
+    deadline_ms: float | None = None,
+) -> int:
+    """Time a bundle, stage by stage.
+
+    Args:
+        bundle: the bundle file.
+        runs: inferences in the steady state.
+        dtype: compute type; the device's default if absent.
+        threads: for compute; chosen from the cores of this process if absent.
+        image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
+        prompt: the instruction.
+        solver_steps: instead of the bundle's own number.
+        deadline_ms: count the inferences that take longer.
+    """
+    size = parse_size(image_size) if image_size else None
+    result = measure(bundle, runs, dtype, threads, size, prompt, solver_steps)
+    if deadline_ms is not None:
+        totals = np.array(result["samples_ms"]["total"])
+        misses = int((totals > deadline_ms).sum())
+        result["deadline"] = {"ms": deadline_ms, "misses": misses, "miss_rate": misses / runs}
+    result["command"] = shlex.join(["sinew", *sys.argv[1:]])
+    print_report(result)
+    print(json.dumps(result))
+    return 0
+
+
+def measure(
+    bundle: Path,
+    runs: int,
+    dtype: str | None,
+    threads: int | None,
+    size: tuple[int, int] | None,
+    prompt: str,
+    solver_steps: int | None,
+) -> dict[str, Any]:
+    """Load, warm up and run; returns everything that the report and the JSON line show."""
+    errors = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal,  # without a terminal a progress bar is only noise in a log
+    )
+    with progress:
+        task = progress.add_task("import", total=runs)
+        clock = time.perf_counter
+        started = clock()
+        import torch
+
+        import sinew.policy
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        imported = clock()
+        import_rss = machine.resident_bytes()
+        progress.update(task, description="load")
+        policy = sinew.load(bundle, dtype=dtype)
+        loaded = clock()
+        load_rss = machine.resident_bytes()
+        progress.update(task, description="warm-up")
+        observation = make_observation(policy.spec, size, prompt, solver_steps)
+        policy.warm_up()
+        policy.infer({**observation, "seed": 0})  # with the real frame sizes and prompt length
+        warm = clock()
+
+        progress.update(task, description="steady state")
+        timings: list[Timing] = []
+        totals: list[float] = []
+        for run in range(runs):
+            begin = clock()
+            timings.append(policy.infer({**observation, "seed": run}).timing)
+            totals.append((clock() - begin) * 1e3)
+            progress.advance(task)
+        seconds = clock() - warm
+
+    rate = runs / seconds
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sinew": __version__,
+        "hardware": hardware(),
+        "software": {"torch": torch.__version__, "python": platform.python_version()},
+        "policy": describe(policy, observation),
+        "threads": torch.get_num_threads(),
+        "runs": runs,
+        "import_ms": (imported - started) * 1e3,
+        "load_ms": (loaded - imported) * 1e3,
+        "warm_up_ms": (warm - loaded) * 1e3,
+        "stages_ms": stage_statistics(timings, totals),
+        "chunks_per_second": rate,
+        "actions_per_second": rate * policy.spec.chunk_size,
+        "memory_bytes": {
+            "weights": policy.weights_nbytes,
+            "after_import": import_rss,
+            "after_load": load_rss,
+            "steady": machine.resident_bytes(),
+        },
+        "samples_ms": {"total": [round(value, 3) for value in totals]},
+    }
+
+
+def make_observation(
+    spec: PolicySpec, size: tuple[int, int] | None, prompt: str, solver_steps: int | None
+) -> dict[str, Any]:
+    """Noise frames for every camera; their content does not change the work."""
+    rng = np.random.default_rng(0)
+    images = {
+        camera.name: rng.integers(0, 256, (*(size or (camera.height, camera.width)), 3), dtype=np.uint8)
+        for camera in spec.cameras
+    }
+    return {
+        "images": images,
+        "state": np.zeros(spec.state.dim, np.float32),
+        "prompt": prompt,
+        "solver_steps": solver_steps,
+    }
+
+
+def stage_statistics(timings: Sequence[Timing], totals: Sequence[float]) -> dict[str, Any]:
+    """Statistics per stage, in the order in which the stages run; ``steps`` has one entry per solver step."""
+    stages: dict[str, Any] = {
+        "preprocess": summarize([t.preprocess_ms for t in timings]),
+        "vision": summarize([t.vision_ms for t in timings]),
+        "prefix": summarize([t.prefix_ms for t in timings]),
+    }
+    steps = np.array([t.step_ms for t in timings])  # [runs, steps]
+    if steps.size:
+        stages["steps"] = [summarize(column) for column in steps.T]
+        stages["solver"] = summarize(steps.sum(axis=1))
+    stages["postprocess"] = summarize([t.postprocess_ms for t in timings])
+    stages["total"] = summarize(totals)
+    return stages
+
+
+def summarize(samples: Any) -> dict[str, float]:
+    """Mean and order statistics. Percentiles are observed values, rounded up in rank: with few runs p99 is
+    the maximum, never an interpolation below it."""
+    values = np.asarray(samples, dtype=np.float64)
+    p50, p95, p99 = np.percentile(values, [50, 95, 99], method="higher")
+    found = {"mean": values.mean(), "p50": p50, "p95": p95, "p99": p99, "max": values.max()}
+    return {name: round(float(value), 4) for name, value in found.items()}
+
+
+def hardware() -> dict[str, Any]:
+    found = machine.cores()
+    return {
+        "cpu": machine.cpu_model(),
+        "cores": found.physical,
+        "logical_processors": found.logical,
+        "cgroup_quota": found.quota,
+        "memory_bytes": machine.memory()[0],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
+    spec = policy.spec
+    return {
+        "architecture": spec.architecture,
+        "name": spec.name,
+        "device": str(policy.device),
+        "dtype": policy.dtype,
+        "dtype_reason": policy.dtype_reason,
+        "views": len(observation["images"]),
+        "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
+        "chunk_size": spec.chunk_size,
+        "action_dim": spec.action.dim,
+        "solver_steps": observation["solver_steps"] or spec.solver_steps,
+        "prompt_tokens": int(policy.processor.inputs(Observation.from_mapping(observation)).token_mask.sum()),
+    }
+
+
+def print_report(result: dict[str, Any]) -> None:
+    policy, stages, memory = result["policy"], result["stages_ms"], result["memory_bytes"]
+    console = Console()
+    console.print(
+        f"{policy['name']} ({policy['architecture']}), {policy['dtype']} on {policy['device']},"
+        f" {result['threads']} threads, {policy['views']} views, {policy['solver_steps']} solver steps,"
+        f" {policy['prompt_tokens']} prompt tokens",
+        f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores,"
+        f" torch {result['software']['torch']}, sinew {result['sinew']}",
+        sep="\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(title=f"milliseconds over {result['runs']} runs in the steady state")
+    table.add_column("stage")
+    for name in ("mean", "p50", "p95", "p99", "max"):
+        table.add_column(name, justify="right")
+    for stage, statistics in stages.items():
+        if stage == "steps":
+            for step, row in enumerate(statistics, start=1):
+                table.add_row(f"  step {step}", *_cells(row), style="dim")
+        else:
+            bold = "bold" if stage == "total" else None
+            table.add_row(stage, *_cells(statistics), style=bold, end_section=stage == "postprocess")
+    console.print(table)
+    lines = [
+        (
+            f"import {result['import_ms']:.0f} ms, load {result['load_ms']:.0f} ms,"
+            f" warm-up {result['warm_up_ms']:.0f} ms"
+        ),
+        (
+            f"chunk rate {result['chunks_per_second']:.3f} chunks/s;"
+            f" action rate {result['actions_per_second']:.1f} actions/s ({policy['chunk_size']} per chunk)"
+        ),
+        (
+            f"peak memory {_mib(memory['steady']['peak'])} (weights {_mib(memory['weights'])},"
+            f" before load {_mib(memory['after_import']['peak'])})"
+        ),
+    ]
+    if "deadline" in result:
+        deadline = result["deadline"]
+        lines.append(
+            f"deadline {deadline['ms']:g} ms missed in {deadline['misses']} of {result['runs']} runs"
+        )
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _cells(statistics: dict[str, float]) -> list[str]:
+    return [f"{statistics[name]:.2f}" for name in ("mean", "p50", "p95", "p99", "max")]
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"
+
+
+def _at_least_one(number: int) -> None:
+    if number < 1:
+        raise ValueError("expected at least 1")
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """``"480x640"`` to (height, width)."""
+    height, _, width = text.lower().partition("x")
+    if not (height.isdigit() and width.isdigit() and int(height) and int(width)):
+        raise ObservationError("--image-size", "HEIGHTxWIDTH, as 480x640", repr(text))
+    return int(height), int(width)

@@ -1,0 +1,1 @@
+"""Things that tests, benchmarks and the demo share and that no running policy needs."""

@@ -1,0 +1,310 @@
+"""The command line as a user meets it: both ways to start it, help, exit codes, errors, output."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import docstring_parser
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinew import __version__
+from sinew.cli import VERBS, main
+from sinew.cli.bench import summarize
+
+SCRIPT = Path(sys.executable).parent / "sinew"
+STATE = "-0.1,0.2,0,0,0,1"
+
+
+def sinew(*arguments: object, script: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run one command in its own process, wide enough that no line is broken."""
+    start = [str(SCRIPT)] if script else [sys.executable, "-m", "sinew"]
+    return subprocess.run(
+        [*start, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )
+
+
+def assert_one_error_line(code: int, stdout: str, stderr: str, *parts: str) -> None:
+    assert code == 1
+    assert stdout == ""
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    for part in parts:
+        assert part in stderr
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """``CAMERA=FILE`` arguments for the two cameras of the golden case."""
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    arguments = []
+    for camera, size in (("camera1", (48, 64, 3)), ("camera2", (64, 48, 3))):
+        path = folder / f"{camera}.png"
+        Image.fromarray(rng.integers(0, 256, size, dtype=np.uint8)).save(path)
+        arguments.append(f"{camera}={path}")
+    return arguments
+
+
+def image_flags(pictures: list[str]) -> list[str]:
+    return [part for argument in pictures for part in ("--image", argument)]
+
+
+# ----------------------------------------------------------------------------- help and usage
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["sinew", "python -m sinew"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_verb(verb: str, script: bool) -> None:
+    if script and not SCRIPT.exists():
+        pytest.skip("sinew is not installed in this environment")
+    result = sinew(verb, "--help", script=script)
+    assert result.returncode == 0, result.stderr
+    assert f"sinew {verb}" in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_parameter_is_described(verb: str) -> None:
+    function = getattr(importlib.import_module(f"sinew.cli.{verb}"), verb)
+    docstring = docstring_parser.parse(inspect.getdoc(function) or "")
+    described = {entry.arg_name for entry in docstring.params if entry.description}
+    assert described == set(inspect.signature(function).parameters)
+
+
+def test_top_level_help_and_version() -> None:
+    result = sinew("--help")
+    assert result.returncode == 0
+    assert all(verb in result.stdout for verb in VERBS)
+    assert sinew("--version").stdout.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import sinew", "import sinew.core, sinew.machine", "from sinew.cli import main; main(['--help'])"],
+)
+def test_torch_is_imported_only_where_it_is_needed(code: str) -> None:
+    check = f"{code}\nimport sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, capture_output=True)
+
+
+def test_unknown_verb() -> None:
+    result = sinew("serv")
+    assert result.returncode == 2
+    assert result.stderr == "error: unknown verb 'serv': did you mean 'serve'?\n"
+
+
+def test_bad_option_is_a_usage_error() -> None:
+    result = sinew("bench", "x.gguf", "--runs", "0")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "--runs" in result.stderr
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+def test_error_is_one_line_without_traceback(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    result = sinew("bench", missing)
+    assert_one_error_line(result.returncode, result.stdout, result.stderr, "missing.gguf")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    assert "Traceback" in sinew("bench", missing, "--debug").stderr
+    assert "Traceback" in sinew("bench", missing, SINEW_DEBUG="1").stderr
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sinew.cli.doctor.doctor", interrupted)
+    assert main(["doctor"]) == 130
+
+
+def test_reader_that_goes_away(smolvla_bundle) -> None:
+    command = f"'{sys.executable}' -m sinew inspect '{smolvla_bundle('smolvla-2cam')}' --json | head -c 10"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.stdout.startswith("{")
+    assert "Traceback" not in result.stderr
+
+
+# ----------------------------------------------------------------------------- infer
+
+
+def test_infer_json_is_what_the_policy_returns(smolvla_bundle, pictures: list[str]) -> None:
+    import sinew as package
+
+    bundle = smolvla_bundle("smolvla-2cam")
+    result = sinew(
+        "infer",
+        bundle,
+        *image_flags(pictures),
+        "--state",
+        STATE,
+        "--prompt",
+        "pick it up",
+        "--seed",
+        3,
+        "--json",
+    )
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["seed"] == 3
+    assert len(document["timing"]["step_ms"]) == 10
+
+    images = {}
+    for argument in pictures:
+        camera, _, path = argument.partition("=")
+        images[camera] = np.asarray(Image.open(path))
+    state = np.array([float(part) for part in STATE.split(",")], np.float32)
+    observation = {"images": images, "state": state, "prompt": "pick it up", "seed": 3}
+    expected = package.load(bundle).infer(observation)
+    np.testing.assert_allclose(np.array(document["actions"]), expected.actions, atol=1e-5)
+
+
+def test_infer_table_shows_every_action(smolvla_bundle, pictures: list[str]) -> None:
+    bundle = smolvla_bundle("smolvla-2cam")
+    result = sinew(
+        "infer", bundle, *image_flags(pictures), "--state", STATE, "--prompt", "go", "--solver-steps", 2
+    )
+    assert result.returncode == 0, result.stderr
+    assert "50 actions" in result.stdout
+    assert "in 2 steps" in result.stdout
+    assert any(line.startswith("│   49 │") for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"--state": "1,2"}, ("state", "[6]", "[2]")),
+        ({"--state": "1,2,x,4,5,6"}, ("state", "'x'")),
+        ({"--state": "1,2,nan,4,5,6"}, ("state", "finite")),
+        ({"--prompt": ""}, ("prompt", "empty")),
+        ({"--image": "nowhere.png"}, ("--image", "camera1, camera2", "nowhere.png")),
+        ({"--image": "camera1=nowhere.png"}, ("images.camera1", "nowhere.png", "does not exist")),
+        ({"--image": f"camera1={__file__}"}, ("images.camera1", "does not decode")),
+        ({"--image": "PICTURE"}, ("--image", "'camera1' twice")),
+        ({"--dtype": "int3"}, ("int3",)),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_infer_names_the_bad_input(smolvla_bundle, pictures, capsys, change: dict[str, str], parts) -> None:
+    flags = {"--state": STATE, "--prompt": "go", **change}
+    if flags.get("--image") == "PICTURE":
+        flags["--image"] = pictures[0]
+    images = image_flags(pictures[:1]) if flags.get("--image") == pictures[0] else []
+    arguments = [part for flag in flags.items() for part in flag]
+    if "--image" not in flags:
+        images = image_flags(pictures)
+    code = main(["infer", str(smolvla_bundle("smolvla-2cam")), *images, *arguments])
+    assert_one_error_line(code, *capsys.readouterr(), *parts)
+
+
+# ----------------------------------------------------------------------------- bench
+
+
+def test_bench_report_and_json_line(smolvla_bundle) -> None:
+    bundle = smolvla_bundle("smolvla-2cam")
+    result = sinew(
+        "bench", bundle, "--runs", 3, "--threads", 1, "--image-size", "24x32", "--deadline-ms", 1e-3
+    )
+    assert result.returncode == 0, result.stderr
+    *report, last = result.stdout.splitlines()
+    assert not any(line.startswith("{") for line in report)
+    document = json.loads(last)
+    assert document["runs"] == 3
+    assert document["threads"] == 1
+    assert document["deadline"] == {"ms": 1e-3, "misses": 3, "miss_rate": 1.0}
+    assert document["policy"]["views"] == 2
+    assert document["policy"]["frames"]["camera1"] == [24, 32, 3]
+    assert document["actions_per_second"] == pytest.approx(50 * document["chunks_per_second"])
+    assert document["memory_bytes"]["steady"]["peak"] >= document["memory_bytes"]["after_load"]["now"] > 0
+    assert {"cpu", "cores"} <= document["hardware"].keys()
+    assert min(document["import_ms"], document["load_ms"], document["warm_up_ms"]) > 0
+    stages = document["stages_ms"]
+    assert list(stages) == ["preprocess", "vision", "prefix", "steps", "solver", "postprocess", "total"]
+    assert len(stages["steps"]) == document["policy"]["solver_steps"] == 10
+    for stage in [*stages["steps"], *(value for name, value in stages.items() if name != "steps")]:
+        assert 0 < stage["p50"] <= stage["p95"] <= stage["p99"] <= stage["max"]
+    for word in ("chunk rate", "action rate", "peak memory", "missed in 3 of 3", "step 10"):
+        assert word in "\n".join(report)
+
+
+def test_bench_refuses_a_bad_size(capsys) -> None:
+    code = main(["bench", "any.gguf", "--image-size", "24"])
+    assert_one_error_line(code, *capsys.readouterr(), "--image-size", "HEIGHTxWIDTH", "'24'")
+
+
+def test_percentiles_are_never_below_an_observed_rank() -> None:
+    found = summarize(range(1, 21))
+    assert found == {"mean": 10.5, "p50": 11.0, "p95": 20.0, "p99": 20.0, "max": 20.0}
+
+
+# ----------------------------------------------------------------------------- doctor
+
+
+def test_doctor_passes_here_and_says_why(smolvla_bundle) -> None:
+    result = sinew("doctor", smolvla_bundle("smolvla-2cam"), "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    document = json.loads(result.stdout)
+    checks = {check["name"]: check for check in document["checks"]}
+    wanted = {
+        "python",
+        "packages",
+        "torch",
+        "devices",
+        "threads",
+        "memory",
+        "simd",
+        "loopback",
+        "bundle inference",
+    }
+    assert wanted <= checks.keys()
+    assert all(check["detail"] for check in document["checks"])
+    assert all(check["advice"] for check in document["checks"] if check["status"] != "ok")
+
+
+def test_doctor_fails_on_a_broken_bundle(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"not a bundle")
+    result = sinew("doctor", broken)
+    assert result.returncode == 1
+    assert "fail" in result.stdout
+    assert "broken.gguf" in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_check_that_breaks_is_reported() -> None:
+    from sinew import checks
+
+    def broken() -> checks.Check:
+        raise ValueError("surprise")
+
+    (found,) = checks._guarded(broken)
+    assert (found.status, found.detail) == ("fail", "ValueError: surprise")
+
+
+# ----------------------------------------------------------------------------- demo
+
+
+def test_demo_end_to_end_with_a_tiny_policy(tmp_path: Path) -> None:
+    result = sinew("demo", "--tiny", "--workdir", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for words in ("checkpoint", "ready on tcp://127.0.0.1:", "joint 5", "round trip", "stopped cleanly"):
+        assert words in result.stdout
+    again = sinew("demo", "--tiny", "--workdir", tmp_path, "--prepare")
+    assert "from an earlier run" in again.stdout

@@ -1,0 +1,90 @@
+"""Cores and memory as control groups limit them, read from made-up /proc and /sys trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sinew import machine
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write files of a made-up machine with four logical processors on two cores and 16 GiB."""
+    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine, "SYS", tmp_path / "sys")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    write({"proc/meminfo": f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {12 * GIB // 1024} kB\n"})
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        write({f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": siblings})
+    return write
+
+
+def test_one_thread_per_physical_core(tree) -> None:
+    assert machine.cores() == machine.Cores(logical=4, physical=2, quota=None)
+    count, reason = machine.recommended_threads()
+    assert count == 2
+    assert "physical" in reason
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", 2)])
+def test_quota_of_cgroup_v2(tree, quota: str, threads: int) -> None:
+    tree(
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/cpu.max": quota,
+            "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+        }
+    )
+    count, reason = machine.recommended_threads()
+    assert count == threads
+    assert ("quota is" in reason) == (threads == 1)
+
+
+def test_quota_of_cgroup_v1(tree) -> None:
+    folder = "sys/fs/cgroup/cpu,cpuacct"
+    tree({"proc/self/cgroup": "3:cpu,cpuacct:/job\n1:memory:/job\n"})
+    tree({f"{folder}/cpu.cfs_quota_us": "-1", f"{folder}/cpu.cfs_period_us": "100000"})
+    tree({f"{folder}/job/cpu.cfs_quota_us": "175000", f"{folder}/job/cpu.cfs_period_us": "100000"})
+    assert machine.cores().quota == 1.75
+    assert machine.recommended_threads()[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/job\n", "sys/fs/cgroup/job", ("memory.max", "memory.current")),
+        ("4:memory:/job\n", "sys/fs/cgroup/memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+    ids=["v2", "v1"],
+)
+def test_memory_limit(tree, line: str, folder: str, names: tuple[str, str]) -> None:
+    assert machine.memory() == (16 * GIB, 12 * GIB)
+    tree({"proc/self/cgroup": line, f"{folder}/{names[0]}": str(4 * GIB), f"{folder}/{names[1]}": str(GIB)})
+    assert machine.memory() == (4 * GIB, 3 * GIB)
+
+
+def test_spinning_is_limited_unless_the_user_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    machine.limit_spinning()
+    assert machine.os.environ["GOMP_SPINCOUNT"] == "0"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    machine.limit_spinning()
+    assert "GOMP_SPINCOUNT" not in machine.os.environ
+
+
+def test_this_process_has_memory() -> None:
+    found = machine.resident_bytes()
+    assert found["peak"] >= found.get("now", 0) > 0
