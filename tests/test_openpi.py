@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -218,8 +219,138 @@ def test_what_is_missing_is_named(openpi_checkpoint):
         convert(path, out, arch=arch, openpi_config="pi05_droid", stats=path / "assets/robot/norm_stats.json")
 
 
-def test_jax_checkpoints_say_how_to_go_on(tmp_path):
+def write_jax_params(weights: dict[str, np.ndarray], path: Path, heads: dict[str, int], value: bool) -> None:
+    """PyTorch weights in orbax's layout: stacked layers, separate heads, OCDBT.
+
+    ``heads``: head counts of "vision" and "llm". ``value``: names as training runs save them.
+    """
+    import tensorstore
+
+    def get(name: str) -> np.ndarray:
+        return weights[f"paligemma_with_expert.{name}"]
+
+    def stack(name: str, depth: int, change=lambda x: x) -> np.ndarray:
+        return np.stack([change(get(name.format(i))) for i in range(depth)])
+
+    def depth_of(name: str) -> int:
+        return next(i for i in range(100) if f"paligemma_with_expert.{name.format(i)}" not in weights)
+
+    def split(count: int, axis: int):  # weight [out, in] -> kernel with heads apart
+        if axis == 0:
+            return lambda w: w.T.reshape(w.shape[1], count, -1)  # [C, N, H]
+        return lambda w: w.T.reshape(count, -1, w.shape[0])  # [N, H, C]
+
+    tree = {}
+    tower, img = "paligemma.model.vision_tower.vision_model", "PaliGemma.img"
+    tree[f"{img}.embedding.kernel"] = get(f"{tower}.embeddings.patch_embedding.weight").transpose(2, 3, 1, 0)
+    tree[f"{img}.embedding.bias"] = get(f"{tower}.embeddings.patch_embedding.bias")
+    tree[f"{img}.pos_embedding"] = get(f"{tower}.embeddings.position_embedding.weight")[None]
+    tree[f"{img}.Transformer.encoder_norm.scale"] = get(f"{tower}.post_layernorm.weight")
+    tree[f"{img}.Transformer.encoder_norm.bias"] = get(f"{tower}.post_layernorm.bias")
+    tree[f"{img}.head.kernel"] = get("paligemma.model.multi_modal_projector.linear.weight").T
+    tree[f"{img}.head.bias"] = get("paligemma.model.multi_modal_projector.linear.bias")
+    layer, block = f"{tower}.encoder.layers.{{}}", f"{img}.Transformer.encoderblock"
+    depth = depth_of(f"{layer}.layer_norm1.weight")
+    for j in (0, 1):
+        tree[f"{block}.LayerNorm_{j}.scale"] = stack(f"{layer}.layer_norm{j + 1}.weight", depth)
+        tree[f"{block}.LayerNorm_{j}.bias"] = stack(f"{layer}.layer_norm{j + 1}.bias", depth)
+        tree[f"{block}.MlpBlock_0.Dense_{j}.kernel"] = stack(
+            f"{layer}.mlp.fc{j + 1}.weight", depth, np.transpose
+        )
+        tree[f"{block}.MlpBlock_0.Dense_{j}.bias"] = stack(f"{layer}.mlp.fc{j + 1}.bias", depth)
+    n, attention = heads["vision"], f"{block}.MultiHeadDotProductAttention_0"
+    for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
+        name = f"{layer}.self_attn.{ours}_proj"
+        tree[f"{attention}.{theirs}.kernel"] = stack(f"{name}.weight", depth, split(n, 0))
+        tree[f"{attention}.{theirs}.bias"] = stack(f"{name}.bias", depth, lambda b: b.reshape(n, -1))
+    tree[f"{attention}.out.kernel"] = stack(f"{layer}.self_attn.out_proj.weight", depth, split(n, 1))
+    tree[f"{attention}.out.bias"] = stack(f"{layer}.self_attn.out_proj.bias", depth)
+
+    tree["PaliGemma.llm.embedder.input_embedding"] = get("paligemma.model.language_model.embed_tokens.weight")
+    for ours, suffix in (("paligemma.model.language_model", ""), ("gemma_expert.model", "_1")):
+        layer, llm = f"{ours}.layers.{{}}", "PaliGemma.llm"
+        depth = depth_of(f"{layer}.mlp.up_proj.weight")
+        attn = f"{layer}.self_attn"
+
+        def first(count: int):  # weight [N * H, C] -> [N, C, H]
+            return lambda w: w.reshape(count, -1, w.shape[1]).transpose(0, 2, 1)
+
+        tree[f"{llm}.layers.attn.q_einsum{suffix}.w"] = stack(
+            f"{attn}.q_proj.weight", depth, first(heads["llm"])
+        )
+        kv = [stack(f"{attn}.{x}_proj.weight", depth, first(1)) for x in "kv"]
+        tree[f"{llm}.layers.attn.kv_einsum{suffix}.w"] = np.stack(kv, axis=1)
+        out = stack(f"{attn}.o_proj.weight", depth, split(heads["llm"], 1))
+        tree[f"{llm}.layers.attn.attn_vec_einsum{suffix}.w"] = out
+        gating = [stack(f"{layer}.mlp.{x}_proj.weight", depth, np.transpose) for x in ("gate", "up")]
+        tree[f"{llm}.layers.mlp{suffix}.gating_einsum"] = np.stack(gating, axis=1)
+        tree[f"{llm}.layers.mlp{suffix}.linear"] = stack(f"{layer}.mlp.down_proj.weight", depth, np.transpose)
+        norms = {
+            f"layers.pre_attention_norm{suffix}": f"{layer}.input_layernorm",
+            f"layers.pre_ffw_norm{suffix}": f"{layer}.post_attention_layernorm",
+        }
+        adaptive = f"paligemma_with_expert.{ours}.norm.dense.weight" in weights
+        for stored, name in norms.items():
+            if adaptive:
+                tree[f"{llm}.{stored}.Dense_0.kernel"] = stack(f"{name}.dense.weight", depth, np.transpose)
+                tree[f"{llm}.{stored}.Dense_0.bias"] = stack(f"{name}.dense.bias", depth)
+            else:
+                tree[f"{llm}.{stored}.scale"] = stack(f"{name}.weight", depth)
+        if adaptive:
+            tree[f"{llm}.final_norm{suffix}.Dense_0.kernel"] = get(f"{ours}.norm.dense.weight").T
+            tree[f"{llm}.final_norm{suffix}.Dense_0.bias"] = get(f"{ours}.norm.dense.bias")
+        else:
+            tree[f"{llm}.final_norm{suffix}.scale"] = get(f"{ours}.norm.weight")
+    for name, array in weights.items():
+        if not name.startswith("paligemma_with_expert."):
+            module, kind = name.rsplit(".", 1)
+            tree[f"{module}.{'kernel' if kind == 'weight' else kind}"] = array.T
+
+    ending = ".value" if value else ""
+    for name, array in tree.items():
+        store = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"params.{name}{ending}/"}
+        metadata = {"compressor": {"id": "zstd"}}
+        tensorstore.open(
+            {"driver": "zarr", "kvstore": store, "metadata": metadata},
+            create=True,
+            dtype=array.dtype,
+            shape=array.shape,
+        ).result().write(array).result()
+    keys = [["params", *name.split("."), *(["value"] if value else [])] for name in tree]
+    record = {str(tuple(key)): {"key_metadata": [{"key": k, "key_type": 2} for k in key]} for key in keys}
+    metadata = {"tree_metadata": record, "use_ocdbt": True, "use_zarr3": False}
+    (path / "_METADATA").write_text(json.dumps(metadata))
+
+
+@pytest.mark.parametrize(("name", "value"), [("pi0_aloha", True), ("pi05_droid", False)])
+def test_jax_checkpoints_give_the_same_bundle(openpi_checkpoint, name, value):
+    path, arch, _ = openpi_checkpoint(name)
+    reference = Bundle(convert(path, path.parent / "torch.gguf", arch=arch, openpi_config=name))
+    weights = {k: v.numpy() for k, v in load_file(path / "model.safetensors").items() if "lm_head" not in k}
+    (path / "model.safetensors").unlink()
+    (path / "config.json").unlink()  # JAX checkpoints have none
+    widths = json.loads(arch.read_text())
+    heads = {
+        "vision": widths["vision"]["num_attention_heads"],
+        "llm": widths["language"]["num_attention_heads"],
+    }
+    write_jax_params(weights, path / "params", heads, value)
+    bundle = Bundle(convert(path, path.parent / "jax.gguf", arch=arch, openpi_config=name))
+    assert bundle.infos.keys() == reference.infos.keys()
+    for tensor in bundle.infos:
+        assert torch.equal(bundle.tensor(tensor), reference.tensor(tensor)), tensor
+    other = {"pi0_aloha": "pi05_aloha", "pi05_droid": "pi0_droid"}[name]
+    with pytest.raises(ConvertError, match="the checkpoint has no"):
+        convert(path, path.parent / "no.gguf", arch=arch, openpi_config=other)
+
+
+def test_jax_checkpoints_without_the_extra_say_how_to_go_on(tmp_path, golden, monkeypatch):
     (tmp_path / "params").mkdir()
     (tmp_path / "assets").mkdir()
-    with pytest.raises(ConvertError, match=r"JAX checkpoint .*convert_jax_model_to_pytorch.py"):
-        convert(tmp_path, tmp_path / "out.gguf", openpi_config="pi05_droid")
+    (tmp_path / "assets" / "norm_stats.json").write_text("{}")
+    tokenizer = golden / "pi05-2cam" / "checkpoint" / "tokenizer"
+    with pytest.raises(ConvertError, match="_METADATA: No such file"):
+        convert(tmp_path, tmp_path / "out.gguf", openpi_config="pi05_droid", tokenizer=tokenizer)
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(ConvertError, match=r"JAX checkpoint.*sinew\[jax\].*convert_jax_model_to_pytorch.py"):
+        convert(tmp_path, tmp_path / "out.gguf", openpi_config="pi05_droid", tokenizer=tokenizer)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
@@ -57,6 +57,12 @@ class ArraySlice:
         yield np.ascontiguousarray(self.array).reshape(-1).view(np.uint8).data
 
 
+class Data(Protocol):
+    """Where a tensor's bytes come from."""
+
+    def blocks(self) -> Iterable[memoryview]: ...
+
+
 @dataclass(frozen=True)
 class TensorSource:
     """One tensor to write: its bundle name, row-major shape, storage type and bytes."""
@@ -65,7 +71,7 @@ class TensorSource:
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     nbytes: int
-    data: FileSlice | ArraySlice
+    data: Data
 
 
 def write_bundle(

@@ -1,8 +1,9 @@
-"""openpi's PyTorch checkpoints (pi0, pi0.5) -> bundles.
+"""openpi's checkpoints (pi0, pi0.5) -> bundles.
 
-The directory holds ``model.safetensors`` and ``assets/<asset>/norm_stats.json``; what else a policy needs
-lies in openpi's source, under the name of the training config. The published ones are in
-``convert/embodiments.py``; the checkpoint's tensors are checked against the one that is named.
+The directory holds ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
+``assets/<asset>/norm_stats.json``; what else a policy needs lies in openpi's source, under the name of the
+training config. The published ones are in ``convert/embodiments.py``; the checkpoint's tensors are checked
+against the one that is named.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorStep
+from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion, Options
 from sinew.convert.embodiments import OPENPI_CONFIGS, OpenPIConfig
 from sinew.convert.lerobot import read_json
 from sinew.convert.names import rename
+from sinew.convert.openpi_jax import read_params
 from sinew.convert.pi import DEAD, PREFIXES, model_config, tensors
 from sinew.convert.safetensors_file import find_weights, read_safetensors
 from sinew.convert.tokenizer_files import load_tokenizer
@@ -37,11 +40,6 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read(path: Path, options: Options) -> Conversion:
-    if not (path / "model.safetensors").exists() and (path / "params").is_dir():
-        raise ConvertError(
-            f"{path} is a JAX checkpoint (params/); make a PyTorch one of it first, with openpi's own"
-            " examples/convert_jax_model_to_pytorch.py, and convert that"
-        )
     published = OPENPI_CONFIGS.get(options.openpi_config)
     if published is None:
         known = ", ".join(OPENPI_CONFIGS)
@@ -76,7 +74,7 @@ def read(path: Path, options: Options) -> Conversion:
     )
     robot = published.embodiment
     side = config.vision.image_size
-    weights = {name: source for file in find_weights(path) for name, source in read_safetensors(file).items()}
+    weights, files = read_weights(path, architecture)
     return Conversion(
         architecture=architecture,
         format=f"openpi-{architecture}",
@@ -115,7 +113,7 @@ def read(path: Path, options: Options) -> Conversion:
         rename=lambda name: rename(name, PREFIXES),
         dead=DEAD,
         sources=[
-            *find_weights(path),
+            *files,
             *([config_file] if config_file.exists() else []),
             stats_file,
             *([options.arch] if options.arch else []),
@@ -123,6 +121,15 @@ def read(path: Path, options: Options) -> Conversion:
         ],
         notes=(f"openpi training config {options.openpi_config}",),
     )
+
+
+def read_weights(path: Path, architecture: str) -> tuple[dict[str, TensorSource], list[Path]]:
+    """Tensors under openpi's PyTorch names, and the files that hold them."""
+    params = path / "params"
+    if params.is_dir() and not (path / "model.safetensors").exists():
+        return read_params(params, architecture), sorted(file for file in params.rglob("*") if file.is_file())
+    files = find_weights(path)
+    return {name: source for file in files for name, source in read_safetensors(file).items()}, files
 
 
 def prompt_recipe(published: OpenPIConfig, vocab_size: int, pad_id: int) -> PromptRecipe:
