@@ -40,7 +40,7 @@ def convert(
         compat: whose behaviour to follow where upstream versions disagree.
         cameras: names separated by commas, for vla.cpp files, which do not hold them.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
-    name: the policy's name; the checkpoint directory's if absent.
+        name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
     from sinew.convert import Options, read
