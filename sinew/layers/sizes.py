@@ -10,7 +10,8 @@ MAX_LAYERS = 512
 
 
 def check_sizes(config: Any) -> None:
-    """Every integer field of a frozen config is positive and of a size that a model can have.
+    """Every integer field of a frozen config is of a size that a model can have: positive, unless its
+    default is zero.
 
     Raises ValueError that names the field, before anything is allocated for it.
     """
@@ -18,5 +19,6 @@ def check_sizes(config: Any) -> None:
         value = getattr(config, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
             limit = MAX_LAYERS if field.name == "num_layers" else MAX_WIDTH
-            if not 1 <= value <= limit:
-                raise ValueError(f"{field.name} is {value}, expected 1 to {limit}")
+            low = 0 if field.default == 0 else 1
+            if not low <= value <= limit:
+                raise ValueError(f"{field.name} is {value}, expected {low} to {limit}")

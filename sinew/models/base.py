@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from sinew.layers.decoder import KeyValue
+from sinew.layers.sizes import check_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,23 @@ class Prefix:
     state: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class FlowConfig:
+    """What the configurations of all flow-matching models share. Sizes in tokens and dimensions."""
+
+    vocab_size: int
+    chunk_size: int
+    max_state_dim: int
+    max_action_dim: int
+    min_period: float  # of the time embedding
+    max_period: float
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if not 0 < self.min_period < self.max_period < float("inf"):
+            raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
+
+
 class FlowModel(nn.Module):
     """One architecture in plain PyTorch. Knows nothing of devices, servers or how it is executed.
 
@@ -40,14 +58,14 @@ class FlowModel(nn.Module):
     config: Any
 
     @property
-    @abstractmethod
     def noise_shape(self) -> tuple[int, int]:
         """[H, A]: what the solver starts from and returns."""
+        return (self.config.chunk_size, self.config.max_action_dim)
 
     @property
-    @abstractmethod
     def state_size(self) -> int:
         """S: the width of the padded state."""
+        return self.config.max_state_dim
 
     @abstractmethod
     def embed_images(self, pixels: Tensor) -> Tensor:

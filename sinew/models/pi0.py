@@ -22,30 +22,19 @@ from sinew.layers.decoder import AdaptiveDecoderLayer, Decoder, DecoderConfig, D
 from sinew.layers.linear import Linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.layers.rope import Rotation
-from sinew.layers.sizes import MAX_WIDTH
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.base import FlowModel, Prefix
+from sinew.models.base import FlowConfig, FlowModel, Prefix
 
 
 @dataclass(frozen=True)
-class PI0Config:
+class PI0Config(FlowConfig):
     vision: ViTConfig
     language: DecoderConfig
     expert: DecoderConfig
-    vocab_size: int
-    chunk_size: int
-    max_state_dim: int
-    max_action_dim: int
-    min_period: float
-    max_period: float
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "chunk_size", "max_state_dim", "max_action_dim"):
-            if not 1 <= getattr(self, name) <= MAX_WIDTH:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 to {MAX_WIDTH}")
-        if not 0 < self.min_period < self.max_period < float("inf"):
-            raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
+        super().__post_init__()
         shared = ("num_layers", "num_kv_heads", "head_dim")
         if any(getattr(self.language, name) != getattr(self.expert, name) for name in shared):
             raise ValueError(f"language model and expert must have the same {', '.join(shared)}")
@@ -90,14 +79,6 @@ class PI0(FlowModel):
         self.state_proj = Linear(self.config.max_state_dim, width)
         self.action_time_mlp_in = Linear(2 * width, width)
         self.action_time_mlp_out = Linear(width, width)
-
-    @property
-    def noise_shape(self) -> tuple[int, int]:
-        return (self.config.chunk_size, self.config.max_action_dim)
-
-    @property
-    def state_size(self) -> int:
-        return self.config.max_state_dim
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         B, V = pixels.shape[:2]

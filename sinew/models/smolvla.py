@@ -26,14 +26,13 @@ from sinew.layers.connector import PixelShuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
 from sinew.layers.linear import Linear
 from sinew.layers.rope import Rotation
-from sinew.layers.sizes import MAX_WIDTH
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.base import FlowModel, Prefix
+from sinew.models.base import FlowConfig, FlowModel, Prefix
 
 
 @dataclass(frozen=True)
-class SmolVLAConfig:
+class SmolVLAConfig(FlowConfig):
     """``self_attn_every_n_layers``: layer i of the expert is a self layer when i % n == 0; 0 means never.
     ``prefix_length``: prefixes shorter than this are padded at the end; 0 means they are not.
     ``image_start_tokens``, ``image_end_tokens``: embedded around each view when not empty.
@@ -42,14 +41,8 @@ class SmolVLAConfig:
     vision: ViTConfig
     language: DecoderConfig
     expert: DecoderConfig
-    vocab_size: int
     pixel_shuffle: int
-    chunk_size: int
-    max_state_dim: int
-    max_action_dim: int
-    min_period: float
-    max_period: float
-    self_attn_every_n_layers: int = 2
+    self_attn_every_n_layers: int = 0
     prefix_length: int = 0
     image_start_tokens: tuple[int, ...] = ()
     image_end_tokens: tuple[int, ...] = ()
@@ -60,13 +53,7 @@ class SmolVLAConfig:
                 f"{self.language.num_layers} language layers are not a multiple of {self.expert.num_layers}"
                 " expert layers"
             )
-        for name in ("vocab_size", "pixel_shuffle", "chunk_size", "max_state_dim", "max_action_dim"):
-            if not 1 <= getattr(self, name) <= MAX_WIDTH:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 to {MAX_WIDTH}")
-        if not 0 < self.min_period < self.max_period < float("inf"):
-            raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
-        if not 0 <= self.prefix_length <= MAX_WIDTH or self.self_attn_every_n_layers < 0:
-            raise ValueError("prefix_length and self_attn_every_n_layers must not be negative")
+        super().__post_init__()
         for index in range(self.language.num_layers):
             if self.is_self_layer(index) and index % self.stride:
                 raise ValueError(f"self-attention at layer {index} needs an expert layer there")
@@ -117,14 +104,6 @@ class SmolVLA(FlowModel):
         self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = Linear(expert_width, expert_width)
         self.action_out_proj = Linear(expert_width, config.max_action_dim)
-
-    @property
-    def noise_shape(self) -> tuple[int, int]:
-        return (self.config.chunk_size, self.config.max_action_dim)
-
-    @property
-    def state_size(self) -> int:
-        return self.config.max_state_dim
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         B, V, _, height, width = pixels.shape
