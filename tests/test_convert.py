@@ -281,10 +281,10 @@ def test_missing_statistics_tokenizer_and_vlm_say_what_to_give(checkpoint):
     shutil.rmtree(checkpoint / "tokenizer")
     with pytest.raises(ConvertError, match=r"no tokenizer.json found.*--tokenizer FILE_OR_DIR"):
         run(checkpoint, arch=checkpoint.parent / "elsewhere" / "config.json")
-    sentencepiece = checkpoint.parent / "tokenizer.model"
-    sentencepiece.write_bytes(b"\x0a\x07")
-    with pytest.raises(ConvertError, match="SentencePiece"):
-        run(checkpoint, arch=checkpoint.parent / "elsewhere" / "config.json", tokenizer=sentencepiece)
+    broken = checkpoint.parent / "tokenizer.model"
+    broken.write_bytes(b"\x0a\x07")
+    with pytest.raises(ConvertError, match="not a SentencePiece model"):
+        run(checkpoint, arch=checkpoint.parent / "elsewhere" / "config.json", tokenizer=broken)
 
 
 def test_lora_only_checkpoint(checkpoint):

@@ -182,6 +182,55 @@ def test_openpi_names_and_tied_weights(checkpoint, golden):
     assert_parity(load(run(checkpoint)).infer(g.observation()).actions, g.numpy("actions")[0])
 
 
+def test_the_first_layout_of_lerobots_pi0(golden, tmp_path):
+    """Before August 2025: other tensor names and config keys, statistics as buffers, bars at top and left."""
+    from safetensors.torch import load_file, save_file
+
+    source = golden / "pi0-2cam"
+    current = load(convert(source / "checkpoint", tmp_path / "new.gguf", arch=source / "arch.json"))
+    g, old = Golden(source), tmp_path / "old"
+    old.mkdir()
+    shutil.copytree(source / "checkpoint" / "tokenizer", old / "tokenizer", copy_function=shutil.copyfile)
+    inner = "model.paligemma_with_expert.paligemma."
+    renames = {
+        f"{inner}lm_head": f"{inner}language_model.lm_head",
+        f"{inner}model.language_model": f"{inner}language_model.model",
+        f"{inner}model.": inner,
+    }
+    weights = {}
+    for name, tensor in load_file(source / "checkpoint" / "model.safetensors").items():
+        start = next((prefix for prefix in renames if name.startswith(prefix)), "")
+        weights[renames.get(start, "") + name[len(start) :]] = tensor
+    for module, feature in (("normalize_inputs", "observation.state"), ("unnormalize_outputs", "action")):
+        for stat in ("mean", "std"):
+            weights[f"{module}.buffer_{feature.replace('.', '_')}.{stat}"] = g[f"stats.{feature}.{stat}"]
+    save_file(weights, old / "model.safetensors")
+    config = json.loads((source / "checkpoint" / "config.json").read_text())
+    kept = (
+        "type",
+        "input_features",
+        "output_features",
+        "normalization_mapping",
+        "chunk_size",
+        "n_action_steps",
+    )
+    kept += ("max_state_dim", "max_action_dim", "empty_cameras", "tokenizer_max_length")
+    early = {
+        "proj_width": 1024,
+        "num_steps": 10,
+        "resize_imgs_with_padding": [56, 56],
+        "adapt_to_pi_aloha": False,
+    }
+    (old / "config.json").write_text(json.dumps({key: config[key] for key in kept} | early))
+    policy = load(convert(old, tmp_path / "old.gguf", arch=source / "arch.json"))
+
+    observation = g.observation()
+    square = {name: frame[:56, :56] for name, frame in observation["images"].items()}
+    expected = current.infer(observation | {"images": square}).actions
+    assert (policy.infer(observation | {"images": square}).actions == expected).all()
+    assert policy.manifest.processing.image.pad == "top_left"
+
+
 def test_the_token_table_wins_over_a_head_that_differs(checkpoint, golden):
     from safetensors.torch import load_file, save_file
 

@@ -41,7 +41,20 @@ SO400M = {
     "patch_size": 14,
 }
 VOCABULARY = 257_152
+UNSUPPORTED = (
+    "use_relative_actions",
+    "use_visual_memory",
+    "use_proprioceptive_memory",
+    "adapt_to_pi_aloha",
+    "use_delta_joint_actions_aloha",
+)
 PALIGEMMA = "paligemma_with_expert.paligemma.model."
+OLD_PREFIXES = (  # LeRobot before its port of openpi's PyTorch code, August 2025
+    ("paligemma_with_expert.paligemma.language_model.lm_head.", "paligemma_with_expert.paligemma.lm_head."),
+    ("paligemma_with_expert.paligemma.language_model.model.", f"{PALIGEMMA}language_model."),
+    ("paligemma_with_expert.paligemma.vision_tower.", f"{PALIGEMMA}vision_tower."),
+    ("paligemma_with_expert.paligemma.multi_modal_projector.", f"{PALIGEMMA}multi_modal_projector."),
+)
 PREFIXES = (
     (f"{PALIGEMMA}vision_tower.vision_model.", "vision."),
     (f"{PALIGEMMA}multi_modal_projector.linear.", "connector."),
@@ -60,7 +73,10 @@ DEAD = (
 
 def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
     architecture = str(checkpoint.type)
-    for unsupported in ("use_relative_actions", "use_visual_memory", "use_proprioceptive_memory"):
+    old_layout = "paligemma_variant" not in checkpoint.config
+    if old_layout:
+        checkpoint.config = current_config(checkpoint.config)
+    for unsupported in UNSUPPORTED:
         if checkpoint.config.get(unsupported):
             raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
     arch = read_json(options.arch) if options.arch else {}
@@ -84,7 +100,7 @@ def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
             solver_steps=checkpoint["num_inference_steps"],
             max_prompt_tokens=checkpoint["tokenizer_max_length"],
         ),
-        processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0),
+        processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout),
         tokenizer=tokenizer.text,
         tensors=tensors(checkpoint.tensors, architecture),
         rename=lambda name: rename(name, PREFIXES),
@@ -93,10 +109,26 @@ def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
     )
 
 
+def current_config(old: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of LeRobot's first pi0 (until August 2025) in today's keys."""
+    try:
+        width, height = old["resize_imgs_with_padding"]
+        return old | {
+            "paligemma_variant": "gemma_2b",
+            "action_expert_variant": "gemma_300m",
+            "image_resolution": [height, width],
+            "num_inference_steps": old["num_steps"],
+            "min_period": 4e-3,
+            "max_period": 4.0,
+        }
+    except (KeyError, TypeError, ValueError):
+        raise ConvertError("config.json is neither a current nor an early pi0 configuration") from None
+
+
 def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
     """Weights under one set of names: LeRobot puts ``model.`` before openpi's, early pi0 files call the
     action-time MLP ``time_mlp``, and files saved with tied weights hold the token table as the head."""
-    named = {name.removeprefix("model."): source for name, source in found.items()}
+    named = {_current_name(name.removeprefix("model.")): source for name, source in found.items()}
     if architecture == "pi0":
         named = {
             f"action_{name}" if name.startswith("time_mlp_") else name: source
@@ -105,6 +137,13 @@ def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, Tens
     if EMBEDDING not in named and HEAD in named:
         named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
     return named
+
+
+def _current_name(name: str) -> str:
+    for old, new in OLD_PREFIXES:
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name
 
 
 def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
@@ -158,7 +197,9 @@ def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI
         raise ConvertError(f"{where} or --arch: {error}") from None
 
 
-def processing(checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pad_id: int) -> Processing:
+def processing(
+    checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pad_id: int, old_layout: bool
+) -> Processing:
     if checkpoint.image_mode() != "IDENTITY":
         raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
     old = compat == "lerobot-0.4"
@@ -183,9 +224,9 @@ def processing(checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pa
         image=ImageRecipe(
             height=config.vision.image_size,
             width=config.vision.image_size,
-            pad="center",
+            pad="top_left" if old_layout else "center",
             # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
-            pad_value=-1.0 if old else 0.0,
+            pad_value=-1.0 if old and not old_layout else 0.0,
         ),
         prompt=prompt,
         state=checkpoint.normalization(STATE, "STATE"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from sinew.convert.lerobot import read_json
+from sinew.convert.sentencepiece_file import tokenizer_json
 from sinew.core import ConvertError
 
 
@@ -36,11 +37,11 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
     else:
         tried = ", ".join(str(candidate) for candidate in candidates) or "nothing"
         raise ConvertError(f"no tokenizer.json found (looked in {tried}); {missing}")
-    if path.suffix == ".model":
-        raise ConvertError(f"{path}: a SentencePiece model; give the tokenizer.json of the same repository")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = tokenizer_json(path) if path.suffix == ".model" else path.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_str(text)
+    except ConvertError:
+        raise
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         raise ConvertError(f"{path}: not a tokenizer.json ({error})") from None
     config = path.with_name("tokenizer_config.json")
