@@ -1,0 +1,245 @@
+"""The falling pen: how long from a photon to a closed gripper?
+
+After "Running VLAs at Real-time Speed" (Ma et al. 2025), section 7. A pen hangs above a pair of jaws and is
+let go at a moment that the camera cannot foresee. It falls about 30 cm; the jaws need 60 ms to touch it and
+must do so while its body is between them, a window of about 56 ms. Everything is analytic, and the catch is
+decided kinematically: a contact simulation rewards closing early, with the pen wedged on closed jaws.
+
+Observation: ``images`` {"now", "previous"}, two consecutive frames as two views; ``state`` float32 [1], the
+opening of the jaws, 1 open to 0 closed; ``prompt``. Action float32 [1]: 0.5 and above closes, below opens.
+One step is a slot of 1/60 s. ``info["frame_age"]`` is how old "now" is when the policy gets it, in seconds:
+an action chunk that counts time from the frame starts at slot ``frame_age * control_hz``.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+CONTROL_HZ = 60
+GRAVITY = 9.81
+PEN_LENGTH = 0.16
+PEN_WIDTH = 0.014
+DROP = (0.26, 0.34)  # height of the pen's lower end above the jaws before release, metres
+RELEASE = (0.40, 0.90)  # when it is let go, seconds
+CLOSING_TIME = 0.075  # of the jaws, fully open to fully closed, seconds
+TOUCH = 0.2  # opening at which the jaws touch the pen
+MARGIN = 0.005  # of the pen that must be on either side of the jaws, metres
+PROMPT = "catch the pen"
+
+_VIEW = (-0.07, 0.37)  # heights that the camera sees, metres
+_JAW_GAP = 0.05
+_EPS = 1e-9  # times are sums of slots; frames must not be lost to rounding
+_PEN_RGB, _CAP_RGB = np.array([225.0, 70.0, 55.0]), np.array([60.0, 60.0, 75.0])
+_JAW_RGB = np.array([70.0, 95.0, 160.0])
+_WALL_RGB, _FLOOR_RGB = np.array([206.0, 203.0, 196.0]), np.array([168.0, 164.0, 158.0])
+
+
+@dataclass(frozen=True)
+class Drop:
+    """One episode: all that reset draws. Seconds and metres; camera offsets are small misplacements."""
+
+    release: float
+    height: float
+    lateral: float
+    camera_z: float
+    camera_x: float
+    camera_scale: float
+
+    def bottom(self, time: float) -> float:
+        """Height of the pen's lower end above the jaws."""
+        falling = max(0.0, time - self.release)
+        return self.height - 0.5 * GRAVITY * falling * falling
+
+    @property
+    def best_command(self) -> float:
+        """When the jaws must start closing to touch the pen at its middle."""
+        middle = self.release + np.sqrt(2 * (self.height + PEN_LENGTH / 2) / GRAVITY)
+        return float(middle - CLOSING_TIME * (1 - TOUCH))
+
+
+class PenEnv(gymnasium.Env):
+    """``camera_fps``: a divisor of 60. ``camera_delay``: seconds from exposure until the frame is here."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ}  # noqa: RUF012 - gymnasium's interface
+    control_hz = CONTROL_HZ
+    cameras = ("now", "previous")
+    task = "pen"
+    task_description = PROMPT
+
+    def __init__(
+        self,
+        image_size: int = 64,
+        camera_fps: int = 30,
+        camera_delay: float = 0.0,
+        render_mode: str | None = None,
+        render_size: int = 256,
+    ):
+        if camera_fps <= 0 or CONTROL_HZ % camera_fps:
+            raise ValueError(f"camera_fps: expected a divisor of {CONTROL_HZ}, got {camera_fps}")
+        if camera_delay < 0:
+            raise ValueError(f"camera_delay: expected 0 or more seconds, got {camera_delay}")
+        self.image_size, self.camera_fps, self.camera_delay = image_size, camera_fps, camera_delay
+        self.render_mode, self.render_size = render_mode, render_size
+        pixels = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+        self.observation_space = spaces.Dict(
+            {
+                "images": spaces.Dict(dict.fromkeys(self.cameras, pixels)),
+                "state": spaces.Box(0.0, 1.0, (1,), np.float32),
+                "prompt": spaces.Text(max_length=160, min_length=0, charset=string.printable),
+            }
+        )
+        self.action_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        if options:
+            raise ValueError(f"options: expected none, got {sorted(options)}")
+        rng = self.np_random
+        self.drop = Drop(
+            release=float(rng.uniform(*RELEASE)),
+            height=float(rng.uniform(*DROP)),
+            lateral=float(rng.uniform(-0.01, 0.01)),
+            camera_z=float(rng.uniform(-0.012, 0.012)),
+            camera_x=float(rng.uniform(-0.01, 0.01)),
+            camera_scale=float(rng.uniform(0.97, 1.03)),
+        )
+        self._slot = 0
+        self._openings = [1.0]  # at the start of each slot so far
+        self.outcome = "waiting"  # then "caught", "early", "late"
+        return self._observation(), self._info()
+
+    @property
+    def opening(self) -> float:
+        """Of the jaws now, 1 open to 0 closed."""
+        return self._openings[-1]
+
+    @property
+    def time(self) -> float:
+        """Seconds since reset."""
+        return self._slot / CONTROL_HZ
+
+    def step(self, action: np.ndarray):
+        value = float(np.asarray(action, dtype=np.float64).reshape(()) if np.ndim(action) == 0 else action[0])
+        if not np.isfinite(value):
+            raise ValueError(f"action: expected a finite number, got {value}")
+        before, start = self._openings[-1], self.time
+        change = 1.0 / (CLOSING_TIME * CONTROL_HZ)
+        after = max(0.0, before - change) if value >= 0.5 else min(1.0, before + change)
+        if self.outcome == "waiting":
+            if before > TOUCH >= after:
+                self.outcome = self._touch(start + (before - TOUCH) * CLOSING_TIME)
+            elif self.drop.bottom(start + 1 / CONTROL_HZ) + PEN_LENGTH < MARGIN:
+                self.outcome = "late"
+        if self.outcome == "caught":
+            after = max(after, TOUCH)  # the pen is in the way
+        self._openings.append(after)
+        self._slot += 1
+        info = self._info()
+        done = self.outcome != "waiting"
+        return self._observation(), float(info["is_success"]), done, False, info
+
+    def _touch(self, time: float) -> str:
+        """What the jaws find when they reach the pen's width at ``time``."""
+        self.touch_time = time
+        bottom = self.drop.bottom(time)
+        if bottom > -MARGIN:
+            return "early"
+        return "caught" if bottom + PEN_LENGTH > MARGIN else "late"
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "is_success": self.outcome == "caught",
+            "task": self.task,
+            "step": self._slot,
+            "outcome": self.outcome,
+            "frame_age": self.time - self._frame_time(0),
+            "time": self.time,
+        }
+
+    # ------------------------------------------------------------------------- pictures
+
+    def _frame_time(self, back: int) -> float:
+        """Exposure time of the newest frame that has arrived, ``back`` frames ago; never before reset."""
+        newest = int(np.floor((self.time - self.camera_delay) * self.camera_fps + _EPS))
+        return max(0, newest - back) / self.camera_fps
+
+    def _observation(self) -> dict[str, Any]:
+        images = {"now": self.view(self._frame_time(0)), "previous": self.view(self._frame_time(1))}
+        return {
+            "images": images,
+            "state": np.array([self._openings[-1]], dtype=np.float32),
+            "prompt": PROMPT,
+        }
+
+    def view(self, time: float, size: int | None = None) -> np.ndarray:
+        """What the camera sees at ``time``, not after now: uint8 [size, size, 3]."""
+        opening = self._openings[round(time * CONTROL_HZ)]
+        bottom = self.drop.bottom(time)
+        if self.outcome == "caught":
+            bottom = self.drop.bottom(min(time, self.touch_time))
+        return picture(self.drop, bottom, opening, size or self.image_size)
+
+    def render(self) -> np.ndarray:
+        return self.view(self.time, self.render_size)
+
+
+def picture(drop: Drop, bottom: float, opening: float, size: int) -> np.ndarray:
+    """The scene, drawn with exact area coverage: a shift of a hundredth of a pixel changes the picture."""
+    scale = size / (_VIEW[1] - _VIEW[0]) * drop.camera_scale
+
+    def rows(low: float, high: float) -> np.ndarray:
+        bottom_row = (_VIEW[1] + drop.camera_z - low) * scale
+        return _coverage((_VIEW[1] + drop.camera_z - high) * scale, bottom_row, size)
+
+    def cols(low: float, high: float) -> np.ndarray:
+        middle = size / 2 + drop.camera_x * scale
+        return _coverage(middle + low * scale, middle + high * scale, size)
+
+    image = np.empty((size, size, 3))
+    image[:] = _WALL_RGB
+
+    def paint(row: np.ndarray, col: np.ndarray, color: np.ndarray) -> None:
+        share = (row[:, None] * col[None, :])[..., None]
+        image[:] = image + share * (color - image)
+
+    everywhere = np.ones(size)
+    paint(rows(-1.0, -0.05), everywhere, _FLOOR_RGB)
+    pen = cols(drop.lateral - PEN_WIDTH / 2, drop.lateral + PEN_WIDTH / 2)
+    paint(rows(bottom, bottom + PEN_LENGTH), pen, _PEN_RGB)
+    paint(rows(bottom, bottom + 0.25 * PEN_LENGTH), pen, _CAP_RGB)
+    gap = PEN_WIDTH / 2 + (opening - TOUCH) / (1 - TOUCH) * (_JAW_GAP - PEN_WIDTH) / 2
+    for inner, outer in ((gap, gap + 0.035), (-gap - 0.035, -gap)):
+        paint(rows(-0.012, 0.012), cols(inner, outer), _JAW_RGB)
+    return (image + 0.5).astype(np.uint8)
+
+
+def _coverage(low: float, high: float, size: int) -> np.ndarray:
+    """Share of each of ``size`` unit cells that [low, high] covers."""
+    edge = np.arange(size)
+    return np.clip(np.minimum(high, edge + 1) - np.maximum(low, edge), 0.0, 1.0)
+
+
+# ----------------------------------------------------------------------------- expert
+
+
+def expert_chunk(drop: Drop, frame_time: float, slots: int) -> np.ndarray:
+    """Commands float32 [slots] from ``frame_time`` on, as somebody could know them at that moment.
+
+    While the pen hangs, nothing announces its release: the commands are all zero, even where this episode
+    will have closed later. Learning the future from such frames would only teach the average of all releases.
+    """
+    times = frame_time + np.arange(slots) / CONTROL_HZ
+    if frame_time <= drop.release:
+        return np.zeros(slots, dtype=np.float32)
+    return (times >= drop.best_command - 0.5 / CONTROL_HZ).astype(np.float32)
+
+
+def act(env: PenEnv) -> np.ndarray:
+    """The expert's action float32 [1] in the environment's present slot."""
+    return expert_chunk(env.drop, env.time, 1)

@@ -1,0 +1,1 @@
+"""How the demo policies were made: demonstrations, training, export. See docs/sim.md."""
