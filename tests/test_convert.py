@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sinew.bundle import Bundle
 from sinew.convert import convert
 from sinew.convert.smolvla import expert_intermediate_size
-from sinew.core import ConvertError, Observation
+from sinew.core import ConvertError, Observation, ObservationError
 from sinew.policy import load
 from tests.golden import Golden, assert_parity, relative_l2
 from tests.vlacpp_file import write_vlacpp
@@ -158,6 +158,17 @@ def test_one_camera_may_be_missing_but_not_all(checkpoint, golden):
     both = policy.infer(observation).actions
     del observation["images"]["camera2"]
     assert not np.allclose(policy.infer(observation).actions, both, atol=1e-3)
+
+
+def test_a_policy_that_does_not_resize_takes_one_size_only(checkpoint, golden):
+    config = json.loads((checkpoint / "config.json").read_text()) | {"resize_imgs_with_padding": None}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    policy = load(run(checkpoint))
+    assert not policy.spec.resizes_frames
+    assert {(c.height, c.width) for c in policy.spec.cameras} == {(128, 128)}
+    policy.warm_up()
+    with pytest.raises(ObservationError, match="images.camera1: expected exactly 128 x 128, got 480 x 640"):
+        policy.infer(Golden(golden / CASE).observation())
 
 
 def test_identity_normalisation(checkpoint, golden):

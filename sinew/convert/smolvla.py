@@ -14,7 +14,7 @@ from sinew.convert.conversion import Conversion, Options
 from sinew.convert.lerobot import ACTION, STATE, LeRobotCheckpoint, read_json
 from sinew.convert.names import rename
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
-from sinew.core import ConvertError, PolicySpec
+from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
 from sinew.models.smolvla import SmolVLAConfig
@@ -152,17 +152,21 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig) -> PolicyS
     for unsupported in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"):
         if checkpoint.config.get(unsupported):
             raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
+    cameras, resizes = checkpoint.cameras, checkpoint["resize_imgs_with_padding"] is not None
+    if not resizes:  # then frames must already have the size that the tower takes
+        side = config.vision.image_size
+        cameras = tuple(CameraSpec(camera.name, side, side) for camera in cameras)
     return PolicySpec(
         architecture="smolvla",
         name=checkpoint.path.resolve().name,
-        cameras=checkpoint.cameras,
+        cameras=cameras,
         state=checkpoint.vector("input_features", "STATE", STATE),
         action=checkpoint.vector("output_features", "ACTION", ACTION),
         chunk_size=config.chunk_size,
         noise_dim=config.max_action_dim,
         solver_steps=checkpoint["num_steps"],
         max_prompt_tokens=checkpoint["tokenizer_max_length"],
-        resizes_frames=checkpoint["resize_imgs_with_padding"] is not None,
+        resizes_frames=resizes,
     )
 
 
