@@ -331,3 +331,10 @@ def test_hub_offline_gives_the_reason(monkeypatch, tmp_path):
 def test_expert_width_rule(width, expected):
     """Values of LeRobot's get_intermediate_size; 720 and 72 are also in the fixtures' tensor shapes."""
     assert expert_intermediate_size(width) == expected
+
+
+def test_control_rate_is_the_users_to_say(checkpoint):
+    assert Bundle(run(checkpoint)).manifest.spec.control_hz is None
+    assert Bundle(run(checkpoint, control_hz=30.0)).manifest.spec.control_hz == 30
+    with pytest.raises(ConvertError, match="--control-hz 0"):
+        run(checkpoint, control_hz=0)

@@ -33,6 +33,7 @@ DESIGN = Design(
     state_dim=4,
     action_dim=4,
     chunk_size=32,
+    control_hz=20,
     words=vocabulary(),
 )
 REPLAN = 8

@@ -38,6 +38,7 @@ class Design:
     state_dim: int
     action_dim: int
     chunk_size: int
+    control_hz: float
     words: tuple[str, ...]
     patch_size: int = 8
     pixel_shuffle: int = 2

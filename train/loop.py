@@ -127,7 +127,13 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
 def export(out: Path, design: Design) -> Path:
     """The checkpoint as a bundle, and the learning curve as a picture."""
     bundle = out / f"{design.name}.gguf"
-    convert(out / "checkpoint", bundle, vlm=out / "checkpoint" / "vlm", name=design.name)
+    convert(
+        out / "checkpoint",
+        bundle,
+        vlm=out / "checkpoint" / "vlm",
+        name=design.name,
+        control_hz=design.control_hz,
+    )
     plot(out / "log.json", out / "curve.png")
     return bundle
 

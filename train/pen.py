@@ -28,6 +28,7 @@ DESIGN = Design(
     state_dim=1,
     action_dim=1,
     chunk_size=SLOTS,
+    control_hz=60,
     words=tuple(sorted(PROMPT.split())),
     vision_width=48,
     vision_ffn=128,

@@ -23,6 +23,7 @@ def convert(
     compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6",
     cameras: str = "",
     openpi_config: str = "",
+    control_hz: float | None = None,
     name: str | None = None,
     force: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -40,6 +41,7 @@ def convert(
         compat: whose behaviour to follow where upstream versions disagree.
         cameras: names separated by commas, for vla.cpp files, which do not hold them.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
+        control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
         name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
@@ -50,11 +52,12 @@ def convert(
         raise ConvertError(f"{out} exists; --force overwrites it")
     names = tuple(name.strip() for name in cameras.split(",") if name.strip())
     start = time.perf_counter()
-    conversion = read(source, Options(vlm, tokenizer, arch, stats, compat, names, openpi_config))
+    options = Options(vlm, tokenizer, arch, stats, compat, names, openpi_config, control_hz)
+    conversion = read(source, options)
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=conversion.nbytes)
-        conversion.write(out, name or conversion.spec.name, compat, lambda n: progress.advance(task, n))
+        conversion.write(out, name or conversion.spec.name, options, lambda n: progress.advance(task, n))
     seconds = time.perf_counter() - start
     for note in conversion.notes:
         print(f"note: {note}")

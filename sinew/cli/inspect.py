@@ -82,7 +82,8 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         f" = {image.pad_value:g}, (x - {image.mean[0]:g}) / {image.std[0]:g}",
         "state": vector(spec.state, manifest.processing.state),
         "action": vector(spec.action, manifest.processing.action),
-        "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}",
+        "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"
+        + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
         "prompt": f"{json.dumps(prompt.template + prompt.ensure_suffix)}, at most {prompt.max_tokens} tokens,"
         f" padding {padding}",
         "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",

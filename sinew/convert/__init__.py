@@ -32,6 +32,7 @@ def convert(
     compat: str = "lerobot-0.6",
     cameras: tuple[str, ...] = (),
     openpi_config: str = "",
+    control_hz: float | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -40,14 +41,16 @@ def convert(
     Weights are streamed; nothing is written to ``out`` unless all of it is there. ``progress`` is called
     with the number of bytes just written. Raises :class:`ConvertError`.
     """
-    options = Options(vlm, tokenizer, arch, stats, compat, tuple(cameras), openpi_config)
+    options = Options(vlm, tokenizer, arch, stats, compat, tuple(cameras), openpi_config, control_hz)
     conversion = read(source, options)
-    conversion.write(Path(out), name or conversion.spec.name, compat, progress)
+    conversion.write(Path(out), name or conversion.spec.name, options, progress)
     return Path(out)
 
 
 def read(source: str | Path, options: Options) -> Conversion:
     """Recognise ``source`` and read all of it but the weights."""
+    if options.control_hz is not None and not 0 < options.control_hz <= 10_000:
+        raise ConvertError(f"--control-hz {options.control_hz}: expected actions per second, above 0")
     if options.compat not in COMPAT:
         raise ConvertError(f"--compat {options.compat!r} is not one of {', '.join(COMPAT)}")
     path = Path(source)

@@ -32,6 +32,7 @@ class Options:
     compat: str = "lerobot-0.6"
     cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
     openpi_config: str = ""  # name of openpi's training config, for openpi checkpoints
+    control_hz: float | None = None  # actions per second; no upstream config says it
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Conversion:
         dropped = set(self.dropped)
         return sum(t.nbytes for name, t in self.tensors.items() if name not in dropped)
 
-    def write(self, out: Path, name: str, compat: str, progress: Progress | None = None) -> None:
+    def write(self, out: Path, name: str, options: Options, progress: Progress | None = None) -> None:
         """Check, then write the bundle; ``progress`` is called with the number of bytes just written."""
         dropped = set(self.dropped)
         kept = {
@@ -78,8 +79,8 @@ class Conversion:
                     architecture=self.architecture,
                     name=name,
                     config=msgspec.to_builtins(self.config),
-                    spec=replace(self.spec, name=name),
-                    processing=replace(self.processing, compat=compat),
+                    spec=replace(self.spec, name=name, control_hz=options.control_hz),
+                    processing=replace(self.processing, compat=options.compat),
                     provenance=Provenance(
                         format=self.format,
                         converter=f"sinew {__version__}",
