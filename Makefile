@@ -11,13 +11,19 @@ SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml
 READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench env clean
+.PHONY: help demo demo-full eval test test-all lint format bench env clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## random full-size policy: convert, serve, drive over a socket
-	$(BIN)/sinew demo --workdir build/demo
+demo: $(READY) ## the trained demo policy in closed loop, through server and client
+	$(BIN)/sinew demo --out build/demo
+
+demo-full: $(READY) ## a random full-size policy: convert, serve, drive over a socket
+	$(BIN)/sinew demo --full-size --out build/full-size
+
+eval: $(READY) ## 200 episodes of the demo policy, with intervals
+	$(BIN)/sinew eval sinew/assets/blocks.gguf --episodes 200 --out build/eval
 
 # One compute thread per worker: more threads than cores would spin against each other.
 test: $(READY) ## all tests that need no full-size weights
@@ -36,8 +42,8 @@ format: $(READY) ## rewrite the code the way `make lint` wants it
 	$(BIN)/ruff format .
 
 bench: $(READY) ## time the demo's policy, stage by stage
-	$(BIN)/sinew demo --workdir build/demo --prepare
-	$(BIN)/sinew bench build/demo/policy.gguf
+	$(BIN)/sinew demo --full-size --out build/full-size --prepare
+	$(BIN)/sinew bench build/full-size/policy.gguf
 
 env: $(READY) ## create the environment only
 

@@ -301,10 +301,10 @@ def test_a_check_that_breaks_is_reported() -> None:
 # ----------------------------------------------------------------------------- demo
 
 
-def test_demo_end_to_end_with_a_tiny_policy(tmp_path: Path) -> None:
-    result = sinew("demo", "--tiny", "--workdir", tmp_path)
+def test_full_size_demo_end_to_end_with_a_tiny_policy(tmp_path: Path) -> None:
+    result = sinew("demo", "--full-size", "--tiny", "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     for words in ("checkpoint", "ready on tcp://127.0.0.1:", "joint 5", "round trip", "stopped cleanly"):
         assert words in result.stdout
-    again = sinew("demo", "--tiny", "--workdir", tmp_path, "--prepare")
+    again = sinew("demo", "--full-size", "--tiny", "--out", tmp_path, "--prepare")
     assert "from an earlier run" in again.stdout

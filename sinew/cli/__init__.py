@@ -25,8 +25,9 @@ VERBS = {
     "serve": "Serve a bundle over the network.",
     "client": "Send observations to a server and print a latency table.",
     "bench": "Time a bundle, stage by stage.",
+    "eval": "Run a policy in closed loop and count successes.",
     "doctor": "Check the installation and this machine.",
-    "demo": "Build a random full-size policy, convert it, serve it, drive it.",
+    "demo": "Run the trained demo policy in closed loop.",
 }
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141

@@ -1,0 +1,262 @@
+"""``sinew eval``: closed-loop success of a policy, with intervals, sweeps, comparisons and a gate.
+
+The last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, validators
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from sinew import machine
+from sinew.core import SinewError
+from sinew.eval import stats
+from sinew.eval.gate import Gate, read_gate
+from sinew.eval.runner import Episode
+from sinew.eval.settings import Latency, Task, Variant, parse_replan
+from sinew.eval.settings import sweep as parse_sweep
+
+ENV, EPISODES, SEED, REPLAN = "sinew/Blocks-v0", 100, 5000, "8"
+
+
+def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
+    target: str,
+    /,
+    *,
+    env: str | None = None,
+    episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    seed: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
+    replan: str | None = None,
+    latency: str | None = None,
+    handover: str | None = None,
+    solver_steps: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    sweep: Annotated[list[str] | None, Parameter(negative="")] = None,
+    compare: Annotated[list[str] | None, Parameter(negative="")] = None,
+    gate: Path | None = None,
+    record_gate: Path | None = None,
+    out: Path | None = None,
+    workers: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    realtime: Annotated[bool, Parameter(negative="")] = False,
+    noise: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
+    adapter: str | None = None,
+    env_options: str | None = None,
+    reset_options: str | None = None,
+) -> int:
+    """Run a policy in closed loop and count successes.
+
+    Exit code 1 means that the gate failed, or an error.
+
+    Args:
+        target: a bundle file, the address of a server (tcp://host:port), or `expert`.
+        env: gymnasium id; `sinew/Blocks-v0` if absent.
+        episodes: one per seed; 100 if absent.
+        seed: of the first episode, 5000 if absent; the others follow.
+        replan: actions executed per inference, or `full` for the whole chunk; 8 if absent.
+        latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
+        handover: how a late chunk is taken over: aligned, naive or freeze.
+        solver_steps: instead of the bundle's own number.
+        dtype: compute type; the device's default if absent.
+        device: cpu, or cuda:N.
+        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, dtype; repeatable.
+        compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
+        gate: a gate file; its protocol is run, and success is held against its record.
+        record_gate: write the first variant as a gate file.
+        out: folder for the log of episodes, report and figures; a run into the same folder continues.
+        workers: processes that play; the number of cores if absent, 1 in real time.
+        realtime: pace the environment by the clock and use measured latency.
+        noise: a number that enters every noise seed; 0 if absent.
+        adapter: for environments of other makers: a .json mapping or module:Class.
+        env_options: JSON object, arguments of the environment's constructor.
+        reset_options: JSON object, options of every reset.
+    """
+    held = read_gate(gate) if gate is not None else None
+    task = Task(
+        env=env or ENV,
+        env_options=_json_object("--env-options", env_options),
+        reset_options=_json_object("--reset-options", reset_options),
+        adapter=adapter or "",
+        noise=noise or 0,
+        realtime=realtime,
+    )
+    given: dict[str, Any] = {
+        "replan": replan,
+        "latency": latency,
+        "handover": handover,
+        "solver_steps": solver_steps,
+    }
+    if held is not None:
+        task, given = _protocol(held, task, given, env, env_options, reset_options, adapter, noise)
+        first = held.first_seed if seed is None else seed
+        count = held.episodes if episodes is None else episodes
+    else:
+        first = SEED if seed is None else seed
+        count = EPISODES if episodes is None else episodes
+    if realtime and (latency is not None or any(text.startswith("latency") for text in sweep or ())):
+        raise SinewError("--latency is simulated; with --realtime the latency is what it is")
+    try:
+        interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
+    except ValueError:
+        raise SinewError(f"--replan: expected a number or full, got {replan!r}") from None
+    base = Variant(
+        target,
+        interval,
+        Latency(given["latency"] or "0"),
+        given["handover"] or "aligned",
+        given["solver_steps"],
+        dtype,
+        device,
+    )
+    variants = _variants(base, sweep or [], compare or [])
+    for variant in variants:
+        if "://" in variant.target and (variant.dtype is not None or variant.device != "cpu"):
+            raise SinewError("dtype and device belong to the server; start it with them")
+
+    report = _run(task, variants, range(first, first + count), workers or _workers(realtime), out)
+    failed = held is not None and not _judge(held, report)
+    _write(report, out, record_gate)
+    console = Console(highlight=False)
+    for part in _terminal(report):
+        console.print(part, soft_wrap=isinstance(part, str))
+    report.pop("episodes")
+    print(json.dumps(report))
+    return 1 if failed else 0
+
+
+def _protocol(
+    gate: Gate,
+    task: Task,
+    given: dict[str, Any],
+    env: str | None,
+    env_options: str | None,
+    reset_options: str | None,
+    adapter: str | None,
+    noise: int | None,
+) -> tuple[Task, dict[str, Any]]:
+    """Task and variant of a gate. The task is its own; how the policy is run may be what is tested."""
+    flags = {
+        "env": env,
+        "env_options": env_options,
+        "reset_options": reset_options,
+        "adapter": adapter,
+        "noise": noise,
+    }
+    for name, flag in flags.items():
+        if flag is not None and getattr(task, name) != gate.protocol[name]:
+            raise SinewError(
+                f"--{name.replace('_', '-')}: the gate's is {gate.protocol[name]!r}, got {flag!r}"
+            )
+    if task.realtime:
+        raise SinewError("a gate is judged with simulated latency, not in real time")
+    return replaced(task, **{name: gate.protocol[name] for name in flags}), {
+        name: gate.protocol[name] if value is None else value for name, value in given.items()
+    }
+
+
+def _variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> list[Variant]:
+    variants = parse_sweep(base, sweeps)
+    for text in compares:
+        if "=" in text and not Path(text).exists():
+            other = variants[0]
+            for part in text.split(","):
+                key, _, value = part.partition("=")
+                other = other.with_text(key.replace("-", "_"), value)
+        else:
+            other = replaced(variants[0], target=text)
+        if other in variants:
+            raise SinewError(f"--compare {text}: that variant is already there")
+        variants.append(other)
+    return variants
+
+
+def _json_object(flag: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SinewError(f"{flag}: {error}") from error
+    if not isinstance(value, dict):
+        raise SinewError(f"{flag}: expected a JSON object, got {text!r}")
+    return value
+
+
+def _workers(realtime: bool) -> int:
+    return 1 if realtime else machine.cores().physical
+
+
+# ----------------------------------------------------------------------------- running
+
+
+def _run(
+    task: Task, variants: Sequence[Variant], seeds: range, workers: int, out: Path | None
+) -> dict[str, Any]:
+    """The report, with the episodes themselves under "episodes"."""
+    try:
+        from sinew.eval import campaign
+        from sinew.eval.adapters import make_env
+        from sinew.eval.report import document
+    except ModuleNotFoundError as error:
+        raise SinewError(f"evaluation needs {error.name}: pip install 'sinew[sim]'") from error
+    env, about = make_env(task.env, task.adapter, task.env_options)
+    env.close()
+    errors = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
+    bars: dict[Variant, TaskID] = {}
+    with Progress(*columns, console=errors, disable=not errors.is_terminal) as progress:
+        bars = {v: progress.add_task(v.label(variants), total=len(seeds)) for v in variants}
+
+        def show(variant: Variant, episode: Episode) -> None:
+            wins[variant].append(episode.success)
+            won, count = sum(wins[variant]), len(wins[variant])
+            low, high = stats.wilson(won, count)
+            text = f"{variant.label(variants)}: {won}/{count} [{100 * low:.0f}, {100 * high:.0f}] %"
+            progress.update(bars[variant], completed=count, description=text.replace("[", r"\["))
+            if not errors.is_terminal and count == len(seeds):
+                errors.print(text, markup=False, soft_wrap=True)
+
+        results = campaign.run(task, variants, seeds, workers=workers, out=out, on_episode=show)
+    command = shlex.join(["sinew", *sys.argv[1:]])
+    report = document(task, about.control_hz, variants, results, workers=workers, command=command)
+    return {**report, "episodes": results}
+
+
+def _judge(gate: Gate, report: dict[str, Any]) -> bool:
+    verdicts = []
+    for entry, episodes in zip(report["variants"], report["episodes"], strict=True):
+        passed, text = gate.judge(episodes)
+        verdicts.append({"label": entry["label"], "passed": passed, "text": text})
+    report["gate"] = {"passed": all(v["passed"] for v in verdicts), "verdicts": verdicts}
+    return report["gate"]["passed"]
+
+
+def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -> None:
+    from sinew.eval.gate import record
+    from sinew.eval.plots import write_plots
+    from sinew.eval.report import markdown
+
+    shown = {name: value for name, value in report.items() if name != "episodes"}
+    if out is not None:
+        (out / "report.json").write_text(json.dumps(shown, indent=2) + "\n")
+        (out / "report.md").write_text(markdown(shown))
+        for path in write_plots(shown, out):
+            print(f"wrote {path}", file=sys.stderr)
+    if record_gate is not None:
+        record(shown).write(record_gate)
+
+
+def _terminal(report: dict[str, Any]) -> list[Any]:
+    from sinew.eval.report import terminal
+
+    return terminal(report)

@@ -1,0 +1,63 @@
+"""Episodes as an animated GIF: the scene, what the policy sees of it, and the instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+CAPTION = 22  # pixels of each of the two lines under the picture
+_INK, _PAPER = (30, 30, 30), (246, 246, 244)
+_COLORS = {True: (0, 122, 70), False: (190, 45, 30), None: _INK}
+
+
+def compose(
+    scene: np.ndarray,
+    images: Mapping[str, np.ndarray],
+    prompt: str,
+    status: str,
+    success: bool | None = None,
+) -> Image.Image:
+    """One picture. scene: uint8 [size, size, 3]; images: what the policy gets, stacked at the right side."""
+    size = scene.shape[0]
+    side = size // max(2, len(images))
+    picture = Image.new("RGB", (size + side, size + 2 * CAPTION), _PAPER)
+    picture.paste(Image.fromarray(scene), (0, 0))
+    draw = ImageDraw.Draw(picture)
+    font = ImageFont.load_default()
+    for index, (camera, frame) in enumerate(images.items()):
+        small = Image.fromarray(frame).resize(
+            (side, side), Image.Resampling.NEAREST
+        )  # its pixels should show
+        picture.paste(small, (size, index * side))
+        draw.text((size + 4, index * side + 2), camera, fill=_INK, font=font)
+    draw.text((6, size + 5), prompt, fill=_INK, font=font)
+    draw.text((6, size + CAPTION + 2), status, fill=_COLORS[success], font=font)
+    return picture
+
+
+def write_gif(frames: Sequence[Image.Image], path: Path, fps: float, pauses: Mapping[int, float]) -> None:
+    """``pauses``: seconds for which the frame of that index stands. GIF counts in hundredths of a second."""
+    palette = _palette(frames)
+    indexed = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    durations = [round(1e3 * pauses.get(index, 1 / fps)) for index in range(len(frames))]
+    options: dict[str, Any] = {
+        "append_images": indexed[1:],
+        "duration": durations,
+        "loop": 0,
+        "optimize": False,
+    }
+    indexed[0].save(path, save_all=True, **options)
+
+
+def _palette(frames: Sequence[Image.Image]) -> Image.Image:
+    """One palette for all frames, or colours would flicker; from a few of them side by side."""
+    chosen = [frames[i] for i in np.linspace(0, len(frames) - 1, min(8, len(frames))).astype(int)]
+    width, height = chosen[0].size
+    sheet = Image.new("RGB", (width * len(chosen), height))
+    for index, frame in enumerate(chosen):
+        sheet.paste(frame, (index * width, 0))
+    return sheet.quantize(colors=256, method=Image.Quantize.MEDIANCUT)

@@ -1,0 +1,148 @@
+"""One episode: an environment, a policy, a replan interval, a delay, a way to take over late chunks.
+
+The outcome is a function of the arguments alone (with simulated latency): the environment is determined by
+its seed, the delay and the noise of the k-th chunk by (noise, seed, k), whatever the variant. So variants are
+paired: at the same seed they meet the same world and the same luck.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sinew.eval.channel import Measured, Simulated
+from sinew.eval.handover import Arrival, ChunkPlayer
+from sinew.eval.policies import EvalPolicy
+from sinew.eval.settings import Latency
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    from sinew.eval.adapters import EnvAdapter
+
+Watcher = Callable[[int, dict[str, Any], bool], None]  # control step, observation, a chunk has been asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What happened. ``steps``: control steps until the end. ``held``: of these, steps after the first chunk
+    in which there was nothing to execute. ``misses``: chunks that came after the actions at hand had run out.
+    ``delays``: control steps from request to chunk, ``latency_ms``: of each inference, on the clock.
+    """
+
+    seed: int
+    task: str
+    success: bool
+    steps: int
+    chunks: int
+    executed: int
+    held: int
+    misses: int
+    delays: list[int]
+    latency_ms: list[float]
+    chunk_size: int = 0
+    late_ticks: int = 0
+    wall_s: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """How to play: the part of a variant that the runner needs, and what all episodes share."""
+
+    replan: int = 8  # 0: the full chunk
+    latency: Latency = field(default_factory=Latency)
+    handover: str = "aligned"
+    reset_options: dict[str, Any] | None = None
+    noise: int = 0
+    realtime: bool = False
+
+
+def chunk_seed(noise: int, seed: int, replan: int) -> int:
+    """Seed of the noise of one chunk; 63 bits, as every wire can carry."""
+    words = np.random.SeedSequence([noise, seed, replan]).generate_state(2, np.uint32)
+    return int(words[0]) << 31 | int(words[1]) >> 1
+
+
+def run_episode(
+    env: gymnasium.Env,
+    adapter: EnvAdapter,
+    policy: EvalPolicy,
+    conduct: Conduct,
+    seed: int,
+    watch: Watcher | None = None,
+) -> Episode:
+    """Play one episode. ``watch`` sees every control step before it is taken."""
+    begun = time.perf_counter()
+    raw, info = env.reset(seed=seed, options=conduct.reset_options)
+    policy.start(env)
+    channel: Simulated | Measured = (
+        Measured(policy, adapter.control_hz) if conduct.realtime else Simulated(policy)
+    )
+    player = ChunkPlayer(conduct.handover, min(conduct.replan or policy.chunk_size, policy.chunk_size))
+    task = adapter.task(info)
+    last: Any = None
+    step = asked = executed = held = misses = 0
+    starved = False  # since the request under way there has been a step without an action
+    delays: list[int] = []
+
+    def take(arrival: Arrival | None) -> None:
+        nonlocal misses
+        if arrival is not None:
+            player.accept(arrival, step)
+            delays.append(step - arrival.requested)
+            misses += starved and len(delays) > 1  # the first chunk has no deadline: nothing runs out
+
+    try:
+        while True:
+            observation = adapter.observation(raw)
+            # An answer that arrives now frees the policy for a question now, with this observation.
+            take(channel.poll(step))
+            if asks := player.wants_chunk(step):
+                rng = np.random.default_rng([conduct.noise, seed, asked, 1])
+                age = round(float(info.get("frame_age", 0.0)) * adapter.control_hz)
+                delay = conduct.latency.steps(rng, adapter.control_hz)
+                channel.submit(observation, chunk_seed(conduct.noise, seed, asked), step, age, delay)
+                player.request(step)
+                asked, starved = asked + 1, False
+                take(channel.poll(step))  # no latency at all
+            row = player.row(step)
+            if row is None:
+                action = adapter.hold(last)
+                held += bool(delays)
+                starved = True
+            else:
+                action = adapter.action(row)
+                player.executed()
+                executed += 1
+            if watch is not None:
+                watch(step, observation, asks)
+            raw, reward, terminated, truncated, info = env.step(action)
+            last = action
+            step += 1
+            channel.tick()
+            if terminated or truncated or step >= adapter.max_steps:
+                break
+    finally:
+        channel.close()
+    return Episode(
+        seed=seed,
+        task=task,
+        success=adapter.success(info, terminated, float(reward)),
+        steps=step,
+        chunks=len(delays),
+        executed=executed,
+        held=held,
+        misses=misses,
+        delays=delays,
+        latency_ms=[round(value, 3) for value in channel.latencies],
+        chunk_size=policy.chunk_size,
+        late_ticks=channel.late_ticks if isinstance(channel, Measured) else 0,
+        wall_s=round(time.perf_counter() - begun, 4),
+    )

@@ -1,0 +1,54 @@
+"""``sinew serve`` as a child process, for runs that must go through the real server."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sinew.core import SinewError
+
+READY = "ready on "
+STOP_SECONDS = 30
+
+
+@contextmanager
+def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """Yields the server's address once it is warm; stops it afterwards. Its log goes to ``log``.
+
+    Raises :class:`SinewError` when it does not start, or does not end cleanly.
+    """
+    command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--port", "0", *arguments]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+    ):
+        try:
+            yield _wait_until_ready(server, log)
+        finally:
+            code = _stop(server)
+    if code != 0:
+        raise SinewError(f"the server ended with exit code {code}; its log is {log}")
+
+
+def _wait_until_ready(server: subprocess.Popen[str], log: Path) -> str:
+    assert server.stdout is not None
+    for line in server.stdout:
+        if line.startswith(READY):
+            return line.removeprefix(READY).strip()
+    server.wait()
+    tail = "\n".join(log.read_text().splitlines()[-5:])
+    raise SinewError(f"the server did not start (exit code {server.returncode}):\n{tail}")
+
+
+def _stop(server: subprocess.Popen[str]) -> int:
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+    try:
+        return server.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()

@@ -1,0 +1,186 @@
+"""What distinguishes one run from another: the task, and the variant under test. Text forms included."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from sinew.core import SinewError
+
+HANDOVERS = ("aligned", "naive", "freeze")
+
+_NUMBER = r"\d+(?:\.\d+)?"
+_LATENCY = re.compile(
+    rf"(?:(?P<kind>uniform|normal):)?(?P<first>{_NUMBER})(?:[-,](?P<second>{_NUMBER}))?(?P<unit>ms)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Simulated delay from request to chunk. ``text`` is what the user wrote and what reports show.
+
+    A number, ``uniform:LOW-HIGH`` or ``normal:MEAN,DEVIATION``; control steps, or milliseconds with a final
+    ``ms``. Commands leave at control ticks, so a delay takes effect at the first tick after it: 60 ms are two
+    steps at 20 Hz. Uniform steps are whole numbers including both ends.
+    """
+
+    text: str = "0"
+
+    def __post_init__(self) -> None:
+        found = _LATENCY.fullmatch(self.text)
+        if found is None or (found["kind"] is None) != (found["second"] is None):
+            raise SinewError(
+                f"latency: expected N, Nms, uniform:LOW-HIGH[ms] or normal:MEAN,DEVIATION[ms], got {self.text!r}"
+            )
+        if found["kind"] is None and not found["unit"] and not float(found["first"]).is_integer():
+            raise SinewError(f"latency: expected a whole number of control steps, or ms, got {self.text!r}")
+        if found["kind"] == "uniform" and float(found["first"]) > float(found["second"]):
+            raise SinewError(f"latency: the lower end is above the upper end in {self.text!r}")
+
+    def steps(self, rng: np.random.Generator, control_hz: float) -> int:
+        """One draw, in control steps."""
+        found = _LATENCY.fullmatch(self.text)
+        assert found is not None
+        first, second = float(found["first"]), float(found["second"] or 0)
+        if found["kind"] == "uniform" and not found["unit"]:
+            return int(rng.integers(int(first), int(second) + 1))
+        if found["kind"] == "uniform":
+            first = float(rng.uniform(first, second))
+        elif found["kind"] == "normal":
+            first = max(0.0, float(rng.normal(first, second)))
+        steps = first * control_hz / 1e3 if found["unit"] else first
+        return math.ceil(steps - 1e-9)  # 100 ms at 60 Hz are six steps, whatever the product rounds to
+
+    def milliseconds(self, control_hz: float) -> float:
+        """The expected delay, for axes."""
+        found = _LATENCY.fullmatch(self.text)
+        assert found is not None
+        first = float(found["first"])
+        mean = (first + float(found["second"])) / 2 if found["kind"] == "uniform" else first
+        return mean if found["unit"] else 1e3 * mean / control_hz
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a sweep changes. ``replan``: actions per inference (S); 0 is the full chunk."""
+
+    target: str  # a bundle file, tcp://host:port, or "expert"
+    replan: int = 8
+    latency: Latency = Latency()
+    handover: str = "aligned"
+    solver_steps: int | None = None
+    dtype: str | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.replan < 0:
+            raise SinewError(f"replan: expected 1 or more, or full, got {self.replan}")
+        if self.handover not in HANDOVERS:
+            raise SinewError(f"handover: expected one of {', '.join(HANDOVERS)}, got {self.handover!r}")
+        if self.solver_steps is not None and self.solver_steps < 1:
+            raise SinewError(f"solver_steps: expected 1 or more, got {self.solver_steps}")
+
+    def with_text(self, key: str, value: str) -> Variant:
+        """A copy with one field read from text, as ``--sweep`` and ``--compare`` give it."""
+        if key not in SWEEPABLE:
+            raise SinewError(f"expected one of {', '.join(SWEEPABLE)}, got {key!r}")
+        try:
+            return replace(self, **{key: _PARSERS[key](value)})
+        except ValueError:
+            raise SinewError(f"{key}: expected a number, got {value!r}") from None
+
+    def label(self, others: Sequence[Variant]) -> str:
+        """The fields in which ``others`` differ; the target's name where none does."""
+        differing = [
+            f.name for f in fields(self) if len({getattr(variant, f.name) for variant in others}) > 1
+        ]
+        return ", ".join(f"{name} {self.show(name)}" for name in differing) or self.show("target")
+
+    def show(self, name: str) -> str:
+        value = getattr(self, name)
+        if name == "replan" and value == 0:
+            return "full"
+        if name == "target":
+            return value if "://" in value else value.replace("\\", "/").rsplit("/", 1)[-1]
+        if value is None:
+            return "default"
+        return value.text if isinstance(value, Latency) else str(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "latency": self.latency.text}
+
+
+def parse_replan(text: str) -> int:
+    return 0 if text == "full" else int(text)
+
+
+def _latency_list(text: str) -> list[str]:
+    """``0,50,100ms``: a final unit holds for all plain numbers of the list."""
+    parts = [part for part in text.split(",") if part]
+    if parts and parts[-1].endswith("ms"):
+        parts = [part + "ms" if re.fullmatch(_NUMBER, part) else part for part in parts]
+    joined: list[str] = []
+    for part in parts:  # normal:80,20ms holds a comma of its own
+        if joined and joined[-1].startswith("normal:") and "," not in joined[-1]:
+            joined[-1] = joined[-1].removesuffix("ms") + "," + part
+        else:
+            joined.append(part)
+    return joined
+
+
+_PARSERS: dict[str, Any] = {
+    "replan": parse_replan,
+    "latency": Latency,
+    "handover": str,
+    "solver_steps": int,
+    "dtype": str,
+    "device": str,
+}
+SWEEPABLE = tuple(_PARSERS)
+
+
+def sweep(base: Variant, sweeps: Sequence[str]) -> list[Variant]:
+    """Every combination of ``KEY=VALUE,VALUE...`` texts, the first one varying slowest."""
+    axes = []
+    for text in sweeps:
+        key, separator, values = text.partition("=")
+        key = key.replace("-", "_")
+        parts = _latency_list(values) if key == "latency" else [v for v in values.split(",") if v]
+        if not separator or not parts:
+            raise SinewError(f"--sweep: expected KEY=VALUE,VALUE..., got {text!r}")
+        axes.append([(key, value) for value in parts])
+    variants = []
+    for combination in itertools.product(*axes):
+        variant = base
+        for key, value in combination:
+            variant = variant.with_text(key, value)
+        if variant not in variants:
+            variants.append(variant)
+    return variants
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every variant of a run shares.
+
+    env: gymnasium id; env_options: arguments of its constructor; reset_options: of ``reset``.
+    adapter: see :mod:`sinew.eval.adapters`; empty chooses by the id.
+    noise: a number that goes into every noise seed, to repeat a run with other noise.
+    realtime: pace the environment by the wall clock and use measured latency.
+    """
+
+    env: str = "sinew/Blocks-v0"
+    env_options: dict[str, Any] | None = None
+    reset_options: dict[str, Any] | None = None
+    adapter: str = ""
+    noise: int = 0
+    realtime: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,87 @@
+"""Statistics of success: intervals, paired tests, rates. Standard library and numpy alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Z95 = 1.959963984540054  # standard normal quantile at 0.975
+
+
+def wilson(wins: int, count: int, z: float = Z95) -> tuple[float, float]:
+    """Score interval of a proportion (Wilson 1927), within [0, 1]; (0, 1) when nothing was counted.
+
+    Unlike the normal approximation it stays honest at 0 and at ``count`` wins.
+    """
+    if not 0 <= wins <= count:
+        raise ValueError(f"wins: expected 0 to {count}, got {wins}")
+    if count == 0:
+        return 0.0, 1.0
+    p, z2 = wins / count, z * z
+    middle = (p + z2 / (2 * count)) / (1 + z2 / count)
+    half = z / (1 + z2 / count) * math.sqrt(p * (1 - p) / count + z2 / (4 * count * count))
+    low = 0.0 if wins == 0 else max(0.0, middle - half)  # exact at the ends, where rounding would show
+    high = 1.0 if wins == count else min(1.0, middle + half)
+    return low, high
+
+
+@dataclass(frozen=True, slots=True)
+class McNemar:
+    """Paired comparison of two variants over the same seeds."""
+
+    pairs: int
+    only_first: int  # seeds where only the first variant succeeded
+    only_second: int
+    p_value: float
+
+
+def mcnemar(first: Mapping[int, bool], second: Mapping[int, bool]) -> McNemar:
+    """Exact two-sided test over the seeds that both have (McNemar 1947, binomial form).
+
+    Under equal success each discordant pair falls on either side with probability one half; pairs that agree
+    say nothing. p = min(1, 2 P[Binomial(n, 1/2) <= min(b, c)]).
+    """
+    seeds = first.keys() & second.keys()
+    only_first = sum(first[seed] and not second[seed] for seed in seeds)
+    only_second = sum(second[seed] and not first[seed] for seed in seeds)
+    return McNemar(len(seeds), only_first, only_second, binomial_p(only_first, only_second))
+
+
+def binomial_p(b: int, c: int) -> float:
+    """Two-sided exact p-value of b against c successes of a fair coin."""
+    n = b + c
+    tail = sum(math.comb(n, k) for k in range(min(b, c) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def amortized_rate(steps: float, latency_ms: float) -> float:
+    """Control rate in Hz when each inference of ``latency_ms`` is followed by ``steps`` executed actions.
+
+    An upper bound set by inference alone: what one could drive if nothing else took time.
+    """
+    return 1e3 * steps / latency_ms if latency_ms > 0 else math.inf
+
+
+def summarize(samples: Sequence[float]) -> dict[str, float]:
+    """mean, p50, p95, p99, max; empty for no samples.
+
+    Percentiles are observed values, rounded up in rank, so that p99 of few samples is their maximum.
+    """
+    if not len(samples):
+        return {}
+    values = np.asarray(samples, dtype=np.float64)
+    p50, p95, p99 = np.percentile(values, [50, 95, 99], method="higher")
+    found = {"mean": values.mean(), "p50": p50, "p95": p95, "p99": p99, "max": values.max()}
+    return {name: round(float(value), 4) for name, value in found.items()}
+
+
+def success(outcomes: Sequence[bool]) -> dict[str, Any]:
+    """``wins``, ``episodes``, ``success`` and its 95 % ``interval``."""
+    wins, count = sum(outcomes), len(outcomes)
+    low, high = wilson(wins, count)
+    rate = wins / count if count else None
+    return {"wins": wins, "episodes": count, "success": rate, "interval": [round(low, 4), round(high, 4)]}
