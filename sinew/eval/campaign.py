@@ -82,7 +82,8 @@ def read_log(log: Path) -> dict[tuple[str, int], Episode]:
     for line in log.read_text().splitlines() if log.is_file() else []:
         try:
             values = json.loads(line)
-            found[values.pop("key"), values["seed"]] = Episode(**values)
+            key = values.pop("key")
+            found[key, values["seed"]] = Episode(**values)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     return found
@@ -139,9 +140,8 @@ def _play(
 ) -> Iterator[tuple[int, Episode]]:
     if not todo:
         return
-    make_env(task.env, task.adapter, task.env_options)[
-        0
-    ].close()  # what is wrong with it is said once, and here
+    env, _ = make_env(task.env, task.adapter, task.env_options)
+    env.close()  # what is wrong with it is said once, and here
     if workers == 1:
         player = Player(task)
         try:

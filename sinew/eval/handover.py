@@ -20,7 +20,8 @@ class ChunkPlayer:
     """Decides when to ask for a chunk and what to execute meanwhile. Time is counted in control steps.
 
     aligned: row k of a chunk belongs to the k-th step after its frame, so a chunk that is d steps late loses
-        its first d rows. The robot goes on with the old chunk until then.
+        its first d rows. The robot goes on with the old chunk until then. Before its first chunk the robot has
+        stood still: that one starts where its frame was taken, or motion would be left out that never happened.
     naive: as aligned, but a chunk starts at row 0 whenever it arrives.
     freeze: the robot executes ``replan`` rows, then asks and holds still until the answer is there; the
         answer starts at row 0.
@@ -51,8 +52,11 @@ class ChunkPlayer:
 
     def accept(self, arrival: Arrival, step: int) -> None:
         self.waiting = False
+        first = self._actions is None
         self._actions = arrival.actions
-        self._origin = arrival.frame if self.handover == "aligned" else step
+        age = arrival.requested - arrival.frame
+        late = 0 if first else step - arrival.requested
+        self._origin = step - late - age if self.handover == "aligned" else step
         self._cursor = 0
 
     def row(self, step: int) -> np.ndarray | None:
