@@ -32,7 +32,7 @@ from sinew.core import (
 )
 from sinew.policy import load
 from sinew.serve.wires.frames import PixelBudget, compressed_frame, raw_frame
-from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, MAX_FIELDS, Header, Kind, NativeWire
+from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, MAX_FIELDS, Header, Kind, NativeCodec
 
 SPEC = PolicySpec(
     architecture="smolvla",
@@ -45,7 +45,15 @@ SPEC = PolicySpec(
     solver_steps=10,
     max_prompt_tokens=16,
 )
-WIRE = NativeWire(SPEC, padded_state_dim=7, padded_action_dim=5)
+
+
+def make_codec(spec: PolicySpec, padded_state_dim: int, padded_action_dim: int) -> NativeCodec:
+    codec = NativeCodec()
+    codec.spec, codec.padded_state_dim, codec.padded_action_dim = spec, padded_state_dim, padded_action_dim
+    return codec
+
+
+WIRE = make_codec(SPEC, 7, 5)
 RNG = np.random.default_rng(0)
 FRAME = RNG.integers(0, 256, (6, 8, 3), dtype=np.uint8)
 
@@ -178,7 +186,7 @@ def test_vla_cpp_reply_is_padded():
         np.arange(8, dtype=np.float32).reshape(4, 2),
         Timing(vision_ms=1, prefix_ms=2, step_ms=(3, 4), total_ms=11),
     )
-    reply = PredictResponse.FromString(WIRE.encode_chunk(Header(request_id=12), chunk, 12.0))
+    reply = PredictResponse.FromString(WIRE.encode(Header(request_id=12), [chunk], 12.0))
     assert (reply.request_id, reply.chunk_size, reply.action_dim, reply.error) == (12, 4, 5, "")
     rows = np.array(reply.action_chunk).reshape(4, 5)
     np.testing.assert_array_equal(rows[:, :2], chunk.actions)
@@ -194,14 +202,14 @@ def test_vla_cpp_reply_is_padded():
 def test_native_reply():
     timing = Timing(1, 2, 3, (4, 5), 6, 21, 7)
     chunk = ActionChunk(RNG.random((4, 2), dtype=np.float32), timing, seed=0, session="arm-1", time=1.5)
-    payload = WIRE.encode_chunk(Header(request_id=3, native=True), chunk, 22.0)
+    payload = WIRE.encode(Header(request_id=3, native=True), [chunk], 22.0)
     got = protocol.decode_chunk(protocol.decode_reply(payload, 3))
     np.testing.assert_array_equal(got.actions, chunk.actions)
     assert got.actions.dtype == np.float32
     assert (got.seed, got.session, got.time) == (0, "arm-1", 1.5)
     assert got.timing == protocol.Timing(1, 2, 3, (4, 5), 6, 21, 7, 22)
     assert got.timing.solver_ms == 9
-    without = WIRE.encode_chunk(Header(request_id=3, native=True), ActionChunk(chunk.actions), 1.0)
+    without = WIRE.encode(Header(request_id=3, native=True), [ActionChunk(chunk.actions)], 1.0)
     assert protocol.decode_chunk(protocol.decode_reply(without, 3)).seed is None
 
 
@@ -313,7 +321,7 @@ def policy(smolvla_bundle):
     return load(smolvla_bundle("smolvla-2cam"))
 
 
-def take(wire: NativeWire, policy, payload: bytes) -> None:
+def take(wire: NativeCodec, policy, payload: bytes) -> None:
     """What the server does with a request before it computes; only SinewError may come out."""
     header = wire.peek(payload)
     if header.error is not None:
@@ -328,8 +336,8 @@ def take(wire: NativeWire, policy, payload: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def policy_wire(policy) -> NativeWire:
-    return NativeWire(policy.spec, policy.padded_state_dim, policy.padded_action_dim)
+def policy_wire(policy) -> NativeCodec:
+    return make_codec(policy.spec, policy.padded_state_dim, policy.padded_action_dim)
 
 
 @given(st.binary(max_size=400))

@@ -80,7 +80,7 @@ def bundle(smolvla_bundle) -> Path:
 @pytest.fixture(scope="module")
 def server(bundle, tmp_path_factory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("server")
-    with serving(directory, bundle, "--port", 0, "--threads", 1, "--queue", 4) as running:
+    with serving(directory, bundle, "--wire", "native:0", "--threads", 1, "--queue", 4) as running:
         yield running
         assert running.stop() == 0
         assert "Traceback" not in running.log.read_text()
@@ -374,7 +374,7 @@ def test_many_clients_and_one_shared_between_threads(server, client):
 def test_kill_and_restart_under_a_running_client(bundle, tmp_path):
     port = free_port()
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(serving(tmp_path, bundle, "--port", port, "--threads", 1))
+        first = stack.enter_context(serving(tmp_path, bundle, "--wire", f"native:{port}", "--threads", 1))
         client = stack.enter_context(Client(first.address, timeout=START_S))
         expected = client.infer(GOOD).actions
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
@@ -382,7 +382,7 @@ def test_kill_and_restart_under_a_running_client(bundle, tmp_path):
             client.infer(GOOD, timeout=0.3)
         with pytest.raises(RequestTimeout):
             client.health(timeout=0.1)
-        stack.enter_context(serving(tmp_path, bundle, "--port", port, "--threads", 1))
+        stack.enter_context(serving(tmp_path, bundle, "--wire", f"native:{port}", "--threads", 1))
         np.testing.assert_array_equal(client.infer(GOOD).actions, expected)
 
 
@@ -392,7 +392,7 @@ def test_kill_and_restart_under_a_running_client(bundle, tmp_path):
 def test_busy_port_is_told_before_the_model_loads(server, bundle):
     start = time.monotonic()
     port = server.address.rpartition(":")[2]
-    command = [sys.executable, "-m", "sinew", "serve", bundle, "--port", port]
+    command = [sys.executable, "-m", "sinew", "serve", bundle, "--wire", f"native:{port}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 1
     message = f"error: cannot listen on 127.0.0.1:{port}: Address already in use"
@@ -402,8 +402,11 @@ def test_busy_port_is_told_before_the_model_loads(server, bundle):
 
 def test_missing_bundle_and_foreign_address(tmp_path):
     for arguments, text in (
-        ([tmp_path / "none.gguf", "--port", "0"], "no such file"),
-        ([tmp_path / "none.gguf", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:5555"),
+        ([tmp_path / "none.gguf", "--wire", "native:0"], "no such file"),
+        (
+            [tmp_path / "none.gguf", "--host", "192.0.2.1", "--wire", "native"],
+            "cannot listen on 192.0.2.1:5555",
+        ),
     ):
         command = [sys.executable, "-m", "sinew", "serve", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
@@ -413,8 +416,8 @@ def test_missing_bundle_and_foreign_address(tmp_path):
 
 
 def test_the_printed_program_runs(bundle, tmp_path):
-    with serving(tmp_path, bundle, "--port", 0, "--threads", 1) as server:
-        while server.process.stdout.readline().strip() != "ask it with":
+    with serving(tmp_path, bundle, "--wire", "native:0", "--threads", 1) as server:
+        while not server.process.stdout.readline().endswith("ask it with\n"):
             pass
         assert server.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(server.process.stdout.readline, "\n")))
@@ -445,7 +448,7 @@ def test_client_verb_without_a_server():
 
 def test_stops_during_an_inference(bundle, tmp_path):
     with (
-        serving(tmp_path, bundle, "--port", 0, "--threads", 1) as server,
+        serving(tmp_path, bundle, "--wire", "native:0", "--threads", 1) as server,
         raw_socket(server.address, zmq.DEALER) as dealer,
         Client(server.address, timeout=START_S) as client,
     ):
@@ -485,7 +488,7 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 @pytest.mark.parametrize("signals", [1, 2])
 def test_stops_during_a_stage_that_does_not_end(bundle, tmp_path, signals):
     with (
-        serving(tmp_path, bundle, "--port", 0, command=("-c", STUCK)) as server,
+        serving(tmp_path, bundle, "--wire", "native:0", command=("-c", STUCK)) as server,
         raw_socket(server.address) as req,
     ):
         req.send(protocol.encode_infer(GOOD, 1))
@@ -506,7 +509,7 @@ def test_stops_during_a_stage_that_does_not_end(bundle, tmp_path, signals):
 
 def test_stops_while_loading(bundle, tmp_path):
     """A signal before the server is ready ends it just as cleanly."""
-    command = [sys.executable, "-m", "sinew", "serve", bundle, "--port", "0"]
+    command = [sys.executable, "-m", "sinew", "serve", bundle, "--wire", "native:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             while "listening on" not in (line := process.stderr.readline()):
@@ -528,7 +531,7 @@ def test_client_before_server_and_retries(bundle, tmp_path):
         answers = []
         waiting = threading.Thread(target=lambda: answers.append(client.metadata(timeout=0.5)))
         waiting.start()
-        with serving(tmp_path, bundle, "--port", port, "--threads", 1):
+        with serving(tmp_path, bundle, "--wire", f"native:{port}", "--threads", 1):
             waiting.join(START_S)
             assert answers
             assert answers[0]["policy"]["architecture"] == "smolvla"
@@ -601,7 +604,8 @@ def test_an_unexpected_failure_is_told_in_a_sentence(scheduler, caplog):
     assert "secret" not in str(failed)
     assert "secret detail" in caplog.text
     assert isinstance(fine, ActionChunk)
-    assert scheduler.stats() == {"waiting": 0, "running": False, "served": 1, "failed": 1, "busy": 0}
+    stats = scheduler.stats()
+    assert (stats["waiting"], stats["running"], stats["served"], stats["failed"]) == (0, False, 1, 1)
 
 
 def test_cancelled_jobs(scheduler):
@@ -614,8 +618,8 @@ def test_cancelled_jobs(scheduler):
 
     running, waiting = (scheduler.submit(lambda: observation, on_done) for _ in range(2))
     assert scheduler.policy.started.wait(10)
-    waiting.cancel.set()
-    running.cancel.set()
+    scheduler.cancel(waiting)
+    scheduler.cancel(running)
     for _ in range(2):
         assert done.acquire(timeout=10)
     assert [type(outcome) for outcome in outcomes] == [CancelledError, CancelledError]

@@ -1,10 +1,9 @@
-"""``sinew serve``: one bundle on one address, until a signal."""
+"""``sinew serve``: one bundle on one or more wires, until a signal."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,62 +11,85 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, validators
 
 from sinew import __version__, machine
-from sinew.core import BundleError, PolicySpec, VectorSpec
-from sinew.serve.scheduler import Scheduler
-from sinew.serve.server import Server, ServerConfig
-from sinew.serve.wires.native import NativeWire
+from sinew.core import BundleError, SinewError, VectorSpec
+from sinew.serve.listen import Listen, reachable
+from sinew.serve.process import GRACE_S, Process
+from sinew.serve.wires import open_wires, parse
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sinew.policy import Policy
+    from sinew.serve.recorder import Recorder
+    from sinew.serve.service import Wire
 
 logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "SINEW_API_KEY"
 
 
 def serve(
     bundle: Path,
     /,
     *,
+    wire: Annotated[list[str] | None, Parameter(negative="")] = None,
     host: str = "127.0.0.1",
-    port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 5555,
     device: str = "cpu",
     dtype: str | None = None,
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 8,
     threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    api_key_file: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    record: Path | None = None,
+    access_log: str | None = None,
     verbose: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Serve a bundle over ZeroMQ with Protobuf messages, until SIGINT or SIGTERM.
+    """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
 
-    Clients are `sinew_client.Client`, `sinew client`, and vla.cpp's own. The port is taken before the model
-    is loaded; requests that come early are answered once it is warm. The first signal stops the server
-    between two stages of the running inference, the second one at once.
+    The ports are taken before the model is loaded; requests that come early are answered once it is warm. The
+    first signal stops the server between two stages of the running inference, the second one at once.
 
     Args:
         bundle: the bundle file.
+        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
+            (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
-        port: 0 picks a free one.
         device: cpu, or cuda:N.
         dtype: compute type; the device's default if absent.
         queue: requests that may wait for the running one; more are refused as busy.
         threads: for compute; chosen from the cores of this process if absent.
+        deadline_ms: refuse requests that would begin later than this after their arrival.
+        api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
+        tls_cert: PEM file; encrypts openpi, http and lerobot.
+        tls_key: PEM file.
+        record: folder for requests and replies, for `sinew client --replay`.
+        access_log: file for one JSON line per request, or - for standard error.
         verbose: log more.
     """
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    config = ServerConfig(host=host, port=port, queue_size=queue)
-    server = Server(config)
+    _set_up_logs(verbose, access_log)
+    listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key)
+    api_key = _api_key(api_key_file)
+    wires = open_wires(parse(wire or ()), listen)
+    process = Process(wires)
     finished = True
     try:
         if not bundle.is_file():
             raise BundleError(f"{bundle}: no such file")
-        if not config.is_loopback:
-            logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
-        with server.signals():
-            finished = _load_and_run(server, bundle, device, dtype, threads)
+        if not listen.is_loopback:
+            _warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
+        from sinew.serve.recorder import Recorder
+
+        recorder = Recorder(record) if record is not None else None
+        with process.signals():
+            finished = _load_and_run(
+                process, bundle, device, dtype, threads, queue, api_key, deadline_ms, recorder
+            )
+        if recorder is not None:
+            recorder.close()
     finally:
-        server.close()
+        process.close()
     if not finished:
         # A stage of a big model may take seconds and nothing can interrupt it. There is nothing to save,
         # and a thread inside torch while the interpreter is taken down would crash it.
@@ -78,37 +100,57 @@ def serve(
     return 0
 
 
-def _load_and_run(server: Server, bundle: Path, device: str, dtype: str | None, threads: int | None) -> bool:
+def _load_and_run(
+    process: Process,
+    bundle: Path,
+    device: str,
+    dtype: str | None,
+    threads: int | None,
+    queue: int,
+    api_key: str,
+    deadline_ms: float | None,
+    recorder: Recorder | None,
+) -> bool:
     """Returns False when a thread is still inside the model."""
     scheduler = None
     try:
         import torch
 
         import sinew
+        from sinew.serve.scheduler import Scheduler
+        from sinew.serve.service import Service
 
         reason = "asked for"
         if threads is None:
             threads, reason = machine.recommended_threads()
         torch.set_num_threads(threads)
-        logger.info(
-            "listening on %s; loading %s with %d threads (%s)", server.address, bundle, threads, reason
-        )
+        addresses = ", ".join(wire.address for wire in process.wires)
+        logger.info("listening on %s; loading %s with %d threads (%s)", addresses, bundle, threads, reason)
         policy = sinew.load(bundle, device=device, dtype=dtype)
-        scheduler = Scheduler(policy, queue_size=server.config.queue_size)
+        scheduler = Scheduler(policy, queue_size=queue)
         scheduler.start()
-        wire = NativeWire(policy.spec, policy.padded_state_dim, policy.padded_action_dim)
-        print(ready_text(policy, server), flush=True)
-        return server.run(scheduler, wire, describe(policy, threads))
+        service = Service(
+            scheduler,
+            policy.spec,
+            describe(policy, threads),
+            padded_state_dim=policy.padded_state_dim,
+            padded_action_dim=policy.padded_action_dim,
+            api_key=api_key,
+            deadline_ms=deadline_ms,
+            recorder=recorder,
+        )
+        wires = tuple(process.wires)
+        return process.run(service, lambda: print(ready_text(policy, wires), flush=True))
     except KeyboardInterrupt:
         logger.info("stopped before the server was ready")
         if scheduler is None:
             return True
         scheduler.stop()
-        return scheduler.join(server.config.grace_s)
+        return scheduler.join(GRACE_S)
 
 
 def describe(policy: Policy, threads: int) -> dict[str, Any]:
-    """The answer to METADATA requests."""
+    """What the server says about itself and the policy."""
     return {
         "server": {
             "name": "sinew",
@@ -124,45 +166,24 @@ def describe(policy: Policy, threads: int) -> dict[str, Any]:
     }
 
 
-def ready_text(policy: Policy, server: Server) -> str:
-    """The address, what the bundle expects, and a program that asks for one chunk."""
+def ready_text(policy: Policy, wires: Sequence[Wire]) -> str:
+    """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
     spec = policy.spec
     sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
     cameras = [
         f"{camera.name}: uint8 [{camera.height}, {camera.width}, 3] RGB, {sizes}" for camera in spec.cameras
     ]
     lines = [
-        f"ready on {server.address}",
+        f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
         f"  policy   {spec.name} ({spec.architecture}), {policy.dtype} on {policy.device}",
         *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
-        "  ask it with",
-        "",
     ]
-    return "\n".join(lines + [f"    {line}" for line in client_program(spec, _client_address(server))]) + "\n"
-
-
-def client_program(spec: PolicySpec, address: str) -> list[str]:
-    """Lines of Python that run as they are where ``sinew-client`` is installed."""
-    images = [
-        f'        "{camera.name}": np.zeros(({camera.height}, {camera.width}, 3), np.uint8),'
-        for camera in spec.cameras
-    ]
-    return [
-        "import numpy as np",
-        "from sinew_client import Client",
-        "",
-        "observation = {",
-        '    "images": {',
-        *images,
-        "    },",
-        f'    "state": np.zeros({spec.state.dim}, np.float32),',
-        '    "prompt": "pick up the red cube",',
-        "}",
-        f'with Client("{address}") as policy:',
-        f"    print(policy.infer(observation).actions)  # float32 [{spec.chunk_size}, {spec.action.dim}]",
-    ]
+    for wire in wires:
+        program = [f"    {line}" for line in wire.guide(spec)]
+        lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]
+    return "\n".join(lines)
 
 
 def _vector(spec: VectorSpec) -> str:
@@ -173,9 +194,42 @@ def _vector(spec: VectorSpec) -> str:
     return f"{spec.dim} numbers" + (f": {', '.join(names)}" if names else "")
 
 
-def _client_address(server: Server) -> str:
-    """Where clients connect: this machine's name in place of an address that means every interface."""
-    for wildcard in ("0.0.0.0", "[::]"):  # noqa: S104 - looked for, not bound
-        if f"//{wildcard}:" in server.address:
-            return server.address.replace(wildcard, socket.gethostname())
-    return server.address
+def _api_key(path: Path | None) -> str:
+    if path is None:
+        return os.environ.get(KEY_VARIABLE, "")
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SinewError(f"--api-key-file {path}: {error}") from error
+    if not key:
+        raise SinewError(f"--api-key-file {path}: the file is empty")
+    return key
+
+
+def _warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> None:
+    if not key:
+        logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
+    plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
+    if plain:
+        logger.warning("frames, actions and keys travel unencrypted on %s", ", ".join(plain))
+
+
+def _set_up_logs(verbose: bool, access_log: str | None) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    for name in ("aiohttp.access", "grpc._cython.cygrpc", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    access = logging.getLogger("sinew.access")
+    access.propagate = False
+    access.disabled = access_log is None
+    if access_log is not None:
+        try:
+            handler = logging.StreamHandler() if access_log == "-" else logging.FileHandler(access_log)
+        except OSError as error:
+            raise SinewError(f"--access-log {access_log}: {error.strerror}") from error
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        access.addHandler(handler)
+        access.setLevel(logging.INFO)

@@ -21,7 +21,7 @@ def serving(bundle: Path, log: Path, *arguments: str) -> Iterator[str]:
 
     Raises :class:`SinewError` when it does not start, or does not end cleanly.
     """
-    command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--port", "0", *arguments]
+    command = [sys.executable, "-m", "sinew", "serve", str(bundle), "--wire", "native:0", *arguments]
     with (
         log.open("w") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,

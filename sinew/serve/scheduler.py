@@ -2,7 +2,10 @@
 
 A job passes through a *decode* thread (bytes to a checked observation) and an *inference* thread. Two,
 so that unpacking the next request's JPEGs overlaps the running inference and a bad request is refused
-without waiting its turn, and so that the thread of the sockets never does either.
+without waiting its turn, and so that the threads of the sockets never do either.
+
+A robot wants the action for what it sees now. So a waiting job is replaced by a newer one of its session,
+and a job whose deadline has passed when its turn comes is answered with an error instead of computed.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -29,6 +32,18 @@ class ShuttingDownError(SinewError):
         super().__init__("the server is shutting down")
 
 
+class SupersededError(SinewError):
+    """A newer observation of the same session arrived while this one waited; it was not computed."""
+
+    code = "superseded"
+
+
+class DeadlineError(SinewError):
+    """The request's deadline passed while it waited; it was not computed."""
+
+    code = "deadline"
+
+
 class RunnablePolicy(Protocol):
     """What the scheduler asks of a policy."""
 
@@ -37,23 +52,44 @@ class RunnablePolicy(Protocol):
     def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk: ...
 
 
+Outcome = ActionChunk | SinewError
+
+
 class Job:
     """One request on its way. ``on_done`` is called exactly once, on whatever thread ends the job.
 
-    Setting ``cancel`` abandons the job: when its turn comes, or between two stages if it runs.
+    accepted: when it was submitted, ``time.perf_counter()`` seconds.
     """
 
-    __slots__ = ("accepted", "answered", "cancel", "decode", "decode_s", "observation", "on_done")
+    __slots__ = (
+        "accepted",
+        "answered",
+        "cancel",
+        "deadline",
+        "decode",
+        "decode_s",
+        "observation",
+        "on_done",
+        "session",
+        "waiting",
+    )
 
     def __init__(
-        self, decode: Callable[[], Observation], on_done: Callable[[ActionChunk | SinewError], None]
+        self,
+        decode: Callable[[], Observation],
+        on_done: Callable[[Outcome], None],
+        session: Hashable | None = None,
+        deadline: float | None = None,
     ):
         self.decode = decode
         self.on_done = on_done
+        self.session = session
+        self.deadline = deadline
         self.accepted = time.perf_counter()
         self.decode_s = 0.0
         self.observation: Observation | None = None
         self.cancel = threading.Event()
+        self.waiting = True
         self.answered = False
 
 
@@ -70,9 +106,10 @@ class Scheduler:
         self.queue_size = queue_size
         self._received: SimpleQueue[Job | None] = SimpleQueue()
         self._ready: SimpleQueue[Job | None] = SimpleQueue()
-        self._lock = threading.Lock()  # guards the counters and the order of submit and stop
+        self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
         self._waiting = 0
-        self._counts = {"served": 0, "failed": 0, "busy": 0}
+        self._newest: dict[Hashable, Job] = {}  # the waiting job of each session that has one
+        self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0}
         self._stopping = False
         self._running: Job | None = None
         self._warm = threading.Event()
@@ -94,25 +131,49 @@ class Scheduler:
             raise self._warm_up_error
 
     def submit(
-        self, decode: Callable[[], Observation], on_done: Callable[[ActionChunk | SinewError], None]
+        self,
+        decode: Callable[[], Observation],
+        on_done: Callable[[Outcome], None],
+        *,
+        session: Hashable | None = None,
+        deadline: float | None = None,
     ) -> Job:
         """Queue a job. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error.
 
+        session: a job of the same session that still waits is answered with SupersededError now, and this
+        one takes its place in the count. deadline: ``time.perf_counter()`` seconds.
+
         Raises BusyError or ShuttingDownError, and then does not call ``on_done``.
         """
-        job = Job(decode, on_done)
+        job = Job(decode, on_done, session, deadline)
         with self._lock:
             if self._stopping:
                 raise ShuttingDownError
-            if self._waiting >= self.queue_size:
+            older = self._newest.get(session) if session is not None else None
+            if older is None and self._waiting >= self.queue_size:
                 self._counts["busy"] += 1
                 raise BusyError(f"the queue is full: {self._waiting} requests wait")
+            if older is not None:
+                self._leave(older)
+                self._counts["superseded"] += 1
+            if session is not None:
+                self._newest[session] = job
             self._waiting += 1
             self._received.put(job)
+        if older is not None:
+            self._finish(older, SupersededError("a newer observation of this session has arrived"))
         return job
 
+    def cancel(self, job: Job) -> None:
+        """Nobody waits for this job any more: end it now if it waits, between two stages if it runs."""
+        job.cancel.set()
+        with self._lock:
+            waited = self._leave(job)
+        if waited:
+            self._finish(job, CancelledError("the client left"))
+
     def stats(self) -> dict[str, int | bool]:
-        """Counters since the start: waiting, running, served, failed, busy."""
+        """Now: waiting, running. Since the start: served, failed, busy, superseded, late."""
         with self._lock:
             return {"waiting": self._waiting, "running": self._running is not None, **self._counts}
 
@@ -149,6 +210,8 @@ class Scheduler:
 
     def _decode_loop(self) -> None:
         while (job := self._received.get()) is not None:
+            if job.answered:
+                continue
             start = time.perf_counter()
             try:
                 self._raise_if_abandoned(job)
@@ -171,18 +234,24 @@ class Scheduler:
             self._warm.set()
         while (job := self._ready.get()) is not None:
             with self._lock:
-                self._waiting -= 1
+                if not self._leave(job):
+                    continue  # superseded, cancelled or failed by stop()
                 self._running = job
             outcome = self._run(job)
             with self._lock:
                 self._running = None
                 self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
+                self._counts["late"] += isinstance(outcome, DeadlineError)
             self._finish(job, outcome)
 
-    def _run(self, job: Job) -> ActionChunk | SinewError:
-        queue_s = time.perf_counter() - job.accepted - job.decode_s
+    def _run(self, job: Job) -> Outcome:
+        now = time.perf_counter()
+        queue_s = now - job.accepted - job.decode_s
         try:
             self._raise_if_abandoned(job)
+            if job.deadline is not None and now > job.deadline:
+                late = 1e3 * (now - job.deadline)
+                raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
             assert job.observation is not None  # set by the decode thread
             chunk = self.policy.infer(job.observation, cancel=job.cancel)
             return replace(chunk, timing=replace(chunk.timing, queue_ms=queue_s * 1e3))
@@ -195,13 +264,22 @@ class Scheduler:
         if job.cancel.is_set():
             raise CancelledError("the request was cancelled")
 
+    def _leave(self, job: Job) -> bool:
+        """Count a job out of the waiting ones; False if it was not among them. With the lock held."""
+        if not job.waiting:
+            return False
+        job.waiting = False
+        self._waiting -= 1
+        if self._newest.get(job.session) is job:
+            del self._newest[job.session]
+        return True
+
     def _abandon(self, job: Job, error: Exception) -> None:
         with self._lock:
-            self._waiting -= 1
-            self._counts["failed"] += 1
+            self._counts["failed"] += self._leave(job)
         self._finish(job, self._presentable(error))
 
-    def _finish(self, job: Job, outcome: ActionChunk | SinewError) -> None:
+    def _finish(self, job: Job, outcome: Outcome) -> None:
         with self._lock:
             answered, job.answered = job.answered, True
         if answered:

@@ -1,6 +1,6 @@
 """The native wire: Protobuf messages of ``sinew_client``'s ``sinew.proto``, a superset of vla.cpp's.
 
-A request is first looked over without parsing (:meth:`NativeWire.peek`), which finds what the loop
+A request is first looked over without parsing (:meth:`NativeCodec.peek`), which finds what the loop
 needs to route it and refuses what would make the parser allocate without bound; ``decode`` then parses
 it and checks its form. What the values mean (finite numbers, camera names, an instruction that is not
 empty) is for :meth:`sinew.Policy.check`, the same for every wire.
@@ -12,9 +12,11 @@ vla.cpp's clients send token ids, a zero-padded state and unnamed images, and re
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import struct
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from google.protobuf.message import DecodeError
 from sinew_client.schema import Image, PredictRequest, PredictResponse
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.serve.listen import reachable
+from sinew.serve.service import Service
 from sinew.serve.wires.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
 
 Payload = bytes | memoryview
@@ -59,25 +63,32 @@ class Header:
     request_id: int = 0
     session: str = ""
     native: bool = False
+    deadline_ms: float | None = None
+    api_key: str = ""
     error: RequestError | None = None
 
 
-class NativeWire:
-    """The codec for one policy.
+class NativeCodec:
+    """The codec for one policy."""
 
-    padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
-    """
+    name = "native"
 
-    def __init__(self, spec: PolicySpec, padded_state_dim: int, padded_action_dim: int):
-        self.spec = spec
-        self.padded_state_dim = padded_state_dim
-        self.padded_action_dim = padded_action_dim
+    spec: PolicySpec
+    padded_state_dim: int  # the model's own widths, which vla.cpp's clients use
+    padded_action_dim: int
+
+    def bind(self, service: Service) -> None:
+        self.service = service
+        self.spec = service.spec
+        self.padded_state_dim = service.padded_state_dim
+        self.padded_action_dim = service.padded_action_dim
 
     # ------------------------------------------------------------------------- requests
 
     def peek(self, payload: Payload) -> Header:
         """Look a request over without parsing it. Never raises: a refusal is in the header."""
         kind, request_id, session, native, error = 0, 0, "", False, None
+        deadline_ms, api_key = None, ""
         count, images, beside = 0, 0, 0
         buffer = memoryview(payload)
         try:
@@ -94,6 +105,10 @@ class NativeWire:
                     kind = value
                 elif number == _FIELD["session"] and wire_type == _BYTES:
                     session = str(buffer[end - value : end], "utf-8", "replace")
+                elif number == _FIELD["api_key"] and wire_type == _BYTES:
+                    api_key = str(buffer[end - value : end], "utf-8", "replace")
+                elif number == _FIELD["deadline_ms"] and wire_type == _FIXED32:
+                    (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
                 elif number == _FIELD["precomputed_img_emb"]:
                     raise RequestError("precomputed_img_emb: not supported; send images")
                 if count > MAX_FIELDS:
@@ -108,7 +123,23 @@ class NativeWire:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
         except RequestError as refusal:
             kind, error = Kind.INFER, refusal
-        return Header(Kind(kind), request_id, session, native, error)
+        return Header(Kind(kind), request_id, session, native, deadline_ms, api_key, error)
+
+    def authorize(self, header: Header) -> None:
+        self.service.authorize(header.api_key)
+
+    def control(self, header: Header) -> bytes | None:
+        if header.kind == Kind.INFER:
+            return None
+        if header.kind == Kind.METADATA:
+            return self.encode_metadata(header, self.service.metadata)
+        if header.kind == Kind.HEALTH:
+            return self.encode_metadata(header, self.service.health())
+        self.service.reset(header.session)
+        return self.encode_metadata(header, {})
+
+    def decoders(self, _header: Header, payload: Payload) -> Sequence[Callable[[], Observation]]:
+        return [partial(self.decode, payload)]
 
     def decode(self, payload: Payload) -> Observation:
         """The observation of an INFER request that ``peek`` did not refuse.
@@ -173,8 +204,8 @@ class NativeWire:
 
     # ------------------------------------------------------------------------- replies
 
-    def encode_chunk(self, header: Header, chunk: ActionChunk, server_ms: float) -> bytes:
-        """``server_ms``: from the request's arrival to now."""
+    def encode(self, header: Header, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
+        (chunk,) = chunks
         timing = chunk.timing
         reply = PredictResponse(
             request_id=header.request_id,
@@ -204,13 +235,12 @@ class NativeWire:
             reply.action_chunk.extend(padded.ravel().tolist())
         return reply.SerializeToString()
 
-    def encode_error(self, header: Header, error: SinewError) -> bytes:
+    def encode_error(self, header: Header | None, error: SinewError) -> bytes:
         text = str(error) or error.code
         if len(text) > MAX_ERROR_TEXT:  # it may quote what came
             text = text[:MAX_ERROR_TEXT] + " ..."
-        return PredictResponse(
-            request_id=header.request_id, error=text, error_code=error.code
-        ).SerializeToString()
+        request_id = 0 if header is None else header.request_id
+        return PredictResponse(request_id=request_id, error=text, error_code=error.code).SerializeToString()
 
     def encode_metadata(self, header: Header, content: dict[str, Any]) -> bytes:
         """The answer to METADATA and HEALTH; for RESET ``content`` is empty."""
@@ -218,6 +248,26 @@ class NativeWire:
         if content:
             reply.metadata = json.dumps(content)
         return reply.SerializeToString()
+
+    def guide(self, spec: PolicySpec, address: str) -> list[str]:
+        images = [
+            f'        "{camera.name}": np.zeros(({camera.height}, {camera.width}, 3), np.uint8),'
+            for camera in spec.cameras
+        ]
+        return [
+            "import numpy as np",
+            "from sinew_client import Client",
+            "",
+            "observation = {",
+            '    "images": {',
+            *images,
+            "    },",
+            f'    "state": np.zeros({spec.state.dim}, np.float32),',
+            '    "prompt": "pick up the red cube",',
+            "}",
+            f'with Client("{reachable(address)}") as policy:',
+            f"    print(policy.infer(observation).actions)  # float32 [{spec.chunk_size}, {spec.action.dim}]",
+        ]
 
 
 def _frame(camera: str, image: Image, budget: PixelBudget) -> np.ndarray:

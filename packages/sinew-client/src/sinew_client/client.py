@@ -26,6 +26,7 @@ class Client:
         Safe, because an inference changes nothing on the server; but a late robot may rather want
         to send a fresh observation, so the default is 0.
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
+    api_key: where the server wants one. It travels unencrypted.
 
     A REQ socket that missed its reply can never be used again, so it is thrown away after a timeout
     and the next call opens a new one: a server that comes back is found without further ado.
@@ -41,6 +42,7 @@ class Client:
         timeout: float = 10.0,
         retries: int = 0,
         jpeg_quality: int | None = None,
+        api_key: str = "",
     ):
         if jpeg_quality is not None:
             try:
@@ -51,6 +53,7 @@ class Client:
         self.timeout = timeout
         self.retries = retries
         self.jpeg_quality = jpeg_quality
+        self.api_key = api_key
         self._lock = threading.Lock()
         self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
         self._context = zmq.Context()
@@ -71,14 +74,15 @@ class Client:
         observation: ``images`` {camera: uint8 [height, width, 3] RGB, or float in [0, 1], or the bytes
             of a JPEG or PNG file}, ``state`` float [D] in world units, ``prompt`` (or ``tokens``,
             integers [L]); optional: ``noise`` float [H, noise_dim], ``seed``, ``solver_steps``,
-            ``session``, ``time``.
+            ``session`` (a waiting request is replaced by a newer one of its session), ``time``, ``deadline_ms``
+            (the server refuses the request instead of beginning it later than this after its arrival).
         timeout: seconds, for this call only.
 
         Raises InvalidObservation before sending, RequestTimeout, ServerError.
         """
         start = time.perf_counter()
         request_id = next(self._ids)
-        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality)
+        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key)
         reply = self._ask(payload, request_id, timeout)
         chunk = protocol.decode_chunk(reply)
         return replace(chunk, round_trip_ms=(time.perf_counter() - start) * 1e3)
@@ -113,7 +117,8 @@ class Client:
 
     def _control(self, kind: str, session: str, timeout: float | None) -> dict:
         request_id = next(self._ids)
-        reply = self._ask(protocol.encode_control(kind, request_id, session), request_id, timeout)
+        payload = protocol.encode_control(kind, request_id, session, self.api_key)
+        reply = self._ask(payload, request_id, timeout)
         return protocol.decode_metadata(reply) if reply.metadata else {}
 
     def _ask(self, payload: bytes, request_id: int, timeout: float | None):

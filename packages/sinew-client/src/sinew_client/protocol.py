@@ -24,6 +24,7 @@ OBSERVATION_KEYS = (
     "solver_steps",
     "session",
     "time",
+    "deadline_ms",
 )
 
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
@@ -67,7 +68,9 @@ class ActionChunk:
     round_trip_ms: float = 0.0
 
 
-def encode_infer(observation: Mapping[str, Any], request_id: int, jpeg_quality: int | None = None) -> bytes:
+def encode_infer(
+    observation: Mapping[str, Any], request_id: int, jpeg_quality: int | None = None, api_key: str = ""
+) -> bytes:
     """An INFER request. Raises :class:`InvalidObservation` naming the field that does not fit."""
     for key in observation:
         if key not in OBSERVATION_KEYS:
@@ -79,7 +82,9 @@ def encode_infer(observation: Mapping[str, Any], request_id: int, jpeg_quality: 
     if not isinstance(images, Mapping):
         raise InvalidObservation(f"images: expected a dict of camera name to frame, got {type(images)}")
 
-    request = schema.PredictRequest(request_id=request_id, camera_names=[str(name) for name in images])
+    request = schema.PredictRequest(
+        request_id=request_id, camera_names=[str(name) for name in images], api_key=api_key
+    )
     request.raw_state.extend(_floats("state", observation["state"], ndim=1).tolist())
     if observation.get("noise") is not None:
         request.noise.extend(_floats("noise", observation["noise"], ndim=2).reshape(-1).tolist())
@@ -88,7 +93,7 @@ def encode_infer(observation: Mapping[str, Any], request_id: int, jpeg_quality: 
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidObservation(f"tokens: expected integers [L], got {_describe(tokens)}")
         _assign("tokens", request.lang_tokens.extend, tokens.tolist())
-    for key in ("prompt", "session", "seed", "solver_steps", "time"):
+    for key in ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms"):
         value = observation.get(key)
         if value is not None:
             # numpy scalars are common here and protobuf 3.20 does not take all of them
@@ -105,10 +110,11 @@ def encode_infer(observation: Mapping[str, Any], request_id: int, jpeg_quality: 
     return b"".join(parts)
 
 
-def encode_control(kind: str, request_id: int, session: str = "") -> bytes:
+def encode_control(kind: str, request_id: int, session: str = "", api_key: str = "") -> bytes:
     """A request without an observation. ``kind``: "METADATA", "HEALTH" or "RESET"."""
     number = schema.PredictRequest.Kind.Value(kind)
-    return schema.PredictRequest(kind=number, request_id=request_id, session=session).SerializeToString()
+    request = schema.PredictRequest(kind=number, request_id=request_id, session=session, api_key=api_key)
+    return request.SerializeToString()
 
 
 def decode_reply(payload: bytes, request_id: int):

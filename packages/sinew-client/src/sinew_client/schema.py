@@ -48,6 +48,8 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (105, "seed", "optional uint64"),
             (106, "solver_steps", "optional uint32"),
             (107, "time", "optional double"),
+            (108, "deadline_ms", "optional float"),
+            (109, "api_key", "string"),
         ),
     },
     "Timing": {

@@ -1,0 +1,81 @@
+"""Where a wire listens, and what it lets in."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinew.core import SinewError
+
+
+class AddressError(SinewError):
+    """The address to listen on is in use or not this machine's."""
+
+    code = "bad_address"
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """host: an address of this machine; the default is reachable from this machine only. port: 0 picks a free one.
+
+    max_message_bytes: of one request. max_connections: open at once, where the wire can tell.
+    tls_cert, tls_key: PEM files, for the wires that can (openpi, http, lerobot).
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_message_bytes: int = 64 << 20
+    max_connections: int = 256
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def numeric_host(self) -> str:
+        """The host as an address: ZeroMQ does not look names up when binding. Raises OSError."""
+        if self.host in ("*", ""):
+            return "0.0.0.0"  # noqa: S104 - asked for by name
+        found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
+        found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # clients try 127.0.0.1 for localhost
+        return str(found[0][4][0])
+
+    def tcp_socket(self) -> socket.socket:
+        """A bound and listening socket; connections wait in its backlog until somebody accepts.
+
+        Raises :class:`AddressError`.
+        """
+        try:
+            host = self.numeric_host()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            made = socket.create_server((host, self.port), family=family, backlog=self.max_connections)
+        except OSError as error:
+            raise AddressError(f"cannot listen on {self.host}:{self.port}: {error.strerror}") from error
+        made.setblocking(False)
+        return made
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The server's side of TLS, if there are files for it. Raises SinewError for files that do not do."""
+        if self.tls_cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise SinewError(f"TLS: {self.tls_cert}, {self.tls_key}: {error}") from error
+        return context
+
+
+def reachable(address: str) -> str:
+    """``address`` as a client writes it: this machine's name in place of one that means every interface."""
+    for wildcard in ("0.0.0.0", "[::]"):  # noqa: S104 - looked for, not bound
+        if f"//{wildcard}:" in address:
+            return address.replace(wildcard, socket.gethostname())
+    return address

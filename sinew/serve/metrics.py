@@ -1,0 +1,85 @@
+"""What Prometheus reads: latency by stage, queue, deadlines, sessions, errors by kind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from sinew.core import ActionChunk, SinewError
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+# Seconds: from a small policy on a large GPU to a large one on two cores.
+BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.033, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STAGES = ("queue", "preprocess", "vision", "prefix", "solver", "postprocess")
+SESSION_S = 30.0  # a session that was silent for longer is over
+MAX_SESSIONS = 10_000  # remembered at once: names come from clients
+
+
+class Metrics:
+    """stats: the scheduler's counters. Thread-safe."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, int | bool]]):
+        self._registry = own = CollectorRegistry()
+        self._requests = Counter(
+            "sinew_requests",
+            "By wire and outcome: ok, or the error's code",
+            ["wire", "outcome"],
+            registry=own,
+        )
+        self._latency = Histogram(
+            "sinew_request_seconds", "From arrival to reply", ["wire"], buckets=BUCKETS, registry=own
+        )
+        stage = Histogram("sinew_stage_seconds", "Time by stage", ["stage"], buckets=BUCKETS, registry=own)
+        self._stages = {name: stage.labels(name) for name in STAGES}
+        self._missed = Counter(
+            "sinew_deadline_misses", "Answered or refused after their deadline", ["wire"], registry=own
+        )
+        self._connections = Gauge("sinew_connections", "Open connections", ["wire"], registry=own)
+        for name, about, value in (
+            ("sinew_queue_depth", "Requests that wait", lambda: stats()["waiting"]),
+            ("sinew_running", "1 during an inference", lambda: stats()["running"]),
+            ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
+        ):
+            Gauge(name, about, registry=own).set_function(value)
+        self._lock = threading.Lock()
+        self._heard: dict[Hashable, float] = {}
+
+    def request(self, wire: str, outcome: ActionChunk | SinewError, seconds: float, missed: bool) -> None:
+        """One request has been answered. missed: after its deadline."""
+        self._requests.labels(wire, outcome.code if isinstance(outcome, SinewError) else "ok").inc()
+        if missed:
+            self._missed.labels(wire).inc()
+        if isinstance(outcome, SinewError):
+            return
+        self._latency.labels(wire).observe(seconds)
+        timing = outcome.timing
+        for name, stage in self._stages.items():
+            stage.observe(getattr(timing, f"{name}_ms") / 1e3)
+
+    def connection(self, wire: str, change: int) -> None:
+        """A connection has been opened (+1) or closed (-1)."""
+        self._connections.labels(wire).inc(change)
+
+    def session(self, name: Hashable) -> None:
+        """A request of this session has come."""
+        now = time.monotonic()
+        with self._lock:
+            self._heard.pop(name, None)  # the newest stand last
+            self._heard[name] = now
+            while len(self._heard) > MAX_SESSIONS or now - next(iter(self._heard.values())) > SESSION_S:
+                del self._heard[next(iter(self._heard))]
+
+    @property
+    def sessions(self) -> int:
+        now = time.monotonic()
+        with self._lock:
+            return sum(now - heard <= SESSION_S for heard in self._heard.values())
+
+    def exposition(self) -> bytes:
+        """All of it in Prometheus' text format, ``CONTENT_TYPE``."""
+        return generate_latest(self._registry)

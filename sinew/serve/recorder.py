@@ -1,0 +1,150 @@
+"""Requests and replies on disk, one ``.npz`` file each, so that a problem in the field can be replayed at a desk.
+
+A file holds ``images/<camera>``, ``state`` and, where they came, ``noise`` and ``tokens``; ``actions`` or nothing;
+and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one. numpy
+reads it without pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any
+
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, SinewError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 32  # records that may wait for the disk; beyond, they are dropped and counted
+_PLAIN = ("prompt", "solver_steps", "session", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """observation: with the seed that drew the noise, so that it gives the same actions again.
+    actions: None where the reply was the error in ``error`` ([code] message)."""
+
+    path: Path
+    wire: str
+    observation: Observation
+    actions: np.ndarray | None
+    error: str
+    meta: dict[str, Any]
+
+
+class Recorder:
+    """Writes from a thread of its own; a slow disk costs records, never latency.
+
+    limit_bytes: of all files together; recording ends there with a warning.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int = 8 << 30):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            numbers = [int(path.stem) for path in directory.glob("*.npz") if path.stem.isdigit()]
+        except OSError as error:
+            raise SinewError(f"--record {directory}: {error.strerror}") from error
+        self.directory = directory
+        self._left = limit_bytes
+        self._number = max(numbers, default=0)
+        self._dropped = 0
+        self._queue: Queue[tuple[Any, ...] | None] = Queue(BACKLOG)
+        self._thread = threading.Thread(target=self._loop, name="sinew-record", daemon=True)
+        self._thread.start()
+
+    def put(
+        self, wire: str, session: str, observation: Observation, outcome: ActionChunk | SinewError
+    ) -> None:
+        """Keep one request and its answer. Never blocks."""
+        try:
+            self._queue.put_nowait((time.time(), wire, session, observation, outcome))
+        except Full:
+            self._dropped += 1
+            if self._dropped == 1:
+                logger.warning("the disk is slower than the requests: records are being dropped")
+
+    def close(self) -> None:
+        """Write what is there."""
+        self._queue.put(None)
+        self._thread.join()
+        if self._dropped:
+            logger.warning("%d records were dropped", self._dropped)
+
+    def _loop(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            if self._left <= 0:
+                continue
+            try:
+                self._write(*entry)
+            except OSError as error:
+                logger.warning("recording ends: %s", error)
+                self._left = 0
+            if self._left <= 0:
+                logger.warning("recording has ended: the limit is reached, or the disk is full")
+
+    def _write(
+        self,
+        when: float,
+        wire: str,
+        session: str,
+        observation: Observation,
+        outcome: ActionChunk | SinewError,
+    ) -> None:
+        arrays: dict[str, Any] = {
+            f"images/{name}": np.asarray(frame) for name, frame in observation.images.items()
+        }
+        arrays["state"] = np.asarray(observation.state)
+        for name in ("noise", "tokens"):
+            if getattr(observation, name) is not None:
+                arrays[name] = np.asarray(getattr(observation, name))
+        meta = {"recorded": when, "wire": wire, **{name: getattr(observation, name) for name in _PLAIN}}
+        meta["session"] = session or observation.session
+        if isinstance(outcome, SinewError):
+            meta |= {"error": f"[{outcome.code}] {outcome}", "seed": observation.seed}
+        else:
+            arrays["actions"] = outcome.actions
+            meta |= {"seed": outcome.seed, "total_ms": outcome.timing.total_ms}
+        arrays["meta"] = np.array(json.dumps(meta))
+        self._number += 1
+        path = self.directory / f"{self._number:08d}.npz"
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(file, **arrays)  # plain dtypes only: nothing is pickled
+            self._left -= file.tell()
+        part.rename(path)  # a kill leaves no half file under the real name
+
+
+def read_records(directory: Path) -> Iterator[Record]:
+    """The records of a folder, oldest first. Raises :class:`SinewError` for a file that is none."""
+    paths = sorted(directory.glob("*.npz"))
+    if not paths:
+        raise SinewError(f"{directory}: no records (*.npz) there")
+    for path in paths:
+        yield read_record(path)
+
+
+def read_record(path: Path) -> Record:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        meta = json.loads(str(arrays["meta"]))
+        observation = Observation(
+            images={name[7:]: frame for name, frame in arrays.items() if name.startswith("images/")},
+            state=arrays["state"],
+            noise=arrays.get("noise"),
+            tokens=arrays.get("tokens"),
+            seed=meta["seed"],
+            **{name: meta[name] for name in _PLAIN},
+        )
+        return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise SinewError(f"{path}: not a record ({type(error).__name__}: {error})") from error

@@ -1,0 +1,233 @@
+"""What every wire talks to: one policy behind one scheduler, with keys, deadlines, metrics and a recorder.
+
+A wire owns its sockets and its codec. It hands over an :class:`Inference` and gets a chunk or an error
+back; health, metadata, authentication, what is counted, logged and recorded are the same for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError
+from sinew.serve.metrics import Metrics
+from sinew.serve.recorder import Recorder
+from sinew.serve.scheduler import Job, Outcome, Scheduler, ShuttingDownError
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("sinew.access")
+
+
+class UnauthorizedError(SinewError):
+    """The server wants a key, and the request came without one or with another."""
+
+    code = "unauthorized"
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """One request as a wire hands it over.
+
+    decode: makes the observation of the bytes that came; runs on the scheduler's decode thread, and raises
+        a SinewError that names the field where it cannot.
+    client: the peer, for the log. session: the client's name for its episode; requests of one session
+        replace each other while they wait. Empty: none.
+    deadline_ms: from ``arrived`` on; a request whose turn comes later is not computed.
+    arrived: ``time.perf_counter()`` when the last byte was there.
+    """
+
+    wire: str
+    decode: Callable[[], Observation]
+    client: str = ""
+    session: str = ""
+    deadline_ms: float | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+
+
+class Service:
+    """One policy for all wires. Every method may be called from any thread.
+
+    metadata: what the server says about itself and the policy, ready for JSON.
+    api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        spec: PolicySpec,
+        metadata: dict[str, Any],
+        *,
+        padded_state_dim: int = 0,
+        padded_action_dim: int = 0,
+        api_key: str = "",
+        deadline_ms: float | None = None,
+        recorder: Recorder | None = None,
+    ):
+        self.scheduler = scheduler
+        self.spec = spec
+        self.metadata = metadata
+        self.padded_state_dim = padded_state_dim
+        self.padded_action_dim = padded_action_dim
+        self.deadline_ms = deadline_ms
+        self.metrics = Metrics(scheduler.stats)
+        self._api_key = api_key
+        self._recorder = recorder
+        self._started = time.monotonic()
+        self._stopping = False
+
+    # ------------------------------------------------------------------------- inference
+
+    def submit(self, inference: Inference, on_done: Callable[[Outcome], None]) -> Job:
+        """Queue one inference. ``on_done`` is called exactly once, on a thread of the scheduler, and must
+        not block. Raises BusyError, ShuttingDownError or RequestError, and then does not call it."""
+        wait_ms = self.deadline_ms if inference.deadline_ms is None else inference.deadline_ms
+        if wait_ms is not None and not wait_ms > 0:
+            raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
+        deadline = None if wait_ms is None else inference.arrived + wait_ms / 1e3
+        seen: list[Observation] = []
+
+        def decode() -> Observation:
+            observation = inference.decode()
+            if self._recorder is not None:
+                seen.append(observation)
+            return observation
+
+        def done(outcome: Outcome) -> None:
+            self._account(inference, outcome, deadline)
+            if self._recorder is not None and seen:
+                self._recorder.put(inference.wire, inference.session, seen[0], outcome)
+            on_done(outcome)
+
+        if inference.session:
+            self.metrics.session((inference.wire, inference.session))
+        try:
+            session = (inference.wire, inference.session) if inference.session else None
+            return self.scheduler.submit(decode, done, session=session, deadline=deadline)
+        except SinewError as error:
+            self._account(inference, error, deadline)
+            raise
+
+    async def infer(self, inference: Inference) -> ActionChunk:
+        """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ActionChunk] = loop.create_future()
+
+        def settle(outcome: Outcome) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, SinewError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        job = self.submit(inference, lambda outcome: _call_soon(loop, settle, outcome))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.scheduler.cancel(job)
+            raise
+
+    def cancel(self, job: Job) -> None:
+        """The client of this job has left."""
+        self.scheduler.cancel(job)
+
+    def reset(self, session: str = "") -> None:
+        """A new episode begins. No policy keeps state between requests yet, so there is nothing to forget."""
+
+    # ------------------------------------------------------------------------- everything else
+
+    def authorize(self, key: str | bytes | None) -> None:
+        """Raises :class:`UnauthorizedError` unless ``key`` is the server's, or the server has none."""
+        if not self._api_key:
+            return
+        given = key.encode() if isinstance(key, str) else key or b""
+        if not hmac.compare_digest(given, self._api_key.encode()):
+            raise UnauthorizedError("this server wants an API key, and the request brought none or another")
+
+    @property
+    def wants_key(self) -> bool:
+        return bool(self._api_key)
+
+    def health(self) -> dict[str, Any]:
+        """Status and counters, ready for JSON."""
+        return {
+            "status": "stopping" if self._stopping else "ok",
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            **self.scheduler.stats(),
+        }
+
+    def stopping(self) -> None:
+        """From now on ``health`` says so."""
+        self._stopping = True
+
+    def refused(self, wire: str, client: str, error: SinewError) -> None:
+        """Count and log a request that did not get as far as ``submit``."""
+        self._account(Inference(wire, _never, client), error, None)
+
+    def _account(self, inference: Inference, outcome: Outcome, deadline: float | None) -> None:
+        now = time.perf_counter()
+        error = outcome if isinstance(outcome, SinewError) else None
+        missed = deadline is not None and now > deadline
+        self.metrics.request(inference.wire, outcome, now - inference.arrived, missed)
+        if error is not None and not isinstance(error, ShuttingDownError):
+            logger.warning("%s: a request failed: %s", inference.wire, printable(error))
+        if access.isEnabledFor(logging.INFO):
+            access.info(json.dumps(_entry(inference, outcome, now - inference.arrived, missed)))
+
+
+class Wire(Protocol):
+    """One protocol on one address. The constructor claims the address (AddressError if it is taken), so that a
+    mistake shows before the model is loaded; until ``start`` clients wait."""
+
+    name: str
+    address: str  # what a client connects to, with its scheme
+
+    def start(self, service: Service) -> None:
+        """Begin to answer, on threads of the wire's own. Returns at once."""
+
+    def stop(self) -> None:
+        """Hand over the answers that are there, close and free the port. Also when never started."""
+
+    def guide(self, spec: PolicySpec) -> Sequence[str]:
+        """A program in lines that runs as it is and asks this server for one chunk, with the field's own client."""
+
+
+def printable(error: SinewError) -> str:
+    """For a log: an error may quote what a client sent, of any length and with line breaks in it."""
+    text = str(error)[:300]
+    return text if text.isprintable() else repr(text)
+
+
+def _entry(inference: Inference, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
+    """A line of the access log: who, when, how long; nothing of what was seen, said or done."""
+    entry: dict[str, Any] = {
+        "time": round(time.time(), 3),
+        "wire": inference.wire,
+        "client": inference.client,
+        "session": inference.session[:64],
+        "outcome": outcome.code if isinstance(outcome, SinewError) else "ok",
+        "ms": round(1e3 * seconds, 3),
+    }
+    if isinstance(outcome, ActionChunk):
+        entry["queue_ms"] = round(outcome.timing.queue_ms, 3)
+        entry["infer_ms"] = round(outcome.timing.total_ms, 3)
+    if missed:
+        entry["deadline_missed"] = True
+    return entry
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, settle: Callable[[Outcome], None], outcome: Outcome) -> None:
+    try:
+        loop.call_soon_threadsafe(settle, outcome)
+    except RuntimeError:  # the wire has stopped; nobody waits
+        logger.debug("an answer came after its wire had closed")
+
+
+def _never() -> Observation:
+    raise AssertionError("a refused request is not decoded")

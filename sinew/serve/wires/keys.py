@@ -1,0 +1,184 @@
+"""From the names that a client uses to an :class:`Observation`, for the wires whose messages are mappings.
+
+What a robot calls its cameras and joints belongs to the bundle (``PolicySpec.keys``). A bundle that says nothing
+for a wire is asked with its own names, in any of the spellings that the field's clients use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sinew.core import KeyMap, Observation, ObservationError, PolicySpec
+from sinew.serve.wires.frames import MAX_IMAGES, PixelBudget
+
+MAX_DEPTH = 4  # of nested containers
+MAX_KEYS = 256  # of one observation, all containers together
+MAX_PROMPT = 1 << 16  # characters
+
+# Spellings of a camera's and of the state's key in bundles without a key map for the wire; {} is the name.
+_CAMERA_KEYS = ("images/{}", "observation.images.{}", "observation/images/{}", "observation/{}", "{}")
+_STATE_KEYS = ("state", "observation.state", "observation/state")
+PROMPT_KEYS = ("prompt", "task", "instruction")
+
+
+def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Nested mappings as one, keys joined with "/". Raises ObservationError where it is too deep or too wide."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Mapping[Any, Any], path: str, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise ObservationError(path, f"at most {MAX_DEPTH} levels of containers", "more")
+        for key, value in node.items():
+            if not isinstance(key, (str, bytes)):
+                raise ObservationError(path or "observation", "text as keys", type(key).__name__)
+            name = key if isinstance(key, str) else key.decode("utf-8", "replace")
+            full = f"{path}/{name}" if path else name
+            if isinstance(value, Mapping):
+                walk(value, full, depth + 1)
+            else:
+                found[full] = value
+            if len(found) > MAX_KEYS:
+                raise ObservationError("observation", f"at most {MAX_KEYS} keys", "more")
+
+    walk(tree, "", 1)
+    return found
+
+
+def key_maps(spec: PolicySpec, wire: str) -> list[KeyMap]:
+    """What the bundle says of a wire; may be empty."""
+    return [keys for keys in spec.keys if keys.wire == wire]
+
+
+def camera_keys(spec: PolicySpec, wire: str) -> dict[str, str]:
+    """Camera -> the key under which this wire's clients send it; the first of the spellings that are taken."""
+    for keys in key_maps(spec, wire):
+        return {camera: key for key, camera in keys.images.items()}
+    return {camera.name: _CAMERA_KEYS[0].format(camera.name) for camera in spec.cameras}
+
+
+def state_keys(spec: PolicySpec, wire: str) -> tuple[str, ...]:
+    """The keys whose values, one after the other, are the state."""
+    for keys in key_maps(spec, wire):
+        return keys.state
+    return (_STATE_KEYS[0],)
+
+
+def prompt_key(spec: PolicySpec, wire: str) -> str:
+    for keys in key_maps(spec, wire):
+        return keys.prompt
+    return PROMPT_KEYS[0]
+
+
+def read_observation(flat: Mapping[str, Any], spec: PolicySpec, wire: str, **extra: Any) -> Observation:
+    """The observation in a flattened mapping of arrays, numbers and text. Unknown keys are left alone: robots send
+    more than one policy reads.
+
+    extra: further fields of the Observation. Raises ObservationError with the key that is missing or wrong.
+    """
+    maps = key_maps(spec, wire)
+    keys = next((k for k in maps if any(key in flat for key in k.images)), maps[0] if maps else None)
+    frames: dict[str, Any] = {}
+    for camera, candidates in _cameras(spec, keys).items():
+        key = next((key for key in candidates if key in flat), None)
+        if key is not None:
+            frames[camera] = (key, flat[key])
+    if not frames:
+        names = ", ".join(candidates[0] for candidates in _cameras(spec, keys).values())
+        raise ObservationError("images", f"a frame under one of the keys {names}", f"keys {_some(flat)}")
+    if len(frames) > MAX_IMAGES:
+        raise ObservationError("images", f"at most {MAX_IMAGES}", str(len(frames)))
+    budget = PixelBudget()
+    channels_first = keys.channels_first if keys is not None else None
+    images = {camera: frame(key, value, budget, channels_first) for camera, (key, value) in frames.items()}
+    return Observation(
+        images=images,
+        state=_state(flat, spec, keys),
+        prompt=_prompt(flat, (keys.prompt, *PROMPT_KEYS) if keys is not None else PROMPT_KEYS),
+        **extra,
+    )
+
+
+def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None = None) -> np.ndarray:
+    """One picture as uint8 (or float in [0, 1]) [height, width, 3].
+
+    channels_first: whether it comes as [3, height, width]; None: where only that fits. Leading axes of
+    length 1 are dropped.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind not in "uf" or (array.dtype.kind == "u" and array.dtype != np.uint8):
+        raise ObservationError(key, "uint8 or float pixels", f"dtype {array.dtype}")
+    while array.ndim > 3 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 3:
+        raise ObservationError(key, "[height, width, 3]", f"shape {list(array.shape)}")
+    if channels_first is None:
+        channels_first = array.shape[2] != 3
+    if channels_first and array.shape[0] == 3:
+        array = array.transpose(1, 2, 0)
+    if array.shape[2] != 3:
+        raise ObservationError(key, "three colour channels", f"shape {list(np.asarray(value).shape)}")
+    budget.take(key, array.shape[0], array.shape[1])
+    return array if array.dtype == np.uint8 else array.astype(np.float32, copy=False)
+
+
+def vector(key: str, value: Any) -> np.ndarray:
+    """Numbers as float64 [n]; a scalar is one number, and leading axes of length 1 are dropped."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ObservationError(key, "numbers", "a ragged sequence") from None
+    if array.dtype.kind not in "fiub":
+        raise ObservationError(key, "numbers", f"dtype {array.dtype}")
+    while array.ndim > 1 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim > 1:
+        raise ObservationError(key, "one row of numbers", f"shape {list(array.shape)}")
+    return array.astype(np.float64).reshape(-1)
+
+
+def text(key: str, value: Any) -> str:
+    """Text, or the one text in a list or array of one; bytes are taken as UTF-8."""
+    while isinstance(value, (list, tuple, np.ndarray)) and len(np.shape(value)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if not isinstance(value, str):
+        raise ObservationError(key, "text", type(value).__name__)
+    if len(value) > MAX_PROMPT:
+        raise ObservationError(key, f"at most {MAX_PROMPT} characters", str(len(value)))
+    return str(value)
+
+
+def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
+    if keys is not None:
+        return {camera: (key,) for key, camera in keys.images.items()}
+    return {camera.name: [form.format(camera.name) for form in _CAMERA_KEYS] for camera in spec.cameras}
+
+
+def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None) -> np.ndarray:
+    if keys is not None:
+        missing = [key for key in keys.state if key not in flat]
+        if missing:
+            raise ObservationError(missing[0], "numbers of the state", f"nothing; keys are {_some(flat)}")
+        return np.concatenate([vector(key, flat[key]) for key in keys.state])
+    for key in _STATE_KEYS:
+        if key in flat:
+            return vector(key, flat[key])
+    raise ObservationError("state", f"{spec.state.dim} numbers", f"nothing; keys are {_some(flat)}")
+
+
+def _prompt(flat: Mapping[str, Any], candidates: Iterable[str]) -> str:
+    for key in candidates:
+        if flat.get(key) is not None:
+            return text(key, flat[key])
+    return ""
+
+
+def _some(flat: Mapping[str, Any]) -> str:
+    names = sorted(str(name)[:40] for name in flat)
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "none"
