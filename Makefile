@@ -14,7 +14,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 .PHONY: help demo demo-full eval test test-all lint format bench env clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## the trained demo policy in closed loop, through server and client
 	$(BIN)/sinew demo --out build/demo
@@ -24,6 +24,9 @@ demo-full: $(READY) ## a random full-size policy: convert, serve, drive over a s
 
 eval: $(READY) ## 200 episodes of the demo policy, with intervals
 	$(BIN)/sinew eval sinew/assets/blocks.gguf --episodes 200 --out build/eval
+
+sim-%: $(READY) ## a simulator in an interpreter of its own: sim-aloha sim-pusht sim-metaworld sim-libero
+	$(BIN)/sinew eval --setup $*
 
 # One compute thread per worker: more threads than cores would spin against each other.
 test: $(READY) ## all tests that need no full-size weights
@@ -57,6 +60,8 @@ $(READY): $(SOURCES)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt hatchling editables
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-build-isolation \
 		-e ./packages/sinew-client -e '.[dev,sim]'
+	# The real client of a wire that tests talk to. Its metadata asks for numpy below 2, its code does not.
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps openpi-client==0.1.2
 	@touch $@
 
 clean: ## remove the environment and everything built

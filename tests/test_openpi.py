@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
@@ -25,50 +25,12 @@ from sinew.policy import Policy, load
 from sinew.processing.vector_steps import apply_steps
 from sinew.solvers import euler
 from tests.golden import assert_parity
-
-DIM = 32
-
-
-def statistics(rng: np.random.Generator) -> dict:
-    """Of the padded width, as openpi's published files have them."""
-    low = rng.uniform(-1, -0.5, DIM)
-    return {
-        "mean": rng.normal(0, 0.1, DIM).tolist(),
-        "std": rng.uniform(0.2, 0.6, DIM).tolist(),
-        "q01": low.tolist(),
-        "q99": (low + rng.uniform(1.5, 2.5, DIM)).tolist(),
-    }
+from tests.openpi_layout import DIM, write_checkpoint
 
 
 @pytest.fixture
 def openpi_checkpoint(golden, tmp_path):
-    """Golden weights in openpi's layout for one of its training configs; returns (directory, arch, stats)."""
-
-    def make(name: str) -> tuple[Path, Path, dict]:
-        source = golden / ("pi05-2cam" if OPENPI_CONFIGS[name].pi05 else "pi0-2cam")
-        path = tmp_path / name
-        (path / "assets" / "robot").mkdir(parents=True)
-        weights = load_file(source / "checkpoint" / "model.safetensors")
-        save_file({k.removeprefix("model."): v for k, v in weights.items()}, path / "model.safetensors")
-        rng = np.random.default_rng(0)
-        stats = {"state": statistics(rng), "actions": statistics(rng)}
-        (path / "assets" / "robot" / "norm_stats.json").write_text(json.dumps({"norm_stats": stats}))
-        config = {
-            "action_dim": DIM,
-            "action_horizon": OPENPI_CONFIGS[name].chunk_size,
-            "paligemma_variant": "gemma_2b",
-            "action_expert_variant": "gemma_300m",
-            "precision": "float32",
-        }
-        (path / "config.json").write_text(json.dumps(config))
-        shutil.copytree(
-            source / "checkpoint" / "tokenizer", path / "tokenizer", copy_function=shutil.copyfile
-        )
-        arch = json.loads((source / "arch.json").read_text())
-        (tmp_path / "arch.json").write_text(json.dumps(arch))
-        return path, tmp_path / "arch.json", stats
-
-    return make
+    return lambda name: write_checkpoint(golden, tmp_path, name)
 
 
 def make_policy(openpi_checkpoint, name: str) -> tuple[Policy, dict]:

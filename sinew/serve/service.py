@@ -7,11 +7,12 @@ back; health, metadata, authentication, what is counted, logged and recorded are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -169,6 +170,15 @@ class Service:
     def refused(self, wire: str, client: str, error: SinewError) -> None:
         """Count and log a request that did not get as far as ``submit``."""
         self._account(Inference(wire, _never, client), error, None)
+
+    @contextlib.contextmanager
+    def reading(self, wire: str, client: str) -> Iterator[None]:
+        """Around whatever comes before ``submit``: what is refused inside is counted and logged."""
+        try:
+            yield
+        except SinewError as error:
+            self.refused(wire, client, error)
+            raise
 
     def _account(self, inference: Inference, outcome: Outcome, deadline: float | None) -> None:
         now = time.perf_counter()

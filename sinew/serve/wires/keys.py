@@ -107,7 +107,7 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
     channels_first: whether it comes as [3, height, width]; None: where only that fits. Leading axes of
     length 1 are dropped.
     """
-    array = np.asarray(value)
+    array = numbers(key, value)
     if array.dtype.kind not in "uf" or (array.dtype.kind == "u" and array.dtype != np.uint8):
         raise ObservationError(key, "uint8 or float pixels", f"dtype {array.dtype}")
     while array.ndim > 3 and array.shape[0] == 1:
@@ -126,12 +126,7 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
 
 def vector(key: str, value: Any) -> np.ndarray:
     """Numbers as float64 [n]; a scalar is one number, and leading axes of length 1 are dropped."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise ObservationError(key, "numbers", "a ragged sequence") from None
-    if array.dtype.kind not in "fiub":
-        raise ObservationError(key, "numbers", f"dtype {array.dtype}")
+    array = numbers(key, value)
     while array.ndim > 1 and array.shape[0] == 1:
         array = array[0]
     if array.ndim > 1:
@@ -139,12 +134,23 @@ def vector(key: str, value: Any) -> np.ndarray:
     return array.astype(np.float64).reshape(-1)
 
 
+def numbers(key: str, value: Any) -> np.ndarray:
+    """An array of numbers of whatever a message held. Raises ObservationError."""
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError, RecursionError):
+        raise ObservationError(key, "numbers", "a ragged sequence") from None
+    if array.dtype.kind not in "fiub":
+        raise ObservationError(key, "numbers", f"dtype {array.dtype}")
+    return array
+
+
 def text(key: str, value: Any) -> str:
     """Text, or the one text in a list or array of one; bytes are taken as UTF-8."""
-    while isinstance(value, (list, tuple, np.ndarray)) and len(np.shape(value)) and len(value) == 1:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value.item()
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if not isinstance(value, str):

@@ -1,0 +1,188 @@
+"""HTTP messages: ``POST /v1/actions`` for everyone, ``POST /act`` for OpenVLA's clients. No sockets here.
+
+``/v1/actions`` takes JSON, or the same maps in msgpack with arrays as openpi sends them:
+
+    {"images": {"front": "<base64 of a JPEG or PNG file>"}, "state": [0.1, ...], "prompt": "pick up the cube",
+     "seed": 1, "solver_steps": 10, "noise": [[...]], "session": "arm-1", "deadline_ms": 100, "time": 12.5}
+
+Frames may also be ``{"__numpy__": base64, "dtype": "|u1", "shape": [h, w, 3]}``. Answers:
+
+    {"actions": [[...], ...], "seed": 1, "session": "arm-1", "time": 12.5, "timing": {"total_ms": ..., ...}}
+    {"error": {"code": "bad_observation", "message": "state: expected ..., got ...", "field": "state"}}
+
+``/act`` is OpenVLA-OFT's ``vla-scripts/deploy.py`` (``full_image``, keys with "wrist", ``state``, ``instruction`` -> a
+list of actions) and OpenVLA's (``image``, ``instruction`` -> one action), both plain and as ``{"encoded": text}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.serve.listen import reachable
+from sinew.serve.wires import keys
+from sinew.serve.wires.arrays import from_base64, from_json_numpy, pack, to_json_numpy, unpack
+from sinew.serve.wires.frames import PixelBudget, compressed_frame
+from sinew.serve.wires.openpi import number, options
+
+NAME = "http"
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+_STATUS = {
+    "bad_request": 400,
+    "bad_observation": 400,
+    "unauthorized": 401,
+    "superseded": 409,
+    "busy": 429,
+    "cancelled": 499,
+    "shutting_down": 503,
+    "deadline": 504,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """content: the body's map. session and deadline_ms: what the scheduler needs of it."""
+
+    content: Mapping[str, Any]
+    session: str = ""
+    deadline_ms: float | None = None
+
+
+def read(body: bytes, content_type: str) -> Message:
+    """Raises RequestError or ObservationError."""
+    tree = unpack(body) if content_type == MSGPACK else _json(body)
+    if not isinstance(tree, Mapping):
+        raise RequestError(f"expected an object, got {type(tree).__name__}")
+    deadline = tree.get("deadline_ms")
+    return Message(
+        tree,
+        keys.text("session", tree.get("session") or ""),
+        None if deadline is None else number("deadline_ms", deadline),
+    )
+
+
+def observation(message: Message, spec: PolicySpec) -> Observation:
+    """Raises ObservationError."""
+    flat = keys.flatten(_arrays(message.content))
+    budget = PixelBudget()
+    for key, value in flat.items():
+        if isinstance(value, str) and key not in (*keys.PROMPT_KEYS, "session") and len(value) > 64:
+            flat[key] = compressed_frame(key, from_base64(key, value), budget)
+        elif isinstance(value, bytes):
+            flat[key] = compressed_frame(key, value, budget)
+    return keys.read_observation(flat, spec, NAME, session=message.session, **options(flat))
+
+
+def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
+    timing = asdict(chunk.timing) | {"server_ms": server_ms}
+    reply: dict[str, Any] = {"actions": chunk.actions, "seed": chunk.seed, "timing": timing}
+    reply |= {"session": chunk.session, "time": chunk.time}
+    if content_type == MSGPACK:
+        return pack(reply)
+    return json.dumps(reply | {"actions": chunk.actions.tolist()}).encode()
+
+
+def error_answer(error: SinewError) -> tuple[int, bytes]:
+    """(status, body)"""
+    entry = {"code": error.code, "message": str(error)[:1000]}
+    if isinstance(error, ObservationError):
+        entry["field"] = error.field[:100]
+    return _STATUS.get(error.code, 500), json.dumps({"error": entry}).encode()
+
+
+# ----------------------------------------------------------------------------- OpenVLA
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """single: OpenVLA's form, answered with one action. encoded: the client wrapped its JSON in JSON."""
+
+    content: Mapping[str, Any]
+    single: bool
+    encoded: bool
+
+
+def read_act(body: bytes) -> Act:
+    """Raises RequestError or ObservationError."""
+    tree = _json(body)
+    encoded = isinstance(tree, dict) and isinstance(tree.get("encoded"), str)
+    if encoded:
+        tree = _json(tree["encoded"].encode())
+    if not isinstance(tree, dict):
+        raise RequestError(f"expected an object, got {type(tree).__name__}")
+    return Act(_arrays(tree), "full_image" not in tree, encoded)
+
+
+def act_observation(act: Act, spec: PolicySpec) -> Observation:
+    """Cameras by the bundle's key map for the wire "openvla"; without one the full image goes to the policy's first
+    camera and the wrist images, in the order of the message, to the others. Raises ObservationError."""
+    flat = keys.flatten(act.content)
+    if not keys.key_maps(spec, "openvla"):
+        names = ["image" if act.single else "full_image", *(key for key in flat if "wrist" in key)]
+        cameras = [camera.name for camera in spec.cameras]
+        if len(names) > len(cameras):
+            raise ObservationError(
+                "images", f"at most {len(cameras)} ({', '.join(cameras)})", f"{len(names)}"
+            )
+        if names[0] not in flat:
+            raise ObservationError(names[0], "a frame", "nothing")
+        flat = {key: value for key, value in flat.items() if key not in names} | {
+            f"images/{camera}": flat[name] for camera, name in zip(cameras, names, strict=False)
+        }
+        if "state" not in flat and act.single:  # OpenVLA itself reads no state, so its clients send none
+            flat["state"] = np.zeros(spec.state.dim)
+    return keys.read_observation(flat, spec, "openvla")
+
+
+def act_answer(chunk: ActionChunk, act: Act) -> bytes:
+    rows = [to_json_numpy(row) for row in chunk.actions]
+    text = json.dumps(rows[0] if act.single else rows)
+    return (json.dumps(text) if act.encoded else text).encode()
+
+
+# ----------------------------------------------------------------------------- both
+
+
+def guide(spec: PolicySpec, address: str) -> list[str]:
+    """A program that needs the standard library and Pillow."""
+    images = [
+        f'    "{key}": picture({camera.width}, {camera.height}),'
+        for key, camera in zip(keys.camera_keys(spec, NAME).values(), spec.cameras, strict=False)
+    ]
+    return [
+        "import base64, io, json, urllib.request",
+        "from PIL import Image",
+        "",
+        "def picture(width, height):",
+        '    file = io.BytesIO(); Image.new("RGB", (width, height)).save(file, "PNG")',
+        "    return base64.b64encode(file.getvalue()).decode()",
+        "",
+        "observation = {",
+        *images,
+        f'    "{keys.state_keys(spec, NAME)[0]}": [0.0] * {spec.state.dim},',
+        f'    "{keys.prompt_key(spec, NAME)}": "pick up the red cube",',
+        "}",
+        f'request = urllib.request.Request("{reachable(address)}/v1/actions", json.dumps(observation).encode(),',
+        f'                                 {{"Content-Type": "{JSON}"}})',
+        'print(json.load(urllib.request.urlopen(request))["actions"])',
+    ]
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(f"not JSON: {str(error)[:200]}") from None
+
+
+def _arrays(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = from_json_numpy(content)
+    assert isinstance(found, Mapping)
+    return found

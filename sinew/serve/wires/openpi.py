@@ -1,0 +1,178 @@
+"""openpi's WebSocket messages, and vLLM-Omni's dialect of them. No sockets here.
+
+A connection begins with the server's metadata; then one msgpack map per observation, one per answer. Source:
+openpi ``serving/websocket_policy_server.py`` and ``openpi_client/{msgpack_numpy,websocket_client_policy}.py``; the keys
+``endpoint``, ``session_id`` and ``seed`` are those of vLLM-Omni's ``serving/openpi_api``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
+from sinew.serve.listen import reachable
+from sinew.serve.wires import keys
+from sinew.serve.wires.arrays import pack, unpack
+
+NAME = "openpi"
+_NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """endpoint: infer or reset. content: the rest, flattened."""
+
+    endpoint: str
+    session: str
+    deadline_ms: float | None
+    content: dict[str, Any]
+
+
+def read(payload: bytes) -> Message:
+    """Raises RequestError or ObservationError."""
+    tree = unpack(payload)
+    if not isinstance(tree, Mapping):
+        raise RequestError(f"expected a map of observation keys, got {type(tree).__name__}")
+    flat = keys.flatten(tree)
+    endpoint = keys.text("endpoint", flat.get("endpoint", "infer"))
+    if endpoint not in ("infer", "reset"):
+        raise RequestError(f"endpoint: expected infer or reset, got {endpoint[:40]!r}")
+    session = keys.text("session_id", flat.get("session_id") or "")
+    deadline = flat.get("deadline_ms")
+    return Message(endpoint, session, None if deadline is None else number("deadline_ms", deadline), flat)
+
+
+def observation(message: Message, spec: PolicySpec, wire: str = NAME) -> Observation:
+    """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
+    flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
+    made = keys.read_observation(flat, spec, wire, session=message.session, **options(flat))
+    images = {
+        name: frame if frame.dtype == np.uint8 else _bytes(name, frame) for name, frame in made.images.items()
+    }
+    return Observation(**{**{f: getattr(made, f) for f in made.__dataclass_fields__}, "images": images})
+
+
+def options(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What may stand beside an observation: seed, noise, solver_steps, time."""
+    found: dict[str, Any] = {}
+    for name in ("seed", "solver_steps"):
+        if flat.get(name) is not None:
+            found[name] = integer(name, flat[name])
+    if flat.get("noise") is not None:
+        with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
+            found["noise"] = keys.numbers("noise", flat["noise"]).astype(np.float32)
+    if flat.get("time") is not None:
+        found["time"] = number("time", flat["time"])
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ObservationError(name, "a number", type(value).__name__)
+    return float(value)
+
+
+def integer(name: str, value: Any) -> int:
+    value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ObservationError(name, "an integer", type(value).__name__)
+    return value
+
+
+def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> bytes:
+    """server_ms: from arrival to now; previous_ms: the whole of the connection's request before. openpi's example
+    client prints a statistic of every number in the two timing maps."""
+    timing = chunk.timing
+    server = {"infer_ms": server_ms, "queue_ms": timing.queue_ms}
+    if previous_ms is not None:
+        server["prev_total_ms"] = previous_ms
+    policy = {
+        "infer_ms": timing.total_ms,
+        "preprocess_ms": timing.preprocess_ms,
+        "vision_ms": timing.vision_ms,
+        "prefix_ms": timing.prefix_ms,
+        "solver_ms": timing.solver_ms,
+        "postprocess_ms": timing.postprocess_ms,
+    }
+    reply: dict[str, Any] = {"actions": chunk.actions, "policy_timing": policy, "server_timing": server}
+    if chunk.seed is not None:
+        reply["seed"] = chunk.seed
+    if chunk.session:
+        reply["session_id"] = chunk.session
+    return pack(reply)
+
+
+def reset_answer() -> bytes:
+    return pack({"status": "reset successful"})
+
+
+def metadata(spec: PolicySpec, server: Mapping[str, Any]) -> bytes:
+    """The first frame of a connection. The names in front are those that vLLM-Omni's clients look for."""
+    first = spec.cameras[0]
+    cameras = keys.camera_keys(spec, NAME)
+    wrists = [name for name, key in cameras.items() if "wrist" in f"{name} {key}"]
+    return pack(
+        {
+            "action_horizon": spec.chunk_size,
+            "action_dim": spec.action.dim,
+            "action_keys": list(spec.action.names),
+            "image_resolution": [first.height, first.width],
+            "n_external_cameras": len(spec.cameras) - len(wrists),
+            "needs_wrist_camera": bool(wrists),
+            "needs_session_id": False,
+            "image_keys": list(cameras.values()),
+            "state_keys": list(keys.state_keys(spec, NAME)),
+            "prompt_key": keys.prompt_key(spec, NAME),
+            **server,
+        }
+    )
+
+
+def guide(spec: PolicySpec, address: str) -> list[str]:
+    """A program for PyPI's openpi-client."""
+    maps = keys.key_maps(spec, NAME)
+    first = maps[0].channels_first if maps else False
+    fields: list[tuple[str, str]] = []
+    for camera, key in keys.camera_keys(spec, NAME).items():
+        size = next(each for each in spec.cameras if each.name == camera)
+        shape = f"3, {size.height}, {size.width}" if first else f"{size.height}, {size.width}, 3"
+        fields.append((key, f"np.zeros(({shape}), np.uint8)"))
+    state = keys.state_keys(spec, NAME)
+    sizes = (
+        [spec.state.dim] if len(state) == 1 else [spec.state.dim - len(state) + 1] + [1] * (len(state) - 1)
+    )
+    fields += [(key, f"np.zeros({size})") for key, size in zip(state, sizes, strict=True)]
+    fields.append((keys.prompt_key(spec, NAME), '"pick up the red cube"'))
+    address = reachable(address)
+    return [
+        "import numpy as np",
+        "from openpi_client.websocket_client_policy import WebsocketClientPolicy",
+        "",
+        "observation = {",
+        *_nested(fields),
+        "}",
+        f'policy = WebsocketClientPolicy("{address}", port=None)',
+        f'print(policy.infer(observation)["actions"])  # float32 [{spec.chunk_size}, {spec.action.dim}]',
+    ]
+
+
+def _nested(fields: Sequence[tuple[str, str]]) -> list[str]:
+    """Keys are written as openpi's robots send them: flat, but for ALOHA's nested ``images``."""
+    lines, images = (
+        [],
+        [(key.removeprefix("images/"), value) for key, value in fields if key.startswith("images/")],
+    )
+    if images:
+        lines += ['    "images": {', *(f'        "{key}": {value},' for key, value in images), "    },"]
+    return lines + [f'    "{key}": {value},' for key, value in fields if not key.startswith("images/")]
+
+
+def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
+    if not np.isfinite(frame).all() or frame.min(initial=0) < 0 or frame.max(initial=0) > 1:
+        raise ObservationError(f"images.{name}", "floats in [0, 1]", "values outside")
+    return (255 * frame).astype(np.uint8)
