@@ -11,7 +11,10 @@ SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml
 READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-full eval test test-all lint format bench env clean
+CLIENTS := .venv-clients
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+.PHONY: help demo demo-full eval test test-all lint format bench env clients clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +53,12 @@ bench: $(READY) ## time the demo's policy, stage by stage
 
 env: $(READY) ## create the environment only
 
+# LeRobot's RobotClient wants other versions of what the project uses, so it lives apart; torch is ours.
+clients: $(READY) ## LeRobot's own client, for the conformance test of its wire (650 MB)
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r packages/clients.txt
+	$(BIN)/python -c '$(SITE)' > "$$($(CLIENTS)/bin/python -c '$(SITE)')/sinew.pth"
+
 $(READY): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; say which with make PYTHON=..."; exit 1; }
@@ -65,4 +74,4 @@ $(READY): $(SOURCES)
 	@touch $@
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

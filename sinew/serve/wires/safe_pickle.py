@@ -1,0 +1,370 @@
+"""Reads pickles from strangers: the part of the format that plain data needs, and nothing that can act.
+
+A pickle is a program for a stack machine. This is such a machine of our own; Python's ``pickle`` is not used.
+It knows the opcodes that protocols 2 to 5 use for numbers, text, bytes and containers. A name such as
+``numpy.ndarray`` is looked up in a table that the caller gives, exactly; it is never imported, and what it leads
+to is a function of ours that checks its arguments. Everything else is refused: names outside the table, the
+extension registry, persistent ids, out-of-band buffers, the text opcodes of protocols 0 and 1.
+
+Bytes are views of the message, never copies, so what is built is no larger than what came, apart from a bounded
+cost per opcode. Nesting and size of the result are counted at the end with every reference followed, so neither
+cycles nor containers that repeat each other get out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sinew.core import RequestError
+
+MAX_OPCODES = 20_000  # an observation of 14 joints and 4 cameras has about 200
+MAX_TEXT = 1 << 16  # bytes of one text
+MAX_SHORT_TEXT = 256  # bytes of a text that is decoded at once, as keys and names are
+MAX_NAME = 128  # characters of a module or of a name in it
+MAX_DEPTH = 8  # levels of containers in the result
+MAX_NODES = 20_000  # values in the result, each counted as often as it is referred to
+MAX_INTEGER = 16  # bytes
+_PROTOCOLS = range(2, 6)
+
+
+class SafePickleError(RequestError):
+    """Not a pickle, or one that asks for more than data."""
+
+
+class Name:
+    """What a global name stands for. call: for REDUCE, with the machine before the arguments. new: for NEWOBJ.
+    Without both it can only be an argument."""
+
+    __slots__ = ("call", "name", "new")
+
+    def __init__(
+        self, name: str, call: Callable[..., Any] | None = None, new: Callable[[], Built] | None = None
+    ):
+        self.name, self.call, self.new = name, call, new
+
+
+class Built:
+    """Something that a later BUILD completes, as numpy's arrays and instances of dataclasses are."""
+
+    def build(self, state: Any) -> None:
+        """Take the state. Raises SafePickleError."""
+        raise NotImplementedError
+
+    def finish(self, plain: Callable[[Any], Any]) -> Any:
+        """The value, once the whole pickle has been read. ``plain`` does the same for values inside."""
+        raise NotImplementedError
+
+
+class LongText(Built):
+    """Text that is not decoded until it must be, and then once: protocol 2 has no bytes and writes them as text."""
+
+    def __init__(self, data: memoryview):
+        self._data = data
+        self._latin1: memoryview | None = None
+        self._text: str | None = None
+
+    def latin1(self) -> memoryview:
+        """The bytes that it stands for in protocol 2."""
+        if self._latin1 is None:
+            # Above 0xC3 begin characters that latin1 does not have; such text would be four times as large.
+            if np.frombuffer(self._data, np.uint8).max() > 0xC3:
+                raise SafePickleError("pickle: expected latin1 in _codecs.encode")
+            self._latin1 = memoryview(str(self._data, "utf-8").encode("latin1"))
+        return self._latin1
+
+    def build(self, state: Any) -> None:
+        raise SafePickleError("pickle: BUILD of text")
+
+    def finish(self, plain: Callable[[Any], Any]) -> str:
+        if self._text is None:
+            if len(self._data) > MAX_TEXT:
+                raise SafePickleError(
+                    f"pickle: expected text of at most {MAX_TEXT} bytes, got {len(self._data)}"
+                )
+            self._text = str(self._data, "utf-8")
+        return self._text
+
+
+Names = Mapping[tuple[str, str], Name]
+
+
+def load(data: bytes, names: Names) -> Any:
+    """The value of a pickle, made of None, bool, int, float, str, list, tuple, dict, read-only memoryviews in
+    place of bytes, and of what ``names`` build. Raises :class:`SafePickleError` and nothing else."""
+    if data[:1] != b"\x80":
+        raise SafePickleError(
+            f"pickle: expected protocol 2 to 5, got bytes that begin with {data[:4].hex()!r}"
+        )
+    machine = Machine(memoryview(data).toreadonly(), names, [MAX_OPCODES])
+    try:
+        value = machine.run()
+        if machine.at != len(data):
+            raise SafePickleError(
+                f"pickle: expected nothing after its end, got {len(data) - machine.at} bytes"
+            )
+        return plain(value)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # text that is not UTF-8, a function's wrong arguments
+        reason = str(error)[:200]
+        raise SafePickleError(f"pickle: malformed before byte {machine.at} ({reason})") from error
+
+
+def plain(value: Any) -> Any:
+    """The finished value: every :class:`Built` replaced by what it stands for, sizes and depth counted."""
+    left = MAX_NODES
+
+    def walk(node: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise SafePickleError(f"pickle: expected at most {MAX_NODES} values")
+        if depth > MAX_DEPTH:
+            raise SafePickleError(f"pickle: expected at most {MAX_DEPTH} levels of containers")
+        if isinstance(node, dict):
+            return {key: walk(item, depth + 1) for key, item in node.items()}
+        if isinstance(node, (list, tuple)):
+            return type(node)([walk(item, depth + 1) for item in node])
+        if isinstance(node, Built):
+            return node.finish(lambda inner: walk(inner, depth + 1))
+        if node is None or isinstance(node, _PLAIN):
+            return node
+        raise SafePickleError(f"pickle: expected data, got {getattr(node, 'name', type(node).__name__)}")
+
+    return walk(value, 0)
+
+
+class Machine:
+    """Runs one pickle.
+
+    opcodes: how many may still run, in a list of one that a pickle inside another one shares.
+    persistent: what to do with a persistent id; without it there may be none.
+    at: where the pickle begins, and after ``run`` where it ended.
+    """
+
+    def __init__(
+        self,
+        data: memoryview,
+        names: Names,
+        opcodes: list[int],
+        persistent: Callable[[Any], Any] | None = None,
+        at: int = 0,
+    ):
+        self.at = at
+        self._data = data
+        self._names = names
+        self.opcodes = opcodes
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        start = self.at
+        if self._u1() != 0x80 or self._u1() not in _PROTOCOLS:
+            raise SafePickleError(f"pickle: expected protocol 2 to 5 at byte {start}")
+        while True:
+            at, code = self.at, self._u1()
+            self.opcodes[0] -= 1
+            if self.opcodes[0] < 0:
+                raise SafePickleError(f"pickle: expected at most {MAX_OPCODES} opcodes")
+            if code == _STOP:
+                if len(self._stack) != 1 or self._marks:
+                    raise SafePickleError("pickle: expected one value at its end")
+                return self._stack[0]
+            operation = self._operations.get(code)
+            if operation is None:
+                raise SafePickleError(f"pickle: opcode {code:#04x} at byte {at} is refused")
+            operation(self)
+
+    # ------------------------------------------------------------------------- input and stack
+
+    def _take(self, count: int) -> memoryview:
+        end = self.at + count
+        if end > len(self._data):
+            raise SafePickleError(
+                f"pickle: it ends at byte {len(self._data)}, expected {count} more at {self.at}"
+            )
+        taken, self.at = self._data[self.at : end], end
+        return taken
+
+    def _u1(self) -> int:
+        return self._take(1)[0]
+
+    def _integer(self, count: int, signed: bool = False) -> int:
+        return int.from_bytes(self._take(count), "little", signed=signed)
+
+    def _line(self) -> str:
+        found = bytes(self._data[self.at : self.at + MAX_NAME + 1]).find(b"\n")
+        if found < 0:
+            raise SafePickleError(f"pickle: expected a name of at most {MAX_NAME} bytes at byte {self.at}")
+        text = bytes(self._take(found + 1)[:-1])
+        return text.decode("ascii", "backslashreplace")
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop(self) -> Any:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise SafePickleError(f"pickle: nothing on the stack at byte {self.at}")
+        return self._stack.pop()
+
+    def _pop_mark(self) -> list[Any]:
+        if not self._marks:
+            raise SafePickleError(f"pickle: no mark at byte {self.at}")
+        mark = self._marks.pop()
+        items = self._stack[mark:]
+        del self._stack[mark:]
+        return items
+
+    def _top(self, kind: type) -> Any:
+        value = self._pop()
+        if type(value) is not kind:
+            raise SafePickleError(f"pickle: expected a {kind.__name__} before byte {self.at}")
+        self._push(value)
+        return value
+
+    # ------------------------------------------------------------------------- operations
+
+    def _frame(self) -> None:
+        length = self._integer(8)
+        if length > len(self._data) - self.at:
+            raise SafePickleError(f"pickle: a frame of {length} bytes at byte {self.at} goes past the end")
+
+    def _text(self, length: int) -> None:
+        data = self._take(length)
+        self._push(LongText(data) if length > MAX_SHORT_TEXT else str(data, "utf-8"))
+
+    def _long(self) -> None:
+        length = self._u1()
+        if length > MAX_INTEGER:
+            raise SafePickleError(f"pickle: expected integers of at most {MAX_INTEGER} bytes, got {length}")
+        self._push(self._integer(length, signed=True))
+
+    def _tuple(self, count: int) -> None:
+        items = [self._pop() for _ in range(count)]
+        self._push(tuple(reversed(items)))
+
+    def _append(self) -> None:
+        value = self._pop()
+        self._top(list).append(value)
+
+    def _appends(self) -> None:
+        items = self._pop_mark()
+        self._top(list).extend(items)
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self._top(dict)
+        if len(items) % 2:
+            raise SafePickleError(f"pickle: a key without a value before byte {self.at}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str and type(key) is not int:  # others could be slow to hash
+                most = f"text of at most {MAX_SHORT_TEXT} bytes"
+                raise SafePickleError(f"pickle: expected {most} as keys, got {type(key).__name__}")
+            target[key] = value
+
+    def _set_item(self) -> None:
+        value, key = self._pop(), self._pop()
+        self._set_items([key, value])
+
+    def _put(self, index: int) -> None:
+        value = self._pop()
+        self._push(value)
+        self._memo[index] = value
+
+    def _get(self, index: int) -> None:
+        if index not in self._memo:
+            raise SafePickleError(f"pickle: nothing was memorised as {index}, before byte {self.at}")
+        self._push(self._memo[index])
+
+    def _global(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str or len(module) + len(name) > 2 * MAX_NAME:
+            raise SafePickleError(f"pickle: expected two short texts as a name before byte {self.at}")
+        found = self._names.get((module, name))
+        if found is None:
+            raise SafePickleError(f"pickle: refused global {ascii(module)[1:-1]}.{ascii(name)[1:-1]}")
+        self._push(found)
+
+    def _stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        self._global(module, name)
+
+    def _reduce(self) -> None:
+        arguments, function = self._pop(), self._pop()
+        if not isinstance(function, Name) or function.call is None or type(arguments) is not tuple:
+            raise SafePickleError(
+                f"pickle: REDUCE of something that may not be called, before byte {self.at}"
+            )
+        self._push(function.call(self, *arguments))
+
+    def _new_object(self) -> None:
+        arguments, kind = self._pop(), self._pop()
+        if not isinstance(kind, Name) or kind.new is None or type(arguments) is not tuple or arguments:
+            raise SafePickleError(
+                f"pickle: NEWOBJ of something else than a known class, before byte {self.at}"
+            )
+        self._push(kind.new())
+
+    def _build(self) -> None:
+        state, target = self._pop(), self._pop()
+        if not isinstance(target, Built):
+            raise SafePickleError(f"pickle: BUILD of something that takes no state, before byte {self.at}")
+        target.build(state)
+        self._push(target)
+
+    def _persistent_id(self) -> None:
+        if self._persistent is None:
+            raise SafePickleError(f"pickle: a persistent id at byte {self.at} is refused")
+        self._push(self._persistent(self._pop()))
+
+    _operations: ClassVar[dict[int, Callable[[Machine], None]]] = {
+        ord("N"): lambda self: self._push(None),
+        0x88: lambda self: self._push(True),
+        0x89: lambda self: self._push(False),
+        ord("K"): lambda self: self._push(self._integer(1)),
+        ord("M"): lambda self: self._push(self._integer(2)),
+        ord("J"): lambda self: self._push(self._integer(4, signed=True)),
+        0x8A: _long,
+        ord("G"): lambda self: self._push(struct.unpack(">d", self._take(8))[0]),
+        0x8C: lambda self: self._text(self._integer(1)),
+        ord("X"): lambda self: self._text(self._integer(4)),
+        0x8D: lambda self: self._text(self._integer(8)),
+        ord("C"): lambda self: self._push(self._take(self._integer(1))),
+        ord("B"): lambda self: self._push(self._take(self._integer(4))),
+        0x8E: lambda self: self._push(self._take(self._integer(8))),
+        0x96: lambda self: self._push(self._take(self._integer(8))),  # a bytearray, for us the same
+        ord("}"): lambda self: self._push({}),
+        ord("]"): lambda self: self._push([]),
+        ord(")"): lambda self: self._push(()),
+        ord("("): lambda self: self._marks.append(len(self._stack)),
+        0x85: lambda self: self._tuple(1),
+        0x86: lambda self: self._tuple(2),
+        0x87: lambda self: self._tuple(3),
+        ord("t"): lambda self: self._push(tuple(self._pop_mark())),
+        ord("a"): _append,
+        ord("e"): _appends,
+        ord("s"): _set_item,
+        ord("u"): lambda self: self._set_items(self._pop_mark()),
+        ord("q"): lambda self: self._put(self._integer(1)),
+        ord("r"): lambda self: self._put(self._integer(4)),
+        0x94: lambda self: self._put(len(self._memo)),
+        ord("h"): lambda self: self._get(self._integer(1)),
+        ord("j"): lambda self: self._get(self._integer(4)),
+        ord("c"): lambda self: self._global(self._line(), self._line()),
+        0x93: _stack_global,
+        ord("R"): _reduce,
+        0x81: _new_object,
+        ord("b"): _build,
+        ord("Q"): _persistent_id,
+        0x95: _frame,
+    }
+
+
+_STOP = ord(".")
+_PLAIN = (bool, int, float, str, memoryview, np.ndarray, np.generic)
