@@ -17,6 +17,10 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
 from sinew.core import ActionChunk, BundleError, Observation, SinewError
 from sinew.engine.eager import EagerEngine
+from sinew.engine.onnx.cache import cached_graphs
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.plan import Plan
+from sinew.engine.planned import ON_CPU, PlannedEngine
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import FlowModel
 from sinew.processing import Processor
@@ -26,9 +30,9 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(path: str | Path, device: str = "cpu", dtype: str | None = None) -> Policy:
-    """Load a bundle. See :class:`Policy` for ``dtype``."""
-    return Policy(Bundle(path), device, dtype)
+def load(path: str | Path, device: str = "cpu", dtype: str | None = None, engine: str = "eager") -> Policy:
+    """Load a bundle. See :class:`Policy` for ``dtype`` and ``engine``."""
+    return Policy(Bundle(path), device, dtype, engine)
 
 
 class Policy:
@@ -37,9 +41,12 @@ class Policy:
     dtype: "float32", "bfloat16", "float16", or "native" for what the bundle stores, component by component.
     None chooses and records why in ``dtype_reason``. Weights whose stored type is the chosen one stay in
     the file's memory map; the others are converted once, here.
+
+    engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "onnx",
+    the planned model in ONNX Runtime, exported beside the bundle on first use.
     """
 
-    def __init__(self, bundle: Bundle, device: str = "cpu", dtype: str | None = None):
+    def __init__(self, bundle: Bundle, device: str = "cpu", dtype: str | None = None, engine: str = "eager"):
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.spec = bundle.manifest.spec
@@ -49,9 +56,47 @@ class Policy:
             raise SinewError(f"device {device!r} is not a torch device such as cpu or cuda:0") from None
         self.dtype, self.dtype_reason = choose_dtype(dtype, self.device)
         self.processor = Processor(bundle.manifest)
-        self.engine = EagerEngine(load_model(bundle, self.device, self.dtype), self.device)
+        self.engine: Any = self._make_engine(engine)
         self._lock = threading.Lock()
         self._warned: set[frozenset[str]] = set()
+
+    def _make_engine(self, name: str) -> EagerEngine | OnnxEngine:
+        if name == "onnx":
+            return self._onnx_engine()
+        if name not in ("eager", "plan"):
+            raise SinewError(f"engine {name!r} is not one of eager, plan, onnx")
+        model = load_model(self.bundle, self.device, self.dtype)
+        if name == "eager":
+            engine = EagerEngine(model, self.device)
+        else:
+            rewrites = ON_CPU if self.device.type == "cpu" else None
+            engine = PlannedEngine(Plan.of(model, self.spec.solver_steps, rewrites), self.device)
+        self.bundle.release(engine.model.parameters())
+        return engine
+
+    def _onnx_engine(self) -> OnnxEngine:
+        """Graphs from beside the bundle, exported there on first use."""
+        if self.device.type != "cpu" or self.dtype != "float32":
+            raise SinewError(f"engine 'onnx' runs float32 on cpu, not {self.dtype} on {self.device}")
+        image, steps = self.manifest.processing.image, self.spec.solver_steps
+
+        def export(directory: Path) -> None:
+            from sinew.engine.onnx.export import export_graphs
+
+            log.info("exporting %s to %s; this takes a minute, once", self.bundle.path, directory)
+            model = load_model(self.bundle, self.device, "float32")
+            export_graphs(
+                Plan.of(model, steps),
+                directory,
+                architecture=self.manifest.architecture,
+                views=len(self.spec.cameras),
+                height=image.height,
+                width=image.width,
+                steps=(steps,),
+            )
+            self.bundle.release(())
+
+        return OnnxEngine(cached_graphs(self.bundle.path, export))
 
     @property
     def padded_state_dim(self) -> int:
@@ -65,8 +110,8 @@ class Policy:
 
     @property
     def weights_nbytes(self) -> int:
-        """Bytes of the model's parameters in memory (mapped or converted)."""
-        return sum(p.numel() * p.element_size() for p in self.engine.model.parameters())
+        """Bytes of the model's weights, as the engine holds them."""
+        return self.engine.weights_nbytes
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
@@ -156,7 +201,7 @@ def load_model(bundle: Bundle, device: torch.device, dtype: str) -> FlowModel:
         )
 
     state = {}
-    for name, tensor in bundle.tensors().items():
+    for name, tensor in bundle.tensors("meta" if device.type == "meta" else "cpu").items():
         keep_wide = name.split(".")[0] in cls.float32_modules and dtype != "native"
         target = tensor.dtype if dtype == "native" else torch.float32 if keep_wide else DTYPES[dtype]
         state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -40,8 +42,11 @@ class Bundle:
         """Bytes of all tensors, as stored."""
         return sum(info.nbytes for info in self.infos.values())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Zero-copy tensor over the memory map (private: writes to it never reach the file)."""
+    def tensor(self, name: str, whole: torch.Tensor | None = None) -> torch.Tensor:
+        """Zero-copy tensor over the memory map (private: writes to it never reach the file).
+
+        ``whole`` stands for the file's bytes instead: a tensor without memory, to reason about layouts.
+        """
         info = self.infos[name]
         dtype = TORCH_DTYPES.get(info.type)
         if dtype is None:
@@ -51,8 +56,38 @@ class Bundle:
             )
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
-        count = info.nbytes // dtype.itemsize
-        return torch.frombuffer(self.file.map, dtype=dtype, count=count, offset=info.offset).view(info.shape)
+        whole = self._bytes if whole is None else whole
+        return whole[info.offset : info.offset + info.nbytes].view(dtype).view(info.shape)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: self.tensor(name) for name in self.infos}
+    @cached_property
+    def _bytes(self) -> torch.Tensor:
+        """The whole file, uint8: all tensors are parts of one storage, so neighbours can be joined."""
+        return torch.frombuffer(self.file.map, dtype=torch.uint8)
+
+    def release(self, in_use: Iterable[torch.Tensor]) -> int:
+        """Let the kernel take back the pages of all weights that no tensor ``in_use`` reads; returns their bytes.
+
+        For weights that were read once, to be converted or rewritten. They stay readable, from the file.
+        """
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return 0
+        start, size = self._bytes.data_ptr(), len(self._bytes)
+        used = [(t.data_ptr() - start, t.data_ptr() - start + t.nbytes) for t in in_use]
+        used = sorted(span for span in used if 0 <= span[0] < size)
+        released, position = 0, min((info.offset for info in self.infos.values()), default=size)
+        for begin, end in [*used, (size, size)]:
+            first, last = (
+                -(-position // mmap.PAGESIZE) * mmap.PAGESIZE,
+                begin // mmap.PAGESIZE * mmap.PAGESIZE,
+            )
+            if first < last:
+                self.file.map.madvise(mmap.MADV_DONTNEED, first, last - first)
+                released += last - first
+            position = max(position, end)
+        return released
+
+    def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """All of them. On the meta device they lie in one storage as they do in the file."""
+        meta = torch.device(device).type == "meta"
+        whole = torch.empty(len(self.file.map), dtype=torch.uint8, device="meta") if meta else self._bytes
+        return {name: self.tensor(name, whole) for name in self.infos}

@@ -19,6 +19,8 @@ def inspect(
     /,
     *,
     tensors: Annotated[bool, Parameter(negative="")] = False,
+    plan: Annotated[bool, Parameter(negative="")] = False,
+    dtype: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Print what a bundle holds. Reads the header alone, so it is fast for any size.
@@ -26,12 +28,22 @@ def inspect(
     Args:
         bundle: the bundle file.
         tensors: list every tensor, not only the totals per component.
+        plan: list instead what the rewrites of the plan do to this model, and what they save.
+        dtype: compute type that the plan is for; the CPU's default if absent.
         json_output: print one JSON object: all of the above and every tensor.
     """
     from sinew.bundle import Bundle
 
     opened = Bundle(bundle)
-    if json_output:
+    if plan:
+        from sinew.cli.plan_report import plan_record, show_plan
+
+        record = plan_record(opened, dtype)
+        if json_output:
+            print(json.dumps(record))
+        else:
+            show_plan(record)
+    elif json_output:
         print(json.dumps(describe(opened)))
     else:
         show(opened, tensors)

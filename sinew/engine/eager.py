@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from sinew.core import CancelledError, Timing
-from sinew.models.base import FlowModel
+from sinew.models.base import FlowModel, Prefix
 from sinew.processing import ModelInputs
-from sinew.solvers import euler
+from sinew.solvers import Velocity, euler
+
+Field = tuple[Velocity, list[torch.Tensor] | None]
 
 
 class EagerEngine:
@@ -20,6 +22,11 @@ class EagerEngine:
     def __init__(self, model: FlowModel, device: torch.device):
         self.model = model.eval().requires_grad_(False)
         self.device = device
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the model's parameters in memory (mapped or converted)."""
+        return sum(p.nbytes for p in self.model.parameters())
 
     @torch.inference_mode()
     def run(
@@ -37,14 +44,14 @@ class EagerEngine:
         prefix = self.model.prefix(image_tokens, camera_mask, tokens, token_mask, state)
         prefix_ms = clock.lap()
         step_ms: list[float] = []
-        x = euler(
-            lambda x, t: self.model.velocity(x, t, prefix),
-            self._batch(noise),
-            steps,
-            lambda: step_ms.append(clock.lap()),
-        )
+        velocity, moments = self.field(prefix, steps)
+        x = euler(velocity, self._batch(noise), steps, lambda: step_ms.append(clock.lap()), moments)
         timing = Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
         return x[0].float().cpu().numpy(), timing
+
+    def field(self, prefix: Prefix, steps: int) -> Field:
+        """The velocity that the solver follows, and what it takes in place of the times, if anything."""
+        return (lambda x, t: self.model.velocity(x, t, prefix)), None
 
     def _batch(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)[None].to(self.device)

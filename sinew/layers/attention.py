@@ -14,16 +14,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     (padding) averages all values, as the reference does, so that no NaN is born where nobody looks.
     """
     B, Lq, H, D = q.shape
-    Hkv = k.shape[2]
+    Lk, Hkv = k.shape[1:3]
+    G = H // Hkv
     # Queries of one group share their key head: fold the group into the rows instead of repeating keys.
-    q = q.float().view(B, Lq, Hkv, H // Hkv, D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
-    q = q.reshape(B, Hkv, -1, D)  # [B, Hkv, G * Lq, D]
+    q = q.float().view(B, Lq, Hkv, G, D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
+    q = q.reshape(B, Hkv, G * Lq, D)
     scores = q @ k.float().permute(0, 2, 3, 1) * D**-0.5  # [B, Hkv, G * Lq, Lk]
-    scores = scores.view(B, Hkv, -1, Lq, k.shape[1])
+    scores = scores.view(B, Hkv, G, Lq, Lk)
     scores = scores.masked_fill(~mask[:, None, None], torch.finfo(torch.float32).min)
-    weights = scores.softmax(dim=-1).to(v.dtype).view(B, Hkv, -1, k.shape[1])
+    weights = scores.softmax(dim=-1).to(v.dtype).view(B, Hkv, G * Lq, Lk)
     out = weights @ v.transpose(1, 2)  # [B, Hkv, G * Lq, D]
-    return out.view(B, Hkv, -1, Lq, D).permute(0, 3, 1, 2, 4).reshape(B, Lq, H * D)
+    return out.view(B, Hkv, G, Lq, D).permute(0, 3, 1, 2, 4).reshape(B, Lq, H * D)
 
 
 def block_mask(valid: Tensor, opens_block: Tensor) -> Tensor:

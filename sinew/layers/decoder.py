@@ -48,6 +48,7 @@ class DecoderAttention(nn.Module):
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
         super().__init__()
         self.head_dim = config.head_dim
+        self.is_cross = kv_input_size is not None
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, q_size, bias=False)
         self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=False)
@@ -102,6 +103,11 @@ class DecoderLayer(nn.Module):
         x = x + self.attn.o_proj(attended)
         return x + self.mlp(self.post_norm(x))
 
+    def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
+        """x: [B, L, C], a whole sequence; mask: bool [B, L, L] -> the layer's output and its K/V."""
+        q, k, v = self.project(x, rotate)
+        return self.finish(x, attend(q, k, v, mask)), (k, v)
+
 
 class AdaptiveDecoderLayer(nn.Module):
     """A decoder layer whose norms are modulated, and whose branches are gated, by a condition (pi0.5)."""
@@ -112,9 +118,6 @@ class AdaptiveDecoderLayer(nn.Module):
         self.attn = DecoderAttention(config)
         self.post_norm = AdaRMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
-
-    def modulation(self, condition: Tensor) -> tuple[Modulation, Modulation]:  # [B, C]
-        return self.input_norm.modulation(condition), self.post_norm.modulation(condition)
 
     def project(self, x: Tensor, rotate: Rotation, before: Modulation, after: Modulation):
         """As :meth:`DecoderLayer.project`; ``before`` and ``after`` are this layer's modulations."""
@@ -128,7 +131,7 @@ class AdaptiveDecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Token table, layers and final norm of a language model, run once over a prefix."""
 
-    layers: Sequence[DecoderLayer]
+    layers: Sequence[nn.Module]
 
     def __init__(self, config: DecoderConfig, vocab_size: int):
         super().__init__()
@@ -145,10 +148,9 @@ class Decoder(nn.Module):
         Returns the hidden states [B, L, C] before the final norm and each layer's keys and values.
         """
         x = x.to(self.embed_tokens.weight.dtype)
-        rotate = Rotation(positions, self.config.head_dim, self.config.rope_theta)
+        rotate = Rotation.at(positions, self.config.head_dim, self.config.rope_theta)
         cache: list[KeyValue] = []
         for layer in self.layers:
-            q, k, v = layer.project(x, rotate)
-            cache.append((k, v))
-            x = layer.finish(x, attend(q, k, v, mask))
+            x, kv = layer(x, rotate, mask)
+            cache.append(kv)
         return x, cache

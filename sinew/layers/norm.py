@@ -24,6 +24,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * rms_normalize(x, self.eps).to(x.dtype)
 
@@ -42,21 +46,22 @@ class Modulation(NamedTuple):
     shift: Tensor
     gate: Tensor
 
+    @classmethod
+    def of(cls, packed: Tensor) -> Modulation:  # [B, 3C]
+        return cls(*packed[:, None].chunk(3, dim=-1))
+
 
 class AdaRMSNorm(nn.Module):
     """RMSNorm whose affine part comes from a condition (pi0.5: the solver's time) instead of a weight.
 
     The condition also yields a gate for the residual branch that follows. The modulation depends on the
-    condition alone, so it is computed apart from the stream it modulates.
+    condition alone, so it is computed apart from the stream it modulates: ``dense(condition)``, [B, 3C].
     """
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.dense = Linear(size, 3 * size)
         self.eps = eps
-
-    def modulation(self, condition: Tensor) -> Modulation:  # [B, C]
-        return Modulation(*self.dense(condition)[:, None].chunk(3, dim=-1))
 
     def forward(self, x: Tensor, m: Modulation) -> Tensor:
         return (rms_normalize(x, self.eps) * (1.0 + m.scale.float()) + m.shift.float()).to(x.dtype)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-class Rotation:
+class Rotation(NamedTuple):
     """cos and sin of ``positions / theta^(2i/D)``, computed once per sequence in float32.
 
-    positions: int [B, L]. Tables are [B, L, 1, D/2], ready to broadcast over heads.
+    Tables are [B, L, 1, D/2], ready to broadcast over heads.
     """
 
-    def __init__(self, positions: Tensor, head_dim: int, theta: float):
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, head_dim: int, theta: float) -> Rotation:  # int [B, L]
         half = head_dim // 2
         exponents = (2.0 / head_dim) * torch.arange(half, dtype=torch.float32, device=positions.device)
         radians = positions[..., None].float() / theta**exponents  # [B, L, D/2]
-        self.cos = radians.cos()[..., None, :]
-        self.sin = radians.sin()[..., None, :]
+        return cls(radians.cos()[..., None, :], radians.sin()[..., None, :])
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [B, L, H, D] -> the same, rotated; float32 inside, x's dtype outside."""

@@ -56,13 +56,12 @@ class ViTAttention(nn.Module):
         self.v_proj = Linear(config.hidden_size, config.hidden_size)
         self.o_proj = Linear(config.hidden_size, config.hidden_size)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, L, C] -> [B, L, C] each
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
-        shape = (-1, self.head_dim)
-        q, k, v = (
-            proj(x).unflatten(-1, shape).transpose(1, 2)  # [B, H, L, D]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = F.scaled_dot_product_attention(q, k, v)  # every patch sees every patch
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.project(x))
+        out = F.scaled_dot_product_attention(q, k, v)  # [B, H, L, D]; every patch sees every patch
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -102,8 +101,11 @@ class VisionTransformer(nn.Module):
         """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
         patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))  # [B, C, rows, cols]
         rows, cols = patches.shape[-2:]
-        ids = position_rows(rows, cols, self.config.side).to(pixels.device)
-        x = patches.flatten(2).transpose(1, 2) + self.position_embedding(ids)
+        x = patches.flatten(2).transpose(1, 2) + self.positions(rows, cols)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
+
+    def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C]
+        ids = position_rows(rows, cols, self.config.side)
+        return self.position_embedding(ids.to(self.position_embedding.weight.device))

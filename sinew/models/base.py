@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
 from sinew.layers.decoder import KeyValue
+from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
 
@@ -43,6 +44,13 @@ class FlowConfig:
         check_sizes(self)
         if not 0 < self.min_period < self.max_period < float("inf"):
             raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
+
+
+class Frame(NamedTuple):
+    """Where the head's own tokens stand, and what they see: known once the prefix is."""
+
+    rotations: tuple[Rotation, ...]
+    masks: tuple[Tensor, ...]  # bool [B, S, keys], True = may see
 
 
 class FlowModel(nn.Module):
@@ -81,6 +89,27 @@ class FlowModel(nn.Module):
         token_mask: bool [B, L]; state: float32 [B, S], normalised and padded.
         """
 
-    @abstractmethod
+    @property
+    def prefix_depth(self) -> int | None:
+        """How many of the language model's layers leave keys and values that the head reads, counted from
+        the first. None when it reads something else."""
+        return None
+
     def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
-        """x: float32 [B, H, A]; t: float32 [B] -> float32 [B, H, A]."""
+        """x: float32 [B, H, A]; t: float32 [B] -> float32 [B, H, A].
+
+        In three parts, by what they depend on, so that an engine may compute the first two less often.
+        """
+        return self.step(x, self.moment(t), self.frame(prefix), prefix)
+
+    @abstractmethod
+    def moment(self, t: Tensor) -> Tensor:
+        """What a step takes from the solver's time alone: t float32 [B] -> [B, ...]."""
+
+    @abstractmethod
+    def frame(self, prefix: Prefix) -> Frame:
+        """What a step takes from the prefix's length and mask alone."""
+
+    @abstractmethod
+    def step(self, x: Tensor, moment: Tensor, frame: Frame, prefix: Prefix) -> Tensor:
+        """The rest: x float32 [B, H, A] -> its velocity, float32 [B, H, A]."""

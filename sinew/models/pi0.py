@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from sinew.layers.attention import attend, block_mask
 from sinew.layers.decoder import AdaptiveDecoderLayer, Decoder, DecoderConfig, DecoderLayer, decoder_norm
 from sinew.layers.linear import Linear
-from sinew.layers.norm import AdaRMSNorm
+from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.base import FlowConfig, FlowModel, Prefix
+from sinew.models.base import FlowConfig, FlowModel, Frame, Prefix
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Expert(nn.Module):
         layer = AdaptiveDecoderLayer if adaptive else DecoderLayer
         self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))  # type: ignore[assignment]
         self.norm: Any = AdaRMSNorm(config.hidden_size, config.norm_eps) if adaptive else decoder_norm(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stream of hidden states; projections and norms around it may be wider."""
+        return self.layers[0].mlp.down_proj.weight.dtype
 
 
 class PI0(FlowModel):
@@ -105,43 +110,52 @@ class PI0(FlowModel):
     def state_token(self, state: Tensor) -> Tensor | None:  # [B, S] -> [B, 1, C]
         return self.state_proj(state)[:, None]
 
-    def embed_actions(self, x: Tensor, t: Tensor) -> Tensor:
-        """Noisy actions [B, H, A] and time [B] -> expert tokens [B, H, C]."""
-        actions = self.action_in_proj(x)
-        time = self.embed_time(t).to(actions.dtype)[:, None].expand_as(actions)
-        both = torch.cat([actions, time], dim=-1)
-        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+    @property
+    def prefix_depth(self) -> int:
+        return len(self.expert.layers)
+
+    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C], pi0.5: [B, norms, 3C]
+        return self.embed_time(t)
 
     def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
         width = self.config.expert.hidden_size
         return time_embedding(t, width, self.config.min_period, self.config.max_period)
 
-    def modulations(self, t: Tensor) -> tuple[list[tuple], tuple]:
+    def frame(self, prefix: Prefix) -> Frame:
+        config, H = self.config.expert, self.config.chunk_size
+        B, device = len(prefix.valid), prefix.valid.device
+        S = H if prefix.state is None else 1 + H
+        steps = torch.arange(S, device=device)
+        rotate = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
+        # Everyone sees the prefix. A state token sees itself; the actions see it and each other.
+        own = torch.ones(S, S, dtype=torch.bool, device=device)
+        own[: S - H, S - H :] = False
+        sees = torch.cat([prefix.valid[:, None].expand(B, S, -1), own.expand(B, S, S)], dim=-1)
+        return Frame((rotate,), (sees,))
+
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+        """Noisy actions [B, H, A] and embedded time [B, C] -> expert tokens [B, H, C]."""
+        actions = self.action_in_proj(x)
+        both = torch.cat([actions, moment.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
+        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+
+    def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
         """What the time adds to each layer's and the final norm's arguments: nothing in pi0."""
         return [()] * len(self.expert.layers), ()
 
-    def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
-        B, H, _ = x.shape
-        config = self.config.expert
-        h = self.embed_actions(x, t)
+    def step(self, x: Tensor, moment: Tensor, frame: Frame, prefix: Prefix) -> Tensor:
+        (rotate,), (sees,) = frame
+        h = self.embed_actions(x, moment)
         if prefix.state is not None:
             h = torch.cat([prefix.state, h], dim=1)
-        h = h.to(self.expert.layers[0].mlp.up_proj.weight.dtype)  # [B, S, C], S = H or 1 + H
-        S = h.shape[1]
-
-        steps = torch.arange(S, device=x.device)
-        rotate = Rotation(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
-        # Everyone sees the prefix. A state token sees itself; the actions see it and each other.
-        own = torch.ones(S, S, dtype=torch.bool, device=x.device)
-        own[: S - H, S - H :] = False
-        sees = torch.cat([prefix.valid[:, None].expand(B, S, -1), own.expand(B, S, S)], dim=-1)
-
-        per_layer, final = self.modulations(t)
+        h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H
+        per_layer, final = self.modulations(moment)
         for layer, modulation, (pk, pv) in zip(self.expert.layers, per_layer, prefix.kv, strict=True):
             q, k, v = layer.project(h, rotate, *modulation)
             attended = attend(q, torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1), sees)
             h = layer.finish(h, attended, *modulation)
-        return self.action_out_proj(self.expert.norm(h[:, -H:], *final).float())
+        actions = h[:, -x.shape[1] :]
+        return self.action_out_proj(self.expert.norm(actions, *final).float())
 
 
 class PI05(PI0):
@@ -154,13 +168,18 @@ class PI05(PI0):
     def state_token(self, state: Tensor) -> None:
         return None  # the state is in the prompt
 
-    def embed_actions(self, x: Tensor, t: Tensor) -> Tensor:
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
         return self.action_in_proj(x)
 
     def condition(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
         return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.embed_time(t)))))
 
-    def modulations(self, t: Tensor) -> tuple[list[tuple], tuple]:
+    def moment(self, t: Tensor) -> Tensor:
+        """The modulation of every norm, in the order in which they run: [B] -> [B, 2 * layers + 1, 3C]."""
         condition = self.condition(t)
-        layers = [layer.modulation(condition) for layer in self.expert.layers]
-        return layers, (self.expert.norm.modulation(condition),)
+        norms = [norm for layer in self.expert.layers for norm in (layer.input_norm, layer.post_norm)]
+        return torch.stack([norm.dense(condition) for norm in (*norms, self.expert.norm)], dim=1)
+
+    def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
+        *layers, final = (Modulation.of(packed) for packed in moment.unbind(dim=1))
+        return list(zip(layers[::2], layers[1::2], strict=True)), (final,)

@@ -28,7 +28,7 @@ from sinew.layers.linear import Linear
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.base import FlowConfig, FlowModel, Prefix
+from sinew.models.base import FlowConfig, FlowModel, Frame, Prefix
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class Expert(nn.Module):
             DecoderLayer(config.expert, None if is_self else kv_size) for is_self in self.is_self
         )
         self.norm = decoder_norm(config.expert)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stream of hidden states."""
+        return self.norm.dtype
 
 
 class SmolVLA(FlowModel):
@@ -166,25 +171,35 @@ class SmolVLA(FlowModel):
             read.append((k, v) if is_self else layer.attn.key_value(k.flatten(2), v.flatten(2)))
         return tuple(read)
 
-    def embed_actions(self, x: Tensor, t: Tensor) -> Tensor:
-        """Noisy actions [B, H, A] and time [B] -> expert tokens [B, H, C]."""
+    @property
+    def prefix_depth(self) -> int:
+        return (len(self.expert.layers) - 1) * self.config.stride + 1
+
+    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+        config = self.config
+        return time_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
+
+    def frame(self, prefix: Prefix) -> Frame:
+        """Rotations and masks of the self layers, then of the cross layers."""
+        config, H = self.config.expert, self.config.chunk_size
+        B, device = len(prefix.valid), prefix.valid.device
+        steps = torch.arange(H, device=device).expand(B, H)
+        after_prefix = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
+        from_zero = Rotation.at(steps, config.head_dim, config.rope_theta)
+        sees_prefix = prefix.valid[:, None].expand(B, H, -1)  # [B, H, P]
+        causal = torch.ones(H, H, dtype=torch.bool, device=device).tril().expand(B, H, H)
+        sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
+        return Frame((after_prefix, from_zero), (sees_both, sees_prefix))
+
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+        """Noisy actions [B, H, A] and embedded time [B, C] -> expert tokens [B, H, C]."""
         actions = self.action_in_proj(x)  # [B, H, C]
-        time = time_embedding(t, actions.shape[-1], self.config.min_period, self.config.max_period)
-        both = torch.cat([actions, time.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
+        both = torch.cat([actions, moment.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
         return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
-    def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
-        B, H, _ = x.shape
-        config = self.config.expert
-        h = self.embed_actions(x, t).to(self.expert.norm.weight.dtype)  # [B, H, C]
-
-        steps = torch.arange(H, device=x.device).expand(B, H)
-        after_prefix = Rotation(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
-        from_zero = Rotation(steps, config.head_dim, config.rope_theta)
-        sees_prefix = prefix.valid[:, None].expand(B, H, -1)  # [B, H, P]
-        causal = torch.ones(H, H, dtype=torch.bool, device=x.device).tril().expand(B, H, H)
-        sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
-
+    def step(self, x: Tensor, moment: Tensor, frame: Frame, prefix: Prefix) -> Tensor:
+        (after_prefix, from_zero), (sees_both, sees_prefix) = frame
+        h = self.embed_actions(x, moment).to(self.expert.dtype)  # [B, H, C]
         for layer, is_self, (pk, pv) in zip(self.expert.layers, self.expert.is_self, prefix.kv, strict=True):
             if is_self:
                 q, k, v = layer.project(h, after_prefix)

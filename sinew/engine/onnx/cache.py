@@ -1,0 +1,55 @@
+"""Exported graphs lie beside their bundle, in a folder that carries the bundle's fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from sinew.core import SinewError
+from sinew.engine.onnx.graphs import FORMAT
+
+WHOLE = 64 << 20  # bytes; files up to this size are hashed entirely
+SAMPLES, SAMPLE_BYTES = 1024, 4096
+
+
+def fingerprint(path: Path) -> str:
+    """Hex digest of a file's size and bytes; of a large file, of its first MiB and 1024 samples of 4 KiB.
+
+    The header holds configuration and provenance; weights that were trained or quantised again differ nearly
+    everywhere. Hashing all of a full-size bundle would take as long as loading it.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{FORMAT}:{size}:".encode())
+    with path.open("rb") as file:
+        if size <= WHOLE:
+            digest.update(file.read())
+            return digest.hexdigest()
+        digest.update(file.read(1 << 20))
+        for sample in range(SAMPLES):
+            file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def cached_graphs(bundle: Path, export: Callable[[Path], object]) -> Path:
+    """The folder of graphs for ``bundle``; ``export`` fills it if it is not there."""
+    folder = bundle.with_name(f"{bundle.stem}.onnx-{fingerprint(bundle)[:16]}")
+    if (folder / "graphs.json").exists():
+        return folder
+    try:
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise SinewError(
+            f"{folder}: expected to write the exported graphs beside the bundle, got {error}"
+        ) from None
+    try:
+        export(partial)
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted export of another day
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder

@@ -1,0 +1,151 @@
+"""Run exported graphs with ONNX Runtime. Needs onnxruntime and numpy, not torch.
+
+What the read stage returns (keys and values of the whole prefix, masks, rotary tables) stays in ONNX Runtime's
+own memory and is bound to the step stage once per observation; a step moves the noisy actions in and the
+velocity out, a few kilobytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew import machine
+from sinew.core import CancelledError, ObservationError, SinewError, Timing
+from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
+from sinew.processing import ModelInputs
+from sinew.solvers import euler
+
+
+class OnnxEngine:
+    """Not reentrant: one inference at a time.
+
+    providers: ONNX Runtime execution providers in order of preference, by their own names; every one must
+    be offered by the installed onnxruntime. threads: for compute; chosen from the machine if None.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        providers: Sequence[str] = ("CPUExecutionProvider",),
+        threads: int | None = None,
+    ):
+        ort = _runtime()
+        offered = ort.get_available_providers()
+        if missing := [name for name in providers if name not in offered]:
+            raise SinewError(f"provider {', '.join(missing)}: expected some of {', '.join(offered)}")
+        self.directory = Path(directory)
+        self.graphs = GraphSet.load(self.directory)
+        self.threads = machine.recommended_threads()[0] if threads is None else threads
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.log_severity_level = 3
+        # Threads that wait shall sleep: other programs want the cores (docs/log.md has the measurement).
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self.sessions = {
+            stage: ort.InferenceSession(
+                str(self.directory / f"{stage}.onnx"), options, providers=list(providers)
+            )
+            for stage in STAGES
+        }
+        self.providers = self.sessions["step"].get_providers()
+        self.tables = {steps: np.load(table_path(self.directory, steps)) for steps in self.graphs.steps}
+        self._value = ort.OrtValue.ortvalue_from_numpy
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the graphs' weights on disk; ONNX Runtime keeps copies in the layouts of its kernels."""
+        return sum((self.directory / f"{stage}.onnx.data").stat().st_size for stage in STAGES)
+
+    def run(
+        self, inputs: ModelInputs, noise: np.ndarray, steps: int, cancel: threading.Event | None = None
+    ) -> tuple[np.ndarray, Timing]:
+        """noise: float32 [H, A] -> model output float32 [H, A] in model units, with per-stage times.
+
+        Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set.
+        """
+        table = self.tables.get(steps)
+        if table is None:
+            ready = ", ".join(map(str, self.graphs.steps))
+            raise ObservationError("solver_steps", f"one of the exported {ready}", str(steps))
+        laps = _Laps(cancel)
+        (image_tokens,) = self.sessions["vision"].run(None, {"pixels": inputs.pixels[None]})
+        vision_ms = laps.next()
+        image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask[None])
+        binding = self.sessions["read"].io_binding()
+        for name, array in (
+            ("image_tokens", image_tokens),
+            ("camera_mask", camera_mask),
+            ("tokens", inputs.tokens[None]),
+            ("token_mask", inputs.token_mask[None]),
+            ("state", inputs.state[None]),
+        ):
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        for name in self.graphs.reads:
+            binding.bind_output(name)
+        self.sessions["read"].run_with_iobinding(binding)
+        velocity = self._velocity(binding.get_outputs(), noise[None], table[:1])
+        prefix_ms = laps.next()
+        step_ms: list[float] = []
+        moments = np.split(table, len(table))
+        x = euler(velocity, noise[None], steps, lambda: step_ms.append(laps.next()), moments)
+        return x[0], Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
+
+    def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[1, V, N, C] and [1, V] -> the graph's number of views; those that are missing are masked zeros."""
+        missing = self.graphs.views - image_tokens.shape[1]
+        if missing < 0:
+            raise SinewError(f"views: expected at most {self.graphs.views}, got {image_tokens.shape[1]}")
+        if missing:
+            image_tokens = np.pad(image_tokens, ((0, 0), (0, missing), (0, 0), (0, 0)))
+            camera_mask = np.pad(camera_mask, ((0, 0), (0, missing)))
+        return image_tokens, camera_mask
+
+    def _velocity(self, reads: Sequence[Any], x: np.ndarray, moment: np.ndarray) -> Any:
+        """The step stage with everything bound that does not change during the solver's loop."""
+        session = self.sessions["step"]
+        binding = session.io_binding()
+        used = {node.name for node in session.get_inputs()}
+        for name, value in zip(self.graphs.reads, reads, strict=True):
+            if name in used:
+                binding.bind_ortvalue_input(name, value)
+        # An OrtValue on the CPU is a window on the array: these three are ours, and filled before each step.
+        x_in, moment_in, out = np.array(x), np.array(moment), np.empty_like(x)
+        binding.bind_ortvalue_input("x", self._value(x_in))
+        if "moment" in used:
+            binding.bind_ortvalue_input("moment", self._value(moment_in))
+        binding.bind_ortvalue_output("velocity", self._value(out))
+
+        def velocity(x: np.ndarray, moment: np.ndarray) -> np.ndarray:
+            np.copyto(x_in, x)
+            np.copyto(moment_in, moment)
+            session.run_with_iobinding(binding)
+            return out
+
+        return velocity
+
+
+class _Laps:
+    def __init__(self, cancel: threading.Event | None):
+        self.cancel, self.start = cancel, time.perf_counter()
+
+    def next(self) -> float:
+        """Milliseconds since the last lap."""
+        now = time.perf_counter()
+        elapsed, self.start = 1e3 * (now - self.start), now
+        if self.cancel is not None and self.cancel.is_set():
+            raise CancelledError("the inference was cancelled")
+        return elapsed
+
+
+def _runtime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError:
+        raise SinewError("the onnx engine needs onnxruntime: pip install 'sinew[onnx]'") from None
+    return onnxruntime

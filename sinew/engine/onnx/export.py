@@ -1,0 +1,113 @@
+"""Record the planned model with ``torch.export`` and write it as ONNX graphs.
+
+The graphs are dynamic in the prompt's length; the vision graph also in the number of views. The solver's
+loop stays outside (baked in, ten steps made a graph of nine thousand nodes that took minutes to export).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from sinew.core import SinewError
+from sinew.engine.onnx.graphs import GraphSet, table_path
+from sinew.engine.plan import Plan
+from sinew.engine.plan.stages import stages
+
+OPSET = 20  # the first with GELU as one operator
+PROMPT = 7  # tokens of the example; any length that is not another size of the model
+
+
+@torch.no_grad()
+def export_graphs(
+    plan: Plan,
+    directory: Path,
+    *,
+    architecture: str,
+    views: int,
+    height: int,
+    width: int,
+    steps: Sequence[int],
+) -> GraphSet:
+    """Write ``vision.onnx``, ``read.onnx``, ``step.onnx`` with their weights beside them, and the tables.
+
+    views: of the largest observation; height and width: of the model's pixels; steps: solver step counts.
+    """
+    try:
+        import onnx  # noqa: F401 - torch.onnx needs both and says so less clearly
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise SinewError("the export needs onnx and onnxscript: pip install 'sinew[onnx-export]'") from None
+    directory.mkdir(parents=True, exist_ok=True)
+    vision, read, step, reads, grows = stages(plan)
+    model = plan.model
+    pixels = torch.zeros(1, views, 3, height, width)
+    tokens = torch.zeros(1, PROMPT, dtype=torch.int64)
+    seen, yes = torch.ones(1, views, dtype=torch.bool), torch.ones(1, PROMPT, dtype=torch.bool)
+    image_tokens = vision(pixels)
+    inputs = (image_tokens, seen, tokens, yes, torch.zeros(1, model.state_size))
+
+    # A single view is one size for good: torch.export takes a dynamic axis of length 1 for a constant.
+    any_views: dict[str, Any] = {"pixels": {1: Dim.DYNAMIC} if views > 1 else None}
+    _write(vision, (pixels,), any_views, ["pixels"], ["image_tokens"], directory / "vision.onnx")
+    length = {1: Dim("length", min=2, max=1 << 14)}
+    names = ["image_tokens", "camera_mask", "tokens", "token_mask", "state"]
+    shapes: dict[str, Any] = dict(zip(names, (None, None, length, length, None), strict=True))
+    _write(read, inputs, shapes, names, list(reads), directory / "read.onnx")
+    prefix = Dim("prefix", min=2, max=1 << 15)
+    tables = {count: plan.moments(count) for count in steps}
+    sample = (torch.zeros(1, *model.noise_shape), next(iter(tables.values()))[0], *read(*inputs))
+    axes = tuple(g and {g[0]: prefix + g[1] if g[1] else prefix} for g in grows)
+    shapes = {"x": None, "moment": None, "tensors": axes}
+    _write(step, sample, shapes, ["x", "moment", *reads], ["velocity"], directory / "step.onnx")
+    for count, table in tables.items():
+        np.save(table_path(directory, count), torch.cat(table).float().numpy(), allow_pickle=False)
+    record = GraphSet(architecture, views, reads, tuple(steps), plan.applied)
+    record.save(directory)  # last: a folder without it is an interrupted export
+    return record
+
+
+def _write(
+    stage: nn.Module,
+    arguments: tuple[Tensor, ...],
+    shapes: dict[str, Any],
+    inputs: list[str],
+    outputs: list[str],
+    path: Path,
+) -> None:
+    quiet = logging.getLogger("torch.onnx")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")  # of the exporter's own deprecations
+            program = torch.export.export(
+                stage,
+                arguments,
+                dynamic_shapes=shapes,
+                strict=False,
+                # Sizes that the shape analysis cannot prove equal are checked when the program runs.
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            graph = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=inputs,
+                output_names=outputs,
+                verbose=False,
+            )
+            assert graph is not None
+            graph.save(str(path), external_data=True)
+    finally:
+        quiet.setLevel(level)

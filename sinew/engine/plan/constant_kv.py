@@ -1,0 +1,66 @@
+"""Keys and values that do not depend on the solver's step, computed once per observation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinew.engine.plan.rewrite import Rewrite, Status, become, spans
+from sinew.layers.attention import attend
+from sinew.layers.decoder import DecoderAttention
+from sinew.layers.rope import Rotation
+from sinew.models.base import FlowModel, Prefix
+
+
+class StateInPrefix(FlowModel):
+    """Over a model whose expert reads a state token that sees the prefix and itself, never the actions.
+
+    Its keys and values therefore are the same in every step. They are appended to the prefix's, and the
+    steps run over the actions alone.
+    """
+
+    expert: Any
+
+    def prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Prefix:
+        prefix = super().prefix(image_tokens, camera_mask, tokens, token_mask, state)  # type: ignore[safe-super]
+        return self.absorb_state(prefix)
+
+    def absorb_state(self, prefix: Prefix) -> Prefix:
+        assert prefix.state is not None
+        config = self.config.expert
+        h = prefix.state.to(self.expert.dtype)  # [B, 1, C]
+        rotate = Rotation.at(prefix.length[:, None], config.head_dim, config.rope_theta)
+        valid = torch.cat([prefix.valid, torch.ones_like(prefix.valid[:, :1])], dim=1)  # [B, P + 1]
+        extended = []
+        for index, (layer, (pk, pv)) in enumerate(zip(self.expert.layers, prefix.kv, strict=True)):
+            q, k, v = layer.project(h, rotate)
+            k, v = torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1)
+            extended.append((k, v))
+            if index + 1 < len(prefix.kv):  # after the last layer nobody reads the token
+                h = layer.finish(h, attend(q, k, v, valid[:, None]))
+        return Prefix(tuple(extended), valid, prefix.length + 1)
+
+
+def _constant_kv(model: FlowModel) -> tuple[Status, str, tuple[str, ...]]:
+    if hasattr(model, "state_proj") and hasattr(model, "state_token"):
+        become(model, StateInPrefix)
+        return "applied", "the state token sees the prefix and itself alone", ("expert",)
+    crosses = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, DecoderAttention) and module.is_cross
+    ]
+    if crosses:
+        return (
+            "built in",
+            "the model's prefix() projects the cross-attention's keys and values",
+            spans(crosses),
+        )
+    return "not applicable", "every token of the expert depends on the noisy actions", ()
+
+
+CONSTANT_KV = Rewrite("constant-kv", "keys and values that no step changes are computed once", _constant_kv)

@@ -1,0 +1,128 @@
+"""Linear layers that read the same input, as one: fewer and larger matrix products, one pass over the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinew.engine.plan.prefix_end import KeyValueLayer
+from sinew.engine.plan.rewrite import Rewrite, Status, become, joined, linear, spans
+from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
+from sinew.layers.linear import Linear
+from sinew.layers.rope import Rotation
+from sinew.layers.vit import ViTAttention
+
+
+class PackedAttention(DecoderAttention):
+    """Queries, keys and values in one product; queries and keys in one rotation."""
+
+    qkv_proj: Linear
+    num_heads: int
+    num_kv_heads: int
+
+    def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.qkv_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, L, H + 2 Hkv, D]
+        turning, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
+        q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
+        return q, k, v
+
+
+class PackedKeyValue(DecoderAttention):
+    kv_proj: Linear
+
+    def key_value(self, keys: Tensor, values: Tensor) -> KeyValue:  # the same tensor twice: see KeyValueLayer
+        k, v = self.kv_proj(keys).unflatten(-1, (2, -1, self.head_dim)).unbind(-3)
+        return k, v
+
+
+class PackedViTAttention(ViTAttention):
+    qkv_proj: Linear
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
+        return q, k, v
+
+
+class PackedMLP(GatedMLP):
+    gate_up_proj: Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate) * up)
+
+
+def pack(layers: Sequence[Linear]) -> Linear | None:
+    """One layer for several with the same input; None where their precisions differ."""
+    if len({layer.weight.dtype for layer in layers}) > 1:
+        return None
+    weight = joined([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers]
+    if all(bias is None for bias in biases):
+        return linear(weight)
+    # A fold can have given a bias to some of them only.
+    wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in layers]
+    return linear(weight, torch.cat(wide))
+
+
+def _pack_attention(module: Any, only_kv: bool) -> bool:
+    """False where mixed precision forbids it."""
+    parts = [module.k_proj, module.v_proj] if only_kv else [module.q_proj, module.k_proj, module.v_proj]
+    packed = pack(parts)
+    if packed is None:
+        return False
+    if only_kv:
+        module.kv_proj = packed
+        become(module, PackedKeyValue)
+    else:
+        module.num_heads = len(module.q_proj.weight) // module.head_dim
+        module.num_kv_heads = len(module.k_proj.weight) // module.head_dim
+        module.qkv_proj = packed
+        become(module, PackedViTAttention if isinstance(module, ViTAttention) else PackedAttention)
+        del module.q_proj
+    del module.k_proj, module.v_proj
+    return True
+
+
+def _pack_qkv(model: Any) -> tuple[Status, str, tuple[str, ...]]:
+    names, mixed, cross = [], 0, 0
+    last = {id(module.attn) for module in model.modules() if isinstance(module, KeyValueLayer)}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, DecoderAttention) and module.is_cross:
+            cross += 1
+        elif isinstance(module, (DecoderAttention, ViTAttention)):
+            if _pack_attention(module, only_kv=id(module) in last):
+                names.append(name)
+            else:
+                mixed += 1
+    reason = "the projections read the same input"
+    if cross:
+        reason += f"; not in {cross} cross-attentions, whose queries, keys and values read three tensors"
+    if mixed:
+        reason += f"; not in {mixed} attentions of mixed precision"
+    return ("applied" if names else "not applicable"), reason, spans(names)
+
+
+def _pack_gate_up(model: Any) -> tuple[Status, str, tuple[str, ...]]:
+    names, mixed = [], 0
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, GatedMLP):
+            continue
+        packed = pack([module.gate_proj, module.up_proj])
+        if packed is None:
+            mixed += 1
+            continue
+        module.gate_up_proj = packed
+        become(module, PackedMLP)
+        del module.gate_proj, module.up_proj
+        names.append(name)
+    reason = "gate and up read the same input"
+    if mixed:
+        reason += f"; not in {mixed} of mixed precision"
+    return ("applied" if names else "not applicable"), reason, spans(names)
+
+
+PACK_QKV = Rewrite("pack-qkv", "queries, keys and values are one matrix product", _pack_qkv)
+PACK_GATE_UP = Rewrite("pack-gate-up", "gate and up of a gated MLP are one matrix product", _pack_gate_up)

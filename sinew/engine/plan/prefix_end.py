@@ -1,0 +1,54 @@
+"""The end of the prefix: nothing reads the language model's output, only its layers' keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from sinew.engine.plan.rewrite import Rewrite, Status
+from sinew.layers.decoder import DecoderLayer, KeyValue
+from sinew.layers.rope import Rotation
+
+NO_CACHE = "the head does not read the language model's keys and values"
+
+
+class KeyValueLayer(nn.Module):
+    """What is left of the last decoder layer: its norm, and the projections of keys and values."""
+
+    def __init__(self, layer: DecoderLayer):
+        super().__init__()
+        self.input_norm, self.attn = layer.input_norm, layer.attn
+        del self.attn.q_proj, self.attn.o_proj
+
+    def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
+        h = self.input_norm(x)
+        k, v = self.attn.key_value(h, h)
+        return x, (rotate(k), v)
+
+
+def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
+    depth = model.prefix_depth
+    if depth is None:
+        return "not applicable", NO_CACHE, ()
+    layers = list(model.language.layers)
+    layers[depth - 1] = KeyValueLayer(layers[depth - 1])
+    model.language.layers = nn.ModuleList(layers[:depth])
+    unread = len(layers) - depth
+    reason = f"only the keys and values of layer {depth - 1} are read"
+    return (
+        "applied",
+        reason + (f"; the {unread} after it are not" if unread else ""),
+        (f"language.layers.{depth - 1}",),
+    )
+
+
+def _unread(model: Any) -> tuple[Status, str, tuple[str, ...]]:
+    if model.prefix_depth is None:
+        return "not applicable", NO_CACHE, ()
+    del model.language.norm
+    return "applied", "nothing reads the language model's output", ("language.norm",)
+
+
+LAST_LAYER = Rewrite("last-layer-kv", "the last prefix layer is reduced to its keys and values", _last_layer)
+DROP_UNREAD = Rewrite("drop-unread", "modules whose output nothing reads are dropped", _unread)

@@ -1,0 +1,101 @@
+"""What a rewrite is, what it reports, and the two ways in which rewrites change a model.
+
+A rewrite gets a twin of the loaded model: its own tree of modules, holding the same parameters. It may
+replace parameters and modules of the twin, and it may give a module another class (:func:`become`). The
+model that was loaded is never touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from sinew.layers.linear import Linear
+from sinew.models.base import FlowModel
+
+Status = Literal["applied", "built in", "not applicable", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one rewrite. ``where``: the modules it changed; ``reason``: why it did or did not."""
+
+    name: str
+    status: Status
+    reason: str
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """``apply`` changes the twin and says how: (status, reason, modules)."""
+
+    name: str
+    summary: str
+    apply: Callable[[FlowModel], tuple[Status, str, tuple[str, ...]]]
+
+    def __call__(self, model: FlowModel) -> Outcome:
+        return Outcome(self.name, *self.apply(model))
+
+
+def twin(model: FlowModel) -> FlowModel:
+    """The same parameters in a module tree of their own."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Put the methods of ``kind`` before the module's own; ``kind`` adds no state of its own making."""
+    cls = type(module)
+    bases = (kind,) if issubclass(kind, cls) else (kind, cls)
+    module.__class__ = type(f"{kind.__name__}{cls.__name__}", bases, {}) if len(bases) > 1 else kind
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A linear layer of finished tensors; nothing is allocated."""
+    out_size, in_size = weight.shape
+    made = Linear(in_size, out_size, bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of all ``tensors`` in one: a view where they lie one behind the other in memory, else a copy.
+
+    A bundle stores a layer's q, k and v side by side, so their packed form often is the file itself.
+    """
+    first = tensors[0]
+    end = first.storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata  # noqa: SLF001 - identity
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == end):
+            return torch.cat([t.detach() for t in tensors])
+        end += tensor.numel()
+    rows = sum(len(tensor) for tensor in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def spans(names: Sequence[str]) -> tuple[str, ...]:
+    """Module names with runs of numbers folded: layers.0.attn, layers.1.attn -> layers.0-1.attn."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        key = name if at is None else ".".join([*parts[:at], "{}", *parts[at + 1 :]])
+        groups.setdefault(key, []).append(-1 if at is None else int(parts[at]))
+    return tuple(key.format(_ranges(numbers)) if "{}" in key else key for key, numbers in groups.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if len(numbers) > 2 and all(b - a == step for a, b in pairwise(numbers)):
+        return f"{numbers[0]}-{numbers[-1]}" + (f":{step}" if step > 1 else "")
+    return ",".join(map(str, numbers))

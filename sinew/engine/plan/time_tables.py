@@ -1,0 +1,59 @@
+"""What depends on the solver's time alone: computed once per number of steps, then read from a table.
+
+The plan tables ``moment``; this file makes the moment hold as much as it can. pi0.5's already holds every
+norm's modulation. pi0 and SmolVLA mix the time into the action tokens by a linear layer over
+[action, time], which is the sum of one over the actions and one over the time:
+
+    W [P x + p ; e(t)] + b  =  (Wa P) x  +  (Wt e(t) + Wa p + b)
+
+so the step keeps a product as narrow as an action, and the moment is the second bracket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.plan.rewrite import Rewrite, Status, become, linear
+from sinew.layers.linear import Linear
+from sinew.models.base import FlowModel
+
+
+class SplitActionTime(FlowModel):
+    """Over a model whose action tokens are W2 silu(W [P x + p; e(t)] + b) + b2."""
+
+    action_part: Linear  # Wa P, no bias
+    time_part: Linear  # Wt, Wa p + b
+    action_time_mlp_out: Linear
+
+    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+        return self.time_part(super().moment(t))  # type: ignore[safe-super]
+
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+        mixed = self.action_part(x)
+        return self.action_time_mlp_out(F.silu(mixed + moment.to(mixed.dtype)[:, None]))
+
+
+def split_action_time(model: Any) -> None:
+    project, mix = model.action_in_proj, model.action_time_mlp_in
+    for_actions, for_time = mix.weight.float().chunk(2, dim=1)  # [C, C] each: actions come first
+    action_part = for_actions @ project.weight.float()
+    bias = for_actions @ project.bias.float() + mix.bias.float()
+    model.action_part = linear(action_part.to(mix.weight.dtype))
+    model.time_part = linear(for_time.to(mix.weight.dtype).contiguous(), bias.to(mix.bias.dtype))
+    del model.action_in_proj, model.action_time_mlp_in
+    become(model, SplitActionTime)
+
+
+def _tabulate(model: FlowModel) -> tuple[Status, str, tuple[str, ...]]:
+    if hasattr(model, "action_time_mlp_in"):
+        split_action_time(model)
+        reason = "the embedded time and its half of the mixing layer depend on the step alone"
+        return "applied", reason, ("action_in_proj", "action_time_mlp_in")
+    reason = "the modulation of every adaptive norm depends on the step alone"
+    return "applied", reason, ("time_mlp_in", "time_mlp_out", "expert.*.dense")
+
+
+TABULATE_TIME = Rewrite("tabulate-time", "what depends on the solver's time is read from a table", _tabulate)

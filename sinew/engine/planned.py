@@ -1,0 +1,22 @@
+"""The planned engine: the eager engine's loop over a rewritten model."""
+
+from __future__ import annotations
+
+import torch
+
+from sinew.engine.eager import EagerEngine, Field
+from sinew.engine.plan import REWRITES, Plan
+from sinew.models.base import Prefix
+
+# The rewrites that pay under PyTorch on a CPU. Folding copies most weights out of the file for nothing that
+# the clock shows, and two products that are halves of one run faster apart (docs/plan.md has the numbers).
+ON_CPU = tuple(name for name in REWRITES if name not in ("fold-norms", "pack-gate-up"))
+
+
+class PlannedEngine(EagerEngine):
+    def __init__(self, plan: Plan, device: torch.device):
+        super().__init__(plan.model, device)
+        self.plan = plan
+
+    def field(self, prefix: Prefix, steps: int) -> Field:
+        return self.plan.field(prefix, steps)

@@ -1,0 +1,153 @@
+"""The ONNX Runtime engine against eager: the same chunks, from graphs exported once and run without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sinew.core import BundleError, CancelledError, Observation, ObservationError, SinewError
+from sinew.engine.onnx.cache import fingerprint
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.export import export_graphs
+from sinew.engine.plan import Plan
+from sinew.policy import load
+from tests.golden import Golden, assert_parity
+
+BOUND = 1e-4  # of the action scale
+CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, smolvla_bundle, pi_bundle, tmp_path_factory):
+    """Eager policy, fixture, engine over graphs for 4 and 10 steps."""
+    name = request.param
+    policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), dtype="float32")
+    folder, image = tmp_path_factory.mktemp("graphs"), policy.manifest.processing.image
+    export_graphs(
+        Plan.of(policy.engine.model),
+        folder,
+        architecture=policy.spec.architecture,
+        views=2,
+        height=image.height,
+        width=image.width,
+        steps=(4, 10),
+    )
+    return policy, Golden(golden / name), OnnxEngine(folder, threads=1)
+
+
+def inputs_of(policy, g):
+    return policy.processor.inputs(Observation.from_mapping(g.observation()))
+
+
+def gap(policy, engine, inputs, noise, steps=10) -> float:
+    before = noise.copy()
+    eager, _ = policy.engine.run(inputs, noise, steps)
+    got, timing = engine.run(inputs, noise, steps)
+    assert len(timing.step_ms) == steps
+    assert np.array_equal(noise, before)
+    return float(np.abs(got - eager).max() / np.abs(eager).max())
+
+
+def test_the_same_chunks(case):
+    """Steps, prompt lengths, and views that the graphs were not recorded with."""
+    policy, g, engine = case
+    inputs, noise = inputs_of(policy, g), g.numpy("noise")[0]
+    longer = replace(
+        inputs,
+        tokens=np.concatenate([inputs.tokens, inputs.tokens[-4:]]),
+        token_mask=np.append(inputs.token_mask, [True, True, False, False]),
+    )
+    one = replace(inputs, pixels=inputs.pixels[1:], camera_mask=inputs.camera_mask[1:])
+    masked = replace(inputs, camera_mask=np.array([True, False]))
+    for variant in (inputs, longer, one, masked, inputs):
+        for steps in (4, 10):
+            assert gap(policy, engine, variant, noise, steps) <= BOUND
+    chunk, _ = engine.run(inputs, noise, 10)
+    observation = Observation.from_mapping(g.observation())
+    assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
+
+
+def test_a_wrong_table_is_seen(case):
+    policy, g, engine = case
+    right = engine.tables[10]
+    engine.tables[10] = np.roll(right, 1, axis=0)
+    try:
+        assert gap(policy, engine, inputs_of(policy, g), g.numpy("noise")[0]) > BOUND
+    finally:
+        engine.tables[10] = right
+
+
+def test_cancelling(case):
+    policy, g, engine = case
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(CancelledError):
+        engine.run(inputs_of(policy, g), g.numpy("noise")[0], 10, cancel)
+
+
+def test_what_was_not_exported_is_refused(case):
+    policy, g, engine = case
+    inputs, noise = inputs_of(policy, g), g.numpy("noise")[0]
+    with pytest.raises(ObservationError, match="solver_steps: expected one of the exported 4, 10, got 7"):
+        engine.run(inputs, noise, 7)
+    three = replace(inputs, pixels=np.repeat(inputs.pixels[:1], 3, axis=0), camera_mask=np.ones(3, bool))
+    with pytest.raises(SinewError, match="views: expected at most 2, got 3"):
+        engine.run(three, noise, 10)
+    with pytest.raises(SinewError, match="provider QuantumExecutionProvider: expected some of .*CPU"):
+        OnnxEngine(engine.directory, providers=["QuantumExecutionProvider"])
+
+
+def test_graphs_run_without_torch(case, tmp_path):
+    """A process in which torch cannot be imported gives the same chunk."""
+    policy, g, engine = case
+    inputs, noise = inputs_of(policy, g), g.numpy("noise")[0]
+    fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__}
+    np.savez(tmp_path / "inputs.npz", **fields, noise=noise)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy as np\n"
+        "from sinew.engine.onnx.engine import OnnxEngine\n"
+        "from sinew.processing import ModelInputs\n"
+        "graphs, given, out = sys.argv[1:]\n"
+        "data = dict(np.load(given)); noise = data.pop('noise')\n"
+        "np.save(out, OnnxEngine(graphs, threads=1).run(ModelInputs(**data), noise, 10)[0])\n"
+    )
+    arguments = [str(engine.directory), str(tmp_path / "inputs.npz"), str(tmp_path / "chunk.npy")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(np.load(tmp_path / "chunk.npy"), engine.run(inputs, noise, 10)[0])
+
+
+def test_a_folder_that_is_no_export(tmp_path):
+    with pytest.raises(BundleError, match="graphs.json: expected the record of an export"):
+        OnnxEngine(tmp_path)
+    (tmp_path / "graphs.json").write_text(json.dumps({"format": 0}))
+    with pytest.raises(BundleError, match="format 0, expected 1: export again"):
+        OnnxEngine(tmp_path)
+
+
+def test_graphs_are_cached_beside_the_bundle(smolvla_bundle, golden, tmp_path):
+    bundle, g = tmp_path / "policy.gguf", Golden(golden / "smolvla-2cam")
+    shutil.copyfile(smolvla_bundle("smolvla-2cam"), bundle)
+    first = load(bundle, engine="onnx")
+    (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert folder.name == f"policy.onnx-{fingerprint(bundle)[:16]}"
+    assert_parity(first.infer(g.observation()).actions, g.numpy("actions")[0])
+    stamp = (folder / "graphs.json").stat().st_mtime_ns
+    again = load(bundle, engine="onnx")
+    assert (folder / "graphs.json").stat().st_mtime_ns == stamp
+    assert first.weights_nbytes == again.weights_nbytes > 0
+
+    data = bytearray(bundle.read_bytes())
+    data[-1] ^= 1  # another weight, the same header
+    bundle.write_bytes(data)
+    assert fingerprint(bundle)[:16] not in folder.name
+    with pytest.raises(SinewError, match="engine 'onnx' runs float32 on cpu, not bfloat16"):
+        load(bundle, dtype="bfloat16", engine="onnx")

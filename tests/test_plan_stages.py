@@ -1,0 +1,69 @@
+"""The planned model as functions of tensors: what engines that record a program get."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.core import Observation
+from sinew.engine.eager import EagerEngine
+from sinew.engine.plan import Plan
+from sinew.engine.plan.stages import stages
+from sinew.policy import load
+from sinew.solvers import euler
+from tests.golden import Golden
+
+CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+
+
+@pytest.fixture(params=CASES)
+def case(request, golden, smolvla_bundle, pi_bundle):
+    name = request.param
+    policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), dtype="float32")
+    g = Golden(golden / name)
+    inputs = policy.processor.inputs(Observation.from_mapping(g.observation()))
+    arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
+    return policy, g, inputs, tuple(torch.from_numpy(array)[None] for array in arrays)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rewrites", [None, ()])
+def test_stages_are_the_model(case, rewrites):
+    policy, g, inputs, tensors = case
+    model = policy.engine.model
+    plan = Plan.of(model, rewrites=rewrites)
+    vision, read, step, names, grows = stages(plan)
+    reads = read(vision(tensors[0]), *tensors[1:])
+    assert len(reads) == len(set(names)) == len(grows)
+    chunk = euler(lambda x, m: step(x, m, *reads), g["noise"], 4, moments=plan.moments(4))[0].numpy()
+    expected, _ = EagerEngine(model, torch.device("cpu")).run(inputs, g.numpy("noise")[0], 4)
+    assert np.abs(chunk - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@torch.no_grad()
+def test_stages_export_with_any_prompt_length(case):
+    """One recorded program serves every prompt: recorded at one length, run at another."""
+    policy, g, _, (pixels, camera_mask, tokens, token_mask, state) = case
+    plan = Plan.of(policy.engine.model)
+    vision, read, step, names, grows = stages(plan)
+    image_tokens = vision(pixels)
+    arguments = (image_tokens, camera_mask, tokens, token_mask, state)
+    length, prefix = torch.export.Dim("length", min=2, max=500), torch.export.Dim("prefix", min=2, max=2000)
+    options = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
+    shapes = (None, None, {1: length}, {1: length}, None)
+    read_program = torch.export.export(read, arguments, dynamic_shapes=shapes, **options).module()
+    longer = torch.cat([tokens, tokens[:, -3:]], dim=1), torch.cat([token_mask, token_mask[:, -3:]], dim=1)
+    other = (image_tokens, camera_mask, *longer, state)
+    expected = read(*other)
+    for name, got, wanted in zip(names, read_program(*other), expected, strict=True):
+        torch.testing.assert_close(got, wanted, msg=name)
+
+    axes = tuple(g and {g[0]: prefix + g[1] if g[1] else prefix} for g in grows)
+    shapes = {"x": None, "moment": None, "tensors": axes}
+    moments = plan.moments(4)
+    arguments = (g["noise"], moments[0], *read(*arguments))
+    step_program = torch.export.export(step, arguments, dynamic_shapes=shapes, **options).module()
+    torch.testing.assert_close(
+        step_program(g["noise"], moments[3], *expected), step(g["noise"], moments[3], *expected)
+    )
