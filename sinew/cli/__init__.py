@@ -22,13 +22,18 @@ VERBS = {
     "convert": "Turn an upstream checkpoint into one bundle file.",
     "inspect": "Print what a bundle holds.",
     "infer": "Run a bundle once on image files and a state.",
+    "quantize": "Choose a precision per component and measure what it costs.",
+    "export": "Write a folder that runs without torch.",
     "serve": "Serve a bundle over the network.",
     "client": "Send observations to a server and print a latency table.",
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",
+    "perf": "Predict latency, rates and memory on any machine.",
     "doctor": "Check the installation and this machine.",
     "demo": "Run the trained demo policy in closed loop.",
 }
+
+GROUPS = {"perf"}  # verbs with commands of their own
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
@@ -43,7 +48,8 @@ def build_app() -> App:
         suppress_keyboard_interrupt=False,
     )
     for order, (verb, summary) in enumerate(VERBS.items()):
-        app.command(f"sinew.cli.{verb}:{verb}", name=verb, help=summary, sort_key=order, version_flags=[])
+        options = {} if verb in GROUPS else {"help": summary, "version_flags": []}
+        app.command(f"sinew.cli.{verb}:{verb}", name=verb, sort_key=order, **options)
     return app
 
 

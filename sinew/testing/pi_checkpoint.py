@@ -40,7 +40,7 @@ def write_pi_checkpoint(
     (out / "tokenizer").mkdir(parents=True, exist_ok=True)
     (out / "tokenizer" / "tokenizer.json").write_text(tokenizer_json(VOCABULARY), encoding="utf-8")
     _write_json(out / "tokenizer" / "tokenizer_config.json", tokenizer_config("TokenizersBackend"))
-    config = _config(architecture, cameras, dim)
+    config = policy_config(architecture, cameras, dim)
     _write_json(out / "config.json", config)
     stats = {
         f"{feature}.{kind}": np.linspace(low, high, dim, dtype=np.float32)
@@ -78,7 +78,7 @@ def _init(name: str, shape: tuple[int, ...]) -> Init:
     return "norm" if ".vision_tower." in name and name.endswith("norm.weight") else "bias"
 
 
-def _config(architecture: Architecture, cameras: int, dim: int) -> dict:
+def policy_config(architecture: Architecture, cameras: int, dim: int) -> dict:
     mode = "MEAN_STD" if architecture == "pi0" else "QUANTILES"
     return {
         "type": architecture,

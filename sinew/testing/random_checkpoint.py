@@ -60,10 +60,10 @@ def write_checkpoint(
 
     tokenizer = tokenizer_json(w.vocab_size)
     _write_tokenizer(vlm, tokenizer, "PreTrainedTokenizerFast")
-    _write_json(vlm / "config.json", _vlm_config(w))
+    _write_json(vlm / "config.json", vlm_config(w))
 
     features = _features(cameras, state_dim, action_dim)
-    _write_json(policy / "config.json", _policy_config(w, dtype, features))
+    _write_json(policy / "config.json", policy_config(w, dtype, features))
     stats = _statistics(state_dim, action_dim)
     fixed: dict[str, np.ndarray] = {}
     if legacy:
@@ -114,7 +114,7 @@ def _statistics(state_dim: int, action_dim: int) -> dict[tuple[str, str], np.nda
 _NORMALIZATION = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 
 
-def _policy_config(w: Widths, dtype: StorageRecipe, features: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def policy_config(w: Widths, dtype: StorageRecipe, features: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """``config.json`` as LeRobot 0.6 writes it, without the training fields that inference never reads."""
     return {
         "type": "smolvla",
@@ -157,7 +157,7 @@ def _policy_config(w: Widths, dtype: StorageRecipe, features: dict[str, dict[str
     }
 
 
-def _vlm_config(w: Widths) -> dict[str, Any]:
+def vlm_config(w: Widths) -> dict[str, Any]:
     return {
         "model_type": "smolvlm",
         "architectures": ["SmolVLMForConditionalGeneration"],

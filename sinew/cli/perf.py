@@ -1,0 +1,277 @@
+"""``sinew perf``: what is possible, before and after you buy the hardware.
+
+Each command prints tables and ends with one JSON object on the last line of standard output.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter, validators
+from rich.console import Console
+from rich.table import Table
+
+from sinew.cli.perf_machine import calibrate, fit, predict
+from sinew.cli.perf_options import Positive, Rate, dtypes, narrow
+from sinew.cli.perf_scenario import scenario
+
+if TYPE_CHECKING:
+    from sinew.perf.hardware import Hardware
+    from sinew.perf.roofline import Timing
+
+perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
+for command in (scenario, fit, calibrate, predict):
+    perf.command(command)
+
+
+@perf.command
+def run(
+    source: str,
+    /,
+    *,
+    hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
+    cameras: Positive = None,
+    prompt_tokens: Positive = None,
+    chunk: Positive = None,
+    steps: Positive = None,
+    dtype: str | None = None,
+    traffic: Literal["fused", "unfused"] = "fused",
+    engine: Literal["eager", "plan"] = "plan",
+    data: Path | None = None,
+    table: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Latency by component on one or more machines, from the traced program.
+
+    Args:
+        source: a bundle file, or smolvla, pi0 or pi0.5 at their published size.
+        hardware: names of machines, repeatable; thor, rtx4090 and h200 if absent. `sinew perf machines` lists them.
+        cameras: views; the policy's own if absent, as for the next four.
+        prompt_tokens: length of the prompt.
+        chunk: actions per chunk.
+        steps: of the solver.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or STAGE=..., comma-separated: vision=float8,language=float8.
+        traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
+        engine: eager, or with the rewrites of the plan.
+        data: a file with more machines, as sinew/perf/data/hardware.toml.
+        table: write the table as CSV.
+        plot: write the roofline with each component as a point.
+    """
+    from sinew.perf import plots
+    from sinew.perf.hardware import load_hardware
+    from sinew.perf.program import components
+    from sinew.perf.roofline import timing, weight_bytes
+
+    parts = components(
+        source, cameras, prompt_tokens, chunk, steps, dtypes(dtype), traffic=traffic, engine=engine
+    )
+    machines = [load_hardware(name, data) for name in hardware or ("thor", "rtx4090", "h200")]
+    timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
+    records = [_record(machine, timings[machine.name]) for machine in machines]
+    console = Console()
+    console.print(_component_table(source, records))
+    gib = weight_bytes(parts) / 2**30
+    console.print(f"weights of the products: {gib:.2f} GiB; every operator at its best, nothing else counted")
+    if plot is not None:
+        plots.roofline(machines, timings, plot)
+    if table is not None:
+        _write_csv(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
+    print(json.dumps({"schema": "sinew.perf/1", "source": source, "traffic": traffic, "machines": records}))
+    return 0
+
+
+@perf.command
+def paper(*, table: Path | None = None, plot: Path | None = None) -> int:
+    """VLA-Perf's printed numbers against ours, one by one; then what correcting its defects changes.
+
+    Args:
+        table: write all rows as CSV.
+        plot: a folder for the figures that correspond to figures 5 and 8.
+    """
+    from sinew.perf import plots
+    from sinew.perf.paper import Study
+    from sinew.perf.published import compare, corrections
+
+    console, study = Console(), Study()
+    rows = compare(study)
+    shown = Table(title="VLA-Perf (arXiv 2602.18397), as published")
+    for name in ("where", "quantity", "printed", "ours", "status"):
+        shown.add_column(name, justify="right" if name in ("printed", "ours") else "left")
+    for row in rows:
+        ours = "does not fit" if row.ours is None else f"{row.ours:.4f}"
+        style = "red" if row.status == "differs" else None
+        shown.add_row(row.where, row.quantity, row.printed, ours, row.status, style=style)
+    console.print(shown)
+    changed = corrections()
+    second = Table(title="pi0 end to end, ms: each correction alone, then all")
+    names = [key for key in changed[0] if key not in ("name", "why")]
+    for name in ("", *names, "why"):
+        second.add_column(name, justify="right" if name in names else "left")
+    for entry in changed:
+        second.add_row(str(entry["name"]), *(f"{entry[name]:.2f}" for name in names), str(entry["why"]))
+    console.print(second)
+    if table is not None:
+        _write_csv(table, [{name: getattr(row, name) for name in row.__slots__} for row in rows])
+    if plot is not None:
+        plot.mkdir(parents=True, exist_ok=True)
+        figures = study.figures()
+        plots.sizes(figures["figure 5"], plot / "latency_over_size.png")
+        bars = [(str(row["where"]), float(row["ms"])) for row in (*figures["figure 8"], *figures["figure 9"])]
+        plots.placements(bars, plot / "placements.png")
+    differing = sum(row.status == "differs" for row in rows)
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.status] = counts.get(row.status, 0) + 1
+    print(
+        json.dumps(
+            {"schema": "sinew.perf.paper/1", "numbers": len(rows), "statuses": counts, "corrections": changed}
+        )
+    )
+    return 1 if differing else 0
+
+
+@perf.command
+def need(
+    *,
+    rate: Rate,
+    model: str = "pi0.5",
+    cameras: Positive = None,
+    prompt_tokens: Positive = None,
+    chunk: Positive = None,
+    efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
+    data: Path | None = None,
+) -> int:
+    """Which machine, precision and number of solver steps reach a rate. Exit code 1 if none does.
+
+    Args:
+        rate: chunks per second.
+        model: a bundle file, or smolvla, pi0 or pi0.5.
+        cameras: views; the policy's own if absent, as for the next two.
+        prompt_tokens: length of the prompt.
+        chunk: actions per chunk.
+        efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
+        data: a file with more machines.
+    """
+    from sinew.perf.hardware import hardware
+    from sinew.perf.program import components
+    from sinew.perf.roofline import timing, weight_bytes
+
+    found: list[dict[str, Any]] = []
+    machines = hardware(data)
+    for dtype in ("bfloat16", "float8", "int4//bfloat16"):
+        precision = (
+            None
+            if dtype == "bfloat16"
+            else {"vision": narrow(dtype), "language": narrow(dtype), "action": "bfloat16"}
+        )
+        parts = components(model, cameras, prompt_tokens, chunk, None, precision or "bfloat16", engine="plan")
+        for machine in machines.values():
+            if "bfloat16" not in machine.peak or (dtype == "float8" and "float8" not in machine.peak):
+                continue
+            one = [timing(part, machine).seconds for part in parts]
+            if weight_bytes(parts) / 2**30 > machine.memory_gib - machine.system_gib:
+                continue
+            step = one[2] / parts[2].repeats
+            most = (efficiency / rate - one[0] - one[1]) / step
+            if most >= 1:
+                steps = min(int(most), parts[2].repeats)
+                took = (one[0] + one[1] + steps * step) / efficiency
+                name = "bfloat16" if dtype == "bfloat16" else f"{dtype.split('/')[0]} vision and language"
+                found.append(
+                    {
+                        "machine": machine.name,
+                        "title": machine.title,
+                        "precision": name,
+                        "steps": steps,
+                        "hz": 1 / took,
+                    }
+                )
+    found.sort(key=lambda row: (row["title"], row["precision"]))
+    table = Table(title=f"{model} at {rate:g} Hz with {efficiency:.0%} of the roofline")
+    for name in ("machine", "precision", "solver steps at most", "rate with them, Hz"):
+        table.add_column(name, justify="left" if name in ("machine", "precision") else "right")
+    for row in found:
+        table.add_row(row["title"], row["precision"], str(row["steps"]), f"{row['hz']:.1f}")
+    Console().print(table if found else f"nothing in the table reaches {rate:g} Hz")
+    print(json.dumps({"schema": "sinew.perf.need/1", "rate": rate, "model": model, "found": found}))
+    return 0 if found else 1
+
+
+@perf.command
+def machines(*, data: Path | None = None, links: Path | None = None) -> int:
+    """The machines and networks that are known, with their sources.
+
+    Args:
+        data: a file with more machines.
+        links: a file with more networks.
+    """
+    from sinew.perf.hardware import hardware, networks
+
+    console = Console()
+    table = Table(title="machines")
+    for name in ("name", "", "BF16, TFLOP/s", "GB/s", "GiB", "source"):
+        table.add_column(name, justify="left" if name in ("name", "", "source") else "right")
+    for entry in hardware(data).values():
+        peak = f"{entry.peak_flops('bfloat16') / 1e12:g}" if "bfloat16" in entry.peak else "-"
+        table.add_row(
+            entry.name, entry.title, peak, f"{entry.bandwidth / 1e9:g}", f"{entry.memory_gib:g}", entry.source
+        )
+    console.print(table)
+    table = Table(title="networks")
+    for name in ("name", "up, Mbit/s", "down", "one way, ms", "source"):
+        table.add_column(name, justify="left" if name in ("name", "source") else "right")
+    for link in networks(links).values():
+        up, down = f"{link.upload / 1e6:g}", f"{link.download / 1e6:g}"
+        table.add_row(link.name, up, down, f"{link.base_ms:g}", link.source)
+    console.print(table)
+    return 0
+
+
+# ----------------------------------------------------------------------------- helpers
+
+
+def _record(machine: Hardware, rows: Sequence[Timing]) -> dict[str, Any]:
+    total = sum(row.seconds for row in rows)
+    parts = [
+        {
+            "component": row.name,
+            "ms": 1e3 * row.seconds,
+            "bound": row.bound,
+            "gflop": row.flops / 1e9,
+            "gbyte": row.nbytes / 1e9,
+            "tflops": row.flops / row.seconds / 1e12,
+        }
+        for row in rows
+    ]
+    return {
+        "machine": machine.name,
+        "title": machine.title,
+        "ms": 1e3 * total,
+        "hz": 1 / total,
+        "components": parts,
+    }
+
+
+def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=f"{source}: roofline")
+    for name in ("machine", "component", "ms", "bound", "GFLOP", "GB moved", "TFLOP/s at best"):
+        table.add_column(name, justify="left" if name in ("machine", "component", "bound") else "right")
+    for record in records:
+        for part in record["components"]:
+            numbers = (f"{part['gflop']:.1f}", f"{part['gbyte']:.2f}", f"{part['tflops']:.1f}")
+            table.add_row(record["title"], part["component"], f"{part['ms']:.2f}", part["bound"], *numbers)
+        table.add_row(
+            "", "end to end", f"{record['ms']:.2f}", f"{record['hz']:.1f} Hz", end_section=True, style="bold"
+        )
+    return table
+
+
+def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

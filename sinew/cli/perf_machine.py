@@ -1,0 +1,212 @@
+"""``sinew perf fit`` and ``sinew perf calibrate``: what a policy needs of a machine, and what this one does.
+
+The last line of standard output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter, validators
+from rich.console import Console
+from rich.table import Table
+
+from sinew import machine
+from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew.perf.calibration import Calibration
+    from sinew.perf.memory import Fit
+
+Positive = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
+
+
+def fit(
+    source: str,
+    /,
+    *,
+    memory_gib: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 8.0,
+    system_gib: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 2.5,
+    cameras: Positive = None,
+    prompt_tokens: Positive = None,
+    chunk: Positive = None,
+    dtype: str | None = None,
+    engine: Literal["eager", "plan"] = "eager",
+    device: Literal["cpu", "cuda"] = "cuda",
+    search: bool = True,
+) -> int:
+    """Does a policy fit a board's memory, and how much can be asked of it there? Exit code 1 if it does not.
+
+    Args:
+        source: a bundle file, or smolvla, pi0 or pi0.5 at their published size.
+        memory_gib: the board's memory.
+        system_gib: what the operating system and other programs take.
+        cameras: views; the policy's own number if absent, as for the next two.
+        prompt_tokens: length of the prompt.
+        chunk: actions per chunk.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bfloat16//int8; as stored if absent.
+        engine: eager, or with the rewrites of the plan.
+        device: which allowance for runtime and libraries to add.
+        search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
+    """
+    from sinew.perf.memory import fits
+
+    found = fits(
+        source,
+        round(memory_gib * 2**30),
+        round(system_gib * 2**30),
+        cameras=cameras,
+        prompt_tokens=prompt_tokens,
+        chunk=chunk,
+        dtypes=dtype,
+        engine=engine,
+        device=device,
+        search=search,
+    )
+    print_fit(found, Console())
+    record = asdict(found) | {"fits": found.fits, "headroom": found.headroom, "total": found.report.total}
+    print(json.dumps(record))
+    return 0 if found.fits else 1
+
+
+def print_fit(found: Fit, console: Console) -> None:
+    report = found.report
+    shapes = report.shapes
+    table = Table(
+        title=f"{report.name}: {shapes.views} views, {shapes.tokens} prompt tokens, chunk {report.chunk}"
+    )
+    table.add_column("memory")
+    table.add_column("format")
+    table.add_column("MiB", justify="right")
+    for row in report.weights:
+        table.add_row(f"weights, {row.component}", row.dtype, _mib(row.nbytes))
+    table.add_section()
+    peak = report.peak
+    table.add_row("keys and values of the prefix", "", _mib(peak.cache))
+    table.add_row(f"other activations (peak, in {peak.stage})", "", _mib(report.activations))
+    table.add_row("libraries' workspace", "", _mib(report.workspace))
+    table.add_row("runtime", "", _mib(report.runtime), end_section=True)
+    table.add_row("total", "", _mib(report.total), style="bold")
+    table.add_row("available", "", _mib(found.available))
+    console.print(table)
+    verdict = f"fits with {_mib(found.headroom)} MiB to spare"
+    if not found.fits:
+        verdict = f"does not fit: {_mib(-found.headroom)} MiB too much"
+    largest = ", ".join(f"{axis} {value}" for axis, value in found.largest.items())
+    console.print(
+        verdict + (f"; largest alone: {largest}" if largest else ""), highlight=False, soft_wrap=True
+    )
+
+
+def calibrate(
+    source: str,
+    /,
+    *,
+    threads: Positive = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    runs: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 3,
+    directory: Path | None = None,
+) -> int:
+    """Measure this machine and a policy's stages on it; later predictions and `sinew bench` use what is found.
+
+    Args:
+        source: a bundle file, or smolvla, pi0 or pi0.5 with random weights.
+        threads: for compute; chosen from the cores of this process if absent.
+        dtype: compute type.
+        runs: of each stage; their median counts.
+        directory: where to store it; $XDG_CONFIG_HOME/sinew/calibration if absent.
+    """
+    from sinew.perf.calibrate import calibrate as measure
+
+    errors = Console(stderr=True)
+    found, path = measure(
+        source,
+        directory=directory,
+        threads=threads,
+        dtype=dtype,
+        runs=runs,
+        report=lambda line: errors.print(line, highlight=False),
+    )
+    print_calibration(found, Console())
+    print(json.dumps(asdict(found) | {"path": str(path)}))
+    return 0
+
+
+def predict(
+    source: str,
+    /,
+    *,
+    threads: Positive = None,
+    cameras: Positive = None,
+    prompt_tokens: Positive = None,
+    chunk: Positive = None,
+    steps: Positive = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    directory: Path | None = None,
+) -> int:
+    """What the eager engine will take on this machine, with an error band. Needs `sinew perf calibrate` first.
+
+    Args:
+        source: a bundle file, or smolvla, pi0 or pi0.5 at their published size.
+        threads: for compute, as calibrated; chosen from the cores of this process if absent.
+        cameras: views; the policy's own number if absent, as for the next three.
+        prompt_tokens: length of the prompt.
+        chunk: actions per chunk.
+        steps: of the solver.
+        dtype: compute type, as calibrated.
+        directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
+    """
+    from sinew.perf import calibration
+    from sinew.perf.program import Program
+
+    count = threads or machine.recommended_threads()[0]
+    fitted = calibration.load(machine.cpu_model(), count, directory)
+    if fitted is None:
+        raise SinewError(
+            f"not calibrated for {count} threads: sinew perf calibrate {source} --threads {count}"
+        )
+    program = Program.load(
+        source, cameras=cameras, prompt_tokens=prompt_tokens, chunk=chunk, steps=steps, dtypes=dtype
+    )
+    table = Table(title=f"{program.name}, {dtype}, {count} threads, band {fitted.band:.0%}: milliseconds")
+    for name in ("stage", "predicted", "low", "high", "roofline"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    stages = {}
+    for ideal, real in zip(program.components("fused"), program.components("unfused"), strict=True):
+        found = fitted.predict(real)
+        row = {"predicted": found.seconds, "low": found.low, "high": found.high}
+        row["roofline"] = calibration.roofline_seconds(ideal, fitted.speeds)
+        stages[real.name] = {name: 1e3 * seconds for name, seconds in row.items()}
+        table.add_row(real.name, *(f"{milliseconds:.1f}" for milliseconds in stages[real.name].values()))
+    Console().print(table)
+    print(json.dumps({"source": source, "threads": count, "band": fitted.band, "stages_ms": stages}))
+    return 0
+
+
+def print_calibration(found: Calibration, console: Console) -> None:
+    from sinew.perf.calibrate import errors_by_stage
+
+    speeds = found.speeds
+    peaks = ", ".join(f"{dtype} {value / 1e9:.1f} GFLOP/s" for dtype, value in speeds.peak_flops.items())
+    errors = ", ".join(f"{stage} {error:.0%}" for stage, error in errors_by_stage(found).items())
+    factors = ", ".join(f"{name} {value:.2f}" for name, value in found.factors.items())
+    for line in (
+        f"{speeds.processor}, {speeds.threads} threads, load average {speeds.load}",
+        f"{peaks}; {speeds.bandwidth / 1e9:.1f} GB/s; {speeds.overhead * 1e6:.2f} us per operator",
+        f"factors of these: {factors}",
+        f"largest error of {len(found.samples)} samples: {errors}; band of predictions {found.band:.0%}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    cores = machine.cores().physical
+    if speeds.load > cores:
+        busy = (
+            f"load average {speeds.load} on {cores} cores: others were computing; calibrate again when idle"
+        )
+        console.print(f"[yellow]{busy}[/]", highlight=False, soft_wrap=True)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f}"

@@ -1,0 +1,154 @@
+"""``sinew perf scenario``: on the robot, on a server, split, asynchronous, as two systems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from sinew.cli.perf_options import Positive, Rate, dtypes
+
+
+def scenario(
+    source: str,
+    /,
+    *,
+    server: str = "h200",
+    device: str = "agx-orin",
+    network: Annotated[list[str] | None, Parameter(negative="")] = None,
+    codec: Literal["raw", "jpeg"] = "raw",
+    control_hz: Rate = 50.0,
+    replan: Positive = None,
+    cap_hz: Rate = 5.0,
+    dtype: str | None = None,
+    data: Path | None = None,
+    links: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
+
+    Args:
+        source: a bundle file, or smolvla, pi0 or pi0.5.
+        server: the machine at the far end.
+        device: the machine on the robot.
+        network: links in between, in order, repeatable; wifi7 if absent.
+        codec: of the frames on their way up.
+        control_hz: control steps per second.
+        replan: control steps between two requests; half of the chunk if absent.
+        cap_hz: how often System 2 (vision excluded, language) runs beside System 1.
+        dtype: see `sinew perf run`.
+        data: a file with more machines.
+        links: a file with more networks.
+        plot: write the comparison as bars.
+    """
+    from sinew.perf import events, plots, scenarios
+    from sinew.perf.hardware import load_hardware, load_network
+    from sinew.perf.program import components
+    from sinew.perf.roofline import timing
+
+    parts = components(source, dtypes=dtypes(dtype), engine="plan")
+    far, near = load_hardware(server, data), load_hardware(device, data)
+    route = [load_network(name, links) for name in network or ("wifi7",)]
+    size, cache, chunk = _payload(source, codec)
+    there, here = ([timing(part, machine).seconds for part in parts] for machine in (far, near))
+    every = replan or max(1, chunk // 2)
+    ways = " + ".join(link.title for link in route)
+    rows: list[dict[str, Any]] = []
+
+    def add(where: str, compute_s: float, hops: Sequence[Any]) -> None:
+        latency = scenarios.synchronous_s(compute_s, size, hops)
+        played = events.asynchronous(
+            compute_s, size, hops, control_hz=control_hz, chunk=chunk, replan=every, duration_s=30
+        )
+        stale = scenarios.staleness(latency, min(every, chunk), chunk, control_hz)
+        rows.append(
+            {
+                "where": where,
+                "latency_ms": 1e3 * latency,
+                "sync_hz": 1 / latency,
+                "async_hz": scenarios.asynchronous_hz(compute_s, size, hops),
+                "age_p95_ms": 1e3 * played.age_p95_s,
+                "age_bound_ms": 1e3 * stale.last_s,
+                "underruns": f"{played.underruns}/{played.steps}",
+            }
+        )
+
+    add("robot", sum(here), [])
+    add("server", sum(there), route)
+    split = scenarios.split_s(there[0] + there[1], here[2], size.up, cache, route)
+    rows.append(
+        {
+            "where": "split",
+            "latency_ms": 1e3 * split,
+            "sync_hz": 1 / split,
+        }
+    )
+    for where, stage in (("robot", here), ("server", there)):
+        fast, slow = stage[0] + stage[2], stage[1]
+        dual = events.dual_system(fast, slow, cap_hz)
+        rows.append(
+            {
+                "where": f"dual, {where}",
+                "latency_ms": 1e3 * fast,
+                "sync_hz": dual.fast_hz,
+                "async_hz": scenarios.dual_system_hz(fast, slow, cap_hz, 1 / (fast + slow)),
+                "age_p95_ms": 1e3 * dual.plan_age_max_s,
+            }
+        )
+    console = Console()
+    titles = {
+        "where": "where", "latency_ms": "latency, ms", "sync_hz": "in step, Hz", "async_hz": "asynchronous, Hz",
+        "age_p95_ms": "age p95, ms", "age_bound_ms": "age at most, ms", "underruns": "steps without action",
+    }  # fmt: skip
+    table = Table(title=f"{source}, {control_hz:g} Hz control, a request every {every} steps, {codec} frames")
+    for title in titles.values():
+        table.add_column(title, justify="left" if title == "where" else "right")
+    for row in rows:
+        table.add_row(*(_shown(row.get(key)) for key in titles))
+    console.print(table)
+    notes = (
+        f"robot: {near.title}; server: {far.title} over {ways}",
+        f"{size.up / 1e3:.0f} kB up, {size.down / 1e3:.1f} kB down",
+        f"split: vision and language there, action here, {cache / 1e6:.1f} MB of keys and values in between",
+        f"dual: System 1 (vision, action) beside System 2 (language) at {cap_hz:g} Hz; its age is that of the plan",
+    )
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+    if plot is not None:
+        plots.placements([(row["where"], row["latency_ms"]) for row in rows[:3]], plot)
+    print(
+        json.dumps(
+            {"schema": "sinew.perf.scenario/1", "up_bytes": size.up, "down_bytes": size.down, "rows": rows}
+        )
+    )
+    return 0
+
+
+def _payload(source: str, codec: Literal["raw", "jpeg"]) -> tuple[Any, int, int]:
+    """(payload, bytes of the prefix's keys and values, chunk) of a policy."""
+    from sinew.core import CameraSpec, PolicySpec, VectorSpec
+    from sinew.perf.memory import memory_report
+    from sinew.perf.program import Program
+    from sinew.perf.scenarios import payload
+
+    program = Program.load(source)
+    shapes = program.shapes
+    cache, chunk = memory_report(program).cache, program.model.config.chunk_size
+    if Path(source).is_file():
+        from sinew.bundle import Bundle
+
+        return payload(Bundle(source).manifest.spec, codec), cache, chunk
+    cameras = tuple(CameraSpec(str(n), shapes.height, shapes.width) for n in range(shapes.views))
+    spec = PolicySpec(
+        source, source, cameras, VectorSpec(14), VectorSpec(14), chunk, 32, shapes.steps, shapes.tokens
+    )
+    return payload(spec, codec), cache, chunk
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:.1f}"

@@ -1,0 +1,45 @@
+"""FLOPs of the operators that multiply: 2*M*N*K, from their operands' shapes. Everything else counts zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+Count = Callable[[Any, Any], int]  # (arguments, result) -> FLOPs
+
+
+def _mm(a: Tensor, b: Tensor) -> int:  # [M, K] @ [K, N]
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _bmm(a: Tensor, b: Tensor) -> int:  # [B, M, K] @ [B, K, N]
+    return 2 * prod(a.shape) * b.shape[2]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:  # [B, H, S, D], [B, H, N, D], [B, H, N, E]
+    return 2 * prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _convolution(out: Tensor, weight: Tensor) -> int:  # [B, O, *], [O, I / groups, *kernel]
+    return 2 * out.numel() * prod(weight.shape[1:])
+
+
+FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+PRODUCTS: dict[str, Count] = {  # by ATen's names
+    "mm": lambda args, _: _mm(args[0], args[1]),
+    "addmm": lambda args, _: _mm(args[1], args[2]),
+    "bmm": lambda args, _: _bmm(args[0], args[1]),
+    "baddbmm": lambda args, _: _bmm(args[1], args[2]),
+    "mv": lambda args, _: 2 * args[0].numel(),
+    "convolution": lambda args, out: _convolution(out, args[1]),
+    **dict.fromkeys(FUSED_ATTENTION, lambda args, _: _attention(*args[:3])),
+}

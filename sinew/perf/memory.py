@@ -1,0 +1,264 @@
+"""What a policy needs of a machine's memory, and the largest request that still fits.
+
+Weights are counted by name, embeddings included; activations come from the traced lifetimes of every block of
+memory, as reference counting frees them in the eager engine. An engine that fuses more needs less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from sinew.core import SinewError
+from sinew.engine.plan.cost import Shapes
+from sinew.perf.precision import SMALL_BITS, bits, dtype_name
+from sinew.perf.program import LIMITS, Engine, Program
+from sinew.perf.trace import Block, Trace
+
+Device = Literal["cpu", "cuda"]
+
+# Resident memory before any weight: interpreter, torch and its libraries. CPU: 241 MB after `import sinew.policy`
+# (`sinew.machine.resident_bytes()`, torch 2.13.0 CPU build). CUDA: an allowance for context and kernels, not
+# measured; give the number of your own board where it matters.
+RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
+# What libraries take beside torch's allocator. CPU: the peak of anonymous memory of the model in
+# tests/test_perf_calibration.py rose 12 MB (1 thread) and 38 MB (2 threads) above the traced peak; it grows with the
+# threads, not with the model. CUDA: cuBLAS's largest default workspace, 32 MiB, not measured.
+WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
+
+AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}  # what `fits` searches
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The parameters of one component in one format."""
+
+    component: str  # top-level module; its token or position tables apart, as "language embeddings"
+    dtype: str
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that was alive at once during a stage, weights aside. ``cache``: the prefix's keys and values
+    in it."""
+
+    stage: str
+    nbytes: int
+    cache: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes. ``cache``: the blocks that hold the prefix's keys and values, all of a block of which they are a
+    part (as where Q, K and V come out of one product). ``peaks``: one per stage."""
+
+    name: str
+    shapes: Shapes
+    chunk: int
+    weights: tuple[Weights, ...]
+    cache: int
+    peaks: tuple[Peak, ...]
+    workspace: int
+    runtime: int
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks, key=lambda peak: peak.nbytes)
+
+    @property
+    def weights_nbytes(self) -> int:
+        return sum(row.nbytes for row in self.weights)
+
+    @property
+    def activations(self) -> int:
+        """At the peak, beside the cache."""
+        return self.peak.nbytes - self.peak.cache
+
+    @property
+    def total(self) -> int:
+        return self.weights_nbytes + self.peak.nbytes + self.workspace + self.runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a report fits what the system leaves. ``largest``: per axis of :data:`AXES`, the largest value
+    that fits with the other axes as asked for; 0 where nothing does."""
+
+    report: MemoryReport
+    memory: int
+    system: int
+    largest: Mapping[str, int]
+
+    @property
+    def available(self) -> int:
+        return self.memory - self.system
+
+    @property
+    def headroom(self) -> int:
+        """Bytes left; negative where it does not fit."""
+        return self.available - self.report.total
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+def memory_report(
+    program: Program, device: Device = "cpu", runtime: int | None = None, workspace: int | None = None
+) -> MemoryReport:
+    """Memory of one observation. ``runtime``, ``workspace``: bytes, instead of the table's for ``device``."""
+    if device not in RUNTIME:
+        raise SinewError(f"device: expected one of {', '.join(RUNTIME)}, got {device!r}")
+    found = program.trace
+    return MemoryReport(
+        name=program.name,
+        shapes=program.shapes,
+        chunk=program.model.config.chunk_size,
+        weights=weights(program),
+        cache=_cache(program, found),
+        peaks=peaks(found, _cache_scale(program)),
+        workspace=WORKSPACE[device] if workspace is None else workspace,
+        runtime=RUNTIME[device] if runtime is None else runtime,
+    )
+
+
+def fits(
+    source: str | Path,
+    memory: int,
+    system: int = 0,
+    *,
+    cameras: int | None = None,
+    prompt_tokens: int | None = None,
+    chunk: int | None = None,
+    steps: int | None = None,
+    dtypes: str | Mapping[str, str] | None = None,
+    engine: Engine = "eager",
+    device: Device = "cpu",
+    runtime: int | None = None,
+    search: bool = True,
+) -> Fit:
+    """Does ``source`` run in ``memory`` bytes of which the system takes ``system``? And what is the most?
+
+    Arguments up to ``engine`` as in :meth:`Program.load`. ``search=False`` leaves ``largest`` empty; with it
+    each axis takes about ten traces of half a second.
+    """
+    if not 0 <= system < memory:
+        raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
+    program = Program.load(
+        source,
+        cameras=cameras,
+        prompt_tokens=prompt_tokens,
+        chunk=chunk,
+        steps=steps,
+        dtypes=dtypes,
+        engine=engine,
+    )
+    report = memory_report(program, device, runtime)
+    largest = {}
+    if search:
+        shapes = program.shapes
+        asked_for = {"chunk": report.chunk, "cameras": shapes.views, "prompt_tokens": shapes.tokens}
+        for axis, argument in AXES.items():
+
+            def excess(value: int, argument: str = argument) -> int:
+                asked = memory_report(program.at(**{argument: value}), device, runtime)
+                return asked.total - (memory - system)
+
+            largest[axis] = largest_fitting(excess, LIMITS[argument], asked_for[argument])
+    return Fit(report, memory, system, largest)
+
+
+def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) -> int:
+    """The largest n of 1 to ``limit`` with excess(n) <= 0, for an excess that grows with n; 0 if there is none.
+
+    An evaluation is a trace, so few: memory is a quadratic of n in pieces, and the parabola through the three
+    points nearest to the boundary finds it, then its neighbour proves it. Halving bounds the number.
+    """
+    known = {n: excess(n) for n in {1, min(start, limit)}}
+    if known[1] > 0:
+        return 0
+    while max(known.values()) <= 0:
+        if limit in known:
+            return limit
+        n = min(8 * max(known), limit)
+        known[n] = excess(n)
+    for turn in range(2 * limit.bit_length()):
+        low = max(n for n, value in known.items() if value <= 0)
+        high = min(n for n, value in known.items() if value > 0)
+        if high - low == 1:
+            break
+        guess = _root(known, low, high) if turn % 4 < 3 else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        known[guess] = excess(guess)
+    return low
+
+
+def _root(known: Mapping[int, int], low: int, high: int) -> int:
+    """Where the parabola through the points around [low, high] crosses zero; a line where there are two."""
+    nearest = sorted(known, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
+    coefficients = np.polyfit(nearest, [known[n] for n in nearest], len(nearest) - 1)
+    roots = [root.real for root in np.roots(coefficients) if abs(root.imag) < 1 and low <= root.real <= high]
+    return math.floor(roots[0] + 1e-6) if roots else (low + high) // 2
+
+
+def weights(program: Program) -> tuple[Weights, ...]:
+    """The executed model's parameters by component and format, in the model's order."""
+    model, readers = program.executed, program.trace.readers()
+    embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    counts: Counter[tuple[str, str]] = Counter()
+    for name, parameter in model.named_parameters():
+        component = name.split(".")[0]
+        if name.rpartition(".")[0] in embeddings:
+            component += " embeddings"
+        counts[component, _format(program, name, dtype_name(parameter.dtype), readers)] += parameter.numel()
+    return tuple(
+        Weights(component, dtype, count, -(-count * bits(dtype) // 8))
+        for (component, dtype), count in counts.items()
+    )
+
+
+def _format(program: Program, name: str, stored: str, readers: Mapping) -> str:
+    for call in readers.get(name, ()):
+        for operand in call.operands:
+            if operand.weight == name:
+                return program.precision_of(call).of(operand, call)
+    return stored
+
+
+def peaks(found: Trace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
+    """The largest sum of live blocks per stage, from the order in which they came and went."""
+    live = cache = 0
+    highest: dict[str, Peak] = {}
+    prefix: set[Block] = set()
+    for event in found.events:
+        block, size = event.block, event.block.nbytes
+        if event.change > 0 and block.kind == "cache" and event.stage != "action":
+            prefix.add(block)  # copies that the head makes of it are activations
+        if block in prefix:
+            size = round(size * cache_scale)
+            cache += event.change * size
+        live += event.change * size
+        if event.stage not in highest or live > highest[event.stage].nbytes:
+            highest[event.stage] = Peak(event.stage, live, cache)
+    return tuple(highest.values())
+
+
+def _cache_scale(program: Program) -> float:
+    """Bits of the cache's format over those of the traced one."""
+    if program.precision is None or program.precision["language"].cache not in SMALL_BITS:
+        return 1.0
+    precision = program.precision["language"]
+    return bits(precision.cache) / bits(dtype_name(precision.stream))
+
+
+def _cache(program: Program, found: Trace) -> int:
+    return round(found.cache_nbytes * _cache_scale(program))

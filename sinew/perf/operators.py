@@ -1,0 +1,52 @@
+"""What a roofline is made of: operators, the tensors that they move, and the components that they add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+# Bits per element as stored, block scales left out. Ternary values are packed in two bits.
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4, "ternary": 2}
+
+
+class Residency(Enum):
+    """Where a tensor lies: in memory, or in registers, shared memory and caches."""
+
+    HBM = "hbm"
+    ON_CHIP = "on_chip"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """``kind``: "weight", "activation", "cache" (keys and values of the prefix) or "scores" (of attention)."""
+
+    elements: int
+    dtype: str
+    residency: Residency = Residency.HBM
+    kind: str = "activation"
+
+    @property
+    def bytes(self) -> int:
+        return -(-self.elements * BITS[self.dtype] // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """``flops``: of one call, 2*M*N*K for a product. ``count``: equal calls, one per layer say. ``stage``:
+    "vision", "language" or "action"."""
+
+    name: str
+    flops: int
+    tensors: tuple[Tensor, ...]
+    compute_dtype: str
+    count: int = 1
+    stage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Operators that run one after another, ``repeats`` times: solver steps, say."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    repeats: int = 1

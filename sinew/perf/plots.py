@@ -1,0 +1,101 @@
+"""Figures of a roofline. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sinew.core import SinewError
+from sinew.perf.hardware import Hardware
+from sinew.perf.roofline import Timing
+
+COLORS = {"vision": "#0072b2", "language": "#d55e00", "action": "#009e73"}
+
+
+def roofline(machines: Sequence[Hardware], timings: Mapping[str, Sequence[Timing]], path: Path) -> None:
+    """FLOP/s over FLOP per byte: each machine's roof, each component as a point under it.
+
+    timings: by machine name. A point lies at the rate that the component reaches if every operator does its best.
+    """
+    figure, axes = _figure()
+    lowest = min(t.intensity for rows in timings.values() for t in rows) / 3
+    highest = max(t.intensity for rows in timings.values() for t in rows) * 4
+    for index, machine in enumerate(machines):
+        peak = machine.peak_flops("bfloat16")
+        knee = machine.balance
+        xs = [lowest, min(max(knee, lowest), highest), highest]
+        ys = [min(peak, x * machine.bandwidth) / 1e12 for x in xs]
+        shade = str(0.15 + 0.5 * index / max(1, len(machines)))
+        axes.plot(xs, ys, color=shade, linewidth=1.5)
+        axes.annotate(
+            machine.title,
+            (highest, ys[-1]),
+            textcoords="offset points",
+            xytext=(-4, 4),
+            ha="right",
+            fontsize=8,
+        )
+        for row in timings[machine.name]:
+            color = COLORS.get(row.name, "#555555")
+            axes.plot(row.intensity, row.flops / row.seconds / 1e12, "o", color=color, markersize=6)
+    for name, color in COLORS.items():
+        axes.plot([], [], "o", color=color, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="operational intensity, FLOP per byte", ylabel="TFLOP/s")
+    axes.legend(frameon=False, loc="lower right")
+    _save(figure, path)
+
+
+def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Latency over parameters, one line per part and machine: figure 5's form."""
+    figure, axes = _figure()
+    marks = {"thor": "o", "rtx4090": "s", "b100": "^"}
+    order = ("vision", "language", "action")
+    for machine, mark in marks.items():
+        for part in order:
+            own = [row for row in rows if (row["machine"], row["part"]) == (machine, part)]
+            points = sorted({(row["params_b"], row["ms"]) for row in own})
+            axes.plot(*zip(*points, strict=True), marker=mark, color=COLORS[part], linewidth=1, markersize=5)
+    for part in order:
+        axes.plot([], [], color=COLORS[part], label=part)
+    for machine, mark in marks.items():
+        axes.plot([], [], mark, color="#555555", label=machine)
+    axes.set(xscale="log", yscale="log", xlabel="parameters of the part, 1e9", ylabel="milliseconds")
+    axes.legend(frameon=False, ncols=2, fontsize=8)
+    _save(figure, path)
+
+
+def placements(rows: Sequence[tuple[str, float]], path: Path) -> None:
+    """(where, milliseconds) as bars, the shortest on top."""
+    rows = sorted(rows, key=lambda row: row[1], reverse=True)
+    figure, axes = _figure(height=0.9 + 0.32 * len(rows))
+    bars = axes.barh([name for name, _ in rows], [ms for _, ms in rows], color="#0072b2", height=0.6)
+    axes.bar_label(bars, labels=[f"{ms:.1f}" for _, ms in rows], padding=4, fontsize=8)
+    axes.set(xscale="log", xlabel="milliseconds from observation to actions")
+    axes.set_xlim(right=2.2 * max(ms for _, ms in rows))
+    _save(figure, path)
+
+
+def _figure(height: float = 5.0) -> tuple[Any, Any]:
+    try:
+        import matplotlib
+    except ImportError:
+        raise SinewError("figures need matplotlib: pip install 'sinew[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="both", alpha=0.25, linewidth=0.6)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise SinewError(f"--plot {path}: {error}") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,256 @@
+"""Costs of the program that runs: a bundle or a published model, traced, as components of a roofline.
+
+There is no second description of any architecture. The configuration comes from the bundle, or from the
+converter's reading of the published one; the operators from :mod:`sinew.perf.trace`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sinew.bundle import Bundle
+from sinew.core import SinewError
+from sinew.engine.eager import EagerEngine
+from sinew.engine.plan import Plan
+from sinew.engine.plan.cost import Shapes, on_meta
+from sinew.engine.planned import PlannedEngine
+from sinew.models import build_on_meta
+from sinew.models.base import FlowModel
+from sinew.perf.operators import Component, Operator, Residency, Tensor
+from sinew.perf.precision import Precision, as_number_format, as_traced, by_stage
+from sinew.perf.trace import STAGES, Call, Trace, trace
+
+PRESETS = ("smolvla", "pi0", "pi0.5")
+PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
+PRESET_DTYPE = "bfloat16"  # as they are published; the models keep some projections in float32
+LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
+
+Traffic = Literal["fused", "unfused"]
+Engine = Literal["eager", "plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A model without memory, the shapes that it is asked for by default, and the precision of its stages
+    (None: as its weights say)."""
+
+    name: str
+    model: FlowModel
+    shapes: Shapes
+    precision: Mapping[str, Precision] | None = None
+    engine: Engine = "eager"
+    prepared: Plan | None = None  # by an engine that already runs one
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        cameras: int | None = None,
+        prompt_tokens: int | None = None,
+        chunk: int | None = None,
+        steps: int | None = None,
+        dtypes: str | Mapping[str, str] | None = None,
+        engine: Engine = "eager",
+    ) -> Program:
+        """``source``: a bundle's path, or one of ``PRESETS`` at its published size.
+
+        What is not given is the policy's own: all its cameras, its longest prompt, its chunk and steps.
+        dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bfloat16 for
+        presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out
+        (:data:`sinew.engine.planned.ON_CPU`), and :func:`of_engine` traces what runs there.
+        Raises :class:`SinewError` for what is not there.
+        """
+        given = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
+        for name, value in given.items():
+            if value is not None and not 1 <= value <= LIMITS[name]:
+                raise SinewError(f"{name}: expected 1 to {LIMITS[name]}, got {value}")
+        if engine not in ("eager", "plan"):
+            raise SinewError(f"engine {engine!r} is not one of eager, plan")
+        if str(source) in PRESETS:
+            program, dtypes = preset(str(source)), dtypes or PRESET_DTYPE
+        else:
+            program = of_bundle(Path(source))
+        return replace(program, engine=engine).at(cameras, prompt_tokens, chunk, steps).cast(dtypes)
+
+    def at(
+        self,
+        cameras: int | None = None,
+        prompt_tokens: int | None = None,
+        chunk: int | None = None,
+        steps: int | None = None,
+    ) -> Program:
+        """The same program asked for other shapes."""
+        old = self.shapes
+        shapes = replace(
+            old, views=cameras or old.views, tokens=prompt_tokens or old.tokens, steps=steps or old.steps
+        )
+        model = self.model
+        if chunk is not None and chunk != model.config.chunk_size:
+            model = on_meta(model)
+            model.config = replace(model.config, chunk_size=chunk)
+        return replace(self, model=model, shapes=shapes)
+
+    def cast(self, dtypes: str | Mapping[str, str] | None) -> Program:
+        """Weights in other formats, stage by stage of those that read them; the model's float32 modules stay."""
+        if dtypes is None:
+            return self
+        precision = by_stage(dtypes)
+        # What reads a weight does not depend on the shapes; the smallest are traced.
+        smallest = trace(self.model, replace(self.shapes, views=1, tokens=1))
+        read_by = {name: calls[0].stage for name, calls in smallest.readers().items()}
+        model = on_meta(self.model)
+        state = {}
+        for name, tensor in model.state_dict().items():
+            wide = name.split(".")[0] in model.float32_modules
+            stream = precision[read_by.get(name, "language")].stream
+            state[name] = tensor.to(torch.float32 if wide else stream)
+        model.load_state_dict(state, assign=True)
+        return replace(self, model=model.requires_grad_(False), precision=precision)
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        if self.prepared is not None:
+            return self.prepared
+        return Plan.of(self.model, self.shapes.steps) if self.engine == "plan" else None
+
+    @property
+    def executed(self) -> FlowModel:
+        """The model whose weights are read: the plan's, where there is one."""
+        return self.model if self.plan is None else self.plan.model
+
+    @cached_property
+    def trace(self) -> Trace:
+        return trace(self.model, self.shapes, self.plan)
+
+    def precision_of(self, call: Call) -> Precision:
+        return as_traced(call) if self.precision is None else self.precision[call.stage]
+
+    def components(self, traffic: Traffic = "fused") -> list[Component]:
+        """The stages as components, the action stage with one solver step repeated.
+
+        traffic: "unfused" has every call read its operands from memory and write its results there, as the
+        eager engine does. "fused" is what is left when all else is fused into products and table look-ups:
+        their operands alone, with attention's scores on the chip.
+        """
+        if traffic not in ("fused", "unfused"):
+            raise SinewError(f"traffic {traffic!r} is not one of fused, unfused")
+        found = self.trace
+        return [
+            Component(stage, self._operators(found.of(stage), traffic), _repeats(stage, found))
+            for stage in STAGES
+        ]
+
+    def _operators(self, calls: list[Call], traffic: Traffic) -> tuple[Operator, ...]:
+        counts: Counter[Operator] = Counter()  # in order of first appearance; equal layers become one row
+        for call in calls:
+            if traffic == "unfused" or call.is_product or call.operator == "embedding":
+                counts[self._operator(call, traffic)] += 1
+        return tuple(replace(operator, count=count) for operator, count in counts.items())
+
+    def _operator(self, call: Call, traffic: Traffic) -> Operator:
+        precision, fused = self.precision_of(call), traffic == "fused"
+        on_chip = Residency.ON_CHIP if fused else Residency.HBM
+        tensors = []
+        for operand in call.operands:
+            kind = operand.block.kind
+            dtype, repeats = as_number_format(precision.of(operand, call, fused))
+            residency = on_chip if kind == "scores" else Residency.HBM
+            tensors.append(Tensor(operand.elements * repeats, dtype, residency, kind))
+        compute = as_number_format(precision.compute(call, fused))[0]
+        return Operator(call.name, call.flops, tuple(tensors), compute, stage=call.stage)
+
+
+def components(
+    source: str | Path,
+    cameras: int | None = None,
+    prompt_tokens: int | None = None,
+    chunk: int | None = None,
+    steps: int | None = None,
+    dtypes: str | Mapping[str, str] | None = None,
+    *,
+    traffic: Traffic = "fused",
+    engine: Engine = "eager",
+) -> list[Component]:
+    """Vision, language and action of a bundle or a preset; arguments as in :meth:`Program.load`."""
+    program = Program.load(
+        source,
+        cameras=cameras,
+        prompt_tokens=prompt_tokens,
+        chunk=chunk,
+        steps=steps,
+        dtypes=dtypes,
+        engine=engine,
+    )
+    return program.components(traffic)
+
+
+def _repeats(stage: str, found: Trace) -> int:
+    return found.steps if stage == "action" else 1
+
+
+# ----------------------------------------------------------------------------- sources
+
+
+def of_bundle(path: Path) -> Program:
+    """A bundle's program. Reads the header alone."""
+    from sinew.policy import load_model
+
+    if not path.is_file():
+        raise SinewError(f"{path}: expected a bundle file or one of {', '.join(PRESETS)}")
+    bundle = Bundle(path)
+    model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
+    spec, image = bundle.manifest.spec, bundle.manifest.processing.image
+    shapes = Shapes(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
+    return Program(spec.name, model, shapes)
+
+
+def of_model(model: FlowModel, shapes: Shapes, name: str = "model") -> Program:
+    """The program of a model in memory, at the dtypes of its weights."""
+    return Program(name, on_meta(model).eval().requires_grad_(False), shapes)
+
+
+def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
+    """The program that an engine runs, its plan included."""
+    if not isinstance(engine, PlannedEngine):
+        return of_model(engine.model, shapes, name)
+    plan = Plan(on_meta(engine.plan.model), engine.plan.outcomes)
+    return Program(name, plan.model, shapes, engine="plan", prepared=plan)
+
+
+def preset(name: str) -> Program:
+    """A published model at full size, from the configuration that its checkpoint carries; weights in float32."""
+    config, record = _smolvla() if name == "smolvla" else _pi(name)
+    model = build_on_meta(record["type"], config).eval().requires_grad_(False)
+    side, steps = config.vision.image_size, record.get("num_inference_steps") or record["num_steps"]
+    shapes = Shapes(PRESET_CAMERAS, side, side, record["tokenizer_max_length"], steps)
+    return Program(name, model, shapes)
+
+
+def _pi(name: str) -> tuple[Any, dict[str, Any]]:
+    from sinew.convert.pi import model_config
+    from sinew.testing.pi_checkpoint import policy_config
+
+    record = policy_config("pi0" if name == "pi0" else "pi05", cameras=PRESET_CAMERAS, dim=7)
+    return model_config(record, {}, name), record
+
+
+def _smolvla() -> tuple[Any, dict[str, Any]]:
+    from sinew.convert.lerobot import LeRobotCheckpoint
+    from sinew.convert.smolvla import model_config
+    from sinew.testing.random_checkpoint import policy_config, vlm_config
+    from sinew.testing.smolvla_layout import Widths
+
+    record = policy_config(Widths(), "bf16-vlm", {"action": {}})
+    with tempfile.TemporaryDirectory() as folder:  # the converter reads its configuration from a file
+        (Path(folder) / "config.json").write_text(json.dumps(record), encoding="utf-8")
+        return model_config(LeRobotCheckpoint(Path(folder)), vlm_config(Widths()), {}), record

@@ -1,0 +1,94 @@
+"""What VLA-Perf prints against what we compute, and what correcting its defects changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from decimal import ROUND_HALF_UP, Decimal
+from importlib.resources import files
+
+from sinew.perf.hardware import Hardware
+from sinew.perf.layers import CORRECTED, PAPER, Accounting
+from sinew.perf.paper import GIB, MACHINES, Study, as_published
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """status: exact, ok (both say that it does not fit), the documented exception, or "differs"."""
+
+    where: str
+    quantity: str
+    printed: str
+    ours: float | None
+    status: str
+
+
+def printed() -> list[tuple[str, str, str, str]]:
+    """(where, quantity, printed text, expected status) of every number."""
+    text = (files("sinew.perf") / "data" / "paper.tsv").read_text()
+    lines = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
+    return [(where, quantity, number, expected) for where, quantity, number, expected in lines]
+
+
+def compare(study: Study | None = None) -> list[Row]:
+    ours = (study or Study()).numbers()
+    rows = []
+    for where, quantity, number, expected in printed():
+        value = ours[where, quantity]
+        if number == "N/A" or value is None:
+            status = "ok" if number == "N/A" and value is None else "differs"
+        elif rounded(value, number) == number:
+            status = "exact"
+        else:
+            status = expected if expected != "exact" and _near(value, number) else "differs"
+        rows.append(Row(where, quantity, number, value, status))
+    return rows
+
+
+def rounded(value: float, like: str) -> str:
+    """``value`` with as many digits as ``like`` has, halves rounded up."""
+    places = len(like.partition(".")[2])
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
+
+
+def _near(value: float, number: str) -> bool:
+    """Within one unit of the last digit, or one percent."""
+    unit = 10.0 ** -len(number.partition(".")[2])
+    return abs(value - float(number)) <= max(unit, 0.01 * value)
+
+
+# ----------------------------------------------------------------------------- corrections
+
+
+# name: (why, the change, whether bandwidth is decimal)
+Correction = tuple[str, Callable[[Accounting], Accounting], bool]
+CORRECTIONS: dict[str, Correction] = {
+    "decimal bandwidth": ("GB/s of data sheets are decimal", lambda how: how, True),
+    "one QKV": (
+        "an action expert projects once",
+        lambda how: replace(how, second_qkv=False, one_attention=True),
+        False,
+    ),
+    "flash attention": ("scores stay in registers", lambda how: replace(how, scores=False), False),
+    "activations in memory": (
+        "what goes between products is written and read",
+        lambda how: replace(how, block_on_chip=False),
+        False,
+    ),
+    "state token": ("pi0's expert has chunk + 1 tokens", lambda how: replace(how, state_token=True), False),
+}
+
+
+def corrections() -> list[dict[str, str | float]]:
+    """E2E milliseconds of pi0 on the five machines: as published, with each correction alone, and with all."""
+
+    def row(name: str, why: str, how: Accounting, decimal: bool) -> dict[str, str | float]:
+        study = Study(how, _decimal if decimal else as_published)
+        return {"name": name, "why": why} | {title: 1e3 * study.e2e(m) for m, title in MACHINES}
+
+    alone = [row(name, why, change(PAPER), decimal) for name, (why, change, decimal) in CORRECTIONS.items()]
+    return [row("as published", "", PAPER, False), *alone, row("corrected", "all of these", CORRECTED, True)]
+
+
+def _decimal(machine: Hardware) -> Hardware:
+    return replace(machine, on_chip_bandwidth=18_000 * GIB)

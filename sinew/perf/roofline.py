@@ -1,0 +1,75 @@
+"""Time from operators: each takes as long as its slower side, and they run one after another.
+
+    T_operator  = max(FLOPs / peak, bytes_memory / bandwidth + bytes_on_chip / bandwidth_on_chip)
+    T_component = repeats * sum(count * T_operator)
+
+VLA-Perf (arXiv 2602.18397), equations 2 and 3; that memory and on-chip times add is how its numbers come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sinew.perf.hardware import Hardware
+from sinew.perf.operators import Component, Operator, Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of a component: all of it, and what computing and moving alone would take."""
+
+    name: str
+    seconds: float
+    compute_s: float
+    memory_s: float
+    flops: float
+    nbytes: float  # through memory and on the chip
+
+    @property
+    def bound(self) -> str:
+        return "compute" if self.compute_s > self.memory_s else "memory"
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.nbytes
+
+
+def time_of(operator: Operator, machine: Hardware) -> tuple[float, float]:
+    """(computing, moving) seconds of one call."""
+    memory = sum(t.bytes for t in operator.tensors if t.residency is Residency.HBM)
+    on_chip = sum(t.bytes for t in operator.tensors if t.residency is Residency.ON_CHIP)
+    moving = memory / machine.bandwidth
+    if machine.on_chip_bandwidth is not None:
+        moving += on_chip / machine.on_chip_bandwidth
+    return operator.flops / machine.peak_flops(operator.compute_dtype), moving
+
+
+def timing(component: Component, machine: Hardware) -> Timing:
+    total = compute = memory = flops = nbytes = 0.0
+    for operator in component.operators:
+        computing, moving = time_of(operator, machine)
+        total += operator.count * max(computing, moving)
+        compute += operator.count * computing
+        memory += operator.count * moving
+        flops += operator.count * operator.flops
+        nbytes += operator.count * sum(tensor.bytes for tensor in operator.tensors)
+    n = component.repeats
+    return Timing(component.name, n * total, n * compute, n * memory, n * flops, n * nbytes)
+
+
+def seconds(components: Iterable[Component], machine: Hardware) -> float:
+    """End to end: one component after the other."""
+    return sum(timing(component, machine).seconds for component in components)
+
+
+def weight_bytes(components: Iterable[Component]) -> int:
+    """Of the products' weights, each once however often it is read."""
+    return sum(
+        operator.count * tensor.bytes
+        for component in components
+        for operator in component.operators
+        for tensor in operator.tensors
+        if tensor.kind == "weight"
+    )
