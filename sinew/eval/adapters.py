@@ -2,13 +2,16 @@
 
 Adding an environment whose observation is a nested dict takes no code: write a JSON file with the fields of
 :class:`Mapping` and give it as ``--adapter FILE.json``. Anything else: ``--adapter package.module:Class``.
+What the field's own simulators need beyond that is in :mod:`sinew.eval.suites`.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping as AnyMapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +19,8 @@ import gymnasium
 import numpy as np
 
 from sinew.core import SinewError
+from sinew.eval import suites
+from sinew.eval.conventions import ACTIONS, STATES, turned
 
 ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
 
@@ -23,8 +28,12 @@ ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
 class EnvAdapter(Protocol):
     """What the runner asks of an environment. One instance belongs to one environment."""
 
-    control_hz: float
-    max_steps: int
+    @property
+    def control_hz(self) -> float: ...
+
+    @property
+    def max_steps(self) -> int:
+        """Of the episode that has begun."""
 
     def observation(self, raw: Any) -> dict[str, Any]:
         """The environment's observation -> ``images``, ``state``, ``prompt``."""
@@ -86,9 +95,16 @@ class Direct:
 class Mapping:
     """How an environment names things. Keys of nested dicts are joined with "/"; "" is the whole observation.
 
-    images: camera of the policy -> key of a uint8 frame. state: keys whose values are concatenated.
+    images: camera of the policy -> key of a uint8 frame. known_as: key -> further camera names, with which
+        :meth:`Mapped.fit` finds the frame for a policy that calls it otherwise. unseen: cameras of policies that
+        this environment has no frame for, and that they do without.
+    turned: the frames are upside down, and are turned by 180 degrees.
+    state: keys whose values are concatenated; "key|name" passes one through a function of ``conventions.STATES``.
+    action: a function of ``conventions.ACTIONS``, for all policies or by architecture ("" for the others).
+    clip: actions are cut to the action space. False where that says less than the environment takes.
     prompt: the instruction; empty takes the environment's ``task_description``.
-    hold: "last" repeats the last action (absolute actions), "zero" sends zeros (relative ones).
+    hold: "last" repeats the last action (absolute actions), "zero" sends zeros (relative ones), "rest" sends
+        ``rest`` with the gripper (the last number) of the last action.
     success: key of ``info``. control_hz, max_steps: where the environment does not say.
     """
 
@@ -100,6 +116,24 @@ class Mapping:
     success: str = "is_success"
     control_hz: float | None = None
     max_steps: int | None = None
+    known_as: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unseen: tuple[str, ...] = ()
+    turned: bool = False
+    action: str | dict[str, str] = "as_is"
+    clip: bool = True
+    rest: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.hold not in ("last", "zero", "rest"):
+            raise SinewError(f"hold: expected last, zero or rest, got {self.hold!r}")
+        for name in [self.action] if isinstance(self.action, str) else self.action.values():
+            if name not in ACTIONS:
+                raise SinewError(f"action: expected one of {', '.join(ACTIONS)}, got {name!r}")
+        for name in (key.partition("|")[2] for key in self.state):
+            if name and name not in STATES:
+                raise SinewError(
+                    f"state: expected KEY or KEY|NAME with one of {', '.join(STATES)}, got {name!r}"
+                )
 
 
 class Mapped:
@@ -108,23 +142,68 @@ class Mapped:
     def __init__(self, env: gymnasium.Env, mapping: Mapping):
         self.env, self.mapping = env, mapping
         self.control_hz = _control_hz(env, mapping.control_hz)
-        self.max_steps = _max_steps(env, mapping.max_steps)
+        self._images = mapping.images
+        self._convert = ACTIONS[self._action_of("")]
         self._last_raw: Any = None
+
+    @property
+    def max_steps(self) -> int:
+        return _max_steps(self.env, self.mapping.max_steps)
+
+    def fit(self, policy: AnyMapping[str, Any]) -> None:
+        """Find a frame for every camera of a policy, and its way with actions.
+
+        policy: what its server says about it. Raises :class:`SinewError` where the two do not go together.
+        """
+        self._images = self._frames_for([camera["name"] for camera in policy["cameras"]])
+        self._convert = ACTIONS[self._action_of(policy["architecture"])]
+        shape, dim = self.env.action_space.shape, int(policy["action"]["dim"])
+        if shape and shape != (dim,):
+            raise SinewError(f"the policy's actions have {dim} numbers, the environment takes {shape[0]}")
+
+    def _frames_for(self, cameras: Sequence[str]) -> dict[str, str]:
+        found = {}
+        for camera in cameras:
+            names = [key for key, others in self.mapping.known_as.items() if camera in others]
+            if key := self.mapping.images.get(camera) or next(iter(names), ""):
+                found[camera] = key
+        lost = [camera for camera in cameras if camera not in found and camera not in self.mapping.unseen]
+        if lost or not found:
+            known = {**self.mapping.known_as, **{key: (name,) for name, key in self.mapping.images.items()}}
+            example = json.dumps({"cameras": {cameras[0]: next(iter(known), "")}})
+            raise SinewError(
+                f"the policy's cameras {', '.join(lost or cameras)} are not known here; say which frame is which,"
+                f" from {', '.join(known)}: --env-options '{example}'"
+            )
+        return found
+
+    def _action_of(self, architecture: str) -> str:
+        if isinstance(self.mapping.action, str):
+            return self.mapping.action
+        plain = {_plain(name): action for name, action in self.mapping.action.items()}
+        return plain.get(_plain(architecture), plain.get("", "as_is"))
 
     def observation(self, raw: Any) -> dict[str, Any]:
         self._last_raw = raw
         prompt = self.mapping.prompt or str(getattr(self.env.unwrapped, "task_description", ""))
-        return {
-            "images": {camera: _find(raw, key) for camera, key in self.mapping.images.items()},
-            "state": self._state(raw),
-            "prompt": prompt,
-        }
+        images = {camera: _find(raw, key) for camera, key in self._images.items()}
+        if self.mapping.turned:
+            images = {camera: turned(frame) for camera, frame in images.items()}
+        return {"images": images, "state": self._state(raw), "prompt": prompt}
 
     def _state(self, raw: Any) -> np.ndarray:
-        return np.concatenate([np.ravel(_find(raw, key)) for key in self.mapping.state]).astype(np.float32)
+        parts = []
+        for entry in self.mapping.state:
+            key, _, name = entry.partition("|")
+            value = _find(raw, key)
+            parts.append(np.ravel(STATES[name](value) if name else value))
+        return np.concatenate(parts).astype(np.float32)
 
     def action(self, row: np.ndarray) -> np.ndarray:
+        row = self._convert(row)
         space = self.env.action_space
+        if not self.mapping.clip:
+            return row
         assert isinstance(space, gymnasium.spaces.Box)
         return np.clip(row, space.low, space.high)
 
@@ -132,6 +211,10 @@ class Mapped:
         zeros = np.zeros(self.env.action_space.shape or (), np.float32)
         if self.mapping.hold == "zero":
             return zeros
+        if self.mapping.hold == "rest":
+            rest = np.array(self.mapping.rest, np.float32)
+            rest[-1] = rest[-1] if last is None else last[-1]
+            return rest
         if last is not None:
             return last
         state = self._state(self._last_raw)  # absolute actions: the present state, where it has the same size
@@ -151,6 +234,8 @@ def make_env(
     env_id: str, adapter: str = "", env_options: dict[str, Any] | None = None, **extra: Any
 ) -> tuple[gymnasium.Env, EnvAdapter]:
     """An environment and its adapter. ``extra`` (such as ``render_mode``) goes to the constructor as well."""
+    if (suite := suites.find(env_id)) is not None:
+        return _open_suite(*suite, adapter, env_options or {})
     if env_id.startswith("sinew/"):
         importlib.import_module("sinew.sim")  # registers them
     try:
@@ -159,6 +244,25 @@ def make_env(
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError, ValueError) as error:
         raise SinewError(f"cannot make the environment {env_id}: {error}") from error
     return env, _adapter(adapter or "direct", env)
+
+
+def _open_suite(
+    suite: suites.Suite, tasks: Sequence[str], adapter: str, options: dict[str, Any]
+) -> tuple[gymnasium.Env, EnvAdapter]:
+    """The options ``cameras``, ``prompt``, ``action`` and ``max_steps`` belong to the mapping, others to the
+    simulator."""
+    module = importlib.import_module(suite.module)
+    options = dict(options)
+    changes: dict[str, Any] = {k: options.pop(k) for k in ("prompt", "action", "max_steps") if k in options}
+    if "cameras" in options:
+        changes["images"] = options.pop("cameras")
+    try:
+        env = module.Simulator(tasks, **options)
+    except TypeError as error:
+        raise SinewError(f"--env-options for {suite.name}: {error}") from error
+    if adapter:
+        return env, _adapter(adapter, env)
+    return env, Mapped(env, replace(module.MAPPING, **changes))
 
 
 def _adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
@@ -184,7 +288,13 @@ def read_mapping(path: Path) -> Mapping:
     known = {f.name for f in fields(Mapping)}
     if not isinstance(values, dict) or not {"images", "state"} <= values.keys() <= known:
         raise SinewError(f"{path}: expected an object with images and state, keys of {sorted(known)}")
-    return Mapping(**{**values, "state": tuple(values["state"])})
+    lists = {name: tuple(values[name]) for name in ("state", "unseen", "rest") if name in values}
+    return Mapping(**{**values, **lists})
+
+
+def _plain(architecture: str) -> str:
+    """GR00T-N1.6 and gr00t_n1_6 are the same."""
+    return "".join(letter for letter in architecture.lower() if letter.isalnum())
 
 
 def _find(raw: Any, key: str) -> np.ndarray:
@@ -206,7 +316,9 @@ def _control_hz(env: gymnasium.Env, given: float | None) -> float:
 
 
 def _max_steps(env: gymnasium.Env, given: int | None) -> int:
-    limit = given or (env.spec.max_episode_steps if env.spec is not None else None)
+    limit = given or getattr(env.unwrapped, "max_steps", None)
+    if not limit and env.spec is not None:
+        limit = env.spec.max_episode_steps
     if not limit:
         raise SinewError("the environment has no max_episode_steps; give max_steps in an adapter")
     return int(limit)

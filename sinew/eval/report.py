@@ -86,11 +86,9 @@ def dtype_of(variant: Variant) -> str:
     about = identity(variant.target)
     if about["kind"] != "bundle":
         return str(about.get("dtype", ""))
-    import torch
-
     from sinew.policy import choose_dtype
 
-    return choose_dtype(variant.dtype, torch.device(variant.device))[0]
+    return choose_dtype(variant.dtype, variant.device)[0]
 
 
 def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:

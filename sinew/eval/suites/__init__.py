@@ -1,0 +1,142 @@
+"""Benchmarks of the field, each in an interpreter of its own: their simulators' pins exclude each other and ours.
+
+This file is data, and is read on both sides: by ``sinew eval``, which serves the policy, and by the interpreter
+that plays. The modules beside it are imported on the other side only. An episode's task is its seed modulo the
+number of tasks, and its trial the quotient: all tasks get the same trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sinew.core import SinewError
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tasks that are played and counted together.
+
+    simulator: of :data:`SIMULATORS`. module: has ``Simulator(tasks, **options)`` and its ``MAPPING``.
+    tasks: names that ``--env`` takes one at a time.
+    """
+
+    name: str
+    simulator: str
+    module: str
+    tasks: tuple[str, ...]
+    control_hz: float
+
+
+@dataclass(frozen=True)
+class SimulatorSetup:
+    """How ``sinew eval --setup`` makes an interpreter. Versions are in ``sinew/eval/simulators/NAME.txt``.
+
+    packages: installed with what they need. data: installed alone, for the files that they carry.
+    by_hand: why this cannot be installed, and what to do instead; nothing is installed then.
+    after: what the user still has to do.
+    """
+
+    packages: Sequence[str] = ()
+    data: Sequence[str] = ()
+    by_hand: str = ""
+    after: str = ""
+
+
+CLIENT = ("numpy", "pyzmq", "protobuf", "gymnasium")  # what our side of the foreign interpreter needs
+
+SIMULATORS = {
+    "aloha": SimulatorSetup(("gym-aloha",)),
+    "pusht": SimulatorSetup(("gym-pusht",)),
+    "metaworld": SimulatorSetup(("metaworld", "packaging"), data=("lerobot",)),
+    # hf-libero alone, with what its simulator imports: all that it names would be 7 GB of torch, wandb and the like.
+    "libero": SimulatorSetup(
+        (
+            *("robosuite", "termcolor", "bddl", "mujoco", "easydict", "cloudpickle", "matplotlib"),
+            *("opencv-python", "future", "pyyaml"),
+        ),
+        data=("hf-libero",),
+        after="LIBERO's meshes and textures are not part of its package: download the data set lerobot/libero-assets"
+        " from the Hugging Face hub to the folder libero/libero/assets beside LIBERO's code, or link it there",
+    ),
+    "simpler": SimulatorSetup(
+        by_hand="SimplerEnv is not on PyPI and needs an NVIDIA GPU with Vulkan. In a Python 3.10 or 3.11 of its own,"
+        " clone github.com/simpler-env/SimplerEnv with its submodules, install ManiSkill2_real2sim and then"
+        " SimplerEnv from it, pip install pyzmq protobuf, and give that interpreter with --interpreter",
+    ),
+}
+
+# By difficulty, as LeRobot reports it (envs/metaworld_config.json).
+_LEVELS = {
+    "easy": "button-press button-press-topdown button-press-topdown-wall button-press-wall coffee-button dial-turn"
+    " door-close door-lock door-open door-unlock drawer-close drawer-open faucet-close faucet-open handle-press"
+    " handle-press-side handle-pull handle-pull-side lever-pull peg-unplug-side plate-slide plate-slide-back"
+    " plate-slide-back-side plate-slide-side reach reach-wall window-close window-open",
+    "medium": "basketball bin-picking box-close coffee-pull coffee-push hammer peg-insert-side push-wall soccer sweep"
+    " sweep-into",
+    "hard": "assembly hand-insert pick-out-of-hole pick-place push push-back",
+    "very_hard": "disassemble pick-place-wall shelf-place stick-pull stick-push",
+}
+METAWORLD = {level: tuple(names.split()) for level, names in _LEVELS.items()}
+
+# Control steps after settling, as OpenVLA and openpi count them (openpi examples/libero/main.py). LeRobot allows
+# 280 on libero_spatial, vla.cpp 500 on all.
+LIBERO = {
+    "libero_spatial": (10, 220),
+    "libero_object": (10, 280),
+    "libero_goal": (10, 300),
+    "libero_10": (10, 520),
+    "libero_90": (90, 400),
+}
+LIBERO_FOUR = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+
+
+def _aloha(name: str, *tasks: str) -> Suite:
+    return Suite(name, "aloha", "sinew.eval.suites.aloha", tuple(f"gym_aloha/{task}" for task in tasks), 50.0)
+
+
+def _metaworld(name: str, *levels: str) -> Suite:
+    tasks = tuple(f"metaworld/{task}" for level in levels for task in METAWORLD[level])
+    return Suite(name, "metaworld", "sinew.eval.suites.metaworld", tasks, 80.0)
+
+
+def _libero(name: str, *benchmarks: str) -> Suite:
+    tasks = tuple(f"{benchmark}/{i}" for benchmark in benchmarks for i in range(LIBERO[benchmark][0]))
+    return Suite(name, "libero", "sinew.eval.suites.libero", tasks, 20.0)
+
+
+_WIDOWX = ("spoon_on_towel", "carrot_on_plate", "stack_cube", "put_eggplant_in_basket")
+
+_ALL = (
+    _aloha("aloha", "AlohaTransferCube-v0", "AlohaInsertion-v0"),
+    Suite("pusht", "pusht", "sinew.eval.suites.pusht", ("gym_pusht/PushT-v0",), 10.0),
+    _metaworld("metaworld_mt50", *METAWORLD),
+    *(_metaworld(f"metaworld_{level}", level) for level in METAWORLD),
+    _libero("libero", *LIBERO_FOUR),
+    *(_libero(name, name) for name in LIBERO),
+    Suite(
+        "simpler_widowx",
+        "simpler",
+        "sinew.eval.suites.simpler",
+        tuple(f"simpler/widowx_{task}" for task in _WIDOWX),
+        5.0,
+    ),
+)
+SUITES = {suite.name: suite for suite in _ALL}
+
+
+def find(env_id: str) -> tuple[Suite, tuple[str, ...]] | None:
+    """The suite and the tasks that a name stands for: a suite's, or one of its tasks'. None: neither."""
+    if env_id in SUITES:
+        return SUITES[env_id], SUITES[env_id].tasks
+    for suite in _ALL:
+        if env_id in suite.tasks:
+            return suite, (env_id,)
+    return None
+
+
+def named(name: str) -> str:
+    """``name`` if it is a suite's; raises :class:`SinewError` otherwise."""
+    if name not in SUITES:
+        raise SinewError(f"--suite: expected one of {', '.join(SUITES)}, got {name!r}")
+    return name
