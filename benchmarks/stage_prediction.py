@@ -21,9 +21,10 @@ import torch
 
 from sinew import machine
 from sinew.perf import calibration
-from sinew.perf.calibrate import loaded, measure_samples
+from sinew.perf.calibrate import loaded, measure_samples, with_work
 from sinew.perf.calibration import Sample
-from sinew.perf.measure import Request, Speeds, measure_speeds
+from sinew.perf.measure import Request, Speeds, StageTime, measure_speeds
+from sinew.perf.program import preset
 
 # Fitted on these, checked on those; no stage of a checked request is shared with a fitted one.
 FITTED = [Request(1, 8, 12), Request(3, 48, 200)]
@@ -42,10 +43,13 @@ def main() -> None:
     if options.reuse:
         record = json.loads(options.out.read_text())
         speeds = msgspec.convert(record["speeds"], Speeds)
-        samples = msgspec.convert(record["samples"], list[Sample])
+        samples = []
+        for name in options.models:
+            times = [t for t in msgspec.convert(record["times"], list[StageTime]) if t.model == name]
+            samples += with_work(times, preset(name).cast("float32"))
     else:
         speeds, samples = measured(options.models, options.runs)
-        document = {"speeds": asdict(speeds), "samples": [asdict(sample) for sample in samples]}
+        document = {"speeds": asdict(speeds), "times": [asdict(sample.time) for sample in samples]}
         options.out.write_text(json.dumps(document, indent=1))
 
     known = [sample for sample in samples if sample.time.request in FITTED]

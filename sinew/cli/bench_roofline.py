@@ -6,6 +6,7 @@ threads. Without them, or for a dtype or device that was not measured, there is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,6 +15,8 @@ from rich.table import Table
 from sinew import machine
 
 if TYPE_CHECKING:
+    from sinew.engine.plan.cost import Shapes
+    from sinew.perf.program import Program
     from sinew.policy import Policy
 
 STAGE_NAMES = {"vision": "vision", "language": "prefix", "action": "solver"}  # of a trace -> of a timing
@@ -23,15 +26,14 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
     """Per stage: milliseconds at the measured peaks, and predicted with the band. ``described``: the report's
     ``policy``. ``reason`` says why there is nothing."""
     from sinew.core import SinewError
-    from sinew.engine.eager import EagerEngine
-    from sinew.engine.plan.cost import Shapes
-    from sinew.perf import calibration
-    from sinew.perf.program import of_engine
 
     if policy.device.type != "cpu":
         return {"reason": f"no measured peaks for {policy.device}"}
-    if not isinstance(policy.engine, EagerEngine):
-        return {"reason": f"{type(policy.engine).__name__} does not run the traced program"}
+    try:
+        from sinew.engine.plan.cost import Shapes
+        from sinew.perf import calibration
+    except ImportError as error:
+        return {"reason": f"counting operations needs {error.name}"}
     try:
         fitted = calibration.load(machine.cpu_model(), threads)
         if fitted is None:
@@ -44,20 +46,37 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
             described["prompt_tokens"],
             described["solver_steps"],
         )
-        program = of_engine(policy.engine, shapes, policy.spec.name)
+        program = _program(policy, shapes)
+        if program is None:
+            return {"reason": f"{policy.bundle.path} has no weights whose shapes could be counted"}
         fused, unfused = program.components("fused"), program.components("unfused")
         stages = {}
         for ideal, real in zip(fused, unfused, strict=True):
-            predicted = fitted.predict(real)
-            stages[STAGE_NAMES[ideal.name]] = {
+            stage = {
                 "roofline": 1e3 * calibration.roofline_seconds(ideal, fitted.speeds),
-                "predicted": 1e3 * predicted.seconds,
-                "low": 1e3 * predicted.low,
-                "high": 1e3 * predicted.high,
+                "gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal)),
             }
+            if policy.engine_name != "onnx":  # the calibration is of PyTorch's kernels
+                predicted = fitted.predict(real)
+                stage["predicted"] = 1e3 * predicted.seconds
+                stage["low"], stage["high"] = 1e3 * predicted.low, 1e3 * predicted.high
+            stages[STAGE_NAMES[ideal.name]] = stage
     except SinewError as error:
         return {"reason": str(error)}
-    return {"band": fitted.band, "stages_ms": stages}
+    peak = fitted.speeds.peak_flops.get("float32")
+    return {"band": fitted.band, "sgemm_gflops": None if peak is None else 1e-9 * peak, "stages_ms": stages}
+
+
+def _program(policy: Policy, shapes: Shapes) -> Program | None:
+    """What the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in float32."""
+    from sinew.perf.program import Program, of_engine
+
+    if policy.engine_name != "onnx":
+        return of_engine(policy.engine, shapes, policy.spec.name)
+    if not policy.bundle.infos:
+        return None
+    found = Program.load(policy.bundle.path, dtypes="float32", engine="plan")
+    return replace(found, shapes=shapes)
 
 
 def print_roofline(record: dict[str, Any], stages: dict[str, Any], console: Console) -> None:
@@ -67,7 +86,8 @@ def print_roofline(record: dict[str, Any], stages: dict[str, Any], console: Cons
         return
     table = Table(title="against the roofline of this machine's measured peaks, milliseconds")
     table.add_column("stage")
-    for name in ("p50", "roofline", "achieved", "predicted", "band"):
+    peak = record["sgemm_gflops"]
+    for name in ("p50", "roofline", "achieved", "GFLOP/s", "of sgemm", "predicted", "band"):
         table.add_column(name, justify="right")
     for stage, row in record["stages_ms"].items():
         p50 = stages[stage]["p50"]
@@ -76,7 +96,9 @@ def print_roofline(record: dict[str, Any], stages: dict[str, Any], console: Cons
             f"{p50:.2f}",
             f"{row['roofline']:.2f}",
             f"{100 * row['roofline'] / p50:.0f} %",
-            f"{row['predicted']:.2f}",
-            f"{row['low']:.2f} to {row['high']:.2f}",
+            f"{1e3 * row['gflop'] / p50:.1f}",
+            f"{100 * 1e3 * row['gflop'] / p50 / peak:.0f} %" if peak else "-",
+            f"{row['predicted']:.2f}" if "predicted" in row else "-",
+            f"{row['low']:.2f} to {row['high']:.2f}" if "low" in row else "-",
         )
     console.print(table)

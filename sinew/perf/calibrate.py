@@ -14,7 +14,7 @@ from sinew.engine.plan.cost import on_meta
 from sinew.models.base import FlowModel
 from sinew.perf import calibration
 from sinew.perf.calibration import Calibration, Sample, work
-from sinew.perf.measure import DTYPES, Request, measure_speeds, measure_stages
+from sinew.perf.measure import DTYPES, Request, StageTime, measure_speeds, measure_stages
 from sinew.perf.program import PRESETS, Program, of_model, preset
 from sinew.perf.trace import STAGES
 
@@ -63,7 +63,13 @@ def measure_samples(
 ) -> list[Sample]:
     """``program``: of the same model. Stages that two requests share are one sample."""
     shapes = program.shapes
-    times = measure_stages(model, program.name, requests, (shapes.height, shapes.width), runs)
+    return with_work(
+        measure_stages(model, program.name, requests, (shapes.height, shapes.width), runs), program
+    )
+
+
+def with_work(times: Sequence[StageTime], program: Program) -> list[Sample]:
+    """Measured times beside the operators that the eager engine ran in them."""
     works = {
         request: {
             component.name: work(component)

@@ -1,11 +1,13 @@
 """From a roofline to milliseconds: a few factors of this machine, fitted to measured stages, with an error band.
 
-    T(stage) = sum over operators of  max(FLOPs / (e_k * peak), bytes / (e_m * bandwidth)) + c * overhead
+    T(stage) = sum over operators of
+        max(FLOPs / (e_k * peak), bytes / (e_m * bandwidth)) + p * weights / bandwidth + c * overhead
 
-``k`` is the kind of product: "wide" (a linear layer or convolution over at least ``FEW_ROWS`` rows), "narrow" (over
-fewer) or "attention". ``peak``, ``bandwidth`` and ``overhead`` are measured (:mod:`sinew.perf.measure`); the five
-factors are fitted to the stages of one or several policies at several shapes, which are more than the factors.
-The band is the largest error on a stage that its own fit has not seen (leave one out).
+``k`` is the kind of product: "linear" (it reads a weight) or "attention". ``p`` is for the packing of a linear
+layer's matrix, which CPU libraries copy into panels before they multiply, however few rows follow. ``peak``,
+``bandwidth`` and ``overhead`` are measured (:mod:`sinew.perf.measure`); the five factors are fitted to the stages of
+one or several policies at several shapes, which are more than the factors. The band is the largest error on a
+stage that its own fit has not seen (leave one out).
 
 Which side of the maximum an operator is on depends on the factors; given the sides the model is linear in their
 inverses. So the fit alternates: choose sides, solve non-negative least squares on relative errors, repeat.
@@ -30,25 +32,26 @@ from sinew.perf.measure import Speeds, StageTime
 from sinew.perf.operators import Component, Operator
 
 SCHEMA = "sinew.calibration/1"
-KINDS = ("wide", "narrow", "attention")
-FACTORS = (*KINDS, "memory", "overhead")
-FEW_ROWS = 256
+KINDS = ("linear", "attention")
+FACTORS = (*KINDS, "memory", "packing", "overhead")
+MULTIPLIERS = ("packing", "overhead")  # the others are efficiencies, which divide
 # Where a fit starts, and to which it is drawn by PRIOR_WEIGHT (in squared relative errors) where samples say nothing.
-PRIOR = {"wide": 0.8, "narrow": 0.7, "attention": 0.6, "memory": 0.7, "overhead": 2.0}
+PRIOR = {"linear": 0.8, "attention": 0.6, "memory": 1.0, "packing": 2.0, "overhead": 2.0}
 PRIOR_WEIGHT = 1e-4
 # No product is faster than the measured peak, but bytes may come from caches, faster than a copy through memory.
-FASTEST = {"wide": 1.0, "narrow": 1.0, "attention": 1.0, "memory": 8.0, "overhead": 0.0}
+FASTEST = {"linear": 1.0, "attention": 1.0, "memory": 8.0, "packing": 0.0, "overhead": 0.0}
 MAX_ROUNDS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operators of one cost. ``kind``: of ``KINDS``, or "" for what only moves bytes."""
+    """Operators of one cost. ``kind``: of ``KINDS``, or "" for what only moves bytes. ``weights``: of ``nbytes``."""
 
     kind: str
     dtype: str
     flops: int
     nbytes: int
+    weights: int
     count: int
 
 
@@ -71,7 +74,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Calibration:
-    """``factors``: efficiencies of ``FACTORS`` (of the measured peaks; "overhead" multiplies). ``errors``: of each
+    """``factors``: of ``FACTORS``, relative to the measured speeds. ``errors``: of each
     sample, predicted / measured - 1, by the fit over all. ``band``: the largest leave-one-out error."""
 
     speeds: Speeds
@@ -88,21 +91,18 @@ class Calibration:
 
 def work(component: Component) -> tuple[Work, ...]:
     """One repeat of a component, equal operators together."""
-    counts: Counter[tuple[str, str, int, int]] = Counter()
+    counts: Counter[tuple[str, str, int, int, int]] = Counter()
     for operator in component.operators:
         nbytes = int(sum(tensor.bytes for tensor in operator.tensors))
-        counts[kind(operator), operator.compute_dtype, operator.flops, nbytes] += operator.count
+        weights = int(sum(tensor.bytes for tensor in operator.tensors if tensor.kind == "weight"))
+        counts[kind(operator), operator.compute_dtype, operator.flops, nbytes, weights] += operator.count
     return tuple(Work(*key, count) for key, count in counts.items())
 
 
 def kind(operator: Operator) -> str:
-    """Of a product, by what it reads: two FLOPs per weight and row."""
     if not operator.flops:
         return ""
-    largest = max((t.elements for t in operator.tensors if t.kind == "weight"), default=0)
-    if not largest:
-        return "attention"
-    return "wide" if operator.flops >= 2 * FEW_ROWS * largest else "narrow"
+    return "linear" if any(tensor.kind == "weight" for tensor in operator.tensors) else "attention"
 
 
 def seconds_of(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float]) -> float:
@@ -111,7 +111,7 @@ def seconds_of(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float
 
 def roofline_seconds(component: Component, speeds: Speeds) -> float:
     """All its repeats at the measured peaks, with no factor and no overhead: what nothing can beat."""
-    ideal = dict.fromkeys(FACTORS, 1.0) | {"overhead": 0.0}
+    ideal = dict.fromkeys(FACTORS, 1.0) | dict.fromkeys(MULTIPLIERS, 0.0)
     return component.repeats * seconds_of(work(component), speeds, ideal)
 
 
@@ -125,12 +125,14 @@ def _features(rows: Iterable[Work], speeds: Speeds, factors: Mapping[str, float]
             found[row.kind] += row.count * computed
         else:
             found["memory"] += row.count * moved
+        if row.kind == "linear":
+            found["packing"] += row.count * row.weights / speeds.bandwidth
         found["overhead"] += row.count * speeds.overhead
     return np.array([found[name] for name in FACTORS])
 
 
 def _inverses(factors: Mapping[str, float]) -> np.ndarray:
-    return np.array([factors[name] if name == "overhead" else 1 / factors[name] for name in FACTORS])
+    return np.array([factors[name] if name in MULTIPLIERS else 1 / factors[name] for name in FACTORS])
 
 
 def _peak(speeds: Speeds, dtype: str) -> float:
@@ -172,7 +174,7 @@ def fit_factors(samples: Sequence[Sample], speeds: Speeds) -> dict[str, float]:
         table = np.vstack([rows, pull])
         inverses = floor + _non_negative(table, target - table @ floor)
         factors = {
-            name: float(value if name == "overhead" else 1 / value)
+            name: float(value if name in MULTIPLIERS else 1 / value)
             for name, value in zip(FACTORS, inverses, strict=True)
         }
         loss = sum(error(sample, speeds, factors) ** 2 for sample in samples)
