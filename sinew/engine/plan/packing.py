@@ -27,7 +27,7 @@ class PackedAttention(DecoderAttention):
         heads = self.qkv_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, L, H + 2 Hkv, D]
         turning, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
         q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
-        return q, k, v
+        return q, k.contiguous(), v.contiguous()  # they are kept: as views they would keep the queries too
 
 
 class PackedKeyValue(DecoderAttention):
