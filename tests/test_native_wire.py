@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import os
 import time
 import zlib
 from importlib import resources
@@ -33,6 +34,8 @@ from sinew.core import (
 from sinew.policy import load
 from sinew.serve.wires.frames import PixelBudget, compressed_frame, raw_frame
 from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, MAX_FIELDS, Header, Kind, NativeCodec
+
+CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))  # of each property
 
 SPEC = PolicySpec(
     architecture="smolvla",
@@ -221,6 +224,7 @@ def test_error_reply():
     assert len(WIRE.encode_error(Header(), RequestError("x" * 10**6))) < 2000
 
 
+@settings(max_examples=CASES, deadline=None)
 @given(st.binary(max_size=200))
 def test_client_survives_any_reply(payload):
     with contextlib.suppress(sinew_client.ClientError):
@@ -340,6 +344,7 @@ def policy_wire(policy) -> NativeCodec:
     return make_codec(policy.spec, policy.padded_state_dim, policy.padded_action_dim)
 
 
+@settings(max_examples=CASES, deadline=None)
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes(policy_wire, policy, payload):
     take(policy_wire, policy, payload)
@@ -363,7 +368,7 @@ def test_the_seeds_of_the_fuzzer_are_valid(policy_wire, policy):
         policy.check(policy_wire.decode(payload))
 
 
-@settings(max_examples=300)
+@settings(max_examples=CASES, deadline=None)
 @given(st.data())
 def test_mutated_requests(policy_wire, policy, data):
     payload = bytearray(data.draw(st.sampled_from(valid_payloads())))
@@ -408,12 +413,13 @@ any_request = st.builds(
 )
 
 
+@settings(max_examples=CASES, deadline=None)
 @given(any_request)
 def test_requests_with_any_values(policy_wire, policy, request_):
     take(policy_wire, policy, request_.SerializeToString())
 
 
-@settings(max_examples=300)
+@settings(max_examples=CASES, deadline=None)
 @given(st.data())
 def test_mutated_image_files(data):
     payload = bytearray(encoded(FRAME, data.draw(st.sampled_from(["JPEG", "PNG"]))))

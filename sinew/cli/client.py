@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from sinew_client import ActionChunk, Client, ClientError
 
 from sinew import __version__, machine
 from sinew.cli.bench import PROMPT, parse_size
+from sinew.cli.replay import print_replay, replay_records
+from sinew.cli.serve import KEY_VARIABLE
 from sinew.core import SinewError
 
 SCHEMA = "sinew.client/1"
@@ -35,11 +39,15 @@ def client(
     solver_steps: int | None = None,
     jpeg_quality: Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=95))] = None,
     timeout: float = 60.0,
+    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    api_key: str | None = None,
+    replay: Path | None = None,
 ) -> int:
     """Send observations that fit the server's policy, and print a latency table.
 
-    Frames are noise and the state is zero: their content does not change the work. The last line of
-    standard output is one JSON object.
+    Frames are noise and the state is zero: their content does not change the work. With --replay, send what
+    `sinew serve --record` wrote, and compare the actions with the recorded ones; the exit code is 1 if any differ.
+    The last line of standard output is one JSON object.
 
     Args:
         address: of the server.
@@ -50,12 +58,25 @@ def client(
         solver_steps: instead of the bundle's own number.
         jpeg_quality: compress frames, 1 to 95; raw pixels if absent.
         timeout: seconds to wait for each answer.
+        deadline_ms: the server refuses a request that would begin later than this after its arrival.
+        api_key: where the server wants one; SINEW_API_KEY in the environment if absent.
+        replay: folder of records.
     """
+    key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
+    command = ["sinew", *("..." if key and key in word else word for word in sys.argv[1:])]
     try:
-        with Client(address, timeout=timeout, jpeg_quality=jpeg_quality) as server:
+        with Client(address, timeout=timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
             metadata = server.metadata()
+            if replay is not None:
+                result = replay_records(server, replay, deadline_ms)
+                result |= {"command": shlex.join(command), "address": address, "server": metadata["server"]}
+                print_replay(result)
+                print(json.dumps(result))
+                return 0 if result["differ"] == 0 else 1
             size = parse_size(image_size) if image_size else None
             observation = make_observation(metadata["policy"], size, prompt, solver_steps)
+            if deadline_ms is not None:
+                observation["deadline_ms"] = deadline_ms
             for _ in range(warmup):
                 server.infer(observation)
             start = time.perf_counter()
@@ -67,7 +88,7 @@ def client(
     result = {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["sinew", *sys.argv[1:]]),
+        "command": shlex.join(command),
         "sinew": __version__,
         "client_hardware": machine.cpu_model(),
         "address": address,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import signal
 import threading
@@ -29,6 +30,8 @@ class Process:
         Returns False when the running stage outlasted the grace period, so that a thread is still busy.
         """
         self._running = True
+        gc.collect()
+        gc.freeze()  # what is loaded stays; searching it for garbage would hold up a request now and then
         for wire in self.wires:
             wire.start(service)
         on_ready()

@@ -2,7 +2,8 @@
 
 A job passes through a *decode* thread (bytes to a checked observation) and an *inference* thread. Two,
 so that unpacking the next request's JPEGs overlaps the running inference and a bad request is refused
-without waiting its turn, and so that the threads of the sockets never do either.
+without waiting its turn, and so that the threads of the sockets never do either. A job that finds
+nothing to wait for is decoded by the inference thread itself.
 
 A robot wants the action for what it sees now. So a waiting job is replaced by a newer one of its session,
 and a job whose deadline has passed when its turn comes is answered with an error instead of computed.
@@ -158,8 +159,10 @@ class Scheduler:
                 self._counts["superseded"] += 1
             if session is not None:
                 self._newest[session] = job
+            idle = not self._waiting and self._running is None
             self._waiting += 1
-            self._received.put(job)
+            # One change of threads less when nothing could overlap; the inference thread decodes it then.
+            (self._ready if idle else self._received).put(job)
         if older is not None:
             self._finish(older, SupersededError("a newer observation of this session has arrived"))
         return job
@@ -212,17 +215,21 @@ class Scheduler:
         while (job := self._received.get()) is not None:
             if job.answered:
                 continue
-            start = time.perf_counter()
             try:
                 self._raise_if_abandoned(job)
-                job.observation = job.decode()
-                self.policy.check(job.observation)
-                job.decode_s = time.perf_counter() - start
+                self._decode(job)
                 with self._lock:  # or stop() could empty the queue just before this job enters it
                     self._raise_if_abandoned(job)
                     self._ready.put(job)
             except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
                 self._abandon(job, error)
+
+    def _decode(self, job: Job) -> Observation:
+        start = time.perf_counter()
+        job.observation = job.decode()
+        self.policy.check(job.observation)
+        job.decode_s = time.perf_counter() - start
+        return job.observation
 
     def _infer_loop(self) -> None:
         try:
@@ -245,15 +252,15 @@ class Scheduler:
             self._finish(job, outcome)
 
     def _run(self, job: Job) -> Outcome:
-        now = time.perf_counter()
-        queue_s = now - job.accepted - job.decode_s
         try:
             self._raise_if_abandoned(job)
+            observation = job.observation or self._decode(job)
+            now = time.perf_counter()
+            queue_s = now - job.accepted - job.decode_s
             if job.deadline is not None and now > job.deadline:
                 late = 1e3 * (now - job.deadline)
                 raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
-            assert job.observation is not None  # set by the decode thread
-            chunk = self.policy.infer(job.observation, cancel=job.cancel)
+            chunk = self.policy.infer(observation, cancel=job.cancel)
             return replace(chunk, timing=replace(chunk.timing, queue_ms=queue_s * 1e3))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return self._presentable(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -20,10 +21,12 @@ import zmq
 
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.listen import AddressError, Listen
-from sinew.serve.scheduler import Outcome
+from sinew.serve.scheduler import Job, Outcome
 from sinew.serve.service import Inference, Service
 
 logger = logging.getLogger(__name__)
+
+MONITOR = "inproc://sinew-connections"  # one per context
 
 BURST = 64  # messages taken from the socket before replies are sent again
 RECEIVE_QUEUE = 4  # messages that ZeroMQ holds per client; beyond, the client's TCP connection is held back
@@ -89,6 +92,7 @@ class ZeroMQWire:
         self._limit = listen.max_message_bytes
         self._stop = False
         self._outbox: deque[tuple[Envelope, bytes]] = deque()
+        self._asking: dict[int, set[_Request]] = {}  # file descriptor of a connection -> its requests
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -98,6 +102,10 @@ class ZeroMQWire:
         self._socket.set(zmq.RCVHWM, RECEIVE_QUEUE)
         self._socket.set(zmq.LINGER, LINGER_MS)
         self._socket.set(zmq.TCP_KEEPALIVE, 1)
+        self._socket.monitor(MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.set(zmq.RCVHWM, 0)  # ZeroMQ's own thread would wait for room
+        self._monitor.connect(MONITOR)
         try:
             host = listen.numeric_host()
             self._socket.set(zmq.IPV6, ":" in host)
@@ -109,6 +117,7 @@ class ZeroMQWire:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_reader, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._thread: threading.Thread | None = None
 
@@ -136,6 +145,8 @@ class ZeroMQWire:
         self._step(0)  # what the scheduler answered before it stopped
 
     def _close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
         self._wake_reader.close()
@@ -154,6 +165,7 @@ class ZeroMQWire:
                 except zmq.Again:
                     break
                 self._take(frames)
+        self._follow_connections()
         while self._outbox:
             envelope, reply = self._outbox.popleft()
             # A ROUTER drops what it cannot deliver: a client that left costs nothing more.
@@ -164,6 +176,7 @@ class ZeroMQWire:
         codec = self.codec
         arrived = time.perf_counter()
         envelope, payload = _open(frames)
+        connection, client = _peer(frames[0])
         header = None
         try:
             if len(payload) != 1:
@@ -179,59 +192,121 @@ class ZeroMQWire:
             if reply is not None:
                 self._outbox.append((envelope, reply))
                 return
+            decoders = codec.decoders(header, message)
         except SinewError as error:
-            self._service.refused(self.name, "", error)
+            self._service.refused(self.name, client, error)
             self._outbox.append((envelope, codec.encode_error(header, error)))
             return
         except Exception:  # whatever it is, the other clients are served on
             logger.exception("a request could not be taken")
             self._outbox.append((envelope, codec.encode_error(header, SinewError("internal error"))))
             return
-        try:
-            decoders = codec.decoders(header, message)
-            pending = _Pending(len(decoders), partial(self._reply, envelope, header, arrived))
-            for index, decode in enumerate(decoders):
-                # Observations of one batch do not replace each other.
-                session = header.session if len(decoders) == 1 else ""
-                inference = Inference(
-                    self.name, decode, session=session, deadline_ms=header.deadline_ms, arrived=arrived
-                )
-                self._service.submit(inference, partial(pending.settle, index))
-        except SinewError as error:  # counted by submit
-            self._outbox.append((envelope, codec.encode_error(header, error)))
+        # Observations of one batch do not replace each other.
+        session = header.session if len(decoders) == 1 else ""
+        inferences = [
+            Inference(self.name, decode, client, session, header.deadline_ms, arrived) for decode in decoders
+        ]
+        self._follow_connections()  # before this request is there: the number may have been another client's
+        request = _Request(self._service, inferences, partial(self._reply, envelope, header, arrived))
+        requests = self._asking.setdefault(connection, set())
+        requests.add(request)
+        request.on_end = partial(requests.discard, request)
+        request.ask()
 
     def _reply(self, envelope: Envelope, header: Any, arrived: float, outcomes: Sequence[Outcome]) -> None:
-        """Runs on a thread of the scheduler."""
+        """Runs on a thread of the scheduler, or on the loop."""
         chunks = [outcome for outcome in outcomes if isinstance(outcome, ActionChunk)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, SinewError)]
-        if errors:
-            reply = self.codec.encode_error(header, errors[0])
-        else:
-            reply = self.codec.encode(header, chunks, (time.perf_counter() - arrived) * 1e3)
+        try:
+            if errors:
+                reply = self.codec.encode_error(header, errors[0])
+            else:
+                reply = self.codec.encode(header, chunks, (time.perf_counter() - arrived) * 1e3)
+        except Exception:  # a client that gets no reply waits for ever
+            logger.exception("a reply could not be written")
+            reply = self.codec.encode_error(header, SinewError("internal error"))
         self._outbox.append((envelope, reply))
         self._wake()
+
+    def _follow_connections(self) -> None:
+        """Cancel what clients that have left were waiting for.
+
+        A connection is known by its file descriptor, which the system gives to another one later. ZeroMQ tells of
+        the end of a connection before it closes it, so a message of the later one comes after that notice.
+        """
+        while True:
+            try:
+                event, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            kind, connection = struct.unpack("=HI", event)
+            if kind == zmq.EVENT_ACCEPTED:
+                self._service.metrics.connection(self.name, +1)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._service.metrics.connection(self.name, -1)
+                for request in tuple(self._asking.pop(connection, ())):
+                    request.abandon()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: too late
             self._wake_writer.send(b"\0")
 
 
-class _Pending:
-    """Gathers the outcomes of one request's observations. An early failure is answered at once."""
+class _Request:
+    """The observations of one request, submitted one after the other: a batch takes one place in the queue, other
+    clients get their turn in between, and the first failure ends it."""
 
-    def __init__(self, count: int, reply: Callable[[Sequence[Outcome]], None]):
-        self._outcomes: list[Outcome | None] = [None] * count
-        self._left = count
-        self._lock = threading.Lock()
+    def __init__(
+        self, service: Service, inferences: list[Inference], reply: Callable[[Sequence[Outcome]], None]
+    ):
+        self._service = service
+        self._left = inferences[::-1]
+        self._outcomes: list[Outcome] = []
         self._reply = reply
+        self._job: Job | None = None
+        self._abandoned = self._ended = False
+        self.on_end: Callable[[], None] = _nothing
 
-    def settle(self, index: int, outcome: Outcome) -> None:
-        with self._lock:
-            self._outcomes[index] = outcome
-            self._left -= 1
-            if self._left:
-                return
-        self._reply([each for each in self._outcomes if each is not None])
+    def ask(self) -> None:
+        try:
+            job = self._service.submit(self._left.pop(), self._settle)
+        except SinewError as error:  # counted by submit
+            self._end(error)
+            return
+        self._job = None if self._ended else job
+        if self._abandoned:
+            self._service.cancel(job)
+
+    def abandon(self) -> None:
+        self._abandoned = True
+        if self._job is not None:
+            self._service.cancel(self._job)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Runs on a thread of the scheduler."""
+        if self._left and not self._abandoned and not isinstance(outcome, SinewError):
+            self._outcomes.append(outcome)
+            self.ask()
+        else:
+            self._end(outcome)
+
+    def _end(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self.on_end()
+        self._reply(self._outcomes)
+        # The job knows this object, and with it the frames; a circle would keep them until the collector comes.
+        self._ended, self._job, self.on_end = True, None, _nothing
+
+
+def _nothing() -> None: ...
+
+
+def _peer(frame: zmq.Frame) -> tuple[int, str]:
+    """The connection that a frame came through: its file descriptor, and the address at its other end."""
+    try:
+        return int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
+    except zmq.ZMQError:  # it has no connection
+        return -1, ""
 
 
 def _open(frames: list[zmq.Frame]) -> tuple[Envelope, list[zmq.Frame]]:

@@ -41,7 +41,9 @@ class PixelBudget:
             )
 
 
-def raw_frame(name: str, data: bytes, height: int, width: int, dtype: str, budget: PixelBudget) -> np.ndarray:
+def raw_frame(
+    name: str, data: bytes | memoryview, height: int, width: int, dtype: str, budget: PixelBudget
+) -> np.ndarray:
     """``data`` as [height, width, 3] of ``dtype`` ("u1", or "<f4" in [0, 1]); no copy, read-only."""
     budget.take(name, height, width)
     item = np.dtype(dtype)
@@ -53,7 +55,7 @@ def raw_frame(name: str, data: bytes, height: int, width: int, dtype: str, budge
     return np.frombuffer(data, item).reshape(height, width, 3)
 
 
-def compressed_frame(name: str, data: bytes, budget: PixelBudget) -> np.ndarray:
+def compressed_frame(name: str, data: bytes | memoryview, budget: PixelBudget) -> np.ndarray:
     """A JPEG or PNG file as uint8 [height, width, 3] RGB. Orientation tags are not applied."""
     try:
         with warnings.catch_warnings():  # Pillow warns of large images; the budget decides here

@@ -40,6 +40,12 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # Protobuf wire types; groups 
 _SIZES = {_VARINT: 0, _FIXED64: 8, _BYTES: 0, _FIXED32: 4}  # bytes after the tag and varint
 
 _FIELD = {field.name: field.number for field in PredictRequest.DESCRIPTOR.fields}
+_IMAGE_DATA = Image.DESCRIPTOR.fields_by_name["data"].number
+_IMAGE_NUMBERS = {
+    Image.DESCRIPTOR.fields_by_name[name].number: name for name in ("encoding", "height", "width")
+}
+_ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
+_ACTION_CHUNK = PredictResponse.DESCRIPTOR.fields_by_name["action_chunk"].number
 _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state")}
 
 
@@ -144,16 +150,24 @@ class NativeCodec:
     def decode(self, payload: Payload) -> Observation:
         """The observation of an INFER request that ``peek`` did not refuse.
 
-        Raises RequestError where the message is not one, ObservationError where a field is wrong.
+        Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
+        them twice. Raises RequestError where the message is not one, ObservationError where a field is wrong.
         """
+        buffer = memoryview(payload)
+        images, beside = [], []
+        for number, wire_type, value, start, end in _fields(buffer):
+            if number == _FIELD["images"] and wire_type == _BYTES:
+                images.append(_Picture.of(buffer[end - value : end]))
+            else:
+                beside.append(buffer[start:end])
         request = PredictRequest()
         try:
-            request.ParseFromString(payload)
+            request.ParseFromString(b"".join(beside))
         except (DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
             raise RequestError(f"request parse failed: {error}") from error
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
-            images=self._images(request),
+            images=self._images(images, list(request.camera_names)),
             state=self._state(request),
             prompt=request.prompt,
             tokens=tokens if tokens.size else None,
@@ -164,9 +178,9 @@ class NativeCodec:
             time=request.time if request.HasField("time") else None,
         )
 
-    def _images(self, request: PredictRequest) -> dict[str, np.ndarray]:
+    def _images(self, images: list[_Picture], names: list[str]) -> dict[str, np.ndarray]:
         """Camera name -> frame. Without ``camera_names``, images go to cameras in the spec's order."""
-        count, names = len(request.images), list(request.camera_names)
+        count = len(images)
         cameras = [camera.name for camera in self.spec.cameras]
         if not names:
             if count > len(cameras):
@@ -177,7 +191,7 @@ class NativeCodec:
         if len(set(names)) != count:
             raise ObservationError("camera_names", "each camera once", ", ".join(names))
         budget = PixelBudget()
-        return {name: _frame(name, image, budget) for name, image in zip(names, request.images, strict=True)}
+        return {name: _frame(name, image, budget) for name, image in zip(names, images, strict=True)}
 
     def _state(self, request: PredictRequest) -> np.ndarray:
         if request.raw_state and request.state:
@@ -227,13 +241,11 @@ class NativeCodec:
         horizon, dim = actions.shape
         if header.native:
             reply.horizon, reply.dim = horizon, dim
-            reply.actions.extend(actions.ravel().tolist())
-        else:
-            padded = np.zeros((horizon, self.padded_action_dim), np.float32)
-            padded[:, :dim] = actions
-            reply.chunk_size, reply.action_dim = padded.shape
-            reply.action_chunk.extend(padded.ravel().tolist())
-        return reply.SerializeToString()
+            return reply.SerializeToString() + _packed(_ACTIONS, actions)
+        padded = np.zeros((horizon, self.padded_action_dim), np.float32)
+        padded[:, :dim] = actions
+        reply.chunk_size, reply.action_dim = padded.shape
+        return reply.SerializeToString() + _packed(_ACTION_CHUNK, padded)
 
     def encode_error(self, header: Header | None, error: SinewError) -> bytes:
         text = str(error) or error.code
@@ -270,7 +282,27 @@ class NativeCodec:
         ]
 
 
-def _frame(camera: str, image: Image, budget: PixelBudget) -> np.ndarray:
+@dataclass(slots=True)
+class _Picture:
+    """The Protobuf message Image, its data a view of the request."""
+
+    encoding: int = Image.JPEG
+    height: int = 0
+    width: int = 0
+    data: bytes | memoryview = b""
+
+    @classmethod
+    def of(cls, message: memoryview) -> _Picture:
+        found = cls()
+        for number, wire_type, value, _start, end in _fields(message):
+            if wire_type == _BYTES and number == _IMAGE_DATA:
+                found.data = message[end - value : end]
+            elif wire_type == _VARINT and number in _IMAGE_NUMBERS:
+                setattr(found, _IMAGE_NUMBERS[number], value & 0xFFFFFFFF)
+        return found
+
+
+def _frame(camera: str, image: _Picture, budget: PixelBudget) -> np.ndarray:
     name, data = f"images.{camera}", image.data
     if image.encoding == Image.JPEG:
         return compressed_frame(name, data, budget)
@@ -279,6 +311,21 @@ def _frame(camera: str, image: Image, budget: PixelBudget) -> np.ndarray:
     if image.encoding == Image.F32_RGB_01:
         return raw_frame(name, data, image.height, image.width, "<f4", budget)
     raise ObservationError(name, "encoding JPEG, RGB_U8 or F32_RGB_01", f"{image.encoding}")
+
+
+def _packed(number: int, values: np.ndarray) -> bytes:
+    """A repeated float field, written without making a Python number of each value."""
+    data = values.astype("<f4", copy=False).tobytes()
+    return _write_varint(number << 3 | _BYTES) + _write_varint(len(data)) + data
+
+
+def _write_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _vector(values: Collection[float]) -> np.ndarray:

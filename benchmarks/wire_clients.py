@@ -1,0 +1,216 @@
+"""One client per wire with the same face, for benchmarks and tests: what a robot's own client does, and no more.
+
+``connect("openpi", address).ask(frames, state, prompt, seed)`` gives the actions and the server's own timing. GR00T's
+and LeRobot's messages are those of the clients in ``tests/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+
+TIMEOUT_S = 120.0
+
+Frames = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """total_ms: the policy's; queue_ms: waiting for others. None where the wire has no place for them."""
+
+    actions: np.ndarray
+    total_ms: float | None
+    queue_ms: float | None
+
+
+class WireClient(Protocol):
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        """frames: uint8 [height, width, 3] by camera. state: float32 [D]. steps: of the solver, where the wire can."""
+
+    def close(self) -> None: ...
+
+
+def connect(wire: str, address: str, api_key: str = "") -> WireClient:
+    """address: as ``sinew serve`` prints it."""
+    return CLIENTS[wire](address, api_key)
+
+
+class Native:
+    def __init__(self, address: str, api_key: str = ""):
+        from sinew_client import Client
+
+        self.client = Client(address, timeout=TIMEOUT_S, api_key=api_key)
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        chunk = self.client.infer(_observation(frames, state, prompt, seed, steps))
+        return Answer(chunk.actions, chunk.timing.total_ms, chunk.timing.queue_ms)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class OpenPI:
+    """As ``openpi_client.WebsocketClientPolicy``: the same package below, the same options, the same encoding."""
+
+    def __init__(self, address: str, api_key: str = ""):
+        from websockets.sync.client import connect as websocket
+
+        headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
+        self.stack = contextlib.ExitStack()
+        opened = websocket(address, compression=None, max_size=None, additional_headers=headers)
+        self.socket = self.stack.enter_context(opened)
+        self.socket.recv(TIMEOUT_S)  # the server's metadata
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        sent = _observation(frames, state, prompt, seed, steps)
+        self.socket.send(msgpack.packb(sent, default=_pack))
+        reply = self.socket.recv(TIMEOUT_S)
+        if isinstance(reply, str):
+            raise RuntimeError(reply)
+        found = msgpack.unpackb(reply, object_hook=_unpack)
+        timing = found["policy_timing"], found["server_timing"]
+        return Answer(found["actions"], timing[0]["infer_ms"], timing[1]["queue_ms"])
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class Http:
+    """``POST /v1/actions`` with msgpack on a connection that stays open."""
+
+    def __init__(self, address: str, api_key: str = ""):
+        self.connection = http.client.HTTPConnection(address.partition("//")[2], timeout=TIMEOUT_S)
+        self.headers = {"Content-Type": "application/msgpack"}
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        sent = _observation(frames, state, prompt, seed, steps)
+        self.connection.request(
+            "POST", "/v1/actions", msgpack.packb(sent, default=_pack), headers=self.headers
+        )
+        reply = self.connection.getresponse()
+        body = reply.read()
+        if reply.status != 200:
+            raise RuntimeError(body.decode(errors="replace"))
+        if reply.headers.get_content_type() == "application/json":
+            found = json.loads(body)
+        else:
+            found = msgpack.unpackb(body, object_hook=_unpack)
+        timing = found["timing"]
+        return Answer(np.asarray(found["actions"], np.float32), timing["total_ms"], timing["queue_ms"])
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Groot:
+    def __init__(self, address: str, api_key: str = ""):
+        from tests.groot_client import PolicyClient
+
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self.client = PolicyClient(host, int(port), api_key, timeout_ms=int(1e3 * TIMEOUT_S))
+        self.prompt_key = self.client.get_modality_config()["language"].modality_keys[0]
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        observation = {
+            "video": {name: frame[None, None] for name, frame in frames.items()},
+            "state": {"state": state[None, None]},
+            "language": {self.prompt_key: [[prompt]]},
+        }
+        actions, info = self.client.get_action(observation, {"seed": seed, "solver_steps": steps})
+        timing = info["timing"][0]
+        return Answer(actions["actions"][0], timing["total_ms"], timing["queue_ms"])
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class LeRobot:
+    """The protocol has no place for a seed or for timing; every observation must be answered."""
+
+    def __init__(self, address: str, _api_key: str = "", policy: str = "blocks"):
+        from tests.test_lerobot_wire import Robot
+
+        self.robot, self.policy = Robot(address), policy
+        self.ready = False
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        from tests.test_lerobot_wire import features, rows
+
+        joints = tuple(f"joint{index}.pos" for index in range(len(state)))
+        if not self.ready:
+            described = features(*frames, joints=joints)
+            for name, frame in frames.items():
+                described[f"observation.images.{name}"]["shape"] = frame.shape
+            self.robot.hello(tuple(frames), lerobot_features=described, pretrained_name_or_path=self.policy)
+            self.ready = True
+        self._send(dict(zip(joints, state.tolist(), strict=True)) | frames | {"task": prompt})
+        actions: list[Any] = []
+        while not actions:
+            actions = self.robot.actions()
+        self.robot.timestep += 1
+        return Answer(rows(actions), None, None)
+
+    def _send(self, raw: dict[str, Any]) -> None:
+        from tests.test_safe_pickle import TimedObservation, as_lerobot
+
+        step = self.robot.timestep
+        self.robot.send(as_lerobot(TimedObservation(1000.0 + step, step, raw, True)))
+
+    def close(self) -> None:
+        self.robot.channel.close()
+
+
+CLIENTS: dict[str, Any] = {
+    "native": Native,
+    "openpi": OpenPI,
+    "http": Http,
+    "groot": Groot,
+    "lerobot": LeRobot,
+}
+
+
+def _observation(
+    frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None
+) -> dict[str, Any]:
+    sent = {"images": frames, "state": state, "prompt": prompt, "seed": seed}
+    return sent if steps is None else {**sent, "solver_steps": steps}
+
+
+def _pack(value: Any) -> Any:
+    """An array as openpi's msgpack_numpy writes it."""
+    if isinstance(value, np.ndarray):
+        return {
+            b"__ndarray__": True,
+            b"data": value.tobytes(),
+            b"dtype": value.dtype.str,
+            b"shape": value.shape,
+        }
+    raise TypeError(type(value).__name__)
+
+
+def _unpack(found: dict[Any, Any]) -> Any:
+    if b"__ndarray__" in found:
+        return np.ndarray(
+            buffer=found[b"data"], dtype=np.dtype(found[b"dtype"]), shape=tuple(found[b"shape"])
+        )
+    return found

@@ -1,0 +1,133 @@
+"""What the parts of an observation and of a chunk are called on the GR00T wire.
+
+A bundle says it with a :class:`KeyMap` of wire "groot" (keys "video/front", "state/single_arm", "language/task"). One
+that does not is asked for its own camera names, and for the groups in the names of its dimensions: "left_arm.0",
+"left_arm.1", "gripper.0" are the groups left_arm and gripper. Without groups the keys are "state" and "actions".
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sinew.core import CameraSpec, ObservationError, PolicySpec
+from sinew.serve.wires.keys import key_maps
+
+PROMPT = (
+    "annotation.human.task_description"  # where the bundle says nothing: what most of GR00T's robots send
+)
+STATE, ACTIONS = "state", "actions"
+
+_MEMBER = re.compile(r"(.+)\.\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """cameras: key -> the policy's camera. states: keys, in the state's order. state_parts: of each key, if known.
+    actions: key -> columns of the chunk. fixed: the bundle has a key map."""
+
+    cameras: dict[str, str]
+    states: tuple[str, ...]
+    state_parts: dict[str, slice]
+    actions: dict[str, slice]
+    prompt: str
+    fixed: bool
+
+    @classmethod
+    def of(cls, spec: PolicySpec) -> Names:
+        actions = _groups(spec.action.names) or {ACTIONS: slice(0, spec.action.dim)}
+        for keys in key_maps(spec, "groot"):
+            return cls(
+                cameras={_bare("video", key): camera for key, camera in keys.images.items()},
+                states=tuple(_bare("state", key) for key in keys.state),
+                state_parts={},
+                actions=actions,
+                prompt=_bare("language", keys.prompt),
+                fixed=True,
+            )
+        parts = _groups(spec.state.names)
+        return cls(
+            cameras={camera.name: camera.name for camera in spec.cameras},
+            states=tuple(parts) or (STATE,),
+            state_parts=parts,
+            actions=actions,
+            prompt=PROMPT,
+            fixed=False,
+        )
+
+    def videos(self, spec: PolicySpec) -> dict[str, CameraSpec]:
+        """Key -> what the camera is."""
+        cameras = {camera.name: camera for camera in spec.cameras}
+        return {key: cameras[name] for key, name in self.cameras.items() if name in cameras}
+
+    def select(
+        self, observation: Mapping[str, Any]
+    ) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, Any]], tuple[str, Any] | None]:
+        """What the policy reads of an observation, nested or flat: frames by camera, parts of the state in order,
+        the instruction; each as (key, value). Raises ObservationError with the key that is missing."""
+        video, state = _modality(observation, "video"), _modality(observation, "state")
+        frames = {
+            camera: (f"video.{key}", video[key]) for key, camera in self.cameras.items() if key in video
+        }
+        if not frames:
+            raise ObservationError(
+                "video", f"frames under one of the keys {', '.join(self.cameras)}", _some(video)
+            )
+        keys = self.states
+        if keys == (STATE,) and not self.fixed and len(state) == 1:
+            keys = tuple(state)  # the only one there is, whatever its name
+        for key in keys:
+            if key not in state:
+                raise ObservationError(f"state.{key}", "numbers", f"nothing; {_some(state)}")
+        return frames, [(f"state.{key}", state[key]) for key in keys], self._instruction(observation)
+
+    def _instruction(self, observation: Mapping[str, Any]) -> tuple[str, Any] | None:
+        nested = observation.get("language")
+        if isinstance(nested, dict):
+            found = nested
+        else:
+            found = {
+                key: value
+                for key, value in observation.items()
+                if key == self.prompt or key == "task" or key.startswith(("annotation.", "language."))
+            }
+        if self.prompt in found:
+            return f"language.{self.prompt}", found[self.prompt]
+        if len(found) > 1:
+            raise ObservationError("language", f"the key {self.prompt}", _some(found))
+        return next(((f"language.{key}", value) for key, value in found.items()), None)
+
+
+def _modality(observation: Mapping[str, Any], modality: str) -> dict[str, Any]:
+    nested = observation.get(modality)
+    if isinstance(nested, dict):
+        return nested
+    prefix = f"{modality}."
+    return {key[len(prefix) :]: value for key, value in observation.items() if key.startswith(prefix)}
+
+
+def _bare(modality: str, key: str) -> str:
+    for separator in "/.":
+        key = key.removeprefix(modality + separator)
+    return key
+
+
+def _groups(names: tuple[str, ...]) -> dict[str, slice]:
+    """Neighbours with one name before their number. Empty where a name has none, or a group is torn apart."""
+    members = [_MEMBER.fullmatch(name) for name in names]
+    found: dict[str, slice] = {}
+    at = 0
+    for group, run in itertools.groupby(members, lambda match: match[1] if match else None):
+        count = len(list(run))
+        if group is None or group in found:
+            return {}
+        found[group] = slice(at, at + count)
+        at += count
+    return found
+
+
+def _some(found: Mapping[str, Any]) -> str:
+    return f"keys {', '.join(sorted(key[:40] for key in list(found)[:12]))}" if found else "no keys"
