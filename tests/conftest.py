@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sinew.convert import convert
+
+# Triton compiles or interprets from its first import on, and torch imports it where it is installed.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "fixtures"
 

@@ -1,0 +1,63 @@
+"""Triton kernels of the CUDA engine, each beside the PyTorch twin that defines it. ``docs/kernels.md`` lists them.
+
+Weights are [out, in] as PyTorch's linear layers hold them, so a bundle's tensors are read where they are. Rows
+of activations may be strided. Sums are float32, whatever the dtype. A launch allocates nothing when it is given
+``out``, reads nothing on the host, and can be captured in a CUDA graph once it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sinew.engine.kernels import (
+    ada_rms,
+    gated_mlp,
+    norm_linear,
+    packed_attention,
+    preprocess,
+    qkv_rope,
+    splitk_linear,
+)
+from sinew.engine.kernels.launch import Launch, Tile
+from sinew.engine.kernels.workspace import Workspace
+
+__all__ = ["KERNELS", "Kernel", "Launch", "Tile", "Workspace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """``launch`` runs ``kernel`` on tensors, ``twin`` computes the same in PyTorch, ``prepare`` gives the launch
+    as a value. ``sinew.engine.kernels.shapes`` has the problems that the models put to it."""
+
+    kernel: Any
+    launch: Callable[..., Any]
+    twin: Callable[..., Any]
+    prepare: Callable[..., Launch]
+    uses_tensor_cores: bool = True
+
+
+KERNELS: dict[str, Kernel] = {
+    "norm_linear": Kernel(
+        norm_linear.norm_linear_kernel, norm_linear.norm_linear, norm_linear.twin, norm_linear.prepare
+    ),
+    "gated_mlp": Kernel(gated_mlp.gated_mlp_kernel, gated_mlp.gated_mlp, gated_mlp.twin, gated_mlp.prepare),
+    "qkv_rope": Kernel(qkv_rope.qkv_rope_kernel, qkv_rope.qkv_rope, qkv_rope.twin, qkv_rope.prepare),
+    "splitk_linear": Kernel(
+        splitk_linear.splitk_linear_kernel,
+        splitk_linear.splitk_linear,
+        splitk_linear.twin,
+        splitk_linear.prepare,
+    ),
+    "packed_attention": Kernel(
+        packed_attention.packed_attention_kernel,
+        packed_attention.packed_attention,
+        packed_attention.twin,
+        packed_attention.prepare,
+    ),
+    "ada_rms": Kernel(ada_rms.ada_rms_kernel, ada_rms.ada_rms, ada_rms.twin, ada_rms.prepare, False),
+    "preprocess": Kernel(
+        preprocess.preprocess_kernel, preprocess.preprocess, preprocess.twin, preprocess.prepare, False
+    ),
+}

@@ -1,0 +1,100 @@
+"""A kernel launch as a value: run it, time it, or compile it for a GPU that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinew.engine.kernels.lang import MissingTriton, interpreted, triton
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+ALIGNMENT = 16  # bytes of a pointer, and of an integer that counts elements, that allow wide copies
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One configuration of a kernel. ``m``, ``n``, ``k``: rows, columns and depth of a program's block; what
+    they count is said in each kernel. ``split``: programs that share one output block."""
+
+    m: int = 1
+    n: int = 64
+    k: int = 64
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """``arguments``: every parameter of the kernel by name, compile-time constants among them."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    tile: Tile
+    pdl: bool = False  # programmatic dependent launch; sm_90 and newer
+
+    def __call__(self) -> None:
+        """On the current stream. Allocates nothing; the first call of a kind compiles, so warm up before
+        a graph is captured."""
+        if triton is None:
+            raise MissingTriton
+        arguments = dict(self.arguments)
+        if "UPCAST" in arguments:
+            arguments["UPCAST"] = interpreted(self.kernel)
+        self.kernel[self.grid](**arguments, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        # Fused multiply-add said aloud: Triton's default is about to change (3.10).
+        options: dict[str, Any] = {
+            "num_warps": self.tile.warps,
+            "num_stages": self.tile.stages,
+            "enable_fp_fusion": True,
+        }
+        return options | {"launch_pdl": True} if self.pdl else options
+
+    def compile(self, capability: int) -> Any:
+        """Compile for ``capability`` (80, 89, 90), with or without a GPU. The tensors may be on the meta device.
+
+        Specialises as a launch does: pointers and integers divisible by 16, integers equal to one.
+        Returns Triton's compiled kernel, whose ``asm`` and ``metadata`` can be read.
+        """
+        if triton is None:
+            raise MissingTriton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        constants = {p.name for p in self.kernel.params if p.is_constexpr}
+        signature: dict[str, str] = {}
+        values: dict[Any, Any] = {}
+        attributes: dict[Any, Any] = {}
+        for index, name in enumerate(self.kernel.arg_names):
+            value = self.arguments[name]
+            if name in constants or value is None or (_is_int(value) and value == 1):
+                signature[name], values[(index,)] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[name] = "*" + TYPES[value.dtype]
+                if value.storage_offset() * value.element_size() % ALIGNMENT == 0:
+                    attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+            elif _is_int(value):
+                signature[name] = "i32"
+                if value % ALIGNMENT == 0:
+                    attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+            else:
+                signature[name] = "fp32"
+        source = ASTSource(self.kernel, signature, constexprs=values, attrs=attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options())
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,154 @@
+"""A linear layer over an RMS-normalised input, in one pass.
+
+The norm's division is linear, so it moves behind the product: norm(x) W' = (x W') / rms(x). The kernel sums the
+squares of the rows while it multiplies them and divides the accumulator ("Running VLAs at Real-time Speed",
+section 4.4, where the statistics are a pass of their own). A fixed affine part is folded into the weight at
+load time (``sinew/engine/plan/norms.py``). One that changes with the solver's step (pi0.5) is ``scale``, applied
+to the input, and ``bias``, the step's shift times the weight, read from a table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sinew.engine.kernels.lang import check, dot, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.kernels.launch import Launch, Tile
+from sinew.engine.kernels.tuning import tile_for
+
+
+@kernel
+def norm_linear_kernel(
+    x,  # [M, K]
+    weight,  # [N, K]
+    bias,  # [N] or None
+    scale,  # [K] or None
+    out,  # [M, N]
+    M,
+    eps,
+    x_row,
+    out_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    block = tl.program_id(
+        0
+    )  # row blocks run fastest: they share a block of the weight, which comes from memory
+    rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (block // blocks_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok, col_ok = rows < M, cols < N
+    depth = tl.arange(0, BLOCK_K)
+    x_tile = x + (rows[:, None] * x_row + depth[None, :])
+    w_tile = weight + (cols[None, :] * K + depth[:, None])  # [BLOCK_K, BLOCK_N] of the transpose
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    wait_for_input(PDL)
+    for k in range(0, K, BLOCK_K):
+        k_ok = k + depth < K
+        a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        b = tl.load(w_tile + k, mask=k_ok[:, None] & col_ok[None, :], other=0.0)
+        if NORM:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+        if scale is not None:
+            factor = 1.0 + tl.load(scale + k + depth, mask=k_ok, other=0.0).to(tl.float32)
+            a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
+        acc = dot(a.to(b.dtype), b, acc, UPCAST)
+    if NORM:
+        acc *= tl.rsqrt(squares / K + eps)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    at = out + (rows[:, None] * out_row + cols[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
+
+
+def prepare(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch:
+    M, K = x.shape
+    N = len(weight)
+    check("x", x, (M, K), rows_apart=True)
+    check("weight", weight, (N, K))
+    check("out", out, (M, N), rows_apart=True)
+    if weight.dtype != torch.float32:  # published checkpoints keep the head's last projection wide
+        same_dtype("weight", weight, x.dtype)
+    if bias is not None:
+        check("bias", bias, (N,))
+    if scale is not None:
+        check("scale", scale, (K,))
+    tile = tile or tile_for("norm_linear", (M, N, K), weight.dtype, x.device)
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "scale": scale,
+        "out": out,
+        "M": M,
+        "eps": 0.0 if eps is None else eps,
+        "x_row": x.stride(0),
+        "out_row": out.stride(0),
+        "N": N,
+        "K": K,
+        "NORM": eps is not None,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "UPCAST": False,
+        "PDL": pdl,
+    }
+    grid = (-(-M // tile.m) * -(-N // tile.n),)
+    return Launch(norm_linear_kernel, grid, arguments, tile, pdl)
+
+
+def norm_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
+    """x: [M, K], weight: [N, K] -> [M, N] in weight's dtype; :func:`product` says what the options do.
+
+    weight has x's dtype, or float32: then x is widened. ``out``: written in place, rows may be strided.
+    ``tile``: instead of the tuned one. ``pdl``: programmatic dependent launch.
+    """
+    out = weight.new_empty(len(x), len(weight)) if out is None else out
+    prepare(x, weight, out, **options)()
+    return out
+
+
+def twin(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """:func:`product`, rounded once to weight's dtype."""
+    return product(x, weight, eps, bias, scale).to(weight.dtype)
+
+
+def product(
+    x: Tensor, weight: Tensor, eps: float | None, bias: Tensor | None, scale: Tensor | None
+) -> Tensor:
+    """((x * (1 + scale)) W^T) / sqrt(mean(x^2) + eps) + bias, in float32.
+
+    ``x * (1 + scale)`` alone is rounded to x's dtype before the product: it has to fit the tensor cores. eps
+    None: no division; scale None: no factor.
+    """
+    wide = x.float()
+    scaled = x if scale is None else (wide * (1.0 + scale.float())).to(x.dtype)
+    y = scaled.float() @ weight.float().T
+    if eps is not None:
+        y = y * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return y if bias is None else y + bias.float()

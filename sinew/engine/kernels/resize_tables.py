@@ -1,0 +1,109 @@
+"""Which source pixels make a target pixel, and with what weights: the resizes of ``sinew.processing.image``.
+
+Along one axis every target pixel is a weighted sum of neighbouring source pixels. Both recipes have that form,
+so one kernel reads either from a table; the tables depend on the sizes alone and are made once per frame size.
+
+* "bilinear": two pixels, float32 weights, no antialiasing (``torch.nn.functional.interpolate``).
+* "pil_bilinear": Pillow's triangle filter, as wide as the reduction, weights as integers of 22 binary places;
+  rows are reduced first and rounded to 8 bits, then columns. Source: Pillow's ``Resample.c``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # kernels import on a GPU machine that has torch and triton alone
+    from sinew.bundle.schema import ImageRecipe
+
+PLACES = 22  # Pillow's 32 bits less 8 of a pixel and 2 of headroom
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """first: int32 [target], the leftmost source pixel; weights: [target, taps], int32 or float32."""
+
+    first: Tensor
+    weights: Tensor
+
+    def to(self, device: torch.device | str) -> Axis:
+        return Axis(self.first.to(device), self.weights.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """One frame size to one recipe. The picture is ``rows`` x ``columns`` and starts at (top, left).
+
+    ``affine``: float32 [3, 3], per channel: factor and offset from a resized value to a normalised one, and
+    the normalised value of the bars.
+    """
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    inner: tuple[int, int]
+    top: int
+    left: int
+    rows: Axis
+    columns: Axis
+    affine: Tensor
+    exact: bool  # integer weights
+
+    @classmethod
+    def of(cls, height: int, width: int, recipe: ImageRecipe, device: torch.device | str = "cpu") -> Resize:
+        from sinew.processing.image import inner_size
+
+        exact = recipe.resize == "letterbox" and recipe.interpolation == "pil_bilinear"
+        inner = (height, width) if recipe.resize == "none" else inner_size(height, width, recipe)
+        if recipe.resize == "none" and inner != (recipe.height, recipe.width):
+            raise ValueError(f"frame: expected {recipe.height} x {recipe.width}, got {height} x {width}")
+        spare = recipe.height - inner[0], recipe.width - inner[1]
+        centred = exact or recipe.pad == "center"  # the Pillow form centres whatever the recipe says
+        top, left = (spare[0] // 2, spare[1] // 2) if centred else spare
+        make = pillow_axis if exact else linear_axis
+        mean, std = np.asarray(recipe.mean, np.float64), np.asarray(recipe.std, np.float64)
+        bars = 0.0 if exact else recipe.pad_value
+        affine = np.stack([1 / (255 * std), -mean / std, (bars - mean) / std], axis=1)
+        return cls(
+            (height, width),
+            (recipe.height, recipe.width),
+            inner,
+            top,
+            left,
+            make(height, inner[0]).to(device),
+            make(width, inner[1]).to(device),
+            torch.from_numpy(affine.astype(np.float32)).to(device),
+            exact,
+        )
+
+
+def linear_axis(size: int, target: int) -> Axis:
+    scale = np.float32(size / target)
+    at = np.maximum(scale * (np.arange(target, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0)
+    first = np.minimum(at.astype(np.int64), size - 1)
+    second = np.clip(at - first.astype(np.float32), 0, 1)
+    weights = np.stack([1 - second, second], axis=1)
+    return Axis(torch.from_numpy(first.astype(np.int32)), torch.from_numpy(weights))
+
+
+def pillow_axis(size: int, target: int) -> Axis:
+    scale = size / target
+    reach = max(scale, 1.0)  # half the width of the triangle, source pixels
+    centres = (np.arange(target) + 0.5) * scale
+    first = np.maximum((centres - reach + 0.5).astype(np.int64), 0)
+    end = np.minimum((centres + reach + 0.5).astype(np.int64), size)
+    taps = int((end - first).max())
+    offsets = np.arange(taps)
+    distance = (offsets + first[:, None] - centres[:, None] + 0.5) * (1.0 / reach)
+    triangle = np.maximum(1.0 - np.abs(distance), 0.0)
+    triangle[offsets >= (end - first)[:, None]] = 0.0
+    total = np.zeros(target)
+    for tap in range(taps):  # in Pillow's order: the last bit of the sum can decide an integer weight
+        total += triangle[:, tap]
+    weights = np.floor(triangle / total[:, None] * (1 << PLACES) + 0.5)
+    assert math.ceil(reach) * 2 + 1 >= taps
+    return Axis(torch.from_numpy(first.astype(np.int32)), torch.from_numpy(weights.astype(np.int32)))

@@ -1,0 +1,113 @@
+"""Tile configurations, as data: for each kernel, architecture and regime, the default first.
+
+The other entries are what tuning tries. None of them has been timed yet: they were chosen by the shared memory
+and registers that the compiler reports (``tests/kernel_compile.py``) and by the number of programs.
+
+``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
+multiprocessors (132 on an H200). ``many``: the prefix, limited by arithmetic, which wants large tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from sinew.engine.kernels.launch import Tile
+
+Regime = Literal["few", "many"]
+FEW_ROWS = 64
+ARCHITECTURES = (80, 89, 90)
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have
+# Compute capabilities that have another one's shared memory and instructions: A10, RTX 3090; Orin; B200; RTX 5090.
+LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 120: 89, 121: 89}
+
+_ROWWISE = {"few": [Tile(warps=4), Tile(warps=8), Tile(warps=2)]}
+_PIXELS = {"few": [Tile(n=128, warps=2), Tile(n=256, warps=4), Tile(n=64, warps=1)]}
+_SKINNY = [Tile(64, 32, 128, stages=3), Tile(64, 16, 128, stages=4), Tile(64, 64, 64, stages=4)]
+_PAIR_80 = [Tile(64, 32, 64, warps=8, stages=4), Tile(64, 32, 32, stages=4), Tile(64, 64, 64, stages=3)]
+_PAIR_90 = [Tile(64, 32, 64, stages=4), Tile(64, 16, 128, stages=3), Tile(64, 64, 64, stages=3)]
+_SPLIT = [Tile(64, 64, 64, 8, stages=4), Tile(64, 32, 128, 4, stages=3), Tile(64, 64, 128, 4, stages=3)]
+_SMALL = [Tile(64, 32, 64, warps=8, stages=3), Tile(64, 16, 64, stages=4), Tile(64, 32, 64, stages=3)]
+
+TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
+    "norm_linear": {
+        80: {"few": _SKINNY, "many": [Tile(128, 128, 32, warps=8, stages=4), Tile(128, 64, 64, warps=4)]},
+        89: {"few": _SMALL, "many": [Tile(128, 128, 32, warps=8, stages=4), Tile(64, 128, 32, warps=4)]},
+        90: {"few": _SKINNY, "many": [Tile(128, 128, 64, warps=8, stages=4), Tile(128, 256, 64, warps=8)]},
+    },
+    "gated_mlp": {
+        80: {"few": _PAIR_80, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 64, warps=4)]},
+        89: {"few": _SMALL, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 32, warps=4)]},
+        90: {
+            "few": _PAIR_90,
+            "many": [Tile(128, 128, 64, warps=8), Tile(128, 64, 64, warps=8, stages=4)],
+        },
+    },
+    "qkv_rope": {
+        80: {"few": _PAIR_80, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 64, warps=4)]},
+        89: {"few": _SMALL, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 32, warps=4)]},
+        90: {
+            "few": _PAIR_90,
+            "many": [Tile(128, 64, 64, warps=8, stages=4), Tile(64, 64, 64, warps=4, stages=4)],
+        },
+    },
+    "splitk_linear": {
+        80: {"few": _SPLIT, "many": [Tile(128, 128, 32, warps=8, stages=4)]},
+        89: {
+            "few": [Tile(64, 64, 64, 8, stages=4), Tile(64, 32, 64, 8)],
+            "many": [Tile(128, 128, 32, warps=8)],
+        },
+        90: {"few": _SPLIT, "many": [Tile(128, 128, 64, warps=8, stages=4), Tile(128, 64, 64, 2, warps=4)]},
+    },
+    "packed_attention": {
+        80: {
+            "few": [Tile(32, 32, split=8, warps=4, stages=2), Tile(64, 32, split=8, warps=8, stages=2)],
+            "many": [Tile(64, 32, warps=8, stages=2), Tile(64, 16, warps=8, stages=3)],
+        },
+        89: {
+            "few": [Tile(32, 32, split=4, warps=4, stages=2), Tile(16, 32, split=4, warps=4, stages=2)],
+            "many": [Tile(64, 16, warps=8, stages=2), Tile(64, 32, warps=8, stages=1)],
+        },
+        90: {
+            "few": [
+                Tile(32, 32, split=8, warps=4, stages=2),
+                Tile(16, 32, split=4, warps=4, stages=2),
+                Tile(64, 32, split=8, warps=8, stages=2),
+                Tile(64, 32, split=16, warps=8, stages=2),
+            ],
+            "many": [Tile(128, 32, warps=8, stages=2), Tile(64, 64, warps=8, stages=2)],
+        },
+    },
+    "ada_rms": dict.fromkeys(ARCHITECTURES, _ROWWISE),
+    "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
+}
+
+# Float32 multiplies without tensor cores and takes twice the memory: small tiles, on every architecture.
+FLOAT32: dict[str, Tile] = {
+    "norm_linear": Tile(16, 32, 64, warps=4, stages=2),
+    "gated_mlp": Tile(16, 32, 32, warps=4, stages=2),
+    "qkv_rope": Tile(16, 32, 32, warps=4, stages=2),
+    "splitk_linear": Tile(16, 32, 64, 4, warps=4, stages=2),
+    "packed_attention": Tile(16, 16, split=4, warps=4, stages=1),
+}
+
+
+def architecture(capability: int) -> int:
+    """The row of the table for a compute capability (major * 10 + minor)."""
+    if capability in LIKE:
+        return LIKE[capability]
+    known = [row for row in ARCHITECTURES if row <= capability]
+    if not known:
+        raise ValueError(f"compute capability: expected 8.0 or newer, got {capability / 10}")
+    return known[-1]
+
+
+def candidates(kernel: str, rows: int, dtype: torch.dtype, capability: int) -> list[Tile]:
+    """What may run ``rows`` rows (packed rows for attention), the default first. dtype: the weight's."""
+    if dtype == torch.float32 and kernel in FLOAT32:
+        return [FLOAT32[kernel]]
+    regimes = TILES[kernel][architecture(capability)]
+    # Attention packs the heads of a group into its rows: 8 x 64.
+    few = FEW_ROWS * 8 if kernel == "packed_attention" else FEW_ROWS
+    return regimes["few"] if rows <= few or "many" not in regimes else regimes["many"]

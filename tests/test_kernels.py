@@ -1,0 +1,230 @@
+"""The Triton kernels against their twins, without a GPU in Triton's interpreter; that the checks can fail; the
+twins against the models' own layers.
+
+``tests/conftest.py`` sets TRITON_INTERPRET; with TRITON_INTERPRET=0 on a machine with a GPU the same checks
+run there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinew.bundle.schema import ImageRecipe
+from sinew.engine.kernels import KERNELS
+from sinew.engine.kernels.launch import Tile
+from sinew.engine.kernels.resize_tables import Resize
+from sinew.layers.attention import attend
+from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderConfig, GatedMLP
+from sinew.layers.norm import AdaRMSNorm, Modulation, rms_normalize
+from sinew.layers.rope import Rotation
+from sinew.processing.image import prepare_frame
+from tests.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
+
+DTYPES = [torch.float32, torch.bfloat16]
+few = settings(max_examples=4, deadline=None, derandomize=True)
+
+# Beside the default shapes, none of whose sizes divides into tiles: the edges of every kernel.
+EDGES = {
+    "norm_linear": [
+        {"M": 1, "K": 16, "N": 16},  # one row, whole tiles
+        {"norm": False, "affine": False},
+        {"wide": True},
+        {"M": 33, "tile": Tile(16, 32, 64)},  # tiles larger than the problem
+    ],
+    "gated_mlp": [{"M": 1, "activation": "silu"}, {"norm": False, "affine": False, "K": 32, "N": 32}],
+    "qkv_rope": [
+        {"KV": 0, "H": 2, "D": 32},  # queries alone
+        {"H": 0, "KV": 1, "D": 32},  # keys and values alone
+        {"M": 1, "norm": False, "affine": False},
+    ],
+    "splitk_linear": [
+        {"M": 1, "full": False},
+        {"K": 20, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
+        {"tile": Tile(16, 32, 32, 1)},
+    ],
+    "packed_attention": [
+        {"S": 0, "tile": Tile(16, 16)},
+        {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # programs without any key
+        {"loud": 40.0},  # scores whose exponentials overflow unless the largest is taken off
+        {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
+    ],
+    "ada_rms": [{"branch": False}, {"gate": False, "C": 64}, {"M": 1, "C": 1}],
+    "preprocess": [
+        {"exact": False, "pad": "top_left", "views": 2},
+        {"exact": False, "size": (5, 5), "to": (12, 8)},  # enlarged
+        {"size": (8, 12)},  # already of the size
+        {"size": (1, 1)},
+    ],
+}
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"sinew.engine.kernels.{name}")
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernel_equals_twin(name: str, dtype: torch.dtype) -> None:
+    CHECKS[name](module_of(name), dtype, DEVICE)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "sizes"), [(name, sizes) for name, edges in EDGES.items() for sizes in edges], ids=str
+)
+def test_kernel_equals_twin_at_the_edges(name: str, sizes: dict) -> None:
+    CHECKS[name](module_of(name), torch.float32, DEVICE, **sizes)
+
+
+@needs_triton
+@few
+@given(M=st.integers(1, 40), K=st.integers(1, 70), N=st.integers(1, 40), split=st.integers(1, 4))
+def test_linear_kernels_of_any_size(M: int, K: int, N: int, split: int) -> None:
+    tile = Tile(16, 32, 32, split, stages=2)
+    for name in ("norm_linear", "gated_mlp", "splitk_linear"):
+        CHECKS[name](module_of(name), torch.float32, DEVICE, M=M, K=K, N=N, tile=tile)
+
+
+@needs_triton
+@few
+@given(
+    M=st.integers(1, 9), KV=st.integers(1, 2), G=st.integers(1, 4), P=st.integers(1, 50), S=st.integers(0, 9)
+)
+def test_attention_of_any_size(M: int, KV: int, G: int, P: int, S: int) -> None:
+    CHECKS["packed_attention"](
+        module_of("packed_attention"), torch.float32, DEVICE, M=M, H=KV * G, KV=KV, P=P, S=S
+    )
+
+
+# A line of a kernel, what it is changed into, and the sizes that show it.
+MUTANTS = [
+    ("norm_linear", "squares / K + eps", "squares / BLOCK_K + eps", {}),
+    ("norm_linear", "1.0 + tl.load(scale", "tl.load(scale", {}),
+    ("norm_linear", "mask=row_ok[:, None] & k_ok[None, :]", "mask=row_ok[:, None]", {}),
+    ("norm_linear", "mask=row_ok[:, None] & col_ok[None, :])", "mask=row_ok[:, None])", {}),
+    ("gated_mlp", "1.5957691216057308", "1.702", {}),
+    ("gated_mlp", "gate_tile + N * K + k", "gate_tile + k", {}),
+    ("gated_mlp", "inner = gate\n", "inner = up\n", {"activation": "silu"}),
+    ("qkv_rope", "high * c + low * s", "high * c - low * s", {}),
+    ("qkv_rope", "((head - H) * D + cols)", "cols", {}),
+    ("qkv_rope", "low_tile + HALF * K + i", "low_tile + K + i", {}),
+    ("splitk_linear", "for s in range(SPLIT)", "for s in range(SPLIT - 1)", {}),
+    ("splitk_linear", "tl.store(arrivals + tile, 0)", "tl.store(arrivals + tile, 1)", {}),
+    ("splitk_linear", "acc *= tl.load(gate", "acc += tl.load(gate", {}),
+    ("packed_attention", "v_tile, acc * fade[:, None], UPCAST", "v_tile, acc, UPCAST", {"loud": 4.0}),
+    ("packed_attention", 'scores, float("-inf"))', "scores, MASKED)", {}),
+    ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
+    ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
+    ("ada_rms", "added *= tl.load(gate", "added += tl.load(gate", {}),
+    ("ada_rms", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
+    ("preprocess", "y_first + ty", "y_first", {}),
+    ("preprocess", "value.to(tl.float32) * factor", "(value.to(tl.float32) + 0.5) * factor", {}),
+    ("preprocess", "across = tl.full((BLOCK,), HALF", "across = tl.full((BLOCK,), 0", {}),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("name", "line", "wrong", "sizes"), MUTANTS, ids=lambda value: str(value)[:40])
+def test_a_wrong_kernel_is_caught(name: str, line: str, wrong: str, sizes: dict, tmp_path: Path) -> None:
+    text = Path(module_of(name).__file__ or "").read_text()
+    assert text.count(line) >= 1, "the kernel no longer has this line"
+    path = tmp_path / f"{name}.py"
+    path.write_text(text.replace(line, wrong))
+    broken = loaded(f"broken_{name}", path)
+    with pytest.raises(AssertionError, match=r"\w"):
+        CHECKS[name](broken, torch.float32, DEVICE, **sizes)
+
+
+# The twins against the layers that they stand for, in float32: the same mathematics in another order.
+
+
+def test_twins_of_products_are_the_layers() -> None:
+    torch.manual_seed(0)
+    x, gamma = torch.randn(7, 24), torch.rand(24) + 0.5
+    norm = rms_normalize(x, 1e-6)
+    weight = torch.randn(10, 24)
+    folded = KERNELS["norm_linear"].twin(x, weight * gamma, eps=1e-6)
+    torch.testing.assert_close(folded, (norm * gamma) @ weight.T)
+    for family, activation in (("gemma", "gelu_tanh"), ("llama", "silu")):
+        mlp = GatedMLP(DecoderConfig(24, 40, 1, 2, 1, 12, 1e-6, 1e4, family))  # type: ignore[arg-type]
+        packed = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        hidden = KERNELS["gated_mlp"].twin(x, packed, activation=activation, eps=1e-6)
+        out = KERNELS["splitk_linear"].twin(hidden, mlp.down_proj.weight, residual=x)
+        torch.testing.assert_close(out, x + mlp(norm))
+    q_and_k = torch.randn(7, 3, 8)
+    rotate = Rotation.at(torch.arange(7)[None], 8, 1e4)
+    tables = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
+    unprojected = torch.cat([q_and_k.flatten(1), torch.zeros(7, 8)], 1)  # two query heads, a key, a value
+    q, k, _ = KERNELS["qkv_rope"].twin(unprojected, torch.eye(32), *tables, (2, 1))
+    torch.testing.assert_close(torch.cat([q, k], 1), rotate(q_and_k[None])[0])
+
+
+def test_twin_of_the_adaptive_norm_is_the_layer_and_folds_into_the_product() -> None:
+    torch.manual_seed(0)
+    stream, branch, weight = torch.randn(7, 24), torch.randn(7, 24), torch.randn(10, 24)
+    m = Modulation.of(torch.randn(1, 72))
+    scale, shift, gate = (part.flatten() for part in m)
+    total, normed = KERNELS["ada_rms"].twin(stream, scale, shift, eps=1e-6, branch=branch, gate=gate)
+    torch.testing.assert_close(total, stream + branch * gate)
+    torch.testing.assert_close(normed, AdaRMSNorm(24, 1e-6)(total[None], m)[0])
+    folded = KERNELS["norm_linear"].twin(total, weight, eps=1e-6, scale=scale, bias=weight @ shift)
+    torch.testing.assert_close(folded, normed @ weight.T)
+
+
+def test_five_twins_in_a_row_are_a_layer_of_the_head() -> None:
+    """pi0.5: both norms inside the products, their modulation from a table; nothing else between the launches."""
+    torch.manual_seed(0)
+    config = DecoderConfig(24, 40, 1, 4, 1, 16, 1e-6, 1e4, "gemma")
+    layer = AdaptiveDecoderLayer(config).requires_grad_(False)
+    x, prefix = torch.randn(5, 24), (torch.randn(11, 1, 16), torch.randn(11, 1, 16))
+    mask = torch.rand(5, 16) > 0.3
+    modulations = [Modulation.of(torch.randn(1, 72)) for _ in "ab"]
+    rotate = Rotation.at(11 + torch.arange(5)[None], 16, 1e4)
+    q, k, v = layer.project(x[None], rotate, *modulations)
+    keys, values = (torch.cat([a[None], b], dim=1) for a, b in zip(prefix, (k, v), strict=True))
+    want = layer.finish(x[None], attend(q, keys, values, mask[None]), *modulations)[0]
+
+    def table(weight: torch.Tensor, m: Modulation) -> dict:
+        return {"eps": 1e-6, "scale": m.scale.flatten(), "bias": weight @ m.shift.flatten()}
+
+    before, after = modulations
+    qkv = torch.cat([layer.attn.q_proj.weight, layer.attn.k_proj.weight, layer.attn.v_proj.weight])
+    gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    twins = {name: kernel.twin for name, kernel in KERNELS.items()}
+    cos, sin = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
+    q, k, v = twins["qkv_rope"](x, qkv, cos, sin, (4, 1), **table(qkv, before))
+    attended = twins["packed_attention"](q, prefix, mask, own=(k, v)).flatten(1)
+    linear = twins["splitk_linear"]
+    h = linear(attended, layer.attn.o_proj.weight, gate=before.gate.flatten(), residual=x)
+    hidden = twins["gated_mlp"](h, gate_up, activation="gelu_tanh", **table(gate_up, after))
+    got = linear(hidden, layer.mlp.down_proj.weight, gate=after.gate.flatten(), residual=h)
+    torch.testing.assert_close(got, want)
+
+
+def test_twin_of_the_attention_is_the_layer() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 6, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    mask = torch.rand(5, 12) > 0.4
+    mask[2] = False
+    got = KERNELS["packed_attention"].twin(q, (k[:7], v[:7]), mask, own=(k[7:], v[7:]))
+    torch.testing.assert_close(got.flatten(1), attend(q[None], k[None], v[None], mask[None])[0])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("size", [(480, 640), (720, 1280), (37, 21), (224, 224), (5, 300)])
+def test_twin_of_the_preprocessing_is_the_processor(size: tuple[int, int], exact: bool) -> None:
+    """Pillow's part to the bit: an error of one in 255 would be 8e-3."""
+    interpolation = "pil_bilinear" if exact else "bilinear"
+    recipe = ImageRecipe(height=224, width=224, interpolation=interpolation, pad_value=0.0 if exact else 0.25)  # type: ignore[arg-type]
+    frame = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
+    twin = KERNELS["preprocess"].twin(torch.from_numpy(frame[None]), Resize.of(*size, recipe))
+    assert np.abs(twin[0].numpy() - prepare_frame(frame, recipe)).max() <= 1e-6
