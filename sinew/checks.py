@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sinew import __version__, machine
 from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
 
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
@@ -65,6 +68,7 @@ def installation() -> list[Check]:
         torch_build,
         devices,
         threads,
+        onnxruntime,
         memory,
         simd,
         extras,
@@ -160,6 +164,26 @@ def threads() -> Check:
             "threads", "warn", f"{detail}; fewer because of {cause}", f"set OMP_NUM_THREADS={advised}"
         )
     return Check("threads", "ok", detail)
+
+
+def onnxruntime() -> Check:
+    """The portable engine: what it would run on, with how many threads, and why."""
+    if _absent("onnxruntime"):
+        return Check("onnxruntime", "ok", "absent: the onnx engine needs it (pip install 'sinew[onnx]')")
+    from sinew.engine.onnx.providers import choose, runtime
+    from sinew.engine.onnx.quantize import weight_bits
+
+    chosen, why = choose()
+    offered = runtime().get_available_providers()
+    count, reason = machine.recommended_threads()
+    bits, because = weight_bits()
+    return Check(
+        "onnxruntime",
+        "ok",
+        f"onnxruntime {runtime().__version__} offers {', '.join(offered)}; chosen {', '.join(chosen)} ({why});"
+        f" {count} threads ({reason}), bound to no core, which sleep while they wait: on a shared core a thread"
+        f" that spins takes the time of the one it waits for; int8 weights of {bits} bits ({because})",
+    )
 
 
 def _spinning() -> str:
@@ -258,7 +282,7 @@ def golden() -> list[Check]:
     ]
 
 
-def bundle(path: Path) -> list[Check]:
+def bundle(path: Path, engine: str | None = None, providers: tuple[str, ...] = ()) -> list[Check]:
     """Load a bundle and run it once on grey frames."""
     import numpy as np
 
@@ -266,7 +290,7 @@ def bundle(path: Path) -> list[Check]:
 
     try:
         started = time.perf_counter()
-        policy = sinew.load(path)
+        policy = sinew.load(path, engine=engine, providers=providers)
         load_ms = (time.perf_counter() - started) * 1e3
         spec = policy.spec
         cameras = ", ".join(f"{camera.name} {camera.width}x{camera.height}" for camera in spec.cameras)
@@ -277,6 +301,7 @@ def bundle(path: Path) -> list[Check]:
                 f"{spec.name} ({spec.architecture}) loaded in {load_ms:.0f} ms; cameras {cameras}",
             ),
             Check("bundle dtype", "ok", f"{policy.dtype} on {policy.device}: {policy.dtype_reason}"),
+            _engine(policy),
         ]
         needed, available = policy.weights_nbytes, machine.memory()[1]
         if needed > available:
@@ -296,6 +321,18 @@ def bundle(path: Path) -> list[Check]:
         )
     )
     return results
+
+
+def _engine(policy: Policy) -> Check:
+    detail = f"{policy.engine_name}, {policy.threads} threads"
+    if policy.engine_name == "onnx":
+        engine = policy.engine
+        detail += f", {', '.join(engine.providers)} ({engine.provider_reason})"
+        detail += f", graphs in {engine.directory}"
+        if policy.recipe:
+            detail += ", " + ", ".join(f"{name} {kind}" for name, kind in policy.recipe.items())
+            detail += f" ({engine.graphs.method})"
+    return Check("bundle engine", "ok", detail)
 
 
 def _gib(count: int) -> str:

@@ -1,38 +1,44 @@
-"""The facade: a bundle on a device, from observation to action chunk."""
+"""The facade: a bundle on a device, from observation to action chunk.
+
+Imports no torch: a policy whose engine is ONNX Runtime runs where torch is not installed.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import from_builtins
-from sinew.core import ActionChunk, BundleError, Observation, SinewError
-from sinew.engine.eager import EagerEngine
-from sinew.engine.onnx.cache import cached_graphs
-from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.plan import Plan
-from sinew.engine.planned import ON_CPU, PlannedEngine
-from sinew.models import build_on_meta, misfit, model_class
-from sinew.models.base import FlowModel
+from sinew.core import ActionChunk, Observation, SinewError
 from sinew.processing import Processor
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
+ENGINES = ("eager", "plan", "onnx")
+EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
 
 
-def load(path: str | Path, device: str = "cpu", dtype: str | None = None, engine: str = "eager") -> Policy:
-    """Load a bundle. See :class:`Policy` for ``dtype`` and ``engine``."""
-    return Policy(Bundle(path), device, dtype, engine)
+def load(
+    path: str | Path,
+    device: str = "cpu",
+    dtype: str | None = None,
+    engine: str | None = None,
+    *,
+    threads: int | None = None,
+    providers: Sequence[str] = (),
+) -> Policy:
+    """Load a bundle, or a folder that ``sinew export`` wrote. See :class:`Policy` for the rest."""
+    path = Path(path)
+    file = path / EXPORTED if path.is_dir() else path
+    return Policy(Bundle(file), device, dtype, engine, threads=threads, providers=providers)
 
 
 class Policy:
@@ -43,60 +49,60 @@ class Policy:
     the file's memory map; the others are converted once, here.
 
     engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "onnx",
-    the planned model in ONNX Runtime, exported beside the bundle on first use.
+    the planned model in ONNX Runtime, exported beside the bundle on first use (which needs torch; afterwards
+    nothing does), with the bundle's own quantisation. None: "onnx" for an exported folder, else "eager".
+
+    threads: for compute. None leaves PyTorch its own choice and gives ONNX Runtime one per usable core.
+    providers: of ONNX Runtime, in order of preference, by its names or short ones such as "cuda".
     """
 
-    def __init__(self, bundle: Bundle, device: str = "cpu", dtype: str | None = None, engine: str = "eager"):
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: str = "cpu",
+        dtype: str | None = None,
+        engine: str | None = None,
+        *,
+        threads: int | None = None,
+        providers: Sequence[str] = (),
+    ):
         self.bundle = bundle
         self.manifest = bundle.manifest
         self.spec = bundle.manifest.spec
-        try:
-            self.device = torch.device(device)
-        except RuntimeError:
-            raise SinewError(f"device {device!r} is not a torch device such as cpu or cuda:0") from None
-        self.dtype, self.dtype_reason = choose_dtype(dtype, self.device)
+        graphs = exported_graphs(bundle)
+        self.engine_name = engine or ("eager" if graphs is None else "onnx")
+        if self.engine_name not in ENGINES:
+            raise SinewError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+        if graphs is not None and self.engine_name != "onnx":
+            raise SinewError(
+                f"engine {engine!r}: {graphs} holds graphs and no weights; expected engine onnx, or the bundle"
+            )
+        if providers and self.engine_name != "onnx":
+            raise SinewError(f"provider {', '.join(providers)}: expected engine onnx, got {self.engine_name}")
+        self.dtype, self.dtype_reason = choose_dtype(dtype, device)
         self.processor = Processor(bundle.manifest)
-        self.engine: Any = self._make_engine(engine)
+        self.engine: Any
+        if self.engine_name == "onnx":
+            from sinew.engine.onnx.opening import open_onnx
+
+            self.engine = open_onnx(bundle, device, self.dtype, graphs, threads, providers)
+        else:
+            from sinew.engine.loading import torch_engine
+
+            self.engine = torch_engine(bundle, self.engine_name, device, self.dtype, threads)
+        self.device = self.engine.device
         self._lock = threading.Lock()
         self._warned: set[frozenset[str]] = set()
 
-    def _make_engine(self, name: str) -> EagerEngine | OnnxEngine:
-        if name == "onnx":
-            return self._onnx_engine()
-        if name not in ("eager", "plan"):
-            raise SinewError(f"engine {name!r} is not one of eager, plan, onnx")
-        model = load_model(self.bundle, self.device, self.dtype)
-        if name == "eager":
-            engine = EagerEngine(model, self.device)
-        else:
-            rewrites = ON_CPU if self.device.type == "cpu" else None
-            engine = PlannedEngine(Plan.of(model, self.spec.solver_steps, rewrites), self.device)
-        self.bundle.release(engine.model.parameters())
-        return engine
+    @property
+    def threads(self) -> int:
+        """For compute."""
+        return self.engine.threads
 
-    def _onnx_engine(self) -> OnnxEngine:
-        """Graphs from beside the bundle, exported there on first use."""
-        if self.device.type != "cpu" or self.dtype != "float32":
-            raise SinewError(f"engine 'onnx' runs float32 on cpu, not {self.dtype} on {self.device}")
-        image, steps = self.manifest.processing.image, self.spec.solver_steps
-
-        def export(directory: Path) -> None:
-            from sinew.engine.onnx.export import export_graphs
-
-            log.info("exporting %s to %s; this takes a minute, once", self.bundle.path, directory)
-            model = load_model(self.bundle, self.device, "float32")
-            export_graphs(
-                Plan.of(model, steps),
-                directory,
-                architecture=self.manifest.architecture,
-                views=len(self.spec.cameras),
-                height=image.height,
-                width=image.width,
-                steps=(steps,),
-            )
-            self.bundle.release(())
-
-        return OnnxEngine(cached_graphs(self.bundle.path, export))
+    @property
+    def recipe(self) -> dict[str, str]:
+        """Precision of each component that the engine quantises; empty where it computes as ``dtype`` says."""
+        return self.engine.recipe
 
     @property
     def padded_state_dim(self) -> int:
@@ -173,37 +179,27 @@ def _observation(observation: Observation | Mapping[str, Any]) -> Observation:
     return observation if isinstance(observation, Observation) else Observation.from_mapping(observation)
 
 
-def choose_dtype(dtype: str | None, device: torch.device) -> tuple[str, str]:
-    """The precision of the weights and why it was chosen."""
+def choose_dtype(dtype: str | None, device: str) -> tuple[str, str]:
+    """The precision of the weights and why it was chosen. ``device``: cpu, cuda:N ..."""
     if dtype is not None:
         if dtype != "native" and dtype not in DTYPES:
             raise SinewError(f"dtype {dtype!r} is not one of native, {', '.join(DTYPES)}")
         return dtype, "asked for"
-    if device.type == "cpu":
+    if device.partition(":")[0] == "cpu":
         return "float32", "the reference precision; half-precision linear layers are slow on most CPUs"
     return "native", "as stored in the bundle"
 
 
-def load_model(bundle: Bundle, device: torch.device, dtype: str) -> FlowModel:
-    """The bundle's architecture with its weights; parameters are views of the memory map where they can be."""
-    manifest = bundle.manifest
-    cls = model_class(manifest.architecture)
-    config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
-    model = build_on_meta(manifest.architecture, config)
-    if problems := misfit(model, {name: info.shape for name, info in bundle.infos.items()}):
-        raise BundleError(f"{bundle.path}: {problems}")
-    if (
-        model.noise_shape != manifest.spec.noise_shape
-        or model.state_size != manifest.processing.padded_state_dim
-    ):
-        raise BundleError(
-            f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
-        )
+def exported_graphs(bundle: Bundle) -> Path | None:
+    """The folder of graphs that this bundle is the head of; None for a bundle with weights."""
+    folder = bundle.path.parent
+    return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
 
-    state = {}
-    for name, tensor in bundle.tensors("meta" if device.type == "meta" else "cpu").items():
-        keep_wide = name.split(".")[0] in cls.float32_modules and dtype != "native"
-        target = tensor.dtype if dtype == "native" else torch.float32 if keep_wide else DTYPES[dtype]
-        state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
-    model.load_state_dict(state, strict=True, assign=True)
-    return model
+
+def __getattr__(name: str) -> Any:
+    # It lives with the torch engines; imported from here by those who mean the policy's model.
+    if name == "load_model":
+        from sinew.engine.loading import load_model
+
+        return load_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

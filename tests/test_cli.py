@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from sinew import __version__
-from sinew.cli import VERBS, main
+from sinew.cli import GROUPS, VERBS, main
 from sinew.cli.bench import summarize
 
 SCRIPT = Path(sys.executable).parent / "sinew"
@@ -77,10 +77,12 @@ def test_help_of_every_verb(verb: str, script: bool) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_parameter_is_described(verb: str) -> None:
-    function = getattr(importlib.import_module(f"sinew.cli.{verb}"), verb)
-    docstring = docstring_parser.parse(inspect.getdoc(function) or "")
-    described = {entry.arg_name for entry in docstring.params if entry.description}
-    assert described == set(inspect.signature(function).parameters)
+    found = getattr(importlib.import_module(f"sinew.cli.{verb}"), verb)
+    commands = [found[name] for name in found if not name.startswith("-")] if verb in GROUPS else []
+    for function in [command.default_command for command in commands] or [found]:
+        docstring = docstring_parser.parse(inspect.getdoc(function) or "")
+        described = {entry.arg_name for entry in docstring.params if entry.description}
+        assert described == set(inspect.signature(function).parameters), function
 
 
 def test_top_level_help_and_version() -> None:

@@ -129,7 +129,7 @@ def test_a_folder_that_is_no_export(tmp_path):
     with pytest.raises(BundleError, match="graphs.json: expected the record of an export"):
         OnnxEngine(tmp_path)
     (tmp_path / "graphs.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(BundleError, match="format 0, expected 1: export again"):
+    with pytest.raises(BundleError, match="format 0, expected 2: export again"):
         OnnxEngine(tmp_path)
 
 

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import io
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,25 +18,22 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from sinew.convert import convert
-from sinew.core import Observation, ObservationError, RequestError, SinewError
+from sinew.core import Observation, ObservationError
 from sinew.policy import load
-from sinew.serve.wires import arrays, http, keys, openpi
+from sinew.serve.wires import arrays, http, openpi
 from tests.openpi_layout import write_checkpoint
 from tests.test_server import START_S, ServerProcess, free_port
 
 websockets = pytest.importorskip("websockets.sync.client", reason="the client side needs websockets")
 
-CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))
 CONFIG = "pi0_libero"
+BLOCKS = Path(__file__).resolve().parents[1] / "sinew" / "assets" / "blocks.gguf"
 FRAME = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
 WRIST = np.random.default_rng(1).integers(0, 256, (48, 64, 3), dtype=np.uint8)
 STATE = np.linspace(-0.4, 0.4, 8)
@@ -137,6 +133,61 @@ def test_openpis_own_client(server, policy):
         remote.infer({"observation/image": FRAME, "prompt": "go"})
 
 
+@pytest.mark.parametrize("config", ["pi0_aloha_sim", "pi0_droid", "pi05_droid"])
+def test_openpis_own_client_on_other_robots(golden, tmp_path, config):
+    """The keys and layouts of the observations that openpi's robots send: ALOHA's frames have channels first."""
+    client = pytest.importorskip("openpi_client.websocket_client_policy", reason="make env installs it")
+    path, arch, _ = write_checkpoint(golden, tmp_path, config)
+    bundle = convert(path, tmp_path / "policy.gguf", arch=arch, openpi_config=config)
+    policy = load(bundle)
+    rng = np.random.default_rng(2)
+    frames = {each.name: rng.integers(0, 256, (48, 64, 3), dtype=np.uint8) for each in policy.spec.cameras}
+    state = rng.uniform(0.1, 0.6, policy.spec.state.dim)
+    if "aloha" in config:
+        first = {name: frame.transpose(2, 0, 1) for name, frame in frames.items()}
+        cameras = dict(zip(("cam_high", "cam_left_wrist", "cam_right_wrist"), first.values(), strict=False))
+        sent = {"images": cameras | {"cam_low": first["base_0_rgb"]}, "state": state}
+    else:
+        sent = {
+            "observation/exterior_image_1_left": frames["base_0_rgb"],
+            "observation/wrist_image_left": frames["left_wrist_0_rgb"],
+            "observation/joint_position": state[:7],
+            "observation/gripper_position": np.array(state[7]),
+        }
+    want = policy.infer(Observation(images=frames, state=state, prompt="transfer the cube", seed=5)).actions
+    answered_alike(client, bundle, tmp_path, {**sent, "prompt": "transfer the cube", "seed": 5}, want)
+
+
+def test_openpis_own_client_on_a_bundle_without_a_key_map(tmp_path):
+    """The demo's policy, asked by the names that its own specification has."""
+    client = pytest.importorskip("openpi_client.websocket_client_policy", reason="make env installs it")
+    policy = load(BLOCKS)
+    rng = np.random.default_rng(3)
+    observed = {
+        "images": {
+            each.name: rng.integers(0, 256, (each.height, each.width, 3), dtype=np.uint8)
+            for each in policy.spec.cameras
+        },
+        "state": rng.uniform(-0.5, 0.5, policy.spec.state.dim),
+        "prompt": "push the red block",
+        "seed": 5,
+    }
+    answered_alike(client, BLOCKS, tmp_path, observed, policy.infer(Observation(**observed)).actions)
+
+
+def answered_alike(client, bundle: Path, directory: Path, message: dict, want: np.ndarray) -> None:
+    """A server of its own gives openpi's client these actions, to the bit."""
+    running = ServerProcess(directory, bundle, "--wire", "openpi:0", "--threads", 1)
+    try:
+        host, _, port = running.address.removeprefix("ws://").partition(":")
+        remote = client.WebsocketClientPolicy(host, int(port))
+        for _ in range(3):
+            np.testing.assert_array_equal(remote.infer(message)["actions"], want)
+        assert running.stop() == 0
+    finally:
+        running.close()
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -180,7 +231,7 @@ def test_any_path_and_the_dialect(server):
 @pytest.mark.parametrize(
     ("payload", "text"),
     [
-        (b"\xc1", "not a msgpack message"),
+        (b"\xc1", "MessagePack: type 0xc1"),
         (arrays.pack([1, 2]), "expected a map"),
         (arrays.pack({**OBSERVED, "observation/state": STATE[:3]}), r"state: expected shape \[8\]"),
         (arrays.pack({**OBSERVED, "endpoint": "kill"}), "endpoint: expected infer or reset"),
@@ -283,7 +334,7 @@ def test_actions_in_json_and_msgpack(server, policy):
     [
         (b"{", 400, "bad_request", "not JSON"),
         (b"[1]", 400, "bad_request", "expected an object"),
-        (b"[" * 100_000, 400, "bad_request", "not JSON"),
+        (b"[" * 100_000, 400, "bad_request", "JSON"),
         (by_camera(plain(prompt=3)), 400, "bad_observation", "prompt: expected text"),
         (by_camera(plain(**{"observation/image": "?" * 100})), 400, "bad_observation", "base64"),
         (by_camera(plain(**{"observation/image": "A" * 100})), 400, "bad_observation", "JPEG or PNG"),
@@ -477,133 +528,3 @@ def test_many_clients_at_once_get_their_own_answers(server, policy):
     for thread in robots:
         thread.join()
     assert not failures
-
-
-# ----------------------------------------------------------------------------- the decoders alone
-
-
-def test_arrays_are_checked_before_they_are_made():
-    good = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.testing.assert_array_equal(arrays.unpack(arrays.pack(good)), good)
-    np.testing.assert_array_equal(arrays.from_json_numpy(arrays.to_json_numpy(good)), good)
-    for data, dtype, shape in (
-        (b"\0" * 4, "O", [1]),
-        (b"\0" * 8, "V8", [1]),
-        (b"\0" * 16, "<c16", [1]),
-        (b"\0" * 8, "<M8[s]", [1]),
-        (b"\0" * 8, "i4,i4", [1]),
-        (b"\0" * 4, ">f4", [1]),
-        (b"\0" * 4, "<f4", [1 << 40]),
-        (b"\0" * 4, "<f4", [-1]),
-        (b"\0" * 4, "<f4", [True]),
-        (b"\0" * 4, "<f4", [1] * 7),
-        (b"\0" * 4, "<f4", [2]),
-        (b"\0" * 4, "<f4", "1"),
-        ("text", "<f4", [1]),
-        (b"\0" * 4, "<f4" * 1000, [1]),
-    ):
-        with pytest.raises(ObservationError):
-            arrays.array("x", data, dtype, shape)
-
-
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        b"\xdd\xff\xff\xff\xff",  # an array of four thousand million
-        b"\xdf\xff\xff\xff\xff",  # a map of as many
-        b"\xc6\xff\xff\xff\xff",  # a binary of four gigabytes
-        b"\x91" * 100_000,  # a hundred thousand lists in lists
-        b"\x81\xc0" * 100_000,
-        msgpack.packb(msgpack.ExtType(5, b"x")),
-        msgpack.packb(msgpack.Timestamp(1, 0)),
-    ],
-)
-def test_msgpack_bombs(bomb):
-    with pytest.raises((RequestError, ObservationError)):
-        openpi.read(bomb)
-
-
-def test_a_picture_that_unpacks_to_gigabytes_is_refused(policy):
-    header = io.BytesIO()
-    Image.new("1", (8192, 8192)).save(header, "PNG")
-    bomb = base64.b64encode(header.getvalue()).decode()
-    message = {"images": {f"camera_{n}": bomb for n in range(2)}, "state": [0] * 8}
-    with pytest.raises(ObservationError, match="pixels in all frames together"):
-        http.observation(http.Message(message), policy.spec)
-
-
-LEAVES = (
-    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=8) | st.binary()
-)
-ARRAYS = st.fixed_dictionaries(
-    {
-        "__ndarray__": st.just(True),
-        "data": st.binary(max_size=32) | LEAVES,
-        "dtype": st.sampled_from(["<f4", "|u1", "O", "<f8", "V4", "<i8", "nonsense"]) | LEAVES,
-        "shape": st.lists(st.integers(-2, 9), max_size=4) | LEAVES,
-    }
-)
-KEYS = st.sampled_from(
-    [*OBSERVED, "images", "endpoint", "session_id", "seed", "noise", "state", "full_image"]
-)
-TREES = st.recursive(
-    LEAVES | ARRAYS,
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=4), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
-
-
-@pytest.fixture(scope="module")
-def spec(policy):
-    return policy.spec
-
-
-def tried(steps) -> None:
-    """Nothing but the errors of this project comes out."""
-    with contextlib.suppress(SinewError):
-        steps()
-
-
-@settings(max_examples=CASES, deadline=None)
-@given(st.binary(max_size=200) | st.dictionaries(KEYS, TREES, max_size=6).map(msgpack.packb))
-def test_fuzz_openpi(spec, payload):
-    tried(lambda: openpi.observation(openpi.read(payload), spec))
-
-
-@settings(max_examples=CASES, deadline=None)
-@given(st.data())
-def test_fuzz_openpi_mutations(spec, data):
-    payload = bytearray(arrays.pack({**OBSERVED, "seed": 1, "session_id": "a"}))
-    for _ in range(data.draw(st.integers(1, 8))):
-        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(payload)))
-    tried(lambda: openpi.observation(openpi.read(bytes(payload[:cut] if cut % 3 == 0 else payload)), spec))
-
-
-def jsonable(tree):
-    if isinstance(tree, bytes):
-        return base64.b64encode(tree).decode()
-    if isinstance(tree, dict):
-        return {("__numpy__" if key == "__ndarray__" else str(key)): jsonable(v) for key, v in tree.items()}
-    return [jsonable(each) for each in tree] if isinstance(tree, list) else tree
-
-
-@settings(max_examples=CASES, deadline=None)
-@given(
-    st.binary(max_size=200)
-    | st.dictionaries(KEYS, TREES, max_size=6).map(lambda t: json.dumps(jsonable(t)).encode())
-)
-def test_fuzz_http(spec, body):
-    tried(lambda: http.observation(http.read(body, http.JSON), spec))
-    tried(lambda: http.observation(http.read(body, http.MSGPACK), spec))
-    tried(lambda: http.act_observation(http.read_act(body), spec))
-
-
-def test_keys_without_a_map():
-    assert keys.text("prompt", np.array(["go"])) == "go"
-    with pytest.raises(ObservationError, match="levels"):
-        keys.flatten({"a": {"b": {"c": {"d": {"e": 1}}}}})
-    with pytest.raises(ObservationError, match="at most 256 keys"):
-        keys.flatten({str(n): n for n in range(300)})

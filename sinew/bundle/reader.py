@@ -6,18 +6,21 @@ import mmap
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from gguf import GGMLQuantizationType
 
 from sinew.bundle.gguf_file import GGUFFile, TensorInfo
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError
 
+if TYPE_CHECKING:  # imported where tensors are made: the metadata alone must not need torch
+    import torch
+
 TORCH_DTYPES = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
     # Quantised types (Q8_0, Q4_0, TQ2_0 ...) get their entry together with the layers that compute on them.
 }
 
@@ -47,13 +50,16 @@ class Bundle:
 
         ``whole`` stands for the file's bytes instead: a tensor without memory, to reason about layouts.
         """
+        import torch
+
         info = self.infos[name]
-        dtype = TORCH_DTYPES.get(info.type)
-        if dtype is None:
+        type_name = TORCH_DTYPES.get(info.type)
+        if type_name is None:
             known = ", ".join(kind.name for kind in TORCH_DTYPES)
             raise BundleError(
                 f"{self.path}: tensor {name!r} is stored as {info.type.name}; this version computes on {known}"
             )
+        dtype = getattr(torch, type_name)
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
         whole = self._bytes if whole is None else whole
@@ -62,6 +68,8 @@ class Bundle:
     @cached_property
     def _bytes(self) -> torch.Tensor:
         """The whole file, uint8: all tensors are parts of one storage, so neighbours can be joined."""
+        import torch
+
         return torch.frombuffer(self.file.map, dtype=torch.uint8)
 
     def release(self, in_use: Iterable[torch.Tensor]) -> int:
@@ -88,6 +96,8 @@ class Bundle:
 
     def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """All of them. On the meta device they lie in one storage as they do in the file."""
+        import torch
+
         meta = torch.device(device).type == "meta"
         whole = torch.empty(len(self.file.map), dtype=torch.uint8, device="meta") if meta else self._bytes
         return {name: self.tensor(name, whole) for name in self.infos}

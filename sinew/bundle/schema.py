@@ -26,6 +26,7 @@ KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
 KEY_ALIGNMENT = "general.alignment"
 KEY_VERSION = "sinew.format_version"
+KEY_QUANTIZATION = "sinew.quantization"  # the only part that may be absent
 KEY_TOKENIZER = "tokenizer.huggingface.json"
 
 T = TypeVar("T")
@@ -147,6 +148,24 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """What ``sinew quantize`` decided and measured. Engines without quantised products ignore it.
+
+    recipe: "int8" or "fp32" for each of vision, language, head. bits: of the int8 weights; 7 where products of
+    eight bits would saturate. error: relative L2 of the chunk against float32, median and largest over
+    ``observations`` observations from ``source``, computed by ``engine``.
+    """
+
+    recipe: dict[str, Literal["int8", "fp32"]]
+    bits: Literal[7, 8]
+    error: float
+    error_max: float
+    observations: int
+    source: str
+    engine: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All of a bundle except its tensors. ``config`` is the architecture's own record, undecoded."""
 
@@ -158,15 +177,18 @@ class Manifest:
     provenance: Provenance
     tokenizer: str  # the whole tokenizer.json
     precision: dict[str, str] = field(default_factory=dict)  # component -> storage type, e.g. "BF16"
+    quantization: Quantization | None = None
 
     def to_metadata(self) -> dict[str, str | int]:
         """GGUF key-value pairs (``general.architecture`` and alignment belong to the writer)."""
-        return {
+        record: dict[str, str | int] = {
             KEY_NAME: self.name,
             KEY_VERSION: FORMAT_VERSION,
             **{f"sinew.{part}": to_json(getattr(self, part)) for part in _PARTS},
-            KEY_TOKENIZER: self.tokenizer,
         }
+        if self.quantization is not None:
+            record[KEY_QUANTIZATION] = to_json(self.quantization)
+        return {**record, KEY_TOKENIZER: self.tokenizer}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Manifest:
@@ -186,6 +208,9 @@ class Manifest:
             part: from_json(_text(metadata, f"sinew.{part}"), kind, f"sinew.{part}")
             for part, kind in _PARTS.items()
         }
+        if KEY_QUANTIZATION in metadata:
+            text = _text(metadata, KEY_QUANTIZATION)
+            decoded["quantization"] = from_json(text, Quantization, KEY_QUANTIZATION)
         manifest = cls(
             architecture=_text(metadata, KEY_ARCHITECTURE),
             name=_text(metadata, KEY_NAME),

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sinew import __version__, machine
+from sinew.cli.bench_roofline import print_roofline, roofline_record
+from sinew.cli.options import Engine, Providers, precision
 from sinew.core import Observation, ObservationError, PolicySpec, Timing
 
 if TYPE_CHECKING:
@@ -36,8 +38,10 @@ def bench(
     /,
     *,
     runs: Annotated[int, Parameter(validator=lambda _, n: _at_least_one(n))] = 20,
+    engine: Engine | None = None,
+    provider: Providers = (),
     dtype: str | None = None,
-    threads: int | None = None,
+    threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     image_size: str | None = None,
     prompt: str = PROMPT,
     solver_steps: int | None = None,
@@ -46,8 +50,10 @@ def bench(
     """Time a bundle, stage by stage.
 
     Args:
-        bundle: the bundle file.
+        bundle: the bundle file, or a folder that `sinew export` wrote.
         runs: inferences in the steady state.
+        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
         dtype: compute type; the device's default if absent.
         threads: for compute; chosen from the cores of this process if absent.
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
@@ -56,7 +62,8 @@ def bench(
         deadline_ms: count the inferences that take longer.
     """
     size = parse_size(image_size) if image_size else None
-    result = measure(bundle, runs, dtype, threads, size, prompt, solver_steps)
+    options = {"dtype": dtype, "threads": threads, "engine": engine, "providers": provider}
+    result = measure(bundle, runs, options, size, prompt, solver_steps)
     if deadline_ms is not None:
         totals = np.array(result["samples_ms"]["total"])
         misses = int((totals > deadline_ms).sum())
@@ -70,13 +77,13 @@ def bench(
 def measure(
     bundle: Path,
     runs: int,
-    dtype: str | None,
-    threads: int | None,
+    options: dict[str, Any],
     size: tuple[int, int] | None,
     prompt: str,
     solver_steps: int | None,
 ) -> dict[str, Any]:
-    """Load, warm up and run; returns everything that the report and the JSON line show."""
+    """Load, warm up and run; returns everything that the report and the JSON line show. ``options``: of
+    ``sinew.load``."""
     errors = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}"),
@@ -91,16 +98,14 @@ def measure(
         task = progress.add_task("import", total=runs)
         clock = time.perf_counter
         started = clock()
-        import torch
-
         import sinew.policy
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        if options["engine"] != "onnx" and not bundle.is_dir():
+            import sinew.engine.loading  # torch, whose import is not a part of loading
         imported = clock()
         import_rss = machine.resident_bytes()
         progress.update(task, description="load")
-        policy = sinew.load(bundle, dtype=dtype)
+        policy = sinew.load(bundle, **options)
         loaded = clock()
         load_rss = machine.resident_bytes()
         progress.update(task, description="warm-up")
@@ -120,14 +125,15 @@ def measure(
         seconds = clock() - warm
 
     rate = runs / seconds
+    described = describe(policy, observation)
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sinew": __version__,
         "hardware": hardware(),
-        "software": {"torch": torch.__version__, "python": platform.python_version()},
-        "policy": describe(policy, observation),
-        "threads": torch.get_num_threads(),
+        "software": software(),
+        "policy": described,
+        "threads": policy.threads,
         "runs": runs,
         "import_ms": (imported - started) * 1e3,
         "load_ms": (loaded - imported) * 1e3,
@@ -142,6 +148,7 @@ def measure(
             "steady": machine.resident_bytes(),
         },
         "samples_ms": {"total": [round(value, 3) for value in totals]},
+        "roofline": roofline_record(policy, policy.threads, described),
     }
 
 
@@ -199,13 +206,21 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def software() -> dict[str, str]:
+    """Versions of what computed: of these, the packages that this process has imported."""
+    modules = {name: sys.modules.get(name) for name in ("torch", "onnxruntime")}
+    found = {name: str(module.__version__) for name, module in modules.items() if module is not None}
+    return {**found, "python": platform.python_version()}
+
+
 def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
     spec = policy.spec
     return {
         "architecture": spec.architecture,
         "name": spec.name,
         "device": str(policy.device),
-        "dtype": policy.dtype,
+        "engine": policy.engine_name,
+        "dtype": precision(policy),
         "dtype_reason": policy.dtype_reason,
         "views": len(observation["images"]),
         "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
@@ -220,11 +235,13 @@ def print_report(result: dict[str, Any]) -> None:
     policy, stages, memory = result["policy"], result["stages_ms"], result["memory_bytes"]
     console = Console()
     console.print(
-        f"{policy['name']} ({policy['architecture']}), {policy['dtype']} on {policy['device']},"
+        f"{policy['name']} ({policy['architecture']}), engine {policy['engine']}, {policy['dtype']} on"
+        f" {policy['device']},"
         f" {result['threads']} threads, {policy['views']} views, {policy['solver_steps']} solver steps,"
         f" {policy['prompt_tokens']} prompt tokens",
         f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores,"
-        f" torch {result['software']['torch']}, sinew {result['sinew']}",
+        f" {', '.join(f'{name} {version}' for name, version in result['software'].items())},"
+        f" sinew {result['sinew']}",
         sep="\n",
         highlight=False,
         soft_wrap=True,
@@ -241,6 +258,7 @@ def print_report(result: dict[str, Any]) -> None:
             bold = "bold" if stage == "total" else None
             table.add_row(stage, *_cells(statistics), style=bold, end_section=stage == "postprocess")
     console.print(table)
+    print_roofline(result["roofline"], stages, console)
     lines = [
         (
             f"import {result['import_ms']:.0f} ms, load {result['load_ms']:.0f} ms,"

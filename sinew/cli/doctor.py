@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sinew.cli.options import Engine, Providers
+
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
 
@@ -21,19 +23,23 @@ def doctor(
     bundle: Path | None = None,
     /,
     *,
+    engine: Engine | None = None,
+    provider: Providers = (),
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Check the installation and this machine.
 
     Args:
-        bundle: also load this bundle and run it once.
+        bundle: also load this bundle, or folder that `sinew export` wrote, and run it once.
+        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
         json_output: print one JSON object instead of a table.
     """
     from sinew import checks
 
     results = checks.installation()
     if bundle is not None:
-        results += checks.bundle(bundle)
+        results += checks.bundle(bundle, engine, provider)
     failed = [check for check in results if check.status == "fail"]
     if json_output:
         print(json.dumps({"ok": not failed, "checks": [check.to_dict() for check in results]}))

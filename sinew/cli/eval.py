@@ -11,34 +11,42 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from sinew import machine
+from sinew.cli.options import Engine
 from sinew.core import SinewError
-from sinew.eval import stats
+from sinew.eval import stats, suites
 from sinew.eval.gate import Gate, read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.eval.settings import sweep as parse_sweep
 
+if TYPE_CHECKING:
+    from sinew.eval.foreign import Foreign
+
 ENV, EPISODES, SEED, REPLAN = "sinew/Blocks-v0", 100, 5000, "8"
 
 
 def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
-    target: str,
+    target: str | None = None,
     /,
     *,
     env: str | None = None,
+    suite: str | None = None,
+    setup: str | None = None,
+    interpreter: Path | None = None,
     episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     seed: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
     replan: str | None = None,
     latency: str | None = None,
     handover: str | None = None,
     solver_steps: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    engine: Engine | None = None,
     dtype: str | None = None,
     device: str = "cpu",
     sweep: Annotated[list[str] | None, Parameter(negative="")] = None,
@@ -59,16 +67,20 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
 
     Args:
         target: a bundle file, the address of a server (tcp://host:port), or `expert`.
-        env: gymnasium id; `sinew/Blocks-v0` if absent.
+        env: gymnasium id; `sinew/Blocks-v0` if absent. Those of suites run in an interpreter of their own.
+        suite: all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ... (docs/eval-suites.md).
+        setup: make the interpreter of a simulator and do nothing else: aloha, pusht, metaworld, libero.
+        interpreter: a Python with the environment in it, instead of what --setup makes.
         episodes: one per seed; 100 if absent.
         seed: of the first episode, 5000 if absent; the others follow.
         replan: actions executed per inference, or `full` for the whole chunk; 8 if absent.
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
         handover: how a late chunk is taken over: aligned, naive or freeze.
         solver_steps: instead of the bundle's own number.
+        engine: eager, plan or onnx; onnx for an exported folder, else eager.
         dtype: compute type; the device's default if absent.
         device: cpu, or cuda:N.
-        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, dtype; repeatable.
+        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype; repeatable.
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a gate file; its protocol is run, and success is held against its record.
         record_gate: write the first variant as a gate file.
@@ -80,6 +92,13 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         env_options: JSON object, arguments of the environment's constructor.
         reset_options: JSON object, options of every reset.
     """
+    if setup is not None:
+        return _set_up(setup)
+    if target is None:
+        raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
+    if suite is not None and env is not None:
+        raise SinewError("--suite and --env: expected one of the two; --env takes a task of a suite as well")
+    env = suites.named(suite) if suite is not None else env
     held = read_gate(gate) if gate is not None else None
     task = Task(
         env=env or ENV,
@@ -116,13 +135,20 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         given["solver_steps"],
         dtype,
         device,
+        engine,
     )
     variants = _variants(base, sweep or [], compare or [])
     for variant in variants:
-        if "://" in variant.target and (variant.dtype is not None or variant.device != "cpu"):
-            raise SinewError("dtype and device belong to the server; start it with them")
+        chosen = (variant.dtype, variant.engine, None if variant.device == "cpu" else variant.device)
+        if "://" in variant.target and any(chosen):
+            raise SinewError("engine, dtype and device belong to the server; start it with them")
 
-    report = _run(task, variants, range(first, first + count), workers or _workers(realtime), out)
+    elsewhere = _elsewhere(task, interpreter, out)
+    if elsewhere is not None and any(variant.engine for variant in variants):
+        raise SinewError(
+            "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
+        )
+    report = _run(task, variants, range(first, first + count), workers or _workers(realtime), out, elsewhere)
     failed = held is not None and not _judge(held, report)
     _write(report, out, record_gate)
     console = Console(highlight=False)
@@ -191,6 +217,32 @@ def _json_object(flag: str, text: str | None) -> dict[str, Any] | None:
     return value
 
 
+def _set_up(simulator: str) -> int:
+    from sinew.eval import foreign
+
+    python = foreign.set_up(simulator)
+    if note := suites.SIMULATORS[simulator].after:
+        print(note, file=sys.stderr)
+    print(json.dumps({"simulator": simulator, "interpreter": str(python)}))
+    return 0
+
+
+def _elsewhere(task: Task, interpreter: Path | None, out: Path | None) -> Foreign | None:
+    """Where the environment is played, if not here."""
+    found = suites.find(task.env)
+    if found is None and interpreter is None:
+        return None
+    from sinew.eval import foreign
+
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    python = (
+        foreign.interpreter(found[0].simulator) if interpreter is None and found is not None else interpreter
+    )
+    assert python is not None
+    return foreign.Foreign(python, None if out is None else out / "serve.log")
+
+
 def _workers(realtime: bool) -> int:
     return 1 if realtime else machine.cores().physical
 
@@ -199,7 +251,12 @@ def _workers(realtime: bool) -> int:
 
 
 def _run(
-    task: Task, variants: Sequence[Variant], seeds: range, workers: int, out: Path | None
+    task: Task,
+    variants: Sequence[Variant],
+    seeds: range,
+    workers: int,
+    out: Path | None,
+    elsewhere: Foreign | None,
 ) -> dict[str, Any]:
     """The report, with the episodes themselves under "episodes"."""
     try:
@@ -208,8 +265,12 @@ def _run(
         from sinew.eval.report import document
     except ModuleNotFoundError as error:
         raise SinewError(f"evaluation needs {error.name}: pip install 'sinew[sim]'") from error
-    env, about = make_env(task.env, task.adapter, task.env_options)
-    env.close()
+    if elsewhere is not None:
+        control_hz = elsewhere.control_hz(task)
+    else:
+        env, about = make_env(task.env, task.adapter, task.env_options)
+        env.close()
+        control_hz = about.control_hz
     errors = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
@@ -226,9 +287,11 @@ def _run(
             if not errors.is_terminal and count == len(seeds):
                 errors.print(text, markup=False, soft_wrap=True)
 
-        results = campaign.run(task, variants, seeds, workers=workers, out=out, on_episode=show)
+        results = campaign.run(
+            task, variants, seeds, workers=workers, out=out, on_episode=show, elsewhere=elsewhere
+        )
     command = shlex.join(["sinew", *sys.argv[1:]])
-    report = document(task, about.control_hz, variants, results, workers=workers, command=command)
+    report = document(task, control_hz, variants, results, workers=workers, command=command)
     return {**report, "episodes": results}
 
 
@@ -245,11 +308,13 @@ def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -
     from sinew.eval.gate import record
     from sinew.eval.plots import write_plots
     from sinew.eval.report import markdown
+    from sinew.eval.suites import table
 
     shown = {name: value for name, value in report.items() if name != "episodes"}
     if out is not None:
         (out / "report.json").write_text(json.dumps(shown, indent=2) + "\n")
-        (out / "report.md").write_text(markdown(shown))
+        by_suite = table.markdown(shown) if suites.find(shown["task"]["env"]) else ""
+        (out / "report.md").write_text(markdown(shown) + by_suite)
         for path in write_plots(shown, out):
             print(f"wrote {path}", file=sys.stderr)
     if record_gate is not None:
@@ -258,5 +323,6 @@ def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -
 
 def _terminal(report: dict[str, Any]) -> list[Any]:
     from sinew.eval.report import terminal
+    from sinew.eval.suites import table
 
-    return terminal(report)
+    return terminal(report) + (table.terminal(report) if suites.find(report["task"]["env"]) else [])

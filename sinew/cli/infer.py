@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from sinew.cli.options import Engine, Providers
 from sinew.core import ActionChunk, ObservationError, PolicySpec
 
 
@@ -25,24 +26,28 @@ def infer(
     prompt: str,
     seed: int | None = None,
     solver_steps: int | None = None,
+    engine: Engine | None = None,
+    provider: Providers = (),
     dtype: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Run a bundle once on image files and a state, and print the action chunk.
 
     Args:
-        bundle: the bundle file.
+        bundle: the bundle file, or a folder that `sinew export` wrote.
         image: CAMERA=FILE, once per camera; a bare FILE where the bundle has a single camera.
         state: numbers in world units, separated by commas.
         prompt: the instruction.
         seed: of the noise that starts the solver; drawn and reported if absent.
         solver_steps: instead of the bundle's own number.
+        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
         dtype: compute type; the device's default if absent.
         json_output: print one JSON object instead of a table.
     """
     import sinew
 
-    policy = sinew.load(bundle, dtype=dtype)
+    policy = sinew.load(bundle, dtype=dtype, engine=engine, providers=provider)
     observation = {
         "images": read_images(image, policy.spec),
         "state": parse_vector("state", state),

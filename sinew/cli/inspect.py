@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
+    from sinew.bundle.schema import Quantization
 
 
 def inspect(
@@ -99,6 +100,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "prompt": f"{json.dumps(prompt.template + prompt.ensure_suffix)}, at most {prompt.max_tokens} tokens,"
         f" padding {padding}",
         "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
+        "quantised": _quantised(manifest.quantization),
         "compat": manifest.processing.compat or "-",
         "converted": f"by {source.converter} from {source.format}",
         **{f"  {s.name}": f"{s.bytes} bytes, sha256 {s.sha256}" for s in source.sources},
@@ -110,6 +112,16 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     console.print(facts)
     console.print(config_table(manifest.config))
     console.print(tensor_table(bundle, all_tensors))
+
+
+def _quantised(found: Quantization | None) -> str:
+    if found is None:
+        return "-"
+    recipe = ", ".join(f"{component} {kind}" for component, kind in found.recipe.items())
+    return (
+        f"{recipe}; weights of {found.bits} bits; chunk error {found.error:.1e} median, {found.error_max:.1e}"
+        f" largest over {found.observations} observations from {found.source} ({found.engine})"
+    )
 
 
 def config_table(config: dict[str, Any]) -> Any:

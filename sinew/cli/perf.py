@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from sinew.cli.perf_machine import calibrate, fit, predict
-from sinew.cli.perf_options import Positive, Rate, dtypes, narrow
+from sinew.cli.perf_options import Positive, Rate, dtypes
 from sinew.cli.perf_scenario import scenario
 
 if TYPE_CHECKING:
     from sinew.perf.hardware import Hardware
+    from sinew.perf.published import Row
     from sinew.perf.roofline import Timing
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
@@ -63,75 +66,81 @@ def run(
     """
     from sinew.perf import plots
     from sinew.perf.hardware import load_hardware
-    from sinew.perf.program import components
-    from sinew.perf.roofline import timing, weight_bytes
+    from sinew.perf.memory import memory_report
+    from sinew.perf.program import Program
+    from sinew.perf.roofline import timing
 
-    parts = components(
-        source, cameras, prompt_tokens, chunk, steps, dtypes(dtype), traffic=traffic, engine=engine
-    )
+    shape = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
+    program = Program.load(source, **shape, dtypes=dtypes(dtype), engine=engine)
+    parts = program.components(traffic)
     machines = [load_hardware(name, data) for name in hardware or ("thor", "rtx4090", "h200")]
     timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
     records = [_record(machine, timings[machine.name]) for machine in machines]
     console = Console()
     console.print(_component_table(source, records))
-    gib = weight_bytes(parts) / 2**30
-    console.print(f"weights of the products: {gib:.2f} GiB; every operator at its best, nothing else counted")
+    gib = memory_report(program).weights_nbytes / 2**30
+    console.print(
+        f"weights, tables included: {gib:.2f} GiB; every operator at its best, nothing else counted"
+    )
     if plot is not None:
-        plots.roofline(machines, timings, plot)
+        formats = {operator.compute_dtype for part in parts for operator in part.operators}
+        plots.roofline(machines, timings, plot, formats)
     if table is not None:
-        _write_csv(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
+        write_csv(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
     print(json.dumps({"schema": "sinew.perf/1", "source": source, "traffic": traffic, "machines": records}))
     return 0
 
 
 @perf.command
-def paper(*, table: Path | None = None, plot: Path | None = None) -> int:
+def paper(
+    *,
+    correct: Annotated[list[str] | None, Parameter(negative="")] = None,
+    table: Path | None = None,
+    plot: Path | None = None,
+) -> int:
     """VLA-Perf's printed numbers against ours, one by one; then what correcting its defects changes.
 
     Args:
+        correct: compute with this correction, repeatable; "all" is the preset that other commands use. Rows that move
+            are then no fault. Names: decimal-bandwidth, one-qkv, flash-attention, activations-in-memory, state-token.
         table: write all rows as CSV.
-        plot: a folder for the figures that correspond to figures 5 and 8.
+        plot: a folder for figures.json, the data behind figures 5 to 9, and for drawings like figures 5, 8 and 9.
     """
     from sinew.perf import plots
-    from sinew.perf.paper import Study
-    from sinew.perf.published import compare, corrections
+    from sinew.perf.defects import defects
+    from sinew.perf.published import CORRECTIONS, compare, corrected_study, corrections
 
-    console, study = Console(), Study()
-    rows = compare(study)
-    shown = Table(title="VLA-Perf (arXiv 2602.18397), as published")
-    for name in ("where", "quantity", "printed", "ours", "status"):
-        shown.add_column(name, justify="right" if name in ("printed", "ours") else "left")
-    for row in rows:
-        ours = "does not fit" if row.ours is None else f"{row.ours:.4f}"
-        style = "red" if row.status == "differs" else None
-        shown.add_row(row.where, row.quantity, row.printed, ours, row.status, style=style)
+    names = list(CORRECTIONS) if correct == ["all"] else correct or []
+    console, study = Console(), corrected_study(names)
+    rows, changed, others = compare(study), corrections(), defects()
+    console.print(_printed_table(rows, names))
+    console.print(_corrections_table(changed))
+    shown = Table(title="its other defects, one by one")
+    for name in ("defect", "quantity", "as published", "put right", "why"):
+        shown.add_column(name, justify="right" if name in ("as published", "put right") else "left")
+    for defect in others:
+        values = (f"{defect.published:.2f}", f"{defect.corrected:.2f}")
+        shown.add_row(defect.name, defect.quantity, *values, defect.why)
     console.print(shown)
-    changed = corrections()
-    second = Table(title="pi0 end to end, ms: each correction alone, then all")
-    names = [key for key in changed[0] if key not in ("name", "why")]
-    for name in ("", *names, "why"):
-        second.add_column(name, justify="right" if name in names else "left")
-    for entry in changed:
-        second.add_row(str(entry["name"]), *(f"{entry[name]:.2f}" for name in names), str(entry["why"]))
-    console.print(second)
     if table is not None:
-        _write_csv(table, [{name: getattr(row, name) for name in row.__slots__} for row in rows])
+        write_csv(table, [asdict(row) for row in rows])
     if plot is not None:
         plot.mkdir(parents=True, exist_ok=True)
         figures = study.figures()
         plots.sizes(figures["figure 5"], plot / "latency_over_size.png")
         bars = [(str(row["where"]), float(row["ms"])) for row in (*figures["figure 8"], *figures["figure 9"])]
         plots.placements(bars, plot / "placements.png")
-    differing = sum(row.status == "differs" for row in rows)
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.status] = counts.get(row.status, 0) + 1
-    print(
-        json.dumps(
-            {"schema": "sinew.perf.paper/1", "numbers": len(rows), "statuses": counts, "corrections": changed}
-        )
-    )
-    return 1 if differing else 0
+        (plot / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    record = {
+        "schema": "sinew.perf.paper/1",
+        "numbers": len(rows),
+        "corrected": names,
+        "statuses": dict(Counter(row.status for row in rows)),
+        "corrections": changed,
+        "defects": [asdict(defect) for defect in others],
+    }
+    print(json.dumps(record))
+    return int(not names and any(row.status == "differs" for row in rows))
 
 
 @perf.command
@@ -142,55 +151,27 @@ def need(
     cameras: Positive = None,
     prompt_tokens: Positive = None,
     chunk: Positive = None,
+    steps: Positive = None,
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
     data: Path | None = None,
 ) -> int:
-    """Which machine, precision and number of solver steps reach a rate. Exit code 1 if none does.
+    """Which machine, precision and number of solver steps reach a rate, and fit its memory. Exit code 1 if none does.
 
     Args:
         rate: chunks per second.
         model: a bundle file, or smolvla, pi0 or pi0.5.
-        cameras: views; the policy's own if absent, as for the next two.
+        cameras: views; the policy's own if absent, as for the next three.
         prompt_tokens: length of the prompt.
         chunk: actions per chunk.
+        steps: of the solver, at most.
         efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
         data: a file with more machines.
     """
     from sinew.perf.hardware import hardware
-    from sinew.perf.program import components
-    from sinew.perf.roofline import timing, weight_bytes
+    from sinew.perf.needs import needs
 
-    found: list[dict[str, Any]] = []
-    machines = hardware(data)
-    for dtype in ("bfloat16", "float8", "int4//bfloat16"):
-        precision = (
-            None
-            if dtype == "bfloat16"
-            else {"vision": narrow(dtype), "language": narrow(dtype), "action": "bfloat16"}
-        )
-        parts = components(model, cameras, prompt_tokens, chunk, None, precision or "bfloat16", engine="plan")
-        for machine in machines.values():
-            if "bfloat16" not in machine.peak or (dtype == "float8" and "float8" not in machine.peak):
-                continue
-            one = [timing(part, machine).seconds for part in parts]
-            if weight_bytes(parts) / 2**30 > machine.memory_gib - machine.system_gib:
-                continue
-            step = one[2] / parts[2].repeats
-            most = (efficiency / rate - one[0] - one[1]) / step
-            if most >= 1:
-                steps = min(int(most), parts[2].repeats)
-                took = (one[0] + one[1] + steps * step) / efficiency
-                name = "bfloat16" if dtype == "bfloat16" else f"{dtype.split('/')[0]} vision and language"
-                found.append(
-                    {
-                        "machine": machine.name,
-                        "title": machine.title,
-                        "precision": name,
-                        "steps": steps,
-                        "hz": 1 / took,
-                    }
-                )
-    found.sort(key=lambda row: (row["title"], row["precision"]))
+    shape = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
+    found = [asdict(row) for row in needs(model, hardware(data), rate, efficiency, **shape)]
     table = Table(title=f"{model} at {rate:g} Hz with {efficiency:.0%} of the roofline")
     for name in ("machine", "precision", "solver steps at most", "rate with them, Hz"):
         table.add_column(name, justify="left" if name in ("machine", "precision") else "right")
@@ -234,6 +215,28 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
 # ----------------------------------------------------------------------------- helpers
 
 
+def _printed_table(rows: Sequence[Row], names: Sequence[str]) -> Table:
+    with_what = f"with {', '.join(names)}" if names else "as published"
+    table = Table(title=f"VLA-Perf (arXiv 2602.18397), {with_what}")
+    for name in ("where", "quantity", "printed", "ours", "status"):
+        table.add_column(name, justify="right" if name in ("printed", "ours") else "left")
+    for row in rows:
+        ours = "does not fit" if row.ours is None else f"{row.ours:.4f}"
+        style = "red" if row.status == "differs" else None
+        table.add_row(row.where, row.quantity, row.printed, ours, row.status, style=style)
+    return table
+
+
+def _corrections_table(changed: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="pi0 end to end, ms: each correction alone, then all")
+    names = [key for key in changed[0] if key not in ("name", "why")]
+    for name in ("", *names, "why"):
+        table.add_column(name, justify="right" if name in names else "left")
+    for entry in changed:
+        table.add_row(str(entry["name"]), *(f"{entry[name]:.2f}" for name in names), str(entry["why"]))
+    return table
+
+
 def _record(machine: Hardware, rows: Sequence[Timing]) -> dict[str, Any]:
     total = sum(row.seconds for row in rows)
     parts = [
@@ -258,7 +261,7 @@ def _record(machine: Hardware, rows: Sequence[Timing]) -> dict[str, Any]:
 
 def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=f"{source}: roofline")
-    for name in ("machine", "component", "ms", "bound", "GFLOP", "GB moved", "TFLOP/s at best"):
+    for name in ("machine", "component", "ms", "bound", "GFLOP", "GB through memory", "TFLOP/s at best"):
         table.add_column(name, justify="left" if name in ("machine", "component", "bound") else "right")
     for record in records:
         for part in record["components"]:
@@ -270,7 +273,7 @@ def _component_table(source: str, records: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

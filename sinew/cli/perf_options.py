@@ -20,7 +20,3 @@ def dtypes(text: str | None) -> Any:
     if not all(separator and value for _, separator, value in pairs):
         raise SinewError(f"--dtype {text}: expected STAGE=FORMAT, comma-separated")
     return {stage: value for stage, _, value in pairs}
-
-
-def narrow(dtype: str) -> str:
-    return dtype if "/" in dtype else f"{dtype}/{dtype}/bfloat16"

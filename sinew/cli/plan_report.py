@@ -21,15 +21,16 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     """
     import torch
 
+    from sinew.engine.loading import load_model
     from sinew.engine.plan import REWRITES, Plan
     from sinew.engine.plan.cost import Shapes, savings
     from sinew.engine.planned import ON_CPU
-    from sinew.policy import choose_dtype, load_model
+    from sinew.policy import choose_dtype
     from sinew.processing import Processor
 
     manifest = bundle.manifest
     spec, image = manifest.spec, manifest.processing.image
-    chosen, reason = choose_dtype(dtype, torch.device("cpu"))
+    chosen, reason = choose_dtype(dtype, "cpu")
     model = load_model(bundle, torch.device("meta"), chosen)
     prompt = Processor(manifest).prompter.encode(PROMPT, np.zeros(spec.state.dim, np.float32))
     shapes = Shapes(len(spec.cameras), image.height, image.width, len(prompt), spec.solver_steps)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, validators
 
 from sinew import __version__, machine
+from sinew.cli.options import Engine, Providers, precision
 from sinew.core import BundleError, SinewError, VectorSpec
 from sinew.serve.listen import Listen, reachable
 from sinew.serve.process import GRACE_S, Process
@@ -34,6 +35,8 @@ def serve(
     *,
     wire: Annotated[list[str] | None, Parameter(negative="")] = None,
     host: str = "127.0.0.1",
+    engine: Engine | None = None,
+    provider: Providers = (),
     device: str = "cpu",
     dtype: str | None = None,
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 8,
@@ -52,10 +55,12 @@ def serve(
     first signal stops the server between two stages of the running inference, the second one at once.
 
     Args:
-        bundle: the bundle file.
+        bundle: the bundle file, or a folder that `sinew export` wrote.
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
             (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
+        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
         device: cpu, or cuda:N.
         dtype: compute type; the device's default if absent.
         queue: requests that may wait for the running one; more are refused as busy.
@@ -75,7 +80,7 @@ def serve(
     process = Process(wires)
     finished = True
     try:
-        if not bundle.is_file():
+        if not bundle.exists():
             raise BundleError(f"{bundle}: no such file")
         if not listen.is_loopback:
             _warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
@@ -84,7 +89,14 @@ def serve(
         recorder = Recorder(record) if record is not None else None
         with process.signals():
             finished = _load_and_run(
-                process, bundle, device, dtype, threads, queue, api_key, deadline_ms, recorder
+                process,
+                bundle,
+                {"device": device, "dtype": dtype, "engine": engine, "providers": provider},
+                threads,
+                queue,
+                api_key,
+                deadline_ms,
+                recorder,
             )
         if recorder is not None:
             recorder.close()
@@ -103,19 +115,16 @@ def serve(
 def _load_and_run(
     process: Process,
     bundle: Path,
-    device: str,
-    dtype: str | None,
+    options: dict[str, Any],
     threads: int | None,
     queue: int,
     api_key: str,
     deadline_ms: float | None,
     recorder: Recorder | None,
 ) -> bool:
-    """Returns False when a thread is still inside the model."""
+    """``options``: of ``sinew.load``. Returns False when a thread is still inside the model."""
     scheduler = None
     try:
-        import torch
-
         import sinew
         from sinew.serve.scheduler import Scheduler
         from sinew.serve.service import Service
@@ -123,10 +132,9 @@ def _load_and_run(
         reason = "asked for"
         if threads is None:
             threads, reason = machine.recommended_threads()
-        torch.set_num_threads(threads)
         addresses = ", ".join(wire.address for wire in process.wires)
         logger.info("listening on %s; loading %s with %d threads (%s)", addresses, bundle, threads, reason)
-        policy = sinew.load(bundle, device=device, dtype=dtype)
+        policy = sinew.load(bundle, threads=threads, **options)
         scheduler = Scheduler(policy, queue_size=queue)
         scheduler.start()
         service = Service(
@@ -156,7 +164,8 @@ def describe(policy: Policy, threads: int) -> dict[str, Any]:
             "name": "sinew",
             "version": __version__,
             "device": str(policy.device),
-            "dtype": policy.dtype,
+            "dtype": precision(policy),
+            "engine": policy.engine_name,
             "threads": threads,
             "hardware": machine.cpu_model(),
         },
@@ -175,7 +184,7 @@ def ready_text(policy: Policy, wires: Sequence[Wire]) -> str:
     ]
     lines = [
         f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
-        f"  policy   {spec.name} ({spec.architecture}), {policy.dtype} on {policy.device}",
+        f"  policy   {spec.name} ({spec.architecture}), {precision(policy)} on {policy.device}, {policy.engine_name}",
         *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",

@@ -22,6 +22,11 @@ class EagerEngine:
     def __init__(self, model: FlowModel, device: torch.device):
         self.model = model.eval().requires_grad_(False)
         self.device = device
+        self.recipe: dict[str, str] = {}  # nothing is quantised
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     @property
     def weights_nbytes(self) -> int:

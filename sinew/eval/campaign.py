@@ -11,16 +11,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import identity, open_policy
+from sinew.eval.policies import EXPERT, EvalPolicy, Remote, identity, open_policy
 from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.settings import Task, Variant
 
 LOG = "episodes.jsonl"
 OnEpisode = Callable[[Variant, Episode], None]
+
+
+class Elsewhere(Protocol):
+    """Plays episodes in another interpreter."""
+
+    def play(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
+    ) -> Iterator[tuple[int, Episode]]:
+        """todo: index of a variant, seed. Yields the index and its episode, in any order."""
 
 
 def key(task: Task, variant: Variant) -> str:
@@ -38,12 +47,14 @@ def run(
     workers: int = 1,
     out: Path | None = None,
     on_episode: OnEpisode | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> list[list[Episode]]:
     """Episodes of every variant, in the order of ``seeds``.
 
     out: a folder; finished episodes are appended to its ``episodes.jsonl`` and are not played again.
     workers: 1 plays in this process, more start that many, each with one compute thread.
     on_episode: called for each episode, also for those found in the log.
+    elsewhere: plays instead of this interpreter.
 
     Raises what an episode raises; what was finished before is in the log.
     """
@@ -63,7 +74,8 @@ def run(
                 on_episode(variant, episode)
     file = None if log is None else _open_log(log)
     try:
-        for index, episode in _play(task, variants, todo, workers):
+        play = _play if elsewhere is None or not todo else elsewhere.play
+        for index, episode in play(task, variants, todo, workers):
             done[keys[index], episode.seed] = episode
             if file is not None:
                 file.write(json.dumps({"key": keys[index], **episode.to_dict()}) + "\n")
@@ -111,10 +123,10 @@ class Player:
         self._opened: tuple[Any, ...] = ()
 
     def play(self, variant: Variant, seed: int) -> Episode:
-        what = (variant.target, variant.device, variant.dtype, variant.solver_steps)
+        what = (variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine)
         if what != self._opened:
             self.close_policy()
-            self._policy, self._opened = open_policy(variant, self.task.env), what
+            self._policy, self._opened = self._open(variant), what
         conduct = Conduct(
             variant.replan,
             variant.latency,
@@ -124,6 +136,14 @@ class Player:
             self.task.realtime,
         )
         return run_episode(self.env, self.adapter, self._policy, conduct, seed)
+
+    def _open(self, variant: Variant) -> EvalPolicy:
+        if variant.target == EXPERT and hasattr(self.env.unwrapped, "expert"):
+            return self.env.unwrapped.expert()
+        policy = open_policy(variant, self.task.env)
+        if isinstance(policy, Remote) and hasattr(self.adapter, "fit"):
+            self.adapter.fit(policy.served)
+        return policy
 
     def close_policy(self) -> None:
         if self._policy is not None:
@@ -181,8 +201,14 @@ class one_thread:  # noqa: N801 - used as a context
     """One compute thread inside: as in workers, so that the same episode gives the same bits."""
 
     def __init__(self, variants: Sequence[Variant]):
-        # A run that computes elsewhere should not import torch for it.
-        self.needed = any("://" not in variant.target and variant.target != "expert" for variant in variants)
+        # A run that computes elsewhere, or in ONNX Runtime, should not import torch for it.
+        self.needed = any(
+            "://" not in variant.target
+            and variant.target != "expert"
+            and variant.engine != "onnx"
+            and not Path(variant.target).is_dir()
+            for variant in variants
+        )
 
     def __enter__(self) -> None:
         if self.needed:

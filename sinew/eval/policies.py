@@ -38,10 +38,18 @@ class EvalPolicy(Protocol):
 class InProcess:
     """A bundle loaded here. Latency is the policy's own, preprocessing to world units."""
 
-    def __init__(self, bundle: str, device: str, dtype: str | None, solver_steps: int | None):
+    def __init__(
+        self,
+        bundle: str,
+        device: str,
+        dtype: str | None,
+        solver_steps: int | None,
+        engine: str | None = None,
+        threads: int | None = None,
+    ):
         from sinew.policy import load
 
-        self.policy = load(bundle, device, dtype)
+        self.policy = load(bundle, device, dtype, engine, threads=threads)
         self.chunk_size = self.policy.spec.chunk_size
         self.solver_steps = solver_steps
         self.policy.warm_up()
@@ -59,7 +67,8 @@ class InProcess:
 
 
 class Remote:
-    """A server. Latency is the round trip seen from here. ``last``: the answer to the latest request."""
+    """A server. Latency is the round trip seen from here. ``last``: the answer to the latest request;
+    ``served``: what the server says about its policy."""
 
     last: ActionChunk | None = None
 
@@ -69,7 +78,8 @@ class Remote:
         self.solver_steps = solver_steps
         try:
             self.client = Client(address, timeout=timeout)
-            self.chunk_size = int(self.client.metadata()["policy"]["chunk_size"])
+            self.served: dict[str, Any] = self.client.metadata()["policy"]
+            self.chunk_size = int(self.served["chunk_size"])
         except Exception as error:
             raise _as_sinew(error) from error
 
@@ -139,7 +149,11 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
         raise SinewError(f"there is no scripted expert for {env_id}")
     if "://" in variant.target:
         return Remote(variant.target, variant.solver_steps)
-    return InProcess(variant.target, variant.device, variant.dtype, variant.solver_steps)
+    # One compute thread, as in workers, so that the same episode gives the same bits.
+    threads = 1 if variant.device == "cpu" else None
+    return InProcess(
+        variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine, threads
+    )
 
 
 @lru_cache(maxsize=64)
@@ -162,12 +176,13 @@ def identity(target: str) -> dict[str, Any]:
         text = f"{policy['name']} {policy['architecture']} {server['dtype']} {server['device']} {server['version']}"
         return {"kind": "server", "id": text, "dtype": server["dtype"], "hardware": server["hardware"]}
     path = Path(target)
-    if not path.is_file():
+    if not path.exists():
         raise SinewError(f"{target}: no such bundle; expected a file, tcp://host:port or {EXPERT!r}")
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    for part in sorted(path.iterdir()) if path.is_dir() else [path]:  # a folder is one of `sinew export`
+        with part.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
     return {"kind": "bundle", "id": digest.hexdigest()}
 
 

@@ -101,10 +101,11 @@ def run_episode(
 
     try:
         while True:
-            observation = adapter.observation(raw)
             # An answer that arrives now frees the policy for a question now, with this observation.
             take(channel.poll(step))
-            if asks := player.wants_chunk(step):
+            if (asks := player.wants_chunk(step)) or watch is not None:
+                observation = adapter.observation(raw)  # drawing frames may take longer than everything else
+            if asks:
                 rng = np.random.default_rng([conduct.noise, seed, asked, 1])
                 age = round(float(info.get("frame_age", 0.0)) * adapter.control_hz)
                 delay = conduct.latency.steps(rng, adapter.control_hz)

@@ -13,6 +13,7 @@ import numpy as np
 
 from sinew.core import SinewError
 
+ENGINES = ("eager", "plan", "onnx")  # sinew.policy's, which needs more to be imported
 HANDOVERS = ("aligned", "naive", "freeze")
 
 _NUMBER = r"\d+(?:\.\d+)?"
@@ -77,6 +78,7 @@ class Variant:
     solver_steps: int | None = None
     dtype: str | None = None
     device: str = "cpu"
+    engine: str | None = None
 
     def __post_init__(self) -> None:
         if self.replan < 0:
@@ -85,6 +87,8 @@ class Variant:
             raise SinewError(f"handover: expected one of {', '.join(HANDOVERS)}, got {self.handover!r}")
         if self.solver_steps is not None and self.solver_steps < 1:
             raise SinewError(f"solver_steps: expected 1 or more, got {self.solver_steps}")
+        if self.engine not in (None, *ENGINES):
+            raise SinewError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
 
     def with_text(self, key: str, value: str) -> Variant:
         """A copy with one field read from text, as ``--sweep`` and ``--compare`` give it."""
@@ -113,7 +117,10 @@ class Variant:
         return value.text if isinstance(value, Latency) else str(value)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "latency": self.latency.text}
+        record = {**asdict(self), "latency": self.latency.text}
+        if self.engine is None:  # logs of episodes that were played before there was a choice stay valid
+            del record["engine"]
+        return record
 
 
 def parse_replan(text: str) -> int:
@@ -141,6 +148,7 @@ _PARSERS: dict[str, Any] = {
     "solver_steps": int,
     "dtype": str,
     "device": str,
+    "engine": str,
 }
 SWEEPABLE = tuple(_PARSERS)
 

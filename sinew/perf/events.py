@@ -1,7 +1,8 @@
 """The asynchronous and the dual-system case played out in time: action age, underruns, rates.
 
-A handful of resources (the uplink, the machine, the downlink of each hop), each serving one thing at a time in
-order of arrival. Deterministic; the closed formulas of ``scenarios.py`` are its long-run averages.
+A handful of lines (each link, half duplex, and the machine), each serving one thing at a time. What waits for one
+is replaced by what is newer and goes the same way, as the server's scheduler does: ages stay bounded however slow
+the machine is. Deterministic; the closed formulas of ``scenarios.py`` are its long-run averages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class _Request:
 
 
 class _Line:
-    """Something that serves one request at a time, in the order in which they reach it."""
+    """Something that serves one request at a time, in the order in which they reach it; of those that wait to go
+    the same way, only the newest."""
 
     def __init__(self) -> None:
         self.busy = False
@@ -62,6 +64,10 @@ class _World:
             self.under_way -= 1
             self.arrived.append((at, request.taken))
         elif (line := request.left[0][0]).busy:
+            older = [each for each in line.queue if len(each.left) == len(request.left)]
+            for each in older:
+                line.queue.remove(each)
+            self.under_way -= len(older)
             line.queue.append(request)
         else:
             self._serve(at, request)
@@ -102,8 +108,8 @@ def asynchronous(
 ) -> Played:
     """A robot asks every ``replan`` control steps and executes the newest chunk's row of the present.
 
-    in_flight: requests that may be under way, further ones wait for the next control step; None: any number that
-    the links and the machine keep up with (a frame waits while the first line is busy, as a queue of one would).
+    in_flight: requests that may be under way, further ones wait for the next control step; None: a frame is taken
+    whenever the first line is free. One that still waits further on when a newer one comes is dropped.
     """
     if not (compute_s > 0 and control_hz > 0 and chunk >= 1 and replan >= 1):
         raise SinewError("compute_s, control_hz, chunk and replan must be above 0")
@@ -150,33 +156,38 @@ def asynchronous(
 
 @dataclass(frozen=True, slots=True)
 class DualPlayed:
-    """fast_hz, slow_hz: runs per second. plan_age_max_s: of System 2's result when System 1 uses it."""
+    """fast_hz, slow_hz: runs per second. plan_age_max_s: from a frame that System 2 took to the end of the last run
+    of System 1 that used its result."""
 
     fast_hz: float
     slow_hz: float
     plan_age_max_s: float
 
 
-def dual_system(fast_s: float, slow_s: float, cap_hz: float, duration_s: float = 60.0) -> DualPlayed:
-    """One machine: System 2 whenever its time has come, System 1 in between, neither interrupted."""
-    if not (fast_s > 0 and slow_s > 0 and cap_hz > 0):
-        raise SinewError("fast_s, slow_s and cap_hz must be above 0")
-    now, due, finished = 0.0, 0.0, None
+def dual_system(
+    fast_s: float, slow_s: float, cap_hz: float, duration_s: float = 60.0, network_s: float = 0.0
+) -> DualPlayed:
+    """One machine, neither system interrupted. System 2 runs when its time has come and the machine is free, but never
+    twice while System 1 waits: where both cannot be had they alternate.
+
+    network_s: between the end of one run of System 1 and its next request at the machine, which is free meanwhile.
+    """
+    if not (fast_s > 0 and slow_s > 0 and cap_hz > 0 and network_s >= 0):
+        raise SinewError("fast_s, slow_s and cap_hz must be above 0, network_s not below")
+    free, due, taken = 0.0, 0.0, None
     fast = slow = 0
     oldest = 0.0
-    while now < duration_s:
-        if now >= due:
-            due = max(due + 1 / cap_hz, now)
-            taken = now
-            now += slow_s
+    while free < duration_s:
+        request = free + network_s
+        while (start := max(due, free)) <= request:
+            due, taken = max(due + 1 / cap_hz, start), start
+            free = start + slow_s
             slow += 1
-            finished = taken
-        else:
-            now += fast_s
-            fast += 1
-            if finished is not None:
-                oldest = max(oldest, now - finished)
-    return DualPlayed(fast / now, slow / now, oldest)
+        free = max(free, request) + fast_s
+        fast += 1
+        if taken is not None:
+            oldest = max(oldest, free - taken)
+    return DualPlayed(fast / free, slow / free, oldest)
 
 
 def _at(values: Sequence[float], share: float) -> float:

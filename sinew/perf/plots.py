@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,27 @@ from sinew.perf.roofline import Timing
 COLORS = {"vision": "#0072b2", "language": "#d55e00", "action": "#009e73"}
 
 
-def roofline(machines: Sequence[Hardware], timings: Mapping[str, Sequence[Timing]], path: Path) -> None:
-    """FLOP/s over FLOP per byte: each machine's roof, each component as a point under it.
+MARKS = ("o", "s", "^", "D", "v", "P")
+
+
+def roofline(
+    machines: Sequence[Hardware],
+    timings: Mapping[str, Sequence[Timing]],
+    path: Path,
+    formats: Iterable[str] = ("bfloat16",),
+) -> None:
+    """FLOP/s over FLOP per byte of memory: each machine's roof, each component as a point under it.
 
     timings: by machine name. A point lies at the rate that the component reaches if every operator does its best.
+    formats: of the arithmetic; the roof is that of the fastest.
     """
+    formats = list(formats)
     figure, axes = _figure()
     lowest = min(t.intensity for rows in timings.values() for t in rows) / 3
     highest = max(t.intensity for rows in timings.values() for t in rows) * 4
     for index, machine in enumerate(machines):
-        peak = machine.peak_flops("bfloat16")
-        knee = machine.balance
-        xs = [lowest, min(max(knee, lowest), highest), highest]
+        peak = max(machine.peak_flops(each) for each in formats)
+        xs = [lowest, min(max(peak / machine.bandwidth, lowest), highest), highest]
         ys = [min(peak, x * machine.bandwidth) / 1e12 for x in xs]
         shade = str(0.15 + 0.5 * index / max(1, len(machines)))
         axes.plot(xs, ys, color=shade, linewidth=1.5)
@@ -38,11 +47,17 @@ def roofline(machines: Sequence[Hardware], timings: Mapping[str, Sequence[Timing
         )
         for row in timings[machine.name]:
             color = COLORS.get(row.name, "#555555")
-            axes.plot(row.intensity, row.flops / row.seconds / 1e12, "o", color=color, markersize=6)
+            mark = MARKS[index % len(MARKS)]
+            rate = row.flops / row.seconds / 1e12
+            axes.plot(row.intensity, rate, mark, color=color, markeredgecolor="white", markersize=7)
     for name, color in COLORS.items():
-        axes.plot([], [], "o", color=color, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="operational intensity, FLOP per byte", ylabel="TFLOP/s")
-    axes.legend(frameon=False, loc="lower right")
+        axes.plot([], [], "s", color=color, label=name)
+    for mark, machine in zip(MARKS, machines, strict=False):
+        axes.plot([], [], mark, color="#555555", label=machine.title)
+    axes.set(
+        xscale="log", yscale="log", xlabel="operational intensity, FLOP per byte of memory", ylabel="TFLOP/s"
+    )
+    axes.legend(frameon=False, loc="lower right", ncols=2, fontsize=8)
     _save(figure, path)
 
 
@@ -71,8 +86,10 @@ def placements(rows: Sequence[tuple[str, float]], path: Path) -> None:
     figure, axes = _figure(height=0.9 + 0.32 * len(rows))
     bars = axes.barh([name for name, _ in rows], [ms for _, ms in rows], color="#0072b2", height=0.6)
     axes.bar_label(bars, labels=[f"{ms:.1f}" for _, ms in rows], padding=4, fontsize=8)
-    axes.set(xscale="log", xlabel="milliseconds from observation to actions")
-    axes.set_xlim(right=2.2 * max(ms for _, ms in rows))
+    axes.set(xscale="log", xlabel="milliseconds from observation to actions (logarithmic)")
+    axes.set_xlim(left=min(1.0, min(ms for _, ms in rows) / 2), right=2.2 * max(ms for _, ms in rows))
+    axes.set_axisbelow(True)
+    axes.grid(visible=False, axis="y")
     _save(figure, path)
 
 

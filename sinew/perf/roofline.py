@@ -24,7 +24,7 @@ class Timing:
     compute_s: float
     memory_s: float
     flops: float
-    nbytes: float  # through memory and on the chip
+    nbytes: float  # through memory
 
     @property
     def bound(self) -> str:
@@ -32,18 +32,20 @@ class Timing:
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte."""
+        """FLOP per byte through memory: where the component stands under the roof."""
         return self.flops / self.nbytes
 
 
 def time_of(operator: Operator, machine: Hardware) -> tuple[float, float]:
     """(computing, moving) seconds of one call."""
-    memory = sum(t.bytes for t in operator.tensors if t.residency is Residency.HBM)
-    on_chip = sum(t.bytes for t in operator.tensors if t.residency is Residency.ON_CHIP)
-    moving = memory / machine.bandwidth
+    moving = _bytes(operator, Residency.HBM) / machine.bandwidth
     if machine.on_chip_bandwidth is not None:
-        moving += on_chip / machine.on_chip_bandwidth
+        moving += _bytes(operator, Residency.ON_CHIP) / machine.on_chip_bandwidth
     return operator.flops / machine.peak_flops(operator.compute_dtype), moving
+
+
+def _bytes(operator: Operator, where: Residency) -> int:
+    return sum(tensor.bytes for tensor in operator.tensors if tensor.residency is where)
 
 
 def timing(component: Component, machine: Hardware) -> Timing:
@@ -54,7 +56,7 @@ def timing(component: Component, machine: Hardware) -> Timing:
         compute += operator.count * computing
         memory += operator.count * moving
         flops += operator.count * operator.flops
-        nbytes += operator.count * sum(tensor.bytes for tensor in operator.tensors)
+        nbytes += operator.count * _bytes(operator, Residency.HBM)
     n = component.repeats
     return Timing(component.name, n * total, n * compute, n * memory, n * flops, n * nbytes)
 
@@ -65,7 +67,7 @@ def seconds(components: Iterable[Component], machine: Hardware) -> float:
 
 
 def weight_bytes(components: Iterable[Component]) -> int:
-    """Of the products' weights, each once however often it is read."""
+    """Of the products' weights, each once per component that reads it, however often that does."""
     return sum(
         operator.count * tensor.bytes
         for component in components

@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
+from sinew.serve.connections import Connection, Connections
 from sinew.serve.listen import Listen
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.service import Inference, Service
@@ -25,11 +27,11 @@ from sinew.serve.wires import http, openpi
 
 logger = logging.getLogger(__name__)
 
-FIRST_REQUEST_S = 10.0  # from connecting to the end of the first request's headers
-BODY_S = 10.0  # for the body of a request
+REQUEST_S = 10.0  # from a request's first byte to its last; a client that is slower is no robot's
+HELD_REQUESTS = 8  # of the greatest size: what all connections together may hold of unanswered requests
 PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
 CLOSE_S = 1.0  # for handing over the last answers
-PENDING = 4  # observations of one connection that may wait; openpi's clients have one under way
+PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
 
 
 class WebServer:
@@ -44,11 +46,11 @@ class WebServer:
         host = f"[{listen.host}]" if ":" in listen.host else listen.host or "0.0.0.0"  # noqa: S104 - shown
         scheme = ("wss" if self._tls else "ws") if "openpi" in names else "https" if self._tls else "http"
         self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+        logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()
-        self._heard: set[Any] = set()  # transports that have sent a whole request
 
     def start(self, service: Service) -> None:
         self._service = service
@@ -77,7 +79,7 @@ class WebServer:
 
     async def _run(self, ready: threading.Event) -> None:
         self._ended = asyncio.Event()
-        app = web.Application(middlewares=[self._first], client_max_size=self._listen.max_message_bytes)
+        app = web.Application(middlewares=[self._counted], client_max_size=self._listen.max_message_bytes)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
         if "http" in self._names:
@@ -87,17 +89,28 @@ class WebServer:
         if "openpi" in self._names:
             app.router.add_get("/{path:.*}", self._websocket)
         runner = web.AppRunner(
-            app, handle_signals=False, access_log=None, keepalive_timeout=60.0, handler_cancellation=True
+            app,
+            handle_signals=False,
+            access_log=None,
+            keepalive_timeout=60.0,
+            handler_cancellation=True,
+            auto_decompress=False,  # frames are compressed already; anything else would be a bomb
         )
         await runner.setup()
+        listen = self._listen
+        connections = Connections(
+            self.name, listen.max_connections, HELD_REQUESTS * listen.max_message_bytes, REQUEST_S
+        )
+        watch = asyncio.create_task(connections.watch())
         server = await self._loop.create_server(
-            partial(self._connection, runner),
+            lambda: connections.accept(_protocol(runner)),
             sock=self._socket,
             ssl=self._tls,
-            ssl_handshake_timeout=FIRST_REQUEST_S if self._tls else None,
+            ssl_handshake_timeout=REQUEST_S if self._tls else None,
         )
         ready.set()
         await self._ended.wait()
+        watch.cancel()
         server.close()
         await asyncio.sleep(0)  # answers that the scheduler's end produced are on their way to their handlers
         for socket in list(self._open):
@@ -107,34 +120,19 @@ class WebServer:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(runner.cleanup(), CLOSE_S)
 
-    def _connection(self, runner: web.AppRunner) -> asyncio.Protocol:
-        """The protocol of a new connection. One too many is closed at once; one that takes too long to ask, later."""
-        server = runner.server
-        assert server is not None
-        if len(server.connections) >= self._listen.max_connections:
-            logger.warning("%s: a connection was refused: %d are open", self.name, len(server.connections))
-            return _Refusal()
-        protocol: Any = server()
-        self._loop.call_later(FIRST_REQUEST_S, self._expect_request, protocol)
-        return protocol
-
-    def _expect_request(self, protocol: Any) -> None:
-        transport = protocol.transport
-        if transport is None:
-            return
-        if transport in self._heard:
-            self._heard.discard(transport)
-        else:
-            transport.abort()
-
     @web.middleware
-    async def _first(
+    async def _counted(
         self, request: web.Request, handler: Callable[..., Awaitable[Any]]
     ) -> web.StreamResponse:
-        if request.transport is not None:
-            self._heard.add(request.transport)
-            self._heard = {each for each in self._heard if not each.is_closing()}
-        return await handler(request)
+        """Tells the connection when a request is there and when it is answered."""
+        connection = _connection(request)
+        if not request.can_read_body:
+            connection.whole()
+        try:
+            return await handler(request)
+        finally:
+            connection.whole()  # if nobody has read it
+            connection.answered(connection.waiting)
 
     # ------------------------------------------------------------------------- routes
 
@@ -173,11 +171,11 @@ class WebServer:
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
 
     async def _body(self, request: web.Request) -> tuple[float, bytes]:
-        try:
-            async with asyncio.timeout(BODY_S):
-                body = await request.read()
-        except TimeoutError:
-            raise RequestError(f"the body did not arrive within {BODY_S:g} s") from None
+        coding = request.headers.get("Content-Encoding", "identity")
+        if coding != "identity":
+            raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
+        body = await request.read()  # a slow one is ended by Connections.watch
+        _connection(request).whole()
         return time.perf_counter(), body
 
     def _guarded(
@@ -193,9 +191,9 @@ class WebServer:
             except SinewError as error:
                 status, body = http.error_answer(error)
             except web.HTTPRequestEntityTooLarge:
-                limit = self._listen.max_message_bytes
-                status, body = http.error_answer(RequestError(f"request: expected at most {limit} bytes"))
-                status = 413
+                too_large = RequestError(f"request: expected at most {self._listen.max_message_bytes} bytes")
+                self._service.refused("http", request.remote or "", too_large)
+                status, body = 413, http.error_answer(too_large)[1]
             return web.Response(status=status, body=body, content_type=http.JSON)
 
         return answer
@@ -210,7 +208,11 @@ class WebServer:
         except SinewError as error:
             return web.Response(status=401, text=f"{error}\n")
         socket = web.WebSocketResponse(
-            max_msg_size=self._listen.max_message_bytes, compress=False, heartbeat=PING_S, timeout=CLOSE_S
+            max_msg_size=self._listen.max_message_bytes,
+            compress=False,
+            heartbeat=PING_S,
+            timeout=CLOSE_S,
+            autoping=False,  # answered below, where they are counted
         )
         if not socket.can_prepare(request):
             return web.Response(
@@ -219,44 +221,48 @@ class WebServer:
         await socket.prepare(request)
         self._open.add(socket)
         service.metrics.connection("openpi", 1)
-        messages: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(PENDING)
+        connection = _connection(request)
+        connection.answered(connection.waiting)
+        messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
-        worker = asyncio.create_task(self._answer(socket, messages, client))
+        worker = asyncio.create_task(self._answer(socket, connection, messages, client))
         try:
             await socket.send_bytes(openpi.metadata(service.spec, service.metadata))
             async for message in socket:
-                if message.type != WSMsgType.BINARY:
+                if message.type in (WSMsgType.PING, WSMsgType.PONG):
+                    connection.control_frame(len(message.data))
+                    if message.type == WSMsgType.PING:
+                        await socket.pong(message.data)
+                elif message.type != WSMsgType.BINARY:
                     await _fail(socket, "expected a binary frame with a msgpack map, got text")
                     break
-                await messages.put((time.perf_counter(), message.data))
+                elif messages.full():
+                    await _fail(socket, f"at most {PENDING} observations of one connection may wait")
+                    break
+                else:
+                    messages.put_nowait((time.perf_counter(), message.data, connection.whole()))
         except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of openpi left")
         finally:
             worker.cancel()
+            await asyncio.wait([worker])
             self._open.discard(socket)
             service.metrics.connection("openpi", -1)
         return socket
 
     async def _answer(
-        self, socket: web.WebSocketResponse, messages: asyncio.Queue[tuple[float, bytes]], client: str
+        self,
+        socket: web.WebSocketResponse,
+        connection: Connection,
+        messages: asyncio.Queue[tuple[float, bytes, int]],
+        client: str,
     ) -> None:
         """One observation after the other, until the connection ends."""
-        service = self._service
         previous_ms: float | None = None
         while True:
-            arrived, payload = await messages.get()
+            arrived, payload, size = await messages.get()
             try:
-                with service.reading("openpi", client):
-                    message = openpi.read(payload)
-                if message.endpoint == "reset":
-                    service.reset(message.session)
-                    await socket.send_bytes(openpi.reset_answer())
-                    continue
-                decode = partial(openpi.observation, message, service.spec)
-                inference = Inference("openpi", decode, client, message.session, message.deadline_ms, arrived)
-                chunk = await service.infer(inference)
-                server_ms = 1e3 * (time.perf_counter() - arrived)
-                await socket.send_bytes(openpi.answer(chunk, server_ms, previous_ms))
+                await socket.send_bytes(await self._reply(payload, arrived, previous_ms, client))
                 previous_ms = 1e3 * (time.perf_counter() - arrived)
             except SinewError as error:
                 await _fail(socket, f"{error} [{error.code}]")
@@ -267,11 +273,21 @@ class WebServer:
                 logger.exception("an openpi request could not be answered")
                 await _fail(socket, "internal error; the server's log has the details")
                 return
+            finally:
+                connection.answered(size)
 
-
-class _Refusal(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+    async def _reply(self, payload: bytes, arrived: float, previous_ms: float | None, client: str) -> bytes:
+        service = self._service
+        with service.reading("openpi", client):
+            message = openpi.read(payload)
+        if message.endpoint == "reset":
+            service.reset(message.session)
+            return openpi.reset_answer()
+        decode = partial(openpi.observation, message, service.spec)
+        chunk = await service.infer(
+            Inference("openpi", decode, client, message.session, message.deadline_ms, arrived)
+        )
+        return openpi.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
 
 
 async def _fail(socket: web.WebSocketResponse, text: str) -> None:
@@ -282,8 +298,25 @@ async def _fail(socket: web.WebSocketResponse, text: str) -> None:
         await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=reason)
 
 
+def _is_ours(record: logging.LogRecord) -> bool:
+    """aiohttp writes a traceback for every message that is no HTTP; whoever sends those could fill the log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 def _key(request: web.Request) -> str:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() in ("api-key", "bearer"):
         return key.strip()
     return request.headers.get("X-API-Key", "")
+
+
+def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
+    assert runner.server is not None  # after setup
+    made: asyncio.Protocol = runner.server()
+    return made
+
+
+def _connection(request: web.Request) -> Connection:
+    """What the request came through; of a client that has left already, one that counts for nothing."""
+    found = None if request.transport is None else request.transport.get_protocol()
+    return found if isinstance(found, Connection) else Connection.nobody()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -34,9 +35,24 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def publish(partial: Path, folder: Path) -> None:
+    """Give a finished temporary folder its name and the modes of any other; it and its weights were made for
+    their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in partial.iterdir():
+        path.chmod(0o666 & ~mask)
+    partial.chmod(0o777 & ~mask)
+    partial.rename(folder)
+
+
+def cache_folder(bundle: Path) -> Path:
+    return bundle.with_name(f"{bundle.stem}.onnx-{fingerprint(bundle)[:16]}")
+
+
 def cached_graphs(bundle: Path, export: Callable[[Path], object]) -> Path:
     """The folder of graphs for ``bundle``; ``export`` fills it if it is not there."""
-    folder = bundle.with_name(f"{bundle.stem}.onnx-{fingerprint(bundle)[:16]}")
+    folder = cache_folder(bundle)
     if (folder / "graphs.json").exists():
         return folder
     try:
@@ -48,7 +64,7 @@ def cached_graphs(bundle: Path, export: Callable[[Path], object]) -> Path:
     try:
         export(partial)
         shutil.rmtree(folder, ignore_errors=True)  # an interrupted export of another day
-        partial.rename(folder)
+        publish(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

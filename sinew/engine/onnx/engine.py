@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +20,67 @@ import numpy as np
 from sinew import machine
 from sinew.core import CancelledError, ObservationError, SinewError, Timing
 from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
+from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.processing import ModelInputs
 from sinew.solvers import euler
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a policy says of where it runs; the part of ``torch.device`` that needs no torch."""
+
+    type: str
+
+    def __str__(self) -> str:
+        return self.type
 
 
 class OnnxEngine:
     """Not reentrant: one inference at a time.
 
-    providers: ONNX Runtime execution providers in order of preference, by their own names; every one must
-    be offered by the installed onnxruntime. threads: for compute; chosen from the machine if None.
+    providers: ONNX Runtime execution providers in order of preference, by their own names or short ones; every
+    one must be offered by the installed onnxruntime, and load. threads: for compute; chosen from the machine
+    if None.
     """
 
     def __init__(
         self,
         directory: Path | str,
-        providers: Sequence[str] = ("CPUExecutionProvider",),
+        providers: Sequence[str] = (),
         threads: int | None = None,
     ):
-        ort = _runtime()
-        offered = ort.get_available_providers()
-        if missing := [name for name in providers if name not in offered]:
-            raise SinewError(f"provider {', '.join(missing)}: expected some of {', '.join(offered)}")
+        ort = runtime()
+        wanted, self.provider_reason = choose(providers)
         self.directory = Path(directory)
         self.graphs = GraphSet.load(self.directory)
         self.threads = machine.recommended_threads()[0] if threads is None else threads
+        self.device = Device(
+            "cpu" if wanted[0] == CPU else wanted[0].removesuffix("ExecutionProvider").lower()
+        )
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.log_severity_level = 3
+        # One arena for the three stages, which never run at once, that takes no more than it is asked for;
+        # and no plan of a whole run's memory, which another prompt length makes void (docs/engines.md).
+        _share_arena(ort)
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        options.enable_mem_pattern = False
         # Threads that wait shall sleep: other programs want the cores (docs/log.md has the measurement).
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.sessions = {
             stage: ort.InferenceSession(
-                str(self.directory / f"{stage}.onnx"), options, providers=list(providers)
+                str(self.directory / f"{stage}.onnx"), options, providers=list(wanted)
             )
             for stage in STAGES
         }
-        self.providers = self.sessions["step"].get_providers()
+        self.providers = loaded(self.sessions["step"], wanted)
         self.tables = {steps: np.load(table_path(self.directory, steps)) for steps in self.graphs.steps}
         self._value = ort.OrtValue.ortvalue_from_numpy
+
+    @property
+    def recipe(self) -> dict[str, str]:
+        """Components whose matrix products are quantised."""
+        return {name: kind for name, kind in self.graphs.recipe.items() if kind != "fp32"}
 
     @property
     def weights_nbytes(self) -> int:
@@ -130,6 +155,14 @@ class OnnxEngine:
         return velocity
 
 
+@lru_cache(maxsize=1)
+def _share_arena(ort: Any) -> None:
+    """Once per process: the CPU memory of all sessions."""
+    cpu = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    same_as_requested = 1
+    ort.create_and_register_allocator(cpu, ort.OrtArenaCfg(0, same_as_requested, 1 << 20, -1))
+
+
 class _Laps:
     def __init__(self, cancel: threading.Event | None):
         self.cancel, self.start = cancel, time.perf_counter()
@@ -141,11 +174,3 @@ class _Laps:
         if self.cancel is not None and self.cancel.is_set():
             raise CancelledError("the inference was cancelled")
         return elapsed
-
-
-def _runtime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError:
-        raise SinewError("the onnx engine needs onnxruntime: pip install 'sinew[onnx]'") from None
-    return onnxruntime

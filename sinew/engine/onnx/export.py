@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from sinew.core import SinewError
-from sinew.engine.onnx.graphs import GraphSet, table_path
+from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
 from sinew.engine.plan import Plan
 from sinew.engine.plan.stages import stages
 
@@ -108,6 +108,23 @@ def _write(
                 verbose=False,
             )
             assert graph is not None
+            _label(graph.model, path.stem)
             graph.save(str(path), external_data=True)
     finally:
         quiet.setLevel(level)
+
+
+def _label(model: Any, stage: str) -> None:
+    """Tell every node its component, and drop what else is noted there: the exporter's stack traces make
+    half of the file and name folders of this machine."""
+    model.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+        language = stage == "read" and "'model.language" in scopes
+        component = "vision" if stage == "vision" else "language" if language else "head"
+        node.metadata_props.clear()
+        node.metadata_props[COMPONENT] = component
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()

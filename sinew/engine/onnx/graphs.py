@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sinew.core import BundleError
 
 STAGES = ("vision", "read", "step")
-FORMAT = 1
+COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
+COMPONENTS = ("vision", "language", "head")
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSet:
     """``graphs.json``. ``reads`` names what the read stage returns and the step stage takes, in order;
-    ``views`` is the number that the read stage takes; ``steps`` are the step counts with a table."""
+    ``views`` is the number that the read stage takes; ``steps`` are the step counts with a table; ``recipe``
+    the components that are quantised, and ``method`` how."""
 
     architecture: str
     views: int
     reads: tuple[str, ...]
     steps: tuple[int, ...]
     rewrites: tuple[str, ...]
+    recipe: dict[str, str] = field(default_factory=dict)
+    method: str = ""
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:

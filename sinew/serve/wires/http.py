@@ -29,6 +29,7 @@ from sinew.serve.listen import reachable
 from sinew.serve.wires import keys
 from sinew.serve.wires.arrays import from_base64, from_json_numpy, pack, to_json_numpy, unpack
 from sinew.serve.wires.frames import PixelBudget, compressed_frame
+from sinew.serve.wires.msgpack_view import MAX_VALUES
 from sinew.serve.wires.openpi import number, options
 
 NAME = "http"
@@ -117,13 +118,13 @@ def read_act(body: bytes) -> Act:
         tree = _json(tree["encoded"].encode())
     if not isinstance(tree, dict):
         raise RequestError(f"expected an object, got {type(tree).__name__}")
-    return Act(_arrays(tree), "full_image" not in tree, encoded)
+    return Act(tree, "full_image" not in tree, encoded)
 
 
 def act_observation(act: Act, spec: PolicySpec) -> Observation:
     """Cameras by the bundle's key map for the wire "openvla"; without one the full image goes to the policy's first
     camera and the wrist images, in the order of the message, to the others. Raises ObservationError."""
-    flat = keys.flatten(act.content)
+    flat = keys.flatten(_arrays(act.content))
     if not keys.key_maps(spec, "openvla"):
         names = ["image" if act.single else "full_image", *(key for key in flat if "wrist" in key)]
         cameras = [camera.name for camera in spec.cameras]
@@ -176,6 +177,9 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
 
 
 def _json(body: bytes) -> Any:
+    """Values are counted before they are made: sixty megabytes of empty objects are gigabytes of them."""
+    if sum(body.count(mark) for mark in b",[{") > MAX_VALUES:
+        raise RequestError(f"JSON: expected at most {MAX_VALUES} values; frames go as base64 text")
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,0 +1,115 @@
+"""What a busy neighbour does to latency: a process that never sleeps, on one of this process's cores.
+
+python benchmarks/busy_neighbour.py BUNDLE [--engine eager --engine onnx] [--runs 20] [--threads 2] [--spin]
+
+Per engine, in a process of its own: --runs inferences without and with the hog. Percentiles are observed
+values, rounded up in rank. --spin lets waiting threads spin, as the libraries do by themselves. JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sinew import machine
+
+# Ends with the process that started it, however that ends.
+HOG = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+parent = os.getppid()
+print(flush=True)
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
+
+
+def one_engine(bundle: Path, engine: str, runs: int, threads: int, spin: bool) -> dict[str, object]:
+    if not spin:
+        machine.limit_spinning()  # before torch
+    elif engine == "onnx":
+        _let_onnxruntime_spin()
+    from sinew.cli.bench import PROMPT, make_observation, summarize
+    from sinew.policy import load
+
+    policy = load(bundle, engine=engine, threads=threads)
+    observation = make_observation(policy.spec, None, PROMPT, None)
+
+    def sample() -> dict[str, float]:
+        totals = []
+        for seed in range(runs):
+            begin = time.perf_counter()
+            policy.infer({**observation, "seed": seed})
+            totals.append(1e3 * (time.perf_counter() - begin))
+        return summarize(totals)
+
+    for seed in range(2):
+        policy.infer({**observation, "seed": seed})
+    load_before = os.getloadavg()[0]
+    quiet = sample()
+    core = max(os.sched_getaffinity(0))
+    hog = subprocess.Popen([sys.executable, "-c", HOG, str(core)], stdout=subprocess.PIPE)
+    try:
+        assert hog.stdout is not None
+        hog.stdout.readline()
+        policy.infer({**observation, "seed": 0})
+        busy = sample()
+    finally:
+        hog.kill()
+        hog.wait()
+    return {
+        "bundle": bundle.name,
+        "engine": engine,
+        "spin": spin,
+        "threads": threads,
+        "runs": runs,
+        "quiet_ms": quiet,
+        "busy_ms": busy,
+        "busy_p99_over_quiet_p50": round(busy["p99"] / quiet["p50"], 3),
+        "load_average_before": load_before,
+        "hardware": machine.cpu_model(),
+    }
+
+
+def _let_onnxruntime_spin() -> None:
+    """Sessions as ONNX Runtime makes them by default."""
+    import onnxruntime
+
+    class Options(onnxruntime.SessionOptions):
+        def add_session_config_entry(self, key: str, value: str) -> None:
+            super().add_session_config_entry(key, "1" if key.endswith("allow_spinning") else value)
+
+    onnxruntime.SessionOptions = Options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--engine", action="append", choices=["eager", "plan", "onnx"])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--spin", action="store_true")
+    arguments = parser.parse_args()
+    engines = arguments.engine or ["eager", "onnx"]
+    if len(engines) > 1:
+        flags = ["--runs", str(arguments.runs), "--threads", str(arguments.threads)]
+        flags += ["--spin"] * arguments.spin
+        for engine in engines:
+            command = [sys.executable, __file__, str(arguments.bundle), "--engine", engine, *flags]
+            subprocess.run(command, check=True)
+        return
+    print(
+        json.dumps(
+            one_engine(arguments.bundle, engines[0], arguments.runs, arguments.threads, arguments.spin)
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

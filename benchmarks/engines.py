@@ -1,0 +1,137 @@
+"""Engines side by side, in paired runs of one process: eager, plan, ONNX Runtime in float32 and in int8.
+
+python benchmarks/engines.py BUNDLE QUANTISED [--pairs 7] [--threads 2]
+
+Every round runs each engine once, in an order that turns from round to round; ratios are taken within a round,
+so that a neighbour who slows a round slows both sides. GFLOP/s are against sgemm of this process, the better
+of numpy's and torch's at 2048^3. QUANTISED is what `sinew quantize` made of BUNDLE. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from sinew import machine
+
+machine.limit_spinning()  # before torch
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from sinew.cli.bench import PROMPT, make_observation  # noqa: E402
+from sinew.core import Observation  # noqa: E402
+from sinew.engine.plan.cost import Shapes  # noqa: E402
+from sinew.perf.calibration import work  # noqa: E402
+from sinew.perf.program import Program, of_engine  # noqa: E402
+from sinew.policy import Policy, load  # noqa: E402
+
+SIDE = 2048
+STAGES = ("vision", "prefix", "solver", "total")
+NAMES = {"vision": "vision", "language": "prefix", "action": "solver"}  # of a trace -> of a timing
+
+
+def sgemm_gflops(threads: int) -> dict[str, float]:
+    """The better of two libraries, best of five."""
+    torch.set_num_threads(threads)
+    a = torch.randn(SIDE, SIDE)
+    b = a.numpy()
+    found = {}
+    for name, call in (("torch", lambda: a @ a), ("numpy", lambda: b @ b)):
+        call()
+        seconds = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+        found[name] = 2e-9 * SIDE**3 / min(seconds)
+    return found
+
+
+def gflop(policy: Policy, tokens: int) -> dict[str, float]:
+    """Per stage of one inference."""
+    image, spec = policy.manifest.processing.image, policy.spec
+    shapes = Shapes(len(spec.cameras), image.height, image.width, tokens, spec.solver_steps)
+    if policy.engine_name == "onnx":
+        program = Program.load(policy.bundle.path, dtypes="float32", engine="plan")
+        program = program.at(prompt_tokens=tokens)
+    else:
+        program = of_engine(policy.engine, shapes, spec.name)
+    parts = program.components("fused")
+    return {NAMES[p.name]: 1e-9 * p.repeats * sum(r.count * r.flops for r in work(p)) for p in parts}
+
+
+def once(policy: Policy, observation: dict[str, Any], seed: int) -> dict[str, float]:
+    timing = policy.infer({**observation, "seed": seed}).timing
+    return {
+        "vision": timing.vision_ms,
+        "prefix": timing.prefix_ms,
+        "solver": timing.solver_ms,
+        "total": timing.total_ms,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("quantised", type=Path)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    peaks = sgemm_gflops(arguments.threads)
+    peak = max(peaks.values())
+    sources = {
+        "eager": (arguments.bundle, "eager"),
+        "plan": (arguments.bundle, "plan"),
+        "onnx fp32": (arguments.bundle, "onnx"),
+        "onnx int8": (arguments.quantised, "onnx"),
+    }
+    policies = {
+        name: load(path, dtype="float32", engine=engine, threads=arguments.threads)
+        for name, (path, engine) in sources.items()
+    }
+    observation = make_observation(policies["eager"].spec, None, PROMPT, None)
+    tokens = len(policies["eager"].processor.inputs(Observation.from_mapping(observation)).tokens)
+    for policy in policies.values():
+        once(policy, observation, 0)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
+    order = list(policies)
+    for pair in range(arguments.pairs):
+        for name in order[pair % len(order) :] + order[: pair % len(order)]:
+            samples[name].append(once(policies[name], observation, pair))
+    rows = {}
+    for name, policy in policies.items():
+        work_of = gflop(policy, tokens)
+        median = {stage: statistics.median(s[stage] for s in samples[name]) for stage in STAGES}
+        ratios = [e["total"] / s["total"] for e, s in zip(samples["eager"], samples[name], strict=True)]
+        rows[name] = {
+            "ms": {stage: round(value, 1) for stage, value in median.items()},
+            "speed_up": round(statistics.median(ratios), 3),
+            "speed_up_range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "gflops": {stage: round(1e3 * work_of[stage] / median[stage], 1) for stage in work_of},
+            "of_sgemm": {stage: round(1e3 * work_of[stage] / median[stage] / peak, 3) for stage in work_of},
+            "totals_ms": [round(s["total"], 1) for s in samples[name]],
+        }
+        print(f"{name:10} {rows[name]['ms']} x{rows[name]['speed_up']} {rows[name]['of_sgemm']}")
+    wanted, got = (policies[n].infer({**observation, "seed": 0}).actions for n in ("eager", "onnx fp32"))
+    result = {
+        "hardware": machine.cpu_model(),
+        "threads": arguments.threads,
+        "pairs": arguments.pairs,
+        "prompt_tokens": tokens,
+        "load_average": [load_before, os.getloadavg()[0]],
+        "sgemm_gflops": {name: round(value, 1) for name, value in peaks.items()},
+        "onnx_fp32_max_abs_of_scale": float(np.abs(got - wanted).max() / np.abs(wanted).max()),
+        "engines": rows,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

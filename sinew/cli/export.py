@@ -1,0 +1,56 @@
+"""``sinew export``: a bundle as a folder for machines without torch."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+
+
+def export(bundle: Path, /, *, onnx: Path) -> int:
+    """Write a folder that runs without torch: graphs for ONNX Runtime, and the bundle's recipes and tokenizer.
+
+    `sinew.load`, `sinew serve`, `sinew infer` and `sinew bench` take the folder in place of a bundle.
+
+    Args:
+        bundle: the bundle file; one from `sinew quantize` gives quantised graphs.
+        onnx: the folder to write; it must not be there.
+    """
+    from sinew.bundle import Bundle
+    from sinew.engine.onnx.cache import publish
+
+    opened = Bundle(bundle)
+    if onnx.exists():
+        raise SinewError(f"--onnx {onnx}: expected a new folder, got one that is there")
+    onnx.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{onnx.name}.", dir=onnx.parent))
+    try:
+        write_folder(opened, partial)
+        publish(partial, onnx)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    size = sum(path.stat().st_size for path in onnx.iterdir())
+    print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
+    return 0
+
+
+def write_folder(bundle: Bundle, folder: Path) -> None:
+    """Graphs, and the bundle's header as a GGUF file without tensors."""
+    from sinew.bundle import write_bundle
+    from sinew.engine.onnx.cache import cache_folder
+    from sinew.engine.onnx.opening import write_graphs
+    from sinew.policy import EXPORTED
+
+    cached = cache_folder(bundle.path)
+    if (cached / "graphs.json").exists():
+        shutil.copytree(cached, folder, dirs_exist_ok=True)
+    else:
+        write_graphs(bundle, folder)
+    write_bundle(folder / EXPORTED, lambda: bundle.manifest, ())

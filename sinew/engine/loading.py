@@ -1,0 +1,67 @@
+"""From a bundle's tensors to a model, and to the engines that run it under PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sinew.bundle import Bundle
+from sinew.bundle.schema import from_builtins
+from sinew.core import BundleError, SinewError
+from sinew.engine.eager import EagerEngine
+from sinew.engine.plan import Plan
+from sinew.engine.planned import ON_CPU, PlannedEngine
+from sinew.models import build_on_meta, misfit, model_class
+from sinew.models.base import FlowModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_engine(
+    bundle: Bundle, name: str, device: str, dtype: str, threads: int | None = None
+) -> EagerEngine:
+    """``name``: "eager" or "plan". ``threads``: of the whole process, for PyTorch has one pool; None leaves it."""
+    where = parse_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model = load_model(bundle, where, dtype)
+    if name == "eager":
+        engine = EagerEngine(model, where)
+    else:
+        rewrites = ON_CPU if where.type == "cpu" else None
+        engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
+    bundle.release(engine.model.parameters())
+    return engine
+
+
+def parse_device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise SinewError(f"device {text!r} is not a torch device such as cpu or cuda:0") from None
+
+
+def load_model(bundle: Bundle, device: torch.device, dtype: str) -> FlowModel:
+    """The bundle's architecture with its weights; parameters are views of the memory map where they can be."""
+    manifest = bundle.manifest
+    cls = model_class(manifest.architecture)
+    config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
+    model = build_on_meta(manifest.architecture, config)
+    if problems := misfit(model, {name: info.shape for name, info in bundle.infos.items()}):
+        raise BundleError(f"{bundle.path}: {problems}")
+    if (
+        model.noise_shape != manifest.spec.noise_shape
+        or model.state_size != manifest.processing.padded_state_dim
+    ):
+        raise BundleError(
+            f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
+        )
+
+    state = {}
+    for name, tensor in bundle.tensors("meta" if device.type == "meta" else "cpu").items():
+        keep_wide = name.split(".")[0] in cls.float32_modules and dtype != "native"
+        target = tensor.dtype if dtype == "native" else torch.float32 if keep_wide else DTYPES[dtype]
+        state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
+    model.load_state_dict(state, strict=True, assign=True)
+    return model

@@ -1,0 +1,73 @@
+"""From a bundle to the ONNX Runtime engine. Needs torch only where the graphs are not there yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from sinew.bundle import Bundle
+from sinew.core import BundleError, SinewError
+from sinew.engine.onnx.cache import cached_graphs
+from sinew.engine.onnx.engine import OnnxEngine
+
+log = logging.getLogger(__name__)
+
+
+def open_onnx(
+    bundle: Bundle,
+    device: str = "cpu",
+    dtype: str = "float32",
+    graphs: Path | None = None,
+    threads: int | None = None,
+    providers: Sequence[str] = (),
+) -> OnnxEngine:
+    """``graphs``: a folder that was exported before; None for the one beside the bundle, made on first use."""
+    if device != "cpu" or dtype != "float32":
+        raise SinewError(
+            f"engine 'onnx' runs float32 on cpu, not {dtype} on {device};"
+            " other hardware is chosen with a provider, less precision with `sinew quantize`"
+        )
+    engine = OnnxEngine(graphs or graphs_of(bundle), providers, threads)
+    if engine.graphs.architecture != bundle.manifest.architecture:
+        raise BundleError(
+            f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
+            f" got {engine.graphs.architecture}"
+        )
+    return engine
+
+
+def graphs_of(bundle: Bundle) -> Path:
+    """The folder of graphs beside the bundle, quantised as the bundle says; exported if it is not there."""
+    return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder))
+
+
+def write_graphs(bundle: Bundle, folder: Path) -> None:
+    """Export the bundle's model to ``folder``, quantised as the bundle says."""
+    try:
+        from sinew.engine.loading import load_model, parse_device
+        from sinew.engine.onnx.export import export_graphs
+        from sinew.engine.plan import Plan
+    except ImportError as error:
+        raise SinewError(
+            f"{bundle.path}: the graphs are not exported yet, which needs {error.name};"
+            " run `sinew export BUNDLE --onnx DIR` where it is installed, and load DIR"
+        ) from None
+    manifest = bundle.manifest
+    image, steps = manifest.processing.image, manifest.spec.solver_steps
+    log.info("exporting %s to %s; this takes a minute, once", bundle.path, folder)
+    model = load_model(bundle, parse_device("cpu"), "float32")
+    export_graphs(
+        Plan.of(model, steps),
+        folder,
+        architecture=manifest.architecture,
+        views=len(manifest.spec.cameras),
+        height=image.height,
+        width=image.width,
+        steps=(steps,),
+    )
+    bundle.release(())
+    if manifest.quantization is not None:
+        from sinew.engine.onnx.quantize import quantize_graphs
+
+        quantize_graphs(folder, folder, manifest.quantization.recipe, manifest.quantization.bits)

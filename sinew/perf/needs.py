@@ -1,0 +1,83 @@
+"""The inverse question: which machine, at which precision, with how many solver steps, reaches a rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sinew.perf.hardware import Hardware
+from sinew.perf.memory import memory_report
+from sinew.perf.operators import Component
+from sinew.perf.program import Program
+from sinew.perf.roofline import timing
+
+# Vision and language in each; the action expert, whose steps add up errors, stays in bfloat16.
+PRECISIONS = {
+    "bfloat16": "bfloat16",
+    "float8 vision and language": "float8/float8/bfloat16",
+    "int4 vision and language": "int4//bfloat16",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """steps: the most solver steps, of those asked for, with which the rate is still reached; hz: with them."""
+
+    machine: str
+    title: str
+    precision: str
+    steps: int
+    hz: float
+
+
+def reach(
+    parts: Sequence[Component], machine: Hardware, rate_hz: float, efficiency: float
+) -> tuple[int, float] | None:
+    """(steps, rate) of any components of which the last is one solver step, repeated. None where no step fits.
+
+    efficiency: the share of the roofline that software reaches.
+    """
+    *before, action = (timing(part, machine).seconds for part in parts)
+    most = parts[-1].repeats
+    steps = min(most, int((efficiency / rate_hz - sum(before)) / (action / most) + 1e-9))
+    if steps < 1:
+        return None
+    return steps, efficiency / (sum(before) + action * steps / most)
+
+
+def needs(
+    source: str,
+    machines: Mapping[str, Hardware],
+    rate_hz: float,
+    efficiency: float,
+    *,
+    cameras: int | None = None,
+    prompt_tokens: int | None = None,
+    chunk: int | None = None,
+    steps: int | None = None,
+) -> list[Reached]:
+    """By machine and precision, what reaches the rate and fits the memory that the system leaves.
+
+    Machines without a half-precision rate are left out, and those without an FP8 rate for FP8.
+    """
+    found = []
+    for name, narrow in PRECISIONS.items():
+        program = Program.load(
+            source,
+            cameras=cameras,
+            prompt_tokens=prompt_tokens,
+            chunk=chunk,
+            steps=steps,
+            dtypes={"vision": narrow, "language": narrow, "action": "bfloat16"},
+            engine="plan",
+        )
+        parts, total = program.components(), memory_report(program, "cuda").total
+        for machine in machines.values():
+            narrowest = narrow.split("/")[0]
+            if "bfloat16" not in machine.peak or (narrowest == "float8" and narrowest not in machine.peak):
+                continue
+            if total / 2**30 > machine.memory_gib - machine.system_gib:
+                continue
+            if (reached := reach(parts, machine, rate_hz, efficiency)) is not None:
+                found.append(Reached(machine.name, machine.title, name, *reached))
+    return sorted(found, key=lambda row: (row.title, row.precision))

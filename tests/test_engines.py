@@ -1,0 +1,207 @@
+"""The engines behind one facade: chosen by name, and ONNX Runtime in processes that cannot import torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sinew_client import Client
+
+from sinew.bundle import Bundle
+from sinew.cli import main
+from sinew.core import BundleError, SinewError
+from sinew.engine.onnx import providers
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.policy import load
+from tests.golden import Golden, assert_parity
+
+CASE = "smolvla-2cam"
+# Run `sinew ARGUMENTS` where torch cannot be imported.
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from sinew.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+STATE = "-0.1,0.2,0,0,0,1"
+
+
+@pytest.fixture(scope="module")
+def bundle(smolvla_bundle, tmp_path_factory) -> Path:
+    """A bundle with its graphs beside it."""
+    path = tmp_path_factory.mktemp("bundle") / "policy.gguf"
+    shutil.copyfile(smolvla_bundle(CASE), path)
+    load(path, engine="onnx")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(bundle, tmp_path_factory) -> Path:
+    """What ``sinew export`` makes of it."""
+    out = tmp_path_factory.mktemp("exported") / "robot"
+    assert main(["export", str(bundle), "--onnx", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def g(golden) -> Golden:
+    return Golden(golden / CASE)
+
+
+def run_without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("engine", ["eager", "plan", "onnx"])
+def test_engines_by_name(bundle, g, engine):
+    policy = load(bundle, engine=engine, threads=1)
+    assert (policy.engine_name, policy.threads, str(policy.device)) == (engine, 1, "cpu")
+    assert policy.recipe == {}
+    assert_parity(policy.infer(g.observation()).actions, g.numpy("actions")[0])
+
+
+def test_wrong_names_are_refused(bundle, folder):
+    with pytest.raises(SinewError, match="engine 'fast' is not one of eager, plan, onnx"):
+        load(bundle, engine="fast")
+    with pytest.raises(SinewError, match="provider cuda: expected engine onnx, got eager"):
+        load(bundle, providers=["cuda"])
+    with pytest.raises(
+        SinewError, match="engine 'plan': .* holds graphs and no weights; expected engine onnx"
+    ):
+        load(folder, engine="plan")
+    with pytest.raises(SinewError, match="runs float32 on cpu, not float32 on cuda:0"):
+        load(bundle, device="cuda:0", dtype="float32", engine="onnx")
+    with pytest.raises(BundleError, match="No such file"):
+        load(folder.parent)
+
+
+def test_an_exported_folder_runs_by_itself(bundle, folder, g, tmp_path):
+    """Also after a move, and with nothing of the bundle left."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    policy = load(moved)
+    assert policy.engine_name == "onnx"
+    assert policy.engine.directory == moved
+    wanted = load(bundle, engine="onnx").infer(g.observation()).actions
+    assert np.array_equal(policy.infer(g.observation()).actions, wanted)
+    head = Bundle(moved / "policy.gguf")
+    assert not head.infos
+    assert head.manifest == Bundle(bundle).manifest
+    assert head.path.stat().st_size < bundle.stat().st_size / 10
+    assert not any(str(Path.cwd()).encode() in path.read_bytes() for path in moved.iterdir())
+    assert oct(moved.stat().st_mode & 0o777) == oct(
+        tmp_path.joinpath("new").mkdir() or (tmp_path / "new").stat().st_mode & 0o777
+    )
+
+
+def test_export_does_not_overwrite(bundle, folder, capsys):
+    assert main(["export", str(bundle), "--onnx", str(folder)]) == 1
+    assert "expected a new folder" in capsys.readouterr().err.replace("\n", " ")
+    assert not list(folder.parent.glob("robot.*"))
+
+
+def test_graphs_of_another_architecture_are_refused(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    record = json.loads((other / "graphs.json").read_text())
+    (other / "graphs.json").write_text(json.dumps(record | {"architecture": "pi0"}))
+    with pytest.raises(BundleError, match="expected graphs of smolvla, got pi0"):
+        load(other)
+
+
+# ----------------------------------------------------------------------------- without torch
+
+
+@pytest.mark.parametrize("what", ["bundle", "folder"])
+def test_infer_without_torch(what, bundle, folder, tmp_path):
+    frames, flags = {}, []
+    rng = np.random.default_rng(1)
+    for camera in ("camera1", "camera2"):
+        frames[camera] = rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        Image.fromarray(frames[camera]).save(tmp_path / f"{camera}.png")
+        flags += ["--image", f"{camera}={tmp_path / camera}.png"]
+    flags += ["--state", STATE, "--prompt", "pick up the cube", "--seed", 7, "--json", "--engine", "onnx"]
+    done = run_without_torch("infer", bundle if what == "bundle" else folder, *flags)
+    assert done.returncode == 0, done.stderr
+    state = np.array(STATE.split(","), np.float32)
+    request = {"images": frames, "state": state, "prompt": "pick up the cube", "seed": 7}
+    wanted = load(bundle, engine="onnx").infer(request).actions
+    assert np.array_equal(np.array(json.loads(done.stdout)["actions"], np.float32), wanted)
+
+
+def test_serve_without_torch(folder, g):
+    """A real server, a real client, the same actions as the engine in this process."""
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_TORCH,
+        "serve",
+        str(folder),
+        "--wire",
+        "native:0",
+        "--threads",
+        "1",
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        first = server.stdout.readline()
+        assert first.startswith("ready on tcp://"), (
+            server.stderr.read() if server.poll() is not None else first
+        )
+        with Client(first.split()[2], timeout=60) as client:
+            about = client.metadata()["server"]
+            got = client.infer(g.observation()).actions
+        assert (about["engine"], about["threads"], about["dtype"]) == ("onnx", 1, "float32")
+        assert np.array_equal(got, load(folder, threads=1).infer(g.observation()).actions)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_bench_without_torch(folder):
+    done = run_without_torch("bench", folder, "--runs", 2, "--threads", 1)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["policy"]["engine"], result["threads"]) == ("onnx", 1)
+    assert "onnxruntime" in result["software"]
+    assert "torch" not in result["software"]
+
+
+def test_what_needs_torch_says_so(smolvla_bundle, tmp_path):
+    """No graphs yet: an error in one line that names the way out."""
+    path = tmp_path / "fresh.gguf"
+    shutil.copyfile(smolvla_bundle(CASE), path)
+    done = run_without_torch("serve", path, "--engine", "onnx", "--wire", "native:0")
+    assert done.returncode == 1
+    assert "sinew export" in done.stderr.splitlines()[-1]
+    assert not [entry for entry in tmp_path.iterdir() if entry.is_dir()]
+
+
+# ----------------------------------------------------------------------------- providers
+
+
+def test_providers_by_short_and_long_name(folder):
+    assert providers.choose(())[0] == (providers.CPU,)
+    engine = OnnxEngine(folder, ["CPU"], threads=1)
+    assert engine.providers == [providers.CPU]
+    assert engine.provider_reason == "asked for"
+    with pytest.raises(
+        SinewError, match="provider CUDAExecutionProvider: expected some of .*CPUExecutionProvider"
+    ):
+        OnnxEngine(folder, ["cuda"])
+
+
+def test_a_provider_that_does_not_load_is_an_error():
+    class Session:
+        def get_providers(self):
+            return [providers.CPU]
+
+    with pytest.raises(SinewError, match="provider CUDAExecutionProvider: offered, but it does not load"):
+        providers.loaded(Session(), ["CUDAExecutionProvider", providers.CPU])

@@ -1,0 +1,220 @@
+"""Selective int8: what is replaced, how far the chunk moves, what the bundle says, and that the engine does it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from sinew.bundle import Bundle
+from sinew.bundle.schema import Manifest
+from sinew.cli import main
+from sinew.core import BundleError, SinewError
+from sinew.engine.onnx import quantize
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
+from sinew.policy import load
+from tests.golden import Golden
+
+DATA = Path(__file__).resolve().parents[1] / "sinew" / "assets"
+CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+ALL = {"vision": "int8", "language": "int8", "head": "int8"}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, smolvla_bundle, pi_bundle, tmp_path_factory):
+    """Policy with its float32 graphs, and the fixture."""
+    name, path = request.param, tmp_path_factory.mktemp("bundle") / "policy.gguf"
+    shutil.copyfile((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), path)
+    return load(path, engine="onnx", threads=1), Golden(golden / name)
+
+
+def chunk(engine: OnnxEngine, policy, g) -> np.ndarray:
+    observation = replace(policy.dummy_observation(), **g.observation())
+    return engine.run(policy.processor.inputs(observation), g.numpy("noise")[0], 10)[0]
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def products(path: Path) -> tuple[int, int]:
+    """Constant matrix products of a graph: in float32, in int8."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    wide = sum(n.op_type == "MatMul" and n.input[1] in constants for n in graph.node)
+    return wide, sum(n.op_type == "MatMulInteger" for n in graph.node)
+
+
+@pytest.mark.parametrize("component", ["vision", "language", "head"])
+def test_one_component_alone(case, component, tmp_path):
+    """Only its products change, and the chunk moves a little: not at all would mean that nothing happened."""
+    policy, g = case
+    source = policy.engine.directory
+    quantize_graphs(source, tmp_path, parse_recipe(f"{component}=int8"), 7)
+    changed = {stage for stage in ("vision", "read", "step") if products(tmp_path / f"{stage}.onnx")[1]}
+    for stage in ("vision", "read", "step"):
+        wide, narrow = products(tmp_path / f"{stage}.onnx")
+        assert wide + narrow == products(source / f"{stage}.onnx")[0]
+    expected = {"vision": {"vision"}, "language": {"read"}, "head": {"step"}}[component]
+    if component == "head" and policy.spec.architecture != "pi05":
+        expected = {"step", "read"}  # keys and values that the head projects from the prefix
+    assert changed == expected
+    engine = OnnxEngine(tmp_path, threads=1)
+    assert engine.recipe == {component: "int8"}
+    moved = distance(chunk(engine, policy, g), chunk(policy.engine, policy, g))
+    assert 1e-6 < moved < 0.1
+
+
+def test_all_components_and_no_component(case, tmp_path):
+    policy, g = case
+    wanted = chunk(policy.engine, policy, g)
+    quantize_graphs(policy.engine.directory, tmp_path / "none", parse_recipe("head=fp32"), 8)
+    assert np.array_equal(chunk(OnnxEngine(tmp_path / "none", threads=1), policy, g), wanted)
+    quantize_graphs(policy.engine.directory, tmp_path / "all", ALL, 7)
+    assert all(products(tmp_path / "all" / f"{stage}.onnx")[0] == 0 for stage in ("vision", "read", "step"))
+    assert distance(chunk(OnnxEngine(tmp_path / "all", threads=1), policy, g), wanted) < 0.1
+    with pytest.raises(SinewError, match="expected graphs in float32, got"):
+        quantize_graphs(tmp_path / "all", tmp_path / "again", ALL, 7)
+
+
+def test_a_lost_scale_is_seen(case, tmp_path, monkeypatch):
+    """The bounds above notice one output channel of every product that is off by a factor of four."""
+    policy, g = case
+
+    def wrong(weights, bits):
+        values, scales = round_weights(weights, bits)
+        scales[0] *= 4
+        return values, scales
+
+    monkeypatch.setattr(quantize, "round_weights", wrong)
+    quantize_graphs(policy.engine.directory, tmp_path, ALL, 7)
+    assert distance(chunk(OnnxEngine(tmp_path, threads=1), policy, g), chunk(policy.engine, policy, g)) > 0.1
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_rounding_of_weights(bits):
+    rng = np.random.default_rng(bits)
+    weights = (rng.standard_normal((33, 5)) * np.array([1e-4, 1, 30, 0, 1e4])).astype(np.float32)
+    values, scales = round_weights(weights, bits)
+    assert values.dtype == np.int8
+    assert np.abs(values.astype(int)).max() == 2 ** (bits - 1) - 1
+    assert (np.abs(values * scales - weights) <= scales / 2 * 1.0001).all()
+    assert not values[:, 3].any()
+    assert np.isfinite(scales).all()
+
+
+def test_bits_follow_the_instruction_set(monkeypatch):
+    for flags, bits in (
+        ({"avx2"}, 7),
+        ({"avx2", "avx512_vnni"}, 8),
+        ({"avx2", "avx_vnni"}, 8),
+        ({"asimddp"}, 8),
+    ):
+        monkeypatch.setattr(quantize.machine, "cpu_flags", lambda flags=flags: frozenset(flags))
+        assert quantize.weight_bits()[0] == bits
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("visoin=int8", "expected a component of vision, language, head, got 'visoin'"),
+        ("vision=int4", "vision: expected int8 or fp32, got 'int4'"),
+        ("vision", "vision: expected int8 or fp32, got ''"),
+    ],
+)
+def test_wrong_recipes(text, message):
+    with pytest.raises(SinewError, match=message):
+        parse_recipe(text)
+
+
+# ----------------------------------------------------------------------------- the verb and the bundle
+
+
+@pytest.fixture(scope="module")
+def quantised(smolvla_bundle, tmp_path_factory) -> tuple[Path, Path]:
+    """A bundle and what ``sinew quantize`` makes of it."""
+    folder = tmp_path_factory.mktemp("verb")
+    source, out = folder / "policy.gguf", folder / "int8.gguf"
+    shutil.copyfile(smolvla_bundle("smolvla-2cam"), source)
+    assert main(["quantize", str(source), "--out", str(out), "--observations", "3"]) == 0
+    return source, out
+
+
+def test_the_bundle_carries_recipe_and_error(quantised, capsys):
+    source, out = (Bundle(path) for path in quantised)
+    record = out.manifest.quantization
+    assert record.recipe == {"vision": "int8", "language": "int8", "head": "fp32"}
+    assert 0 < record.error <= record.error_max < 0.05
+    assert (record.observations, record.source) == (3, "random frames")
+    assert record.engine.startswith("onnxruntime ")
+    assert replace(out.manifest, quantization=None) == source.manifest
+    for name, info in source.infos.items():
+        assert bytes(out.tensor(name).view(-1).numpy().tobytes()) == source.tensor(name).numpy().tobytes(), (
+            info
+        )
+    assert main(["inspect", str(out.path)]) == 0
+    assert "vision int8" in capsys.readouterr().out
+
+
+def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
+    """From the cache, from a fresh export, and from an exported folder: the same actions, not those of float32."""
+    source, out = quantised
+    g = Golden(golden / "smolvla-2cam")
+    policy = load(out, engine="onnx", threads=1)
+    assert policy.recipe == {"vision": "int8", "language": "int8"}
+    actions = policy.infer(g.observation()).actions
+    wide = load(source, engine="onnx", threads=1).infer(g.observation()).actions
+    assert 1e-6 < distance(actions, wide) < 0.05
+    fresh = tmp_path / "fresh.gguf"
+    shutil.copyfile(out, fresh)
+    assert np.array_equal(load(fresh, engine="onnx", threads=1).infer(g.observation()).actions, actions)
+    assert main(["export", str(out), "--onnx", str(tmp_path / "robot")]) == 0
+    assert np.array_equal(load(tmp_path / "robot", threads=1).infer(g.observation()).actions, actions)
+    assert np.array_equal(
+        load(out, engine="eager").infer(g.observation()).actions,
+        load(source, engine="eager").infer(g.observation()).actions,
+    )
+
+
+def test_what_quantize_refuses(quantised, tmp_path, capsys):
+    source, out = quantised
+    for arguments, words in (
+        ([out, "--out", tmp_path / "x.gguf"], "without a recipe"),
+        ([source, "--out", source], "expected another file"),
+        ([source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"], "expected int8 or fp32"),
+    ):
+        assert main(["quantize", *map(str, arguments)]) == 1
+        assert words in capsys.readouterr().err.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_record_of_a_bundle_is_checked(quantised):
+    metadata = Bundle(quantised[1]).file.metadata
+    assert (
+        Manifest.from_metadata({k: v for k, v in metadata.items() if k != "sinew.quantization"}).quantization
+        is None
+    )
+    record = json.loads(metadata["sinew.quantization"])
+    for change, words in (
+        ({"recipe": {"vision": "int3"}}, "int3"),
+        ({"bits": 9}, "bits"),
+        ({"speed": 1}, "unknown field 'speed'"),
+    ):
+        text = json.dumps(record | change)
+        with pytest.raises(BundleError, match=f"sinew.quantization.*{words}"):
+            Manifest.from_metadata({**metadata, "sinew.quantization": text})
+
+
+def test_error_over_episodes_of_an_embedded_task(tmp_path):
+    pytest.importorskip("mujoco")
+    shutil.copyfile(DATA / "pen.gguf", tmp_path / "pen.gguf")
+    out = tmp_path / "int8.gguf"
+    assert main(["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), "--observations", "4"]) == 0
+    record = Bundle(out).manifest.quantization
+    assert (record.observations, record.source) == (4, "episodes of sinew/Pen-v0")
