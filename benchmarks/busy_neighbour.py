@@ -1,6 +1,6 @@
 """What a busy neighbour does to latency: a process that never sleeps, on one of this process's cores.
 
-python benchmarks/busy_neighbour.py BUNDLE [--engine eager --engine onnx] [--runs 20] [--threads 2] [--spin]
+python benchmarks/busy_neighbour.py BUNDLE [--engine eager --engine onnx] [--runs 20] [--threads N] [--spin]
 
 Per engine, in a process of its own: --runs inferences without and with the hog. Percentiles are observed
 values, rounded up in rank. --spin lets waiting threads spin, as the libraries do by themselves. JSON lines.
@@ -30,7 +30,7 @@ while os.getppid() == parent:
 """
 
 
-def one_engine(bundle: Path, engine: str, runs: int, threads: int, spin: bool) -> dict[str, object]:
+def one_engine(bundle: Path, engine: str, runs: int, threads: int | None, spin: bool) -> dict[str, object]:
     if not spin:
         machine.limit_spinning()  # before torch
     elif engine == "onnx":
@@ -49,8 +49,7 @@ def one_engine(bundle: Path, engine: str, runs: int, threads: int, spin: bool) -
             totals.append(1e3 * (time.perf_counter() - begin))
         return summarize(totals)
 
-    for seed in range(2):
-        policy.infer({**observation, "seed": seed})
+    policy.warm_up()
     load_before = os.getloadavg()[0]
     quiet = sample()
     core = max(os.sched_getaffinity(0))
@@ -67,7 +66,7 @@ def one_engine(bundle: Path, engine: str, runs: int, threads: int, spin: bool) -
         "bundle": bundle.name,
         "engine": engine,
         "spin": spin,
-        "threads": threads,
+        "threads": policy.threads,
         "runs": runs,
         "quiet_ms": quiet,
         "busy_ms": busy,
@@ -93,13 +92,13 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", action="append", choices=["eager", "plan", "onnx"])
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, help="the runtime's own choice if absent")
     parser.add_argument("--spin", action="store_true")
     arguments = parser.parse_args()
     engines = arguments.engine or ["eager", "onnx"]
     if len(engines) > 1:
-        flags = ["--runs", str(arguments.runs), "--threads", str(arguments.threads)]
-        flags += ["--spin"] * arguments.spin
+        flags = ["--runs", str(arguments.runs), *(["--spin"] * arguments.spin)]
+        flags += [] if arguments.threads is None else ["--threads", str(arguments.threads)]
         for engine in engines:
             command = [sys.executable, __file__, str(arguments.bundle), "--engine", engine, *flags]
             subprocess.run(command, check=True)

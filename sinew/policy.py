@@ -52,7 +52,8 @@ class Policy:
     the planned model in ONNX Runtime, exported beside the bundle on first use (which needs torch; afterwards
     nothing does), with the bundle's own quantisation. None: "onnx" for an exported folder, else "eager".
 
-    threads: for compute. None leaves PyTorch its own choice and gives ONNX Runtime one per usable core.
+    threads: for compute. None gives ONNX Runtime one per usable core, and lets ``warm_up`` find out by trying
+    whether PyTorch is faster with one or with its own choice.
     providers: of ONNX Runtime, in order of preference, by its names or short ones such as "cuda".
     """
 
@@ -91,6 +92,8 @@ class Policy:
 
             self.engine = torch_engine(bundle, self.engine_name, device, self.dtype, threads)
         self.device = self.engine.device
+        self.threads_reason = "one per core" if threads is None else "asked for"
+        self._threads_open = threads is None and hasattr(self.engine, "settle_threads")
         self._lock = threading.Lock()
         self._warned: set[frozenset[str]] = set()
 
@@ -154,8 +157,14 @@ class Policy:
         return ActionChunk(actions, timing, seed, observation.session, observation.time)
 
     def warm_up(self) -> ActionChunk:
-        """One inference on grey frames: pages the weights in and lets torch allocate and pick its kernels."""
-        return self.infer(self.dummy_observation())
+        """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, and settles the
+        number of threads where it was left open. Call on the thread that will infer."""
+        observation = self.dummy_observation()
+        chunk = self.infer(observation)
+        if self._threads_open:
+            self._threads_open = False
+            self.threads_reason = self.engine.settle_threads(lambda: self.infer(observation))
+        return chunk
 
     def dummy_observation(self) -> Observation:
         """A valid observation of the spec's shapes: grey frames, zero state, a short instruction."""

@@ -344,7 +344,15 @@ def test_clients_that_disappear(server, client):
         with raw_socket(server.address, zmq.DEALER) as leaver:
             leaver.setsockopt(zmq.LINGER, 1000)  # the request must leave, the socket need not stay
             leaver.send(protocol.encode_infer(SLOW, 1))
-    assert client.infer(GOOD).actions.shape == (50, 6)
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            assert client.infer(GOOD).actions.shape == (50, 6)
+            return
+        except ServerError as error:  # until their places are free again
+            assert error.code == "busy"  # noqa: PT017
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
 
 def test_many_clients_and_one_shared_between_threads(server, client):

@@ -59,7 +59,7 @@ def serve(
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
             (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
-        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
         provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
         device: cpu, or cuda:N.
         dtype: compute type; the device's default if absent.
@@ -129,18 +129,16 @@ def _load_and_run(
         from sinew.serve.scheduler import Scheduler
         from sinew.serve.service import Service
 
-        reason = "asked for"
-        if threads is None:
-            threads, reason = machine.recommended_threads()
         addresses = ", ".join(wire.address for wire in process.wires)
-        logger.info("listening on %s; loading %s with %d threads (%s)", addresses, bundle, threads, reason)
+        logger.info("listening on %s; loading %s", addresses, bundle)
         policy = sinew.load(bundle, threads=threads, **options)
         scheduler = Scheduler(policy, queue_size=queue)
         scheduler.start()
+        logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
         service = Service(
             scheduler,
             policy.spec,
-            describe(policy, threads),
+            describe(policy),
             padded_state_dim=policy.padded_state_dim,
             padded_action_dim=policy.padded_action_dim,
             api_key=api_key,
@@ -157,7 +155,7 @@ def _load_and_run(
         return scheduler.join(GRACE_S)
 
 
-def describe(policy: Policy, threads: int) -> dict[str, Any]:
+def describe(policy: Policy) -> dict[str, Any]:
     """What the server says about itself and the policy."""
     return {
         "server": {
@@ -166,7 +164,7 @@ def describe(policy: Policy, threads: int) -> dict[str, Any]:
             "device": str(policy.device),
             "dtype": precision(policy),
             "engine": policy.engine_name,
-            "threads": threads,
+            "threads": policy.threads,
             "hardware": machine.cpu_model(),
         },
         "policy": policy.spec.to_dict(),

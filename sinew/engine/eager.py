@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from sinew import machine
 from sinew.core import CancelledError, Timing
+from sinew.engine.threads import settle
 from sinew.models.base import FlowModel, Prefix
 from sinew.processing import ModelInputs
 from sinew.solvers import Velocity, euler
 
 Field = tuple[Velocity, list[torch.Tensor] | None]
 
+_AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
+
 
 class EagerEngine:
     """Runs a flow-matching model. Not reentrant: one inference at a time."""
+
+    _settled: ClassVar[int] = 0  # the number of threads that the last of them settled on
 
     def __init__(self, model: FlowModel, device: torch.device):
         self.model = model.eval().requires_grad_(False)
         self.device = device
         self.recipe: dict[str, str] = {}  # nothing is quantised
+        self._threads = 0
 
     @property
     def threads(self) -> int:
-        return torch.get_num_threads()
+        return self._threads or torch.get_num_threads()  # which each thread of a process is told for itself
+
+    def settle_threads(self, infer: Callable[[], object]) -> str:
+        """Choose the number of threads by trying; returns the reason."""
+        if self.device.type != "cpu":
+            return "the device computes"
+        now = torch.get_num_threads()
+        # What an earlier policy settled on is no wish of the user's.
+        many = min(_AT_FIRST if now == EagerEngine._settled else now, machine.recommended_threads()[0])
+        self._threads, reason = settle(infer, torch.set_num_threads, many)
+        EagerEngine._settled = self._threads
+        return reason
 
     @property
     def weights_nbytes(self) -> int:
