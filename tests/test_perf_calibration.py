@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sinew import golden
+from sinew import golden, load, machine
 from sinew.cli import main, perf_machine
-from sinew.core import SinewError
+from sinew.core import SinewError, Timing
 from sinew.engine.eager import EagerEngine
 from sinew.engine.plan.cost import Shapes
 from sinew.models import build_on_meta
@@ -22,6 +23,7 @@ from sinew.perf import calibration, measure
 from sinew.perf.calibrate import calibrate, random_weights
 from sinew.perf.calibration import FACTORS, Sample
 from sinew.perf.measure import Request, Speeds, StageTime
+from sinew.perf.measure_engine import measure_engine, seconds_by_stage
 from sinew.perf.memory import fits, largest_fitting, memory_report, peaks
 from sinew.perf.program import LIMITS, Program, components, of_model
 from sinew.perf.trace import STAGES, trace
@@ -240,6 +242,42 @@ def test_the_config_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert calibration.path_of("AMD EPYC 9B14", 2) == (
         tmp_path / "sinew" / "calibration" / "amd-epyc-9b14-2-threads.json"
     )
+
+
+@pytest.mark.parametrize("engine", ["plan", "onnx"])
+def test_other_engines_have_calibrations_of_their_own(
+    engine: str, quick: Path, capsys: pytest.CaptureFixture
+) -> None:
+    bundle = str(shutil.copy(golden.BUNDLE, quick.parents[1] / "tiny.gguf"))  # graphs are exported beside it
+    assert perf_machine.calibrate(bundle, threads=1, runs=2, engine=engine) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    record = json.loads(last)
+    assert Path(record["path"]).name.endswith(f"-1-threads-{engine}.json")
+    found = calibration.load(machine.cpu_model(), 1, engine=engine)
+    assert found is not None
+    assert calibration.load(machine.cpu_model(), 1) is None
+    cameras = len(load(bundle).spec.cameras)
+    views = {
+        stage: {s.time.request.views for s in found.samples if s.time.stage == stage} for stage in STAGES
+    }
+    assert views == {"vision": set(range(1, cameras + 1)), "language": {cameras}, "action": {cameras}}
+    assert all(sample.time.seconds > 0 for sample in found.samples)
+    assert perf_machine.predict(bundle, threads=1, engine=engine) == 0
+    stages = json.loads(capsys.readouterr().out.splitlines()[-1])["stages_ms"]
+    assert all(0 < row["low"] <= row["predicted"] <= row["high"] for row in stages.values())
+
+
+def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
+    with pytest.raises(SinewError, match="source: expected a bundle for engine onnx, got the preset smolvla"):
+        calibrate("smolvla", engine="onnx", threads=1)
+    policy = load(golden.BUNDLE, threads=1)
+    chunk, cameras = policy.spec.chunk_size, len(policy.spec.cameras)
+    with pytest.raises(SinewError, match=f"chunk: expected {chunk}, got 7"):
+        measure_engine(policy, [Request(1, 4, 7)])
+    with pytest.raises(SinewError, match=f"views: expected 1 to {cameras}, got 9"):
+        measure_engine(policy, [Request(9, 4, chunk)])
+    with pytest.raises(SinewError, match="does not tell their times"):
+        seconds_by_stage([Timing(total_ms=3.0)])
 
 
 # ------------------------------------------------- the command line

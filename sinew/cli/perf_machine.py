@@ -107,6 +107,7 @@ def calibrate(
     *,
     threads: Positive = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    engine: Literal["eager", "plan", "onnx"] = "eager",
     runs: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 3,
     directory: Path | None = None,
 ) -> int:
@@ -116,6 +117,7 @@ def calibrate(
         source: a bundle file, or smolvla, pi0 or pi0.5 with random weights.
         threads: for compute; chosen from the cores of this process if absent.
         dtype: compute type.
+        engine: whose stages to measure; for others than eager the source is a bundle.
         runs: of each stage; their median counts.
         directory: where to store it; $XDG_CONFIG_HOME/sinew/calibration if absent.
     """
@@ -127,6 +129,7 @@ def calibrate(
         directory=directory,
         threads=threads,
         dtype=dtype,
+        engine=engine,
         runs=runs,
         report=lambda line: errors.print(line, highlight=False),
     )
@@ -145,9 +148,10 @@ def predict(
     chunk: Positive = None,
     steps: Positive = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    engine: Literal["eager", "plan", "onnx"] = "eager",
     directory: Path | None = None,
 ) -> int:
-    """What the eager engine will take on this machine, with an error band. Needs `sinew perf calibrate` first.
+    """What an engine will take on this machine, with an error band. Needs `sinew perf calibrate` first.
 
     Args:
         source: a bundle file, or smolvla, pi0 or pi0.5 at their published size.
@@ -157,21 +161,30 @@ def predict(
         chunk: actions per chunk.
         steps: of the solver.
         dtype: compute type, as calibrated.
+        engine: as calibrated.
         directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
     """
     from sinew.perf import calibration
     from sinew.perf.program import Program
 
     count = threads or machine.recommended_threads()[0]
-    fitted = calibration.load(machine.cpu_model(), count, directory)
+    fitted = calibration.load(machine.cpu_model(), count, directory, engine)
     if fitted is None:
-        raise SinewError(
-            f"not calibrated for {count} threads: sinew perf calibrate {source} --threads {count}"
-        )
+        command = f"sinew perf calibrate {source} --threads {count}"
+        command += "" if engine == "eager" else f" --engine {engine}"
+        raise SinewError(f"not calibrated for {count} threads: {command}")
     program = Program.load(
-        source, cameras=cameras, prompt_tokens=prompt_tokens, chunk=chunk, steps=steps, dtypes=dtype
+        source,
+        cameras=cameras,
+        prompt_tokens=prompt_tokens,
+        chunk=chunk,
+        steps=steps,
+        dtypes=dtype,
+        engine="eager" if engine == "eager" else "plan",
     )
-    table = Table(title=f"{program.name}, {dtype}, {count} threads, band {fitted.band:.0%}: milliseconds")
+    table = Table(
+        title=f"{program.name}, {dtype}, {engine}, {count} threads, band {fitted.band:.0%}: milliseconds"
+    )
     for name in ("stage", "predicted", "low", "high", "roofline"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     stages = {}
@@ -182,7 +195,8 @@ def predict(
         stages[real.name] = {name: 1e3 * seconds for name, seconds in row.items()}
         table.add_row(real.name, *(f"{milliseconds:.1f}" for milliseconds in stages[real.name].values()))
     Console().print(table)
-    print(json.dumps({"source": source, "threads": count, "band": fitted.band, "stages_ms": stages}))
+    record = {"source": source, "engine": engine, "threads": count, "band": fitted.band, "stages_ms": stages}
+    print(json.dumps(record))
     return 0
 
 

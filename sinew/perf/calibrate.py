@@ -15,6 +15,7 @@ from sinew.models.base import FlowModel
 from sinew.perf import calibration
 from sinew.perf.calibration import Calibration, Sample, work
 from sinew.perf.measure import DTYPES, Request, StageTime, measure_speeds, measure_stages
+from sinew.perf.measure_engine import measure_engine, requests_of
 from sinew.perf.program import PRESETS, Program, of_model, preset
 from sinew.perf.trace import STAGES
 
@@ -27,14 +28,16 @@ def calibrate(
     directory: Path | None = None,
     threads: int | None = None,
     dtype: str = "float32",
+    engine: str = "eager",
     runs: int = 3,
     requests: Sequence[Request] | None = None,
     report: Report | None = None,
 ) -> tuple[Calibration, Path]:
     """Measure ``source`` (a bundle, or a preset with random weights) on the CPU; fit, store, and say where.
 
-    requests: what to measure; :func:`default_requests` if absent. Samples of other policies in an earlier
-    calibration of this processor at this number of threads stay in the fit.
+    engine: other engines than eager run a bundle as it is, so they need one. requests: what to measure;
+    :func:`default_requests` or :func:`sinew.perf.measure_engine.requests_of` if absent. Samples of other policies
+    in an earlier calibration of this processor, number of threads and engine stay in the fit.
     """
     if runs < 1:
         raise SinewError(f"runs: expected at least 1, got {runs}")
@@ -44,15 +47,19 @@ def calibrate(
     torch.set_num_threads(threads or machine.recommended_threads()[0])
     say = report or (lambda _: None)
     try:
-        model, program = loaded(source, dtype)
         say(f"measuring the machine with {torch.get_num_threads()} threads")
         speeds = measure_speeds(dict.fromkeys(("float32", dtype)))
-        asked = default_requests(program) if requests is None else requests
-        say(f"measuring {program.name}: {len(asked)} requests of {runs} runs per stage")
-        samples = measure_samples(model, program, asked, runs)
-        old = calibration.load(speeds.processor, speeds.threads, directory)
-        kept = [sample for sample in old.samples if sample.time.model != program.name] if old else []
-        fitted = calibration.fit([*kept, *samples], speeds)
+        if engine == "eager":
+            model, program = loaded(source, dtype)
+            asked = default_requests(program) if requests is None else requests
+            say(f"measuring {program.name}: {len(asked)} requests of {runs} runs per stage")
+            samples = measure_samples(model, program, asked, runs)
+        else:
+            samples = engine_samples(source, engine, dtype, speeds.threads, requests, runs, say)
+        old = calibration.load(speeds.processor, speeds.threads, directory, engine)
+        names = {sample.time.model for sample in samples}
+        kept = [sample for sample in old.samples if sample.time.model not in names] if old else []
+        fitted = calibration.fit([*kept, *samples], speeds, engine)
         return fitted, calibration.save(fitted, directory)
     finally:
         torch.set_num_threads(before)
@@ -66,6 +73,27 @@ def measure_samples(
     return with_work(
         measure_stages(model, program.name, requests, (shapes.height, shapes.width), runs), program
     )
+
+
+def engine_samples(
+    source: str | Path,
+    engine: str,
+    dtype: str,
+    threads: int,
+    requests: Sequence[Request] | None,
+    runs: int,
+    say: Report,
+) -> list[Sample]:
+    """Stages of a bundle under another engine, beside the operators of the planned program that it runs."""
+    from sinew.policy import load
+
+    if str(source) in PRESETS:
+        raise SinewError(f"source: expected a bundle for engine {engine}, got the preset {source}")
+    policy = load(source, dtype=dtype, engine=engine, threads=threads)
+    asked = requests_of(policy) if requests is None else requests
+    say(f"measuring {policy.spec.name} under {engine}: {len(asked)} requests of {runs} runs")
+    program = Program.load(source, dtypes=dtype, engine="plan")
+    return with_work(measure_engine(policy, asked, runs), program)
 
 
 def with_work(times: Sequence[StageTime], program: Program) -> list[Sample]:

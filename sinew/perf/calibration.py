@@ -75,13 +75,15 @@ class Prediction:
 @dataclass(frozen=True)
 class Calibration:
     """``factors``: of ``FACTORS``, relative to the measured speeds. ``errors``: of each
-    sample, predicted / measured - 1, by the fit over all. ``band``: the largest leave-one-out error."""
+    sample, predicted / measured - 1, by the fit over all. ``band``: the largest leave-one-out error. ``engine``: whose
+    stages the samples are."""
 
     speeds: Speeds
     factors: dict[str, float]
     samples: tuple[Sample, ...]
     errors: tuple[float, ...]
     band: float
+    engine: str = "eager"
 
     def predict(self, component: Component) -> Prediction:
         """A stage with all its repeats; ``component`` with unfused traffic, as the samples had."""
@@ -144,7 +146,7 @@ def _peak(speeds: Speeds, dtype: str) -> float:
 # ----------------------------------------------------------------------------- fitting
 
 
-def fit(samples: Sequence[Sample], speeds: Speeds) -> Calibration:
+def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Calibration:
     """Factors for all samples, and the band from leaving out each in turn."""
     if len(samples) <= len(FACTORS):
         raise SinewError(f"samples: expected more than the {len(FACTORS)} factors, got {len(samples)}")
@@ -154,7 +156,7 @@ def fit(samples: Sequence[Sample], speeds: Speeds) -> Calibration:
         error(sample, speeds, fit_factors([s for s in samples if s is not sample], speeds))
         for sample in samples
     )
-    return Calibration(speeds, factors, tuple(samples), errors, max(map(abs, left_out)))
+    return Calibration(speeds, factors, tuple(samples), errors, max(map(abs, left_out)), engine)
 
 
 def error(sample: Sample, speeds: Speeds, factors: Mapping[str, float]) -> float:
@@ -207,13 +209,14 @@ def folder() -> Path:
     return Path(base) / "sinew" / "calibration"
 
 
-def path_of(processor: str, threads: int, directory: Path | None = None) -> Path:
+def path_of(processor: str, threads: int, directory: Path | None = None, engine: str = "eager") -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
-    return (directory or folder()) / f"{slug}-{threads}-threads.json"
+    suffix = "" if engine == "eager" else f"-{engine}"
+    return (directory or folder()) / f"{slug}-{threads}-threads{suffix}.json"
 
 
 def save(calibration: Calibration, directory: Path | None = None) -> Path:
-    path = path_of(calibration.speeds.processor, calibration.speeds.threads, directory)
+    path = path_of(calibration.speeds.processor, calibration.speeds.threads, directory, calibration.engine)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"schema": SCHEMA, **asdict(calibration)}
     partial = path.with_name(path.name + ".partial")
@@ -222,9 +225,11 @@ def save(calibration: Calibration, directory: Path | None = None) -> Path:
     return path
 
 
-def load(processor: str, threads: int, directory: Path | None = None) -> Calibration | None:
-    """The stored calibration of this processor at this number of threads; None where there is none."""
-    path = path_of(processor, threads, directory)
+def load(
+    processor: str, threads: int, directory: Path | None = None, engine: str = "eager"
+) -> Calibration | None:
+    """The stored calibration of this processor, number of threads and engine; None where there is none."""
+    path = path_of(processor, threads, directory, engine)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
