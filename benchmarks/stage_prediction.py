@@ -17,14 +17,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import torch
 
 from sinew import machine
-from sinew.perf import calibration
-from sinew.perf.calibrate import loaded, measure_samples, with_work
-from sinew.perf.calibration import Sample
-from sinew.perf.measure import Request, Speeds, StageTime, measure_speeds
-from sinew.perf.program import preset
+
+machine.limit_spinning()  # before torch
+
+import torch  # noqa: E402
+
+from sinew.perf import calibration  # noqa: E402
+from sinew.perf.calibrate import loaded, measure_samples, with_work  # noqa: E402
+from sinew.perf.calibration import Sample  # noqa: E402
+from sinew.perf.measure import Request, Speeds, StageTime, measure_speeds  # noqa: E402
+from sinew.perf.program import preset  # noqa: E402
 
 # Fitted on these, checked on those; no stage of a checked request is shared with a fitted one.
 FITTED = [Request(1, 8, 12), Request(3, 48, 200)]

@@ -92,12 +92,17 @@ def dtype_of(variant: Variant) -> str:
 
 
 def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
-    """Per task, and per part of task names such as "red/left"; in alphabetical order, whole tasks first."""
+    """Per task, and per part of task names such as "red/left"; in alphabetical order, whole tasks first. A last part
+    that only one task has ("easy/reach") would say the same twice and is left out."""
     groups: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         parts = episode.task.split("/")
         for name in {episode.task, *(parts if len(parts) > 1 else ())}:
             groups[name].append(episode)
+    for name in [name for name, members in groups.items() if len({e.task for e in members}) == 1]:
+        (task,) = {episode.task for episode in groups[name]}
+        if task != name and task.endswith(f"/{name}"):
+            del groups[name]
     found = {}
     for name in sorted(groups, key=lambda name: (name.count("/") == 0, name)):
         won = [e.steps for e in groups[name] if e.success]
