@@ -1,10 +1,18 @@
 """Engines side by side, in paired runs of one process: eager, plan, ONNX Runtime in float32 and in int8.
 
-python benchmarks/engines.py BUNDLE QUANTISED [--pairs 7] [--threads 2]
+python benchmarks/engines.py BUNDLE [QUANTISED] [--engines eager plan onnx] [--dtype float32] [--pairs 7]
 
 Every round runs each engine once, in an order that turns from round to round; ratios are taken within a round,
 so that a neighbour who slows a round slows both sides. GFLOP/s are against sgemm of this process, the better
-of numpy's and torch's at 2048^3. QUANTISED is what `sinew quantize` made of BUNDLE. The last line is JSON.
+of numpy's and torch's at 2048^3. QUANTISED is what `sinew quantize` made of BUNDLE. --dtype is of the PyTorch
+engines; ONNX Runtime computes in float32. --without REWRITE adds the plan less that rewrite.
+
+A policy of billions of parameters does not fit every machine in every engine at once: name some, and give its
+own precision. For pi0, whose bundle `python benchmarks/pi_full_size.py OUT` writes:
+
+python benchmarks/engines.py OUT/pi0.gguf --engines eager plan --dtype native --pairs 3
+
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +21,6 @@ import argparse
 import json
 import os
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +29,19 @@ from sinew import machine
 machine.limit_spinning()  # before torch
 
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 
 from sinew.cli.bench import PROMPT, make_observation  # noqa: E402
+from sinew.cli.bench_roofline import sgemm_gflops  # noqa: E402
 from sinew.core import Observation  # noqa: E402
+from sinew.engine.plan import REWRITES, Plan  # noqa: E402
 from sinew.engine.plan.cost import Shapes  # noqa: E402
+from sinew.engine.planned import ON_CPU, PlannedEngine  # noqa: E402
 from sinew.perf.calibration import work  # noqa: E402
 from sinew.perf.program import Program, of_engine  # noqa: E402
 from sinew.policy import Policy, load  # noqa: E402
 
-SIDE = 2048
 STAGES = ("vision", "prefix", "solver", "total")
 NAMES = {"vision": "vision", "language": "prefix", "action": "solver"}  # of a trace -> of a timing
-
-
-def sgemm_gflops(threads: int) -> dict[str, float]:
-    """The better of two libraries, best of five."""
-    torch.set_num_threads(threads)
-    a = torch.randn(SIDE, SIDE)
-    b = a.numpy()
-    found = {}
-    for name, call in (("torch", lambda: a @ a), ("numpy", lambda: b @ b)):
-        call()
-        seconds = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - begin)
-        found[name] = 2e-9 * SIDE**3 / min(seconds)
-    return found
 
 
 def gflop(policy: Policy, tokens: int) -> dict[str, float]:
@@ -76,28 +67,45 @@ def once(policy: Policy, observation: dict[str, Any], seed: int) -> dict[str, fl
     }
 
 
+def _plan_without(rewrite: str, arguments: argparse.Namespace) -> Policy:
+    policy = load(arguments.bundle, dtype=arguments.dtype, engine="eager", threads=arguments.threads)
+    rewrites = [name for name in ON_CPU if name != rewrite]
+    plan = Plan.of(policy.engine.model, policy.spec.solver_steps, rewrites)
+    policy.engine, policy.engine_name = PlannedEngine(plan, policy.device), "plan"
+    return policy
+
+
+def _dtype(engine: str, dtype: str) -> str:
+    return "float32" if engine == "onnx" else dtype
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("quantised", type=Path)
+    parser.add_argument("quantised", type=Path, nargs="?")
+    parser.add_argument(
+        "--engines", nargs="+", choices=["eager", "plan", "onnx"], default=["eager", "plan", "onnx"]
+    )
+    parser.add_argument("--without", action="append", default=[], choices=list(REWRITES))
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or native")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     load_before = os.getloadavg()[0]
     peaks = sgemm_gflops(arguments.threads)
     peak = max(peaks.values())
-    sources = {
-        "eager": (arguments.bundle, "eager"),
-        "plan": (arguments.bundle, "plan"),
-        "onnx fp32": (arguments.bundle, "onnx"),
-        "onnx int8": (arguments.quantised, "onnx"),
-    }
+    sources = {name: (arguments.bundle, name) for name in arguments.engines}
+    if arguments.quantised is not None:
+        sources["onnx quantised"] = (arguments.quantised, "onnx")
     policies = {
-        name: load(path, dtype="float32", engine=engine, threads=arguments.threads)
+        name: load(path, dtype=_dtype(engine, arguments.dtype), engine=engine, threads=arguments.threads)
         for name, (path, engine) in sources.items()
     }
-    observation = make_observation(policies["eager"].spec, None, PROMPT, None)
-    tokens = len(policies["eager"].processor.inputs(Observation.from_mapping(observation)).tokens)
+    for rewrite in arguments.without:
+        policies[f"plan without {rewrite}"] = _plan_without(rewrite, arguments)
+    first = next(iter(policies))
+    observation = make_observation(policies[first].spec, None, PROMPT, None)
+    tokens = len(policies[first].processor.inputs(Observation.from_mapping(observation)).tokens)
     for policy in policies.values():
         once(policy, observation, 0)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
@@ -109,7 +117,7 @@ def main() -> None:
     for name, policy in policies.items():
         work_of = gflop(policy, tokens)
         median = {stage: statistics.median(s[stage] for s in samples[name]) for stage in STAGES}
-        ratios = [e["total"] / s["total"] for e, s in zip(samples["eager"], samples[name], strict=True)]
+        ratios = [e["total"] / s["total"] for e, s in zip(samples[first], samples[name], strict=True)]
         rows[name] = {
             "ms": {stage: round(value, 1) for stage, value in median.items()},
             "speed_up": round(statistics.median(ratios), 3),
@@ -118,16 +126,23 @@ def main() -> None:
             "of_sgemm": {stage: round(1e3 * work_of[stage] / median[stage] / peak, 3) for stage in work_of},
             "totals_ms": [round(s["total"], 1) for s in samples[name]],
         }
-        print(f"{name:10} {rows[name]['ms']} x{rows[name]['speed_up']} {rows[name]['of_sgemm']}")
-    wanted, got = (policies[n].infer({**observation, "seed": 0}).actions for n in ("eager", "onnx fp32"))
+        print(f"{name:26} {rows[name]['ms']} x{rows[name]['speed_up']} {rows[name]['of_sgemm']}")
+    chunks = {name: policy.infer({**observation, "seed": 0}).actions for name, policy in policies.items()}
+    scale = np.abs(chunks[first]).max()
     result = {
         "hardware": machine.cpu_model(),
         "threads": arguments.threads,
+        "dtype": {name: policy.dtype for name, policy in policies.items()},
+        "recipes": {name: policy.recipe for name, policy in policies.items() if policy.recipe},
         "pairs": arguments.pairs,
         "prompt_tokens": tokens,
         "load_average": [load_before, os.getloadavg()[0]],
         "sgemm_gflops": {name: round(value, 1) for name, value in peaks.items()},
-        "onnx_fp32_max_abs_of_scale": float(np.abs(got - wanted).max() / np.abs(wanted).max()),
+        "against": first,
+        "max_abs_of_scale": {
+            name: float(np.abs(c - chunks[first]).max() / scale) for name, c in chunks.items()
+        },
+        "peak_rss_mib": machine.resident_bytes()["peak"] >> 20,
         "engines": rows,
     }
     print(json.dumps(result))

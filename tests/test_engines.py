@@ -15,10 +15,12 @@ from PIL import Image
 from sinew_client import Client
 
 from sinew.bundle import Bundle
-from sinew.cli import main
+from sinew.cli import bench_roofline, main
 from sinew.core import BundleError, SinewError
 from sinew.engine.onnx import providers
 from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.plan import Plan
+from sinew.engine.plan.cost import Shapes, cost, on_meta
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
 
@@ -172,6 +174,49 @@ def test_bench_without_torch(folder):
     assert (result["policy"]["engine"], result["threads"]) == ("onnx", 1)
     assert "onnxruntime" in result["software"]
     assert "torch" not in result["software"]
+
+
+def test_bench_against_sgemm(bundle, capsys, monkeypatch, tmp_path):
+    """Without a calibration: rates of every stage against a product measured on the spot."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(bench_roofline, "SIDE", 256)
+    assert main(["bench", str(bundle), "--engine", "onnx", "--runs", "2", "--threads", "1"]) == 0
+    *report, last = capsys.readouterr().out.splitlines()
+    assert any("GFLOP/s" in line and "of sgemm" in line for line in report)
+    result = json.loads(last)
+    roofline = result["roofline"]
+    assert 0.1 < roofline["sgemm_gflops"] < 1e5
+    wanted = {"vision", "prefix", "solver"}
+    assert roofline["stages_ms"].keys() == wanted
+    steps, image = result["policy"]["solver_steps"], load(bundle).manifest.processing.image
+    shapes = Shapes(2, image.height, image.width, result["policy"]["prompt_tokens"], steps)
+    flops = cost(Plan.of(on_meta(load(bundle).engine.model)), shapes).flops
+    assert sum(row["gflop"] for row in roofline["stages_ms"].values()) == pytest.approx(
+        1e-9 * flops, rel=0.05
+    )
+    for stage in wanted:
+        cells = next(line for line in report if f" {stage} " in line and "%" in line).split("│")
+        p50, rate, share = (float(cells[i].strip(" %")) for i in (2, 5, 6))
+        gflop = roofline["stages_ms"][stage]["gflop"]
+        assert rate == pytest.approx(1e3 * gflop / p50, rel=0.05, abs=0.1)
+        assert share == pytest.approx(100 * rate / roofline["sgemm_gflops"], abs=1)
+
+
+def test_doctor_without_torch(folder, bundle):
+    """The onnx engine's doctor passes and says what it left out; without an engine's name torch is missing."""
+    for arguments in ([folder], [bundle, "--engine", "onnx"]):
+        done = run_without_torch("doctor", *arguments, "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+        skipped = {name for name, check in checks.items() if check["detail"].startswith("skipped: no torch")}
+        assert skipped == {"torch", "devices", "threads", "cuda engine", "simd", "golden"}
+        assert "onnx, " in checks["bundle engine"]["detail"]
+        assert checks["bundle inference"]["status"] == "ok"
+        assert "sleep while they wait" in checks["onnxruntime"]["detail"]
+    done = run_without_torch("doctor", "--json")
+    assert done.returncode == 1
+    failed = {c["name"] for c in json.loads(done.stdout)["checks"] if c["status"] == "fail"}
+    assert "torch" in failed
 
 
 def test_what_needs_torch_says_so(smolvla_bundle, tmp_path):

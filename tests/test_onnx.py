@@ -7,15 +7,17 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 
 from sinew.core import BundleError, CancelledError, Observation, ObservationError, SinewError
 from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.onnx.export import export_graphs
+from sinew.engine.onnx.export import ON_ONNX, export_graphs
 from sinew.engine.plan import Plan
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
@@ -31,7 +33,7 @@ def case(request, golden, smolvla_bundle, pi_bundle, tmp_path_factory):
     policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), dtype="float32")
     folder, image = tmp_path_factory.mktemp("graphs"), policy.manifest.processing.image
     export_graphs(
-        Plan.of(policy.engine.model),
+        Plan.of(policy.engine.model, rewrites=ON_ONNX),
         folder,
         architecture=policy.spec.architecture,
         views=2,
@@ -84,6 +86,25 @@ def test_a_wrong_table_is_seen(case):
         engine.tables[10] = right
 
 
+def test_vision_attention_is_one_operator(case, tmp_path):
+    """And its heads are the model's: with another number of them the chunk is another."""
+    policy, g, engine = case
+    model = onnx.load(str(engine.directory / "vision.onnx"))
+    kinds = Counter(node.op_type for node in model.graph.node)
+    layers = policy.engine.model.config.vision.num_layers
+    assert (kinds["MultiHeadAttention"], kinds["Gelu"], kinds["Softmax"]) == (layers, layers, 0)
+    for node in model.graph.node:
+        if node.op_type == "MultiHeadAttention":
+            (heads,) = (a for a in node.attribute if a.name == "num_heads")
+            assert heads.i == policy.engine.model.config.vision.num_heads > 1
+            heads.i = 1
+    other = tmp_path / "graphs"
+    shutil.copytree(engine.directory, other)
+    onnx.save_model(model, str(other / "vision.onnx"))
+    inputs, noise = inputs_of(policy, g), g.numpy("noise")[0]
+    assert gap(policy, OnnxEngine(other, threads=1), inputs, noise) > BOUND
+
+
 def test_cancelling(case):
     policy, g, engine = case
     cancel = threading.Event()
@@ -129,7 +150,7 @@ def test_a_folder_that_is_no_export(tmp_path):
     with pytest.raises(BundleError, match="graphs.json: expected the record of an export"):
         OnnxEngine(tmp_path)
     (tmp_path / "graphs.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(BundleError, match="format 0, expected 2: export again"):
+    with pytest.raises(BundleError, match="format 0, expected 3: export again"):
         OnnxEngine(tmp_path)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+from onnx import helper, numpy_helper
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
@@ -48,15 +50,29 @@ def products(path: Path) -> tuple[int, int]:
     graph = onnx.load(str(path), load_external_data=False).graph
     constants = {tensor.name for tensor in graph.initializer}
     wide = sum(n.op_type == "MatMul" and n.input[1] in constants for n in graph.node)
-    return wide, sum(n.op_type == "MatMulInteger" for n in graph.node)
+    return wide, sum(n.op_type in ("MatMulInteger", "MatMulIntegerToFloat") for n in graph.node)
 
 
+def one_product(x: np.ndarray, weights: np.ndarray, precision: str, bits: int = 8) -> np.ndarray:
+    """x @ weights by a graph of one product of the language component, quantised and run."""
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    node.metadata_props.add(key="sinew.component", value="language")
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xy"]
+    graph = helper.make_graph([node], "one", values[:1], values[1:], [numpy_helper.from_array(weights, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    recipe = {} if precision == "fp32" else {"language": precision}
+    assert quantize._quantize(model, recipe, bits) == bool(recipe)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-rows"])
 @pytest.mark.parametrize("component", ["vision", "language", "head"])
-def test_one_component_alone(case, component, tmp_path):
+def test_one_component_alone(case, component, precision, tmp_path):
     """Only its products change, and the chunk moves a little: not at all would mean that nothing happened."""
     policy, g = case
     source = policy.engine.directory
-    quantize_graphs(source, tmp_path, parse_recipe(f"{component}=int8"), 7)
+    quantize_graphs(source, tmp_path, parse_recipe(f"{component}={precision}"), 7)
     changed = {stage for stage in ("vision", "read", "step") if products(tmp_path / f"{stage}.onnx")[1]}
     for stage in ("vision", "read", "step"):
         wide, narrow = products(tmp_path / f"{stage}.onnx")
@@ -66,7 +82,7 @@ def test_one_component_alone(case, component, tmp_path):
         expected = {"step", "read"}  # keys and values that the head projects from the prefix
     assert changed == expected
     engine = OnnxEngine(tmp_path, threads=1)
-    assert engine.recipe == {component: "int8"}
+    assert engine.recipe == {component: precision}
     moved = distance(chunk(engine, policy, g), chunk(policy.engine, policy, g))
     assert 1e-6 < moved < 0.1
 
@@ -81,6 +97,44 @@ def test_all_components_and_no_component(case, tmp_path):
     assert distance(chunk(OnnxEngine(tmp_path / "all", threads=1), policy, g), wanted) < 0.1
     with pytest.raises(SinewError, match="expected graphs in float32, got"):
         quantize_graphs(tmp_path / "all", tmp_path / "again", ALL, 7)
+
+
+def test_two_kinds_side_by_side(case, tmp_path):
+    """Components that read the same activations, one with a scale per tensor, one with a scale per row."""
+    policy, g = case
+    wanted = chunk(policy.engine, policy, g)
+    mixed = parse_recipe("vision=int8-rows,language=int8,head=int8-rows")
+    quantize_graphs(policy.engine.directory, tmp_path, mixed, 7)
+    engine = OnnxEngine(tmp_path, threads=1)
+    assert engine.recipe == mixed
+    assert 1e-6 < distance(chunk(engine, policy, g), wanted) < 0.1
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_rows_hold_where_a_tensor_saturates(bits):
+    """Three tokens of 60 are 40 times as large as the rest. One scale for all leaves the others 3 of 127 steps."""
+    rng = np.random.default_rng(bits)
+    weights = (rng.standard_normal((96, 48)) / 96**0.5).astype(np.float32)
+    x = rng.standard_normal((2, 60, 96)).astype(np.float32)
+    x[:, 7] = 0
+    x[:, ::20] *= 40
+    exact = x.astype(np.float64) @ weights
+
+    def worst_row(precision: str) -> float:
+        got = one_product(x, weights, precision, bits)
+        assert np.isfinite(got).all()
+        assert not got[:, 7].any()
+        rows = np.delete(
+            np.linalg.norm(got - exact, axis=-1) / np.linalg.norm(exact, axis=-1).clip(1e-9), 7, 1
+        )
+        return float(rows.max())
+
+    assert worst_row("fp32") < 1e-6
+    assert worst_row("int8") > 0.1
+    assert 1e-3 < worst_row("int8-rows") < 0.03
+    small = x[:, 1:7]  # without the outliers the two are alike
+    for precision in ("int8", "int8-rows"):
+        assert 1e-3 < distance(one_product(small, weights, precision, bits), small @ weights) < 0.03
 
 
 def test_a_lost_scale_is_seen(case, tmp_path, monkeypatch):
@@ -124,8 +178,10 @@ def test_bits_follow_the_instruction_set(monkeypatch):
     ("text", "message"),
     [
         ("visoin=int8", "expected a component of vision, language, head, got 'visoin'"),
-        ("vision=int4", "vision: expected int8 or fp32, got 'int4'"),
-        ("vision", "vision: expected int8 or fp32, got ''"),
+        ("vision=int4", "vision: expected int8, int8-rows, fp32, got 'int4'"),
+        ("vision", "vision: expected int8, int8-rows, fp32, got ''"),
+        ("head=int8_rows", "head: expected int8, int8-rows, fp32, got 'int8_rows'"),
+        ("head=int8,head=int8-rows", "head: expected once, got int8 and int8-rows"),
     ],
 )
 def test_wrong_recipes(text, message):
@@ -182,12 +238,32 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
     )
 
 
+def test_rows_from_recipe_to_engine(quantised, golden, tmp_path, capsys):
+    """The verb, the bundle, `sinew inspect` and a fresh export agree."""
+    source, _ = quantised
+    out, g = tmp_path / "rows.gguf", Golden(golden / "smolvla-2cam")
+    recipe = ["--recipe", "vision=int8,language=int8-rows"]
+    assert main(["quantize", str(source), "--out", str(out), "--observations", "2", *recipe]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["recipe"]["language"] == "int8-rows"
+    record = Bundle(out).manifest.quantization
+    assert record.recipe == {"vision": "int8", "language": "int8-rows", "head": "fp32"}
+    assert 0 < record.error < 0.05
+    assert main(["inspect", str(out)]) == 0
+    assert "language int8-rows" in " ".join(capsys.readouterr().out.split())
+    policy = load(out, engine="onnx", threads=1)
+    assert policy.recipe == {"vision": "int8", "language": "int8-rows"}
+    actions = policy.infer(g.observation()).actions
+    fresh = tmp_path / "fresh.gguf"
+    shutil.copyfile(out, fresh)
+    assert np.array_equal(load(fresh, engine="onnx", threads=1).infer(g.observation()).actions, actions)
+
+
 def test_what_quantize_refuses(quantised, tmp_path, capsys):
     source, out = quantised
     for arguments, words in (
         ([out, "--out", tmp_path / "x.gguf"], "without a recipe"),
         ([source, "--out", source], "expected another file"),
-        ([source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"], "expected int8 or fp32"),
+        ([source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"], "expected int8, int8-rows, fp32"),
     ):
         assert main(["quantize", *map(str, arguments)]) == 1
         assert words in capsys.readouterr().err.replace("\n", " ")

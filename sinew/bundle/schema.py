@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-import msgspec
-
 from sinew.core import BundleError, PolicySpec
 
 FORMAT_VERSION = 1
@@ -151,12 +149,13 @@ class Provenance:
 class Quantization:
     """What ``sinew quantize`` decided and measured. Engines without quantised products ignore it.
 
-    recipe: "int8" or "fp32" for each of vision, language, head. bits: of the int8 weights; 7 where products of
-    eight bits would saturate. error: relative L2 of the chunk against float32, median and largest over
-    ``observations`` observations from ``source``, computed by ``engine``.
+    recipe: "int8" (activations with a scale per tensor), "int8-rows" (per row) or "fp32" for each of vision,
+    language, head. bits: of the int8 weights; 7 where products of eight bits would saturate. error: relative L2
+    of the chunk against float32, median and largest over ``observations`` observations from ``source``, computed by
+    ``engine``.
     """
 
-    recipe: dict[str, Literal["int8", "fp32"]]
+    recipe: dict[str, Literal["int8", "int8-rows", "fp32"]]
     bits: Literal[7, 8]
     error: float
     error_max: float
@@ -287,6 +286,8 @@ _PARTS: dict[str, Any] = {
 
 
 def to_json(record: Any) -> str:
+    import msgspec  # here: the records themselves need nothing, and a model in memory has them too
+
     return msgspec.json.encode(record).decode()
 
 
@@ -301,6 +302,8 @@ def from_json(text: str, kind: type[T], where: str) -> T:
 
 def from_builtins(raw: Any, kind: type[T], where: str) -> T:
     """Typed record from plain containers: wrong types and unknown fields are errors that name the field."""
+    import msgspec
+
     try:
         record = msgspec.convert(raw, kind, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -1,11 +1,14 @@
 """What ``sinew bench`` says beside its times: the roofline of this machine, and the calibrated prediction.
 
 Both need the machine's measured peaks, which ``sinew perf calibrate`` stores for a processor and a number of
-threads. Without them, or for a dtype or device that was not measured, there is a reason instead.
+threads. Without them, or for a dtype or device that was not measured, there is a reason instead. For ONNX Runtime,
+whose kernels are not PyTorch's and are not predicted, float32 products are measured on the spot if need be.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from sinew.perf.program import Program
     from sinew.policy import Policy
 
+SIDE, RUNS = 2048, 5  # of the product that is the peak
 STAGE_NAMES = {"vision": "vision", "language": "prefix", "action": "solver"}  # of a trace -> of a timing
 
 
@@ -29,6 +33,8 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
 
     if policy.device.type != "cpu":
         return {"reason": f"no measured peaks for {policy.device}"}
+    if policy.engine_name == "cuda":
+        return {"reason": "the cuda engine's twins are no program that a CPU was calibrated for"}
     try:
         from sinew.engine.plan.cost import Shapes
         from sinew.perf import calibration
@@ -36,7 +42,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         return {"reason": f"counting operations needs {error.name}"}
     try:
         fitted = calibration.load(machine.cpu_model(), threads)
-        if fitted is None:
+        if fitted is None and policy.engine_name != "onnx":
             return {"reason": f"not calibrated for {threads} threads: sinew perf calibrate BUNDLE"}
         image = policy.manifest.processing.image
         shapes = Shapes(
@@ -52,17 +58,19 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         fused, unfused = program.components("fused"), program.components("unfused")
         stages = {}
         for ideal, real in zip(fused, unfused, strict=True):
-            stage = {
-                "roofline": 1e3 * calibration.roofline_seconds(ideal, fitted.speeds),
-                "gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal)),
-            }
+            stage = {"gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal))}
+            stages[STAGE_NAMES[ideal.name]] = stage
+            if fitted is None:
+                continue
+            stage["roofline"] = 1e3 * calibration.roofline_seconds(ideal, fitted.speeds)
             if policy.engine_name != "onnx":  # the calibration is of PyTorch's kernels
                 predicted = fitted.predict(real)
                 stage["predicted"] = 1e3 * predicted.seconds
                 stage["low"], stage["high"] = 1e3 * predicted.low, 1e3 * predicted.high
-            stages[STAGE_NAMES[ideal.name]] = stage
     except SinewError as error:
         return {"reason": str(error)}
+    if fitted is None:
+        return {"sgemm_gflops": max(sgemm_gflops(threads).values()), "stages_ms": stages}
     peak = fitted.speeds.peak_flops.get("float32")
     return {"band": fitted.band, "sgemm_gflops": None if peak is None else 1e-9 * peak, "stages_ms": stages}
 
@@ -79,6 +87,35 @@ def _program(policy: Policy, shapes: Shapes) -> Program | None:
     return replace(found, shapes=shapes)
 
 
+def sgemm_gflops(threads: int) -> dict[str, float]:
+    """Of the two libraries that are here, each the best of five large products; numpy's takes its own number of
+    threads, which OMP_NUM_THREADS sets, and is left out where that is not known to be ``threads``."""
+    import numpy as np
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a = torch.randn(SIDE, SIDE)
+        found = {"torch": _gflops(lambda: torch.mm(a, a))}
+    finally:
+        torch.set_num_threads(before)
+    if threads == machine.cores().physical:
+        b: np.ndarray = a.numpy()
+        found["numpy"] = _gflops(lambda: b @ b)
+    return found
+
+
+def _gflops(product: Callable[[], object]) -> float:
+    product()
+    seconds = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - begin)
+    return 2e-9 * SIDE**3 / min(seconds)
+
+
 def print_roofline(record: dict[str, Any], stages: dict[str, Any], console: Console) -> None:
     """``stages``: the report's own, for the medians."""
     if "reason" in record:
@@ -91,11 +128,12 @@ def print_roofline(record: dict[str, Any], stages: dict[str, Any], console: Cons
         table.add_column(name, justify="right")
     for stage, row in record["stages_ms"].items():
         p50 = stages[stage]["p50"]
+        ideal = row.get("roofline")
         table.add_row(
             stage,
             f"{p50:.2f}",
-            f"{row['roofline']:.2f}",
-            f"{100 * row['roofline'] / p50:.0f} %",
+            "-" if ideal is None else f"{ideal:.2f}",
+            "-" if ideal is None else f"{100 * ideal / p50:.0f} %",
             f"{1e3 * row['gflop'] / p50:.1f}",
             f"{100 * 1e3 * row['gflop'] / p50 / peak:.0f} %" if peak else "-",
             f"{row['predicted']:.2f}" if "predicted" in row else "-",

@@ -46,7 +46,8 @@ def quantize(
 
     Args:
         bundle: the bundle file.
-        recipe: COMPONENT=PRECISION,...: vision, language, head; int8 or fp32; fp32 for those not named.
+        recipe: COMPONENT=PRECISION,...: vision, language, head; int8, int8-rows (a scale per token: slower, and
+            exact where few tokens are far larger than the rest) or fp32; fp32 for those not named.
         out: the bundle to write.
         observations: over which the error is measured, from episodes of an embedded task where the policy fits
             one, else random frames.

@@ -20,6 +20,7 @@ import torch
 from sinew.bundle import Bundle
 from sinew.core import SinewError
 from sinew.engine.eager import EagerEngine
+from sinew.engine.loading import load_model
 from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import Shapes, on_meta
 from sinew.engine.planned import PlannedEngine
@@ -203,8 +204,6 @@ def _repeats(stage: str, found: Trace) -> int:
 
 def of_bundle(path: Path) -> Program:
     """A bundle's program. Reads the header alone."""
-    from sinew.policy import load_model
-
     if not path.is_file():
         raise SinewError(f"{path}: expected a bundle file or one of {', '.join(PRESETS)}")
     bundle = Bundle(path)

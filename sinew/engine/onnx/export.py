@@ -20,11 +20,16 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from sinew.core import SinewError
+from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
-from sinew.engine.plan import Plan
-from sinew.engine.plan.stages import stages
+from sinew.engine.plan import REWRITES, Plan
+from sinew.engine.plan.rewrite import twin
+from sinew.engine.plan.stages import Vision, stages
 
 OPSET = 20  # the first with GELU as one operator
+# The rewrites that pay in ONNX Runtime. The parts of a packed product are copied out of it there, which costs more
+# than the larger product saves; GELU is an operator of its own already (docs/plan.md has the numbers).
+ON_ONNX = tuple(name for name in REWRITES if name not in ("pack-qkv", "pack-gate-up", "sigmoid-gelu"))
 PROMPT = 7  # tokens of the example; any length that is not another size of the model
 
 
@@ -59,7 +64,9 @@ def export_graphs(
 
     # A single view is one size for good: torch.export takes a dynamic axis of length 1 for a constant.
     any_views: dict[str, Any] = {"pixels": {1: Dim.DYNAMIC} if views > 1 else None}
-    _write(vision, (pixels,), any_views, ["pixels"], ["image_tokens"], directory / "vision.onnx")
+    recorded = twin(model)
+    join_attention(recorded)
+    _write(Vision(recorded), (pixels,), any_views, ["pixels"], ["image_tokens"], directory / "vision.onnx")
     length = {1: Dim("length", min=2, max=1 << 14)}
     names = ["image_tokens", "camera_mask", "tokens", "token_mask", "state"]
     shapes: dict[str, Any] = dict(zip(names, (None, None, length, length, None), strict=True))

@@ -12,7 +12,7 @@ from sinew.core import BundleError
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
 COMPONENTS = ("vision", "language", "head")
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def write_graphs(bundle: Bundle, folder: Path) -> None:
     """Export the bundle's model to ``folder``, quantised as the bundle says."""
     try:
         from sinew.engine.loading import load_model, parse_device
-        from sinew.engine.onnx.export import export_graphs
+        from sinew.engine.onnx.export import ON_ONNX, export_graphs
         from sinew.engine.plan import Plan
     except ImportError as error:
         raise SinewError(
@@ -58,7 +58,7 @@ def write_graphs(bundle: Bundle, folder: Path) -> None:
     log.info("exporting %s to %s; this takes a minute, once", bundle.path, folder)
     model = load_model(bundle, parse_device("cpu"), "float32")
     export_graphs(
-        Plan.of(model, steps),
+        Plan.of(model, steps, ON_ONNX),
         folder,
         architecture=manifest.architecture,
         views=len(manifest.spec.cameras),

@@ -1,10 +1,12 @@
 """Dynamic int8 for the matrix products of chosen components.
 
 A product of activations with constant weights becomes one of 8-bit integers: weights are rounded once, per
-output channel, symmetric; activations at run time, with one scale for the tensor (``DynamicQuantizeLinear``).
-The pattern is that of ``onnxruntime.quantization.quantize_dynamic``, whose operators ONNX Runtime fuses. It is
-written here because that function has no notion of components, copies the model through temporary files and
-stops at shapes that torch.export leaves open.
+output channel, symmetric; activations at run time. "int8" gives a tensor of activations one scale: the pattern is
+that of ``onnxruntime.quantization.quantize_dynamic``, whose operators ONNX Runtime fuses. (It is written here
+because that function has no notion of components, copies the model through temporary files and stops at shapes
+that torch.export leaves open.) A token with activations far larger than the others' then leaves few of the 256 steps
+to the others. "int8-rows" gives every row, so every token, a scale of its own, symmetric about 128; its operators are
+not fused and take longer (docs/engines.md has both).
 
 On x86 without VNNI two products are added in 16 bits that saturate: weights of 7 bits there cannot reach them.
 """
@@ -22,20 +24,22 @@ from sinew import machine
 from sinew.core import SinewError
 from sinew.engine.onnx.graphs import COMPONENT, COMPONENTS, STAGES, GraphSet, table_path
 
-PRECISIONS = ("int8", "fp32")
+PRECISIONS = ("int8", "int8-rows", "fp32")
 
 
 def parse_recipe(text: str) -> dict[str, Any]:
     """``"vision=int8,language=int8"`` -> one precision for every component; fp32 where the text says nothing."""
-    recipe = dict.fromkeys(COMPONENTS, "fp32")
+    named: dict[str, str] = {}
     for part in text.split(","):
         component, _, precision = part.strip().partition("=")
         if component not in COMPONENTS:
             raise SinewError(f"recipe: expected a component of {', '.join(COMPONENTS)}, got {component!r}")
         if precision not in PRECISIONS:
-            raise SinewError(f"recipe: {component}: expected {' or '.join(PRECISIONS)}, got {precision!r}")
-        recipe[component] = precision
-    return recipe
+            raise SinewError(f"recipe: {component}: expected {', '.join(PRECISIONS)}, got {precision!r}")
+        if component in named:
+            raise SinewError(f"recipe: {component}: expected once, got {named[component]} and {precision}")
+        named[component] = precision
+    return dict.fromkeys(COMPONENTS, "fp32") | named
 
 
 def weight_bits() -> tuple[int, str]:
@@ -58,7 +62,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     if graphs.recipe:
         raise SinewError(f"{source}: expected graphs in float32, got {graphs.recipe}")
     target.mkdir(parents=True, exist_ok=True)
-    chosen = {component for component, precision in recipe.items() if precision == "int8"}
+    chosen = {component: precision for component, precision in recipe.items() if precision != "fp32"}
     for stage in STAGES:
         model = onnx.load(str(source / f"{stage}.onnx"))
         names = [f"{stage}.onnx", f"{stage}.onnx.data"]
@@ -89,55 +93,104 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     return record
 
 
-def _quantize(model: Any, components: set[str], bits: int) -> bool:
-    """Replace the constant matrix products of ``components``, in place; whether there were any."""
-    from onnx import TensorProto, helper, numpy_helper
+def _quantize(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
+    """Replace the constant matrix products of the components in ``recipe``, in place; whether there were any."""
+    from onnx import helper, numpy_helper
 
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    quantized: set[str] = set()  # weights
-    rounded: set[str] = set()  # activations that have been quantised
+    added: dict[str, np.ndarray] = {}
+    rounded: set[str] = set()  # activations, as their products read them
     nodes: list[Any] = []
     for node in graph.node:
         weight = constants.get(node.input[1]) if node.op_type == "MatMul" else None
-        label = next((p.value for p in node.metadata_props if p.key == COMPONENT), "")
-        if weight is None or len(weight.dims) != 2 or label not in components:
+        precision = recipe.get(next((p.value for p in node.metadata_props if p.key == COMPONENT), ""))
+        if weight is None or len(weight.dims) != 2 or precision is None:
             nodes.append(node)
             continue
-        name, activation = weight.name, node.input[0]
-        if name not in quantized:
+        name, activation, out = weight.name, node.input[0], node.output[0]
+        if f"{name}.int8" not in added:
             values, scales = round_weights(numpy_helper.to_array(weight), bits)
-            parts = {
-                "int8": values,
-                "scale": scales,
-                "zero": np.zeros(len(scales), np.int8),
-            }
-            graph.initializer.extend(
-                numpy_helper.from_array(array, f"{name}.{part}") for part, array in parts.items()
-            )
-            quantized.add(name)
-        if activation not in rounded:
-            parts_of = [f"{activation}.{part}" for part in ("uint8", "scale", "zero")]
-            nodes.append(helper.make_node("DynamicQuantizeLinear", [activation], parts_of))
-            rounded.add(activation)
-        out = node.output[0]
-        nodes += [
-            helper.make_node("Mul", [f"{activation}.scale", f"{name}.scale"], [f"{out}.scale"]),
-            helper.make_node(
-                "MatMulInteger",
-                [f"{activation}.uint8", f"{name}.int8", f"{activation}.zero", f"{name}.zero"],
-                [f"{out}.int32"],
-            ),
-            helper.make_node("Cast", [f"{out}.int32"], [f"{out}.sum"], to=TensorProto.FLOAT),
-            helper.make_node("Mul", [f"{out}.sum", f"{out}.scale"], [out]),
-        ]
+            zeros = np.zeros(len(scales), np.int8)
+            added |= {f"{name}.int8": values, f"{name}.scale": scales, f"{name}.zero": zeros}
+        by_rows = precision == "int8-rows"
+        prefix = f"{activation}.rows" if by_rows else activation
+        if prefix not in rounded:
+            nodes += _round_rows(activation, prefix) if by_rows else _round_tensor(activation, prefix)
+            rounded.add(prefix)
+        nodes += (_product_of_rows if by_rows else _product)(prefix, name, out)
+    if not added:
+        return False
+    added |= ROWS_CONSTANTS
+    if "com.microsoft" not in {opset.domain for opset in model.opset_import}:
+        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     del graph.node[:]
     graph.node.extend(nodes)
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in added.items())
     read = {name for node in nodes for name in node.input} | {value.name for value in graph.output}
     kept = [tensor for tensor in graph.initializer if tensor.name in read]
     del graph.initializer[:]
     graph.initializer.extend(kept)
-    return bool(quantized)
+    return True
+
+
+def _round_tensor(x: str, to: str) -> list[Any]:
+    from onnx import helper
+
+    return [helper.make_node("DynamicQuantizeLinear", [x], [f"{to}.uint8", f"{to}.scale", f"{to}.zero"])]
+
+
+def _product(x: str, weight: str, out: str) -> list[Any]:
+    from onnx import TensorProto, helper
+
+    operands = [f"{x}.uint8", f"{weight}.int8", f"{x}.zero", f"{weight}.zero"]
+    return [
+        helper.make_node("Mul", [f"{x}.scale", f"{weight}.scale"], [f"{out}.scale"]),
+        helper.make_node("MatMulInteger", operands, [f"{out}.int32"]),
+        helper.make_node("Cast", [f"{out}.int32"], [f"{out}.sum"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", [f"{out}.sum", f"{out}.scale"], [out]),
+    ]
+
+
+ROWS_CONSTANTS: dict[str, np.ndarray] = {
+    "rows.last": np.array([-1], np.int64),
+    "rows.steps": np.array(1 / 127, np.float32),
+    "rows.smallest": np.array(1e-30, np.float32),  # a row of zeros stays zeros
+    "rows.one": np.array(1, np.float32),
+    "rows.middle": np.array(128, np.uint8),
+}
+
+
+def _round_rows(x: str, to: str) -> list[Any]:
+    """x [..., K] -> uint8 [..., K] about 128 and scales [..., 1]."""
+    from onnx import helper
+
+    return [
+        helper.make_node("Abs", [x], [f"{to}.abs"]),
+        helper.make_node("ReduceMax", [f"{to}.abs", "rows.last"], [f"{to}.largest"], keepdims=1),
+        helper.make_node("Mul", [f"{to}.largest", "rows.steps"], [f"{to}.step"]),
+        helper.make_node("Max", [f"{to}.step", "rows.smallest"], [f"{to}.scale"]),
+        helper.make_node("Div", [x, f"{to}.scale"], [f"{to}.steps"]),
+        helper.make_node("QuantizeLinear", [f"{to}.steps", "rows.one", "rows.middle"], [f"{to}.uint8"]),
+    ]
+
+
+def _product_of_rows(x: str, weight: str, out: str) -> list[Any]:
+    """The scales of columns are multiplied in by the product itself, those of rows behind it."""
+    from onnx import helper
+
+    operands = [
+        f"{x}.uint8",
+        f"{weight}.int8",
+        "rows.one",
+        f"{weight}.scale",
+        "rows.middle",
+        f"{weight}.zero",
+    ]
+    return [
+        helper.make_node("MatMulIntegerToFloat", operands, [f"{out}.sum"], domain="com.microsoft"),
+        helper.make_node("Mul", [f"{out}.sum", f"{x}.scale"], [out]),
+    ]
 
 
 def round_weights(weights: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:

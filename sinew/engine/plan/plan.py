@@ -11,6 +11,7 @@ from torch import Tensor
 from sinew.core import SinewError
 from sinew.engine.plan.built_in import BATCH_VIEWS, DROP_HEADS, DROP_PADDING
 from sinew.engine.plan.constant_kv import CONSTANT_KV
+from sinew.engine.plan.gelu import SIGMOID_GELU
 from sinew.engine.plan.norms import FOLD_NORMS
 from sinew.engine.plan.packing import PACK_GATE_UP, PACK_QKV
 from sinew.engine.plan.positions import HOIST_POSITIONS
@@ -32,6 +33,7 @@ REWRITES = {
         FOLD_NORMS,
         PACK_QKV,
         PACK_GATE_UP,
+        SIGMOID_GELU,
         DROP_HEADS,
         DROP_PADDING,
         BATCH_VIEWS,

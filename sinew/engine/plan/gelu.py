@@ -1,0 +1,63 @@
+"""GELU in its tanh form, by the sigmoid: 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+
+The same function. On a CPU, PyTorch's vectorised sigmoid takes less time than its tanh, and the product that GELU
+reads is nobody else's, so it is overwritten, block by block, while a block is in the cache. That pays in float32 on
+CPUs alone: elsewhere, and where a program is recorded or run on tensors without memory, GELU stays one operator. So it
+does for small tensors when several threads share the work, because each of the six operators per block wakes them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.plan.rewrite import Rewrite, Status, become, spans
+from sinew.layers.decoder import GatedMLP
+from sinew.layers.vit import ViTMLP
+
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715 * LINEAR
+BLOCK = 1 << 19  # elements for one thread: 2 MiB, and as much for the temporary
+SHARED_BLOCK = 1 << 21  # for several; benchmarks/gelu.py tries other sizes
+
+
+def gelu_(x: Tensor) -> Tensor:
+    """GELU of x [..., N], which is overwritten; rows may lie apart, as those of a packed product's half do."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    alone = torch.get_num_threads() == 1
+    if not alone and x.numel() < SHARED_BLOCK:
+        return F.gelu(x, approximate="tanh")
+    rows = x.view(-1, x.shape[-1])
+    for block in rows.split(max(1, (BLOCK if alone else SHARED_BLOCK) // x.shape[-1])):
+        gate = block * block
+        block.mul_(gate.mul_(CUBIC).add_(LINEAR).mul_(block).sigmoid_())
+    return x
+
+
+class SigmoidMLP(ViTMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu_(self.fc1(x)))
+
+
+def _sigmoid_gelu(model: Any) -> tuple[Status, str, tuple[str, ...]]:
+    names = []
+    for name, module in list(model.named_modules()):
+        if isinstance(module, ViTMLP):
+            become(module, SigmoidMLP)
+        elif isinstance(module, GatedMLP) and module.activation is not F.silu:
+            module.activation = gelu_  # type: ignore[assignment]
+        else:
+            continue
+        names.append(name)
+    if not names:
+        return "not applicable", "no layer computes a GELU", ()
+    reason = "the same function, for float32 on a CPU; small tensors and recorded programs keep one operator"
+    return "applied", reason, spans(names)
+
+
+SIGMOID_GELU = Rewrite("sigmoid-gelu", "GELU by a sigmoid, in the memory of its input", _sigmoid_gelu)
