@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
+PYTHON_GPU ?= python3
+GPU_ARGS ?=
 
 # The environment is rebuilt when what it is made from changes; its stamp carries a checksum of that.
 SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml
@@ -14,7 +16,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 CLIENTS := .venv-clients
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval test test-all lint format bench env clients clean
+.PHONY: help demo demo-full eval test test-all lint format bench gpu env clients clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +52,10 @@ format: $(READY) ## rewrite the code the way `make lint` wants it
 bench: $(READY) ## time the demo's policy, stage by stage
 	$(BIN)/sinew demo --full-size --out build/full-size --prepare
 	$(BIN)/sinew bench build/full-size/policy.gguf
+
+# That machine has no network and its own torch: no environment is made, a checkout is enough (docs/gpu.md).
+gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of engines; ten minutes
+	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu $(GPU_ARGS)
 
 env: $(READY) ## create the environment only
 

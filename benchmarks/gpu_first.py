@@ -128,7 +128,7 @@ def compare(problem: Problem, positional: list[Any], options: dict[str, Any]) ->
         wanted = twin(*inputs, (q.shape[1], k.shape[1]), **options)
         got, want = (torch.cat([part.flatten(1) for part in parts], 1) for parts in ((q, k, v), wanted))
     else:
-        inputs = 3 if problem.kernel == "packed_attention" else 2  # then the output
+        inputs = {"packed_attention": 3, "fp8_product": 4}.get(problem.kernel, 2)  # then the output
         got, want = positional[inputs], twin(*positional[:inputs], **options)
     error = (got.float() - want.float()).norm() / want.float().norm()
     assert error <= TOLERANCE, f"{problem.name}: relative L2 error {error} against its twin"
@@ -156,7 +156,7 @@ def kernel_row(label: str, problem: Problem, replays: int, tune: bool) -> Row:
         tuning.tune(
             problem.kernel,
             dims,
-            torch.bfloat16,
+            torch.float8_e4m3fn if problem.kernel == "fp8_product" else torch.bfloat16,
             torch.device("cuda", 0),
             lambda tile: checked(problem, tile, 1)[0],
             lambda launch: tried[launch.tile],
@@ -223,7 +223,15 @@ def skinny(replays: int, tune: bool) -> list[Row]:
     for label, name, columns, depth in HEAD:
         rows += products(HEAD_ROWS, columns, depth, replays, f"(b) {label}")
         rows.append(kernel_row(f"(b) {label} kernel", resized(by_name(name), HEAD_ROWS), replays, tune))
+        rows += narrow(f"(b) {label}", f"{name}, fp8", HEAD_ROWS, replays, tune)
     return rows
+
+
+def narrow(label: str, name: str, rows: int, replays: int, tune: bool) -> list[Row]:
+    """The FP8 kernel on a problem; nothing where the device has no such instructions."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        return []
+    return [kernel_row(f"{label} fp8 kernel", resized(by_name(name), rows), replays, tune)]
 
 
 def gate_up(replays: int, tune: bool) -> list[Row]:
@@ -232,6 +240,7 @@ def gate_up(replays: int, tune: bool) -> list[Row]:
         rows += products(count, 32768, 2048, replays, f"(c) {count} rows")
         problem = resized(by_name("pi0.5 language gate up"), count)
         rows.append(kernel_row(f"(c) {count} rows kernel with norm and gelu", problem, replays, tune))
+        rows += narrow(f"(c) {count} rows", "pi0.5 language gate up, fp8", count, replays, tune)
     return rows
 
 
@@ -288,7 +297,8 @@ def through_l2(problem: Problem) -> float:
     if packed:
         return 2 * programs * s["D"] * (tile.m + 2 * (s["P"] + s.get("S", 0)) / tile.split)
     pair = 2 if problem.kernel in ("gated_mlp", "qkv_rope") else 1
-    return 2 * programs * (tile.m + pair * tile.n) * s["K"] / tile.split
+    size = 1 if problem.kernel == "fp8_product" else 2  # bytes of an element
+    return size * programs * (tile.m + pair * tile.n) * s["K"] / tile.split
 
 
 def tables() -> None:
@@ -315,7 +325,8 @@ def tables() -> None:
 def bound(problem: Problem) -> float:
     """Seconds of one call that no implementation can undercut on the device of the ceilings."""
     c = cost(problem)
-    return max(c.flops / FLOPS, c.bytes / BANDWIDTH)
+    peak = FLOPS * (2 if problem.kernel == "fp8_product" else 1)
+    return max(c.flops / peak, c.bytes / BANDWIDTH)
 
 
 def missing() -> list[str]:

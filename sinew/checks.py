@@ -59,9 +59,10 @@ class Check:
         return asdict(self)
 
 
-def installation() -> list[Check]:
-    """All checks that need no bundle."""
+def installation(engine: str | None = None) -> list[Check]:
+    """All checks that need no bundle. engine: that shall run; with "onnx", torch may be absent."""
     results: list[Check] = []
+    without_torch = engine == "onnx" and _absent("torch")
     for check in (
         python,
         packages,
@@ -69,6 +70,7 @@ def installation() -> list[Check]:
         devices,
         threads,
         onnxruntime,
+        cuda_engine,
         memory,
         simd,
         extras,
@@ -76,7 +78,10 @@ def installation() -> list[Check]:
         loopback,
         golden,
     ):
-        results += _guarded(check)
+        if without_torch and check in NEED_TORCH:
+            results.append(Check(NEED_TORCH[check], "ok", f"skipped: {SKIPPED}"))
+        else:
+            results += _guarded(check)
     return results
 
 
@@ -186,6 +191,23 @@ def onnxruntime() -> Check:
     )
 
 
+def cuda_engine() -> Check:
+    """What `--engine cuda` would run on."""
+    import torch
+
+    from sinew.engine.cuda.device import describe, require
+    from sinew.engine.cuda.options import CudaOptions
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        return Check("cuda engine", "ok", f"no GPU: --engine cuda would run {describe(device)}")
+    try:
+        require(device, CudaOptions())
+    except SinewError as error:
+        return Check("cuda engine", "warn", str(error), "use --engine plan there")
+    return Check("cuda engine", "ok", f"--engine cuda --device cuda would use {describe(device)}")
+
+
 def _spinning() -> str:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         if name in os.environ:
@@ -282,7 +304,21 @@ def golden() -> list[Check]:
     ]
 
 
-def bundle(path: Path, engine: str | None = None, providers: tuple[str, ...] = ()) -> list[Check]:
+# What says nothing where torch is absent, by the name of its line.
+NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
+    torch_build: "torch",
+    devices: "devices",
+    threads: "threads",
+    cuda_engine: "cuda engine",
+    simd: "simd",
+    golden: "golden",
+}
+SKIPPED = "no torch, and the onnx engine needs none; eager, plan and `sinew export` do"
+
+
+def bundle(
+    path: Path, engine: str | None = None, providers: tuple[str, ...] = (), device: str = "cpu"
+) -> list[Check]:
     """Load a bundle and run it once on grey frames."""
     import numpy as np
 
@@ -290,7 +326,7 @@ def bundle(path: Path, engine: str | None = None, providers: tuple[str, ...] = (
 
     try:
         started = time.perf_counter()
-        policy = sinew.load(path, engine=engine, providers=providers)
+        policy = sinew.load(path, device, engine=engine, providers=providers)
         load_ms = (time.perf_counter() - started) * 1e3
         spec = policy.spec
         cameras = ", ".join(f"{camera.name} {camera.width}x{camera.height}" for camera in spec.cameras)
@@ -332,6 +368,10 @@ def _engine(policy: Policy) -> Check:
         if policy.recipe:
             detail += ", " + ", ".join(f"{name} {kind}" for name, kind in policy.recipe.items())
             detail += f" ({engine.graphs.method})"
+    if policy.engine_name == "cuda":
+        from sinew.engine.cuda.device import describe
+
+        detail += f", {describe(policy.device)}"
     return Check("bundle engine", "ok", detail)
 
 

@@ -167,12 +167,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the milliseconds of one inference went. ``queue_ms`` is filled in by a server."""
+    """Where the milliseconds of one inference went. ``queue_ms`` is filled in by a server.
+
+    An engine that runs all of it as one graph (cuda) has no parts to time: the whole stands in ``step_ms``.
+    """
 
     preprocess_ms: float = 0.0
     vision_ms: float = 0.0
     prefix_ms: float = 0.0
-    step_ms: tuple[float, ...] = ()  # one entry per solver step
+    step_ms: tuple[float, ...] = ()  # one entry per solver step, or one for everything
     postprocess_ms: float = 0.0
     total_ms: float = 0.0
     queue_ms: float = 0.0

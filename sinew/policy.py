@@ -22,7 +22,7 @@ from sinew.processing import Processor
 log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-ENGINES = ("eager", "plan", "onnx")
+ENGINES = ("eager", "plan", "onnx", "cuda")
 EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
 
 
@@ -50,7 +50,8 @@ class Policy:
 
     engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "onnx",
     the planned model in ONNX Runtime, exported beside the bundle on first use (which needs torch; afterwards
-    nothing does), with the bundle's own quantisation. None: "onnx" for an exported folder, else "eager".
+    nothing does), with the bundle's own quantisation; "cuda", the planned model with our kernels in one CUDA graph.
+    None: "onnx" for an exported folder, else "eager", on every device.
 
     threads: for compute. None gives ONNX Runtime one per usable core, and lets ``warm_up`` find out by trying
     whether PyTorch is faster with one or with its own choice.
@@ -80,7 +81,7 @@ class Policy:
             )
         if providers and self.engine_name != "onnx":
             raise SinewError(f"provider {', '.join(providers)}: expected engine onnx, got {self.engine_name}")
-        self.dtype, self.dtype_reason = choose_dtype(dtype, device)
+        self.dtype, self.dtype_reason = choose_dtype(dtype, device, self.engine_name)
         self.processor = Processor(bundle.manifest)
         self.engine: Any
         if self.engine_name == "onnx":
@@ -94,6 +95,7 @@ class Policy:
         self.device = self.engine.device
         self.threads_reason = "one per core" if threads is None else "asked for"
         self._threads_open = threads is None and hasattr(self.engine, "settle_threads")
+        self._takes_frames = getattr(self.engine, "takes_frames", False)  # it resizes on the device
         self._lock = threading.Lock()
         self._warned: set[frozenset[str]] = set()
 
@@ -139,7 +141,7 @@ class Policy:
         self._warn_missing_cameras(observation)
         with self._lock:
             start = time.perf_counter()
-            inputs = self.processor.inputs(observation)
+            inputs = self.processor.inputs(observation, pixels=not self._takes_frames)
             noise, seed = self.processor.noise(observation)
             ready = time.perf_counter()
             chunk, timing = self.engine.run(
@@ -188,7 +190,7 @@ def _observation(observation: Observation | Mapping[str, Any]) -> Observation:
     return observation if isinstance(observation, Observation) else Observation.from_mapping(observation)
 
 
-def choose_dtype(dtype: str | None, device: str) -> tuple[str, str]:
+def choose_dtype(dtype: str | None, device: str, engine: str = "eager") -> tuple[str, str]:
     """The precision of the weights and why it was chosen. ``device``: cpu, cuda:N ..."""
     if dtype is not None:
         if dtype != "native" and dtype not in DTYPES:
@@ -196,6 +198,8 @@ def choose_dtype(dtype: str | None, device: str) -> tuple[str, str]:
         return dtype, "asked for"
     if device.partition(":")[0] == "cpu":
         return "float32", "the reference precision; half-precision linear layers are slow on most CPUs"
+    if engine == "cuda":
+        return "bfloat16", "what the kernels' tensor cores multiply; projections of the head stay float32"
     return "native", "as stored in the bundle"
 
 
@@ -203,12 +207,3 @@ def exported_graphs(bundle: Bundle) -> Path | None:
     """The folder of graphs that this bundle is the head of; None for a bundle with weights."""
     folder = bundle.path.parent
     return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
-
-
-def __getattr__(name: str) -> Any:
-    # It lives with the torch engines; imported from here by those who mean the policy's model.
-    if name == "load_model":
-        from sinew.engine.loading import load_model
-
-        return load_model
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

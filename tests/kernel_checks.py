@@ -6,35 +6,44 @@ its mask shows. ``module`` is the kernel's file, or a broken copy of it; the twi
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from sinew.bundle.schema import ImageRecipe
 from sinew.engine.kernels import KERNELS, Workspace
+from sinew.engine.kernels.fp8_quantize import E4M3
 from sinew.engine.kernels.lang import interpreted, triton
 from sinew.engine.kernels.launch import Tile
 from sinew.engine.kernels.resize_tables import Resize
+from sinew.engine.kernels.tuning import capability
 from sinew.processing.image import prepare_frame
+
+try:
+    import pytest
+except ImportError:  # on a machine with a GPU, `make gpu` runs the checks without it
+    pytest = None  # type: ignore[assignment]
 
 # Largest error over the twin's largest value; relative L2. The interpreter cuts bfloat16 off where a GPU rounds
 # it to nearest: up to 2^-7 of each scaled input and of the result, all downwards.
 BOUNDS = {torch.float32: (2e-6, 1e-6), torch.bfloat16: (2**-5, 2**-6)}
 ON_A_GPU = {torch.float32: (5e-6, 2e-6), torch.bfloat16: (2**-7, 2**-8)}
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "0" else "cpu"
-needs_triton = pytest.mark.skipif(
+needs_triton = pytest and pytest.mark.skipif(
     triton is None, reason="triton is not installed (it exists for Linux alone)"
 )
 SENTINEL = 1024.0
 EPS = 1e-6
 SMALL = Tile(16, 16, 16, stages=2)
+DEEPER = Tile(16, 16, 32, stages=2)
 SPLIT = Tile(16, 16, 16, 3)
 
 
@@ -95,7 +104,9 @@ def close(module: ModuleType, name: str, got: Tensor, want: Tensor) -> None:
     assert got.shape == want.shape
     assert got.dtype == want.dtype
     bounds = BOUNDS if interpreted(getattr(module, f"{name}_kernel")) else ON_A_GPU
-    highest, relative = bounds[want.dtype]
+    # Hopper's tensor cores add e4m3 products with some 14 bits: float32 out of them is no float32.
+    in_eighths = name == "fp8_product" and bounds is ON_A_GPU
+    highest, relative = bounds[torch.bfloat16 if in_eighths else want.dtype]
     error, scale = (got.double() - want.double()), want.double()
     assert torch.isfinite(got).all(), f"{name}: not finite"
     assert error.abs().max() <= highest * scale.abs().max(), (
@@ -239,6 +250,53 @@ def preprocess(
             assert error <= 1e-6, f"preprocess: {error} from sinew.processing"
 
 
+def fp8_quantize(module: ModuleType, dtype, device, M=7, K=50, scale: float | None = None, loud=1.0) -> None:
+    """To the bit: both divide exactly and round to nearest. A row of zeros among them."""
+    s = Source(dtype, device)
+    x = inside(s.random(M, K), 1e30)  # a largest value is blind to NaN
+    x *= loud
+    x[M // 2] = 0
+    x_scale = None if scale is None else torch.tensor(scale, device=device)
+    data, scales = guarded(M, K, device), torch.full((M + 2,), SENTINEL, device=device)
+    module.fp8_quantize(x, data=data.view(E4M3), scales=scales[1:-1], x_scale=x_scale)
+    want, wanted = KERNELS["fp8_quantize"].twin(x, x_scale=x_scale)
+    assert torch.equal(scales[1:-1], wanted), "scales"
+    assert torch.equal(data.view(E4M3).float(), want.float()), "values differ"
+    assert torch.isfinite(data.view(E4M3).float()).all(), "not finite"
+    assert scales[0] == scales[-1] == SENTINEL, "written outside of the scales"
+    around = data._base  # the buffer that it lies in
+    assert (around[:16] == 77).all(), "written before the output"
+    assert (around[-16:] == 77).all(), "written behind the output"
+
+
+def guarded(M: int, K: int, device: str) -> Tensor:
+    """Bytes [M, K], contiguous, in a buffer of 77s."""
+    return torch.full((M * K + 32,), 77, dtype=torch.uint8, device=device)[16:-16].view(M, K)
+
+
+def fp8_product(module: ModuleType, dtype, device, M=17, K=80, N=37, bias=True, tile=DEEPER) -> None:
+    s = Source(dtype, device)
+    x, weight = (around_nan(s.random(size, K, dtype=torch.float32) * 8) for size in (M, N))
+    scales = [inside(s.random(1, size, dtype=torch.float32), float("nan"))[0] for size in (M, N)]
+    options = {"bias": s.random(N)} if bias else {}
+    out = target(M, N, dtype=dtype, device=device)
+    module.fp8_product(x, scales[0], weight, scales[1], out=out, tile=tile, **options)
+    close(
+        module,
+        "fp8_product",
+        out,
+        KERNELS["fp8_product"].twin(x, scales[0], weight, scales[1], dtype=dtype, **options),
+    )
+    untouched(out)
+
+
+def around_nan(values: Tensor) -> Tensor:
+    """e4m3, contiguous, NaN (0x7F) before and behind."""
+    flat = torch.full((values.numel() + 64,), 0x7F, dtype=torch.uint8, device=values.device)
+    flat[32:-32] = values.to(E4M3).view(torch.uint8).flatten()
+    return flat[32:-32].view(values.shape).view(E4M3)
+
+
 CHECKS = {
     "norm_linear": norm_linear,
     "gated_mlp": gated_mlp,
@@ -247,4 +305,75 @@ CHECKS = {
     "packed_attention": packed_attention,
     "ada_rms": ada_rms,
     "preprocess": preprocess,
+    "fp8_quantize": fp8_quantize,
+    "fp8_product": fp8_product,
 }
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Beside the default shapes, none of whose sizes divides into tiles: the edges of every kernel.
+EDGES = {
+    "norm_linear": [
+        {"M": 1, "K": 16, "N": 16},  # one row, whole tiles
+        {"norm": False, "affine": False},
+        {"wide": True},
+        {"M": 33, "tile": Tile(16, 32, 64)},  # tiles larger than the problem
+    ],
+    "gated_mlp": [{"M": 1, "activation": "silu"}, {"norm": False, "affine": False, "K": 32, "N": 32}],
+    "qkv_rope": [
+        {"KV": 0, "H": 2, "D": 32},  # queries alone
+        {"H": 0, "KV": 1, "D": 32},  # keys and values alone
+        {"M": 1, "norm": False, "affine": False},
+    ],
+    "splitk_linear": [
+        {"M": 1, "full": False},
+        {"K": 20, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
+        {"tile": Tile(16, 32, 32, 1)},
+    ],
+    "packed_attention": [
+        {"S": 0, "tile": Tile(16, 16)},
+        {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # programs without any key
+        {"loud": 40.0},  # scores whose exponentials overflow unless the largest is taken off
+        {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
+    ],
+    "ada_rms": [{"branch": False}, {"gate": False, "C": 64}, {"M": 1, "C": 1}],
+    "preprocess": [
+        {"exact": False, "pad": "top_left", "views": 2},
+        {"exact": False, "size": (5, 5), "to": (12, 8)},  # enlarged
+        {"size": (8, 12)},  # already of the size
+        {"size": (1, 1)},
+    ],
+    "fp8_quantize": [
+        {"scale": 0.005},  # many values are beyond 448 of it, some below the 480 that would be NaN
+        {"scale": 3.0, "K": 64},  # most are below the smallest normal number
+        {"loud": 1e30, "M": 1, "K": 1},
+        {"loud": 1e-30},
+    ],
+    "fp8_product": [
+        {"M": 1, "N": 16, "bias": False},
+        {"M": 33, "K": 48, "tile": Tile(16, 32, 128)},  # tiles larger than the problem
+    ],
+}
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"sinew.engine.kernels.{name}")
+
+
+def all_checks() -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
+    """(kernel, dtype, sizes) of every check that can hold on any machine."""
+    for name in CHECKS:
+        for dtype in DTYPES:
+            yield name, dtype, {}
+            for sizes in EDGES[name]:
+                if DEVICE == "cuda" or dtype == torch.float32:  # the interpreter takes its time
+                    yield name, dtype, sizes
+
+
+def run(name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    """Raise AssertionError where the kernel is not its twin."""
+    CHECKS[name](module_of(name), dtype, DEVICE, **sizes)
+
+
+def runs_here(name: str) -> bool:
+    """Whether the device has the kernel's instructions; the interpreter has all of them."""
+    return DEVICE == "cpu" or capability(torch.device(DEVICE)) >= KERNELS[name].capability

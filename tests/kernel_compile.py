@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sinew.engine.kernels import KERNELS
 from sinew.engine.kernels.launch import Launch, Tile
 from sinew.engine.kernels.shapes import Problem, launch, problems
 from sinew.engine.kernels.tiles import ARCHITECTURES, candidates
@@ -36,11 +37,21 @@ IN_CI = (
     "pi0.5 head out",
     "smolvla frames",
     "smolvla head attention",
+    "pi0.5 language down, fp8 input",
+    "pi0.5 language gate up, fp8",
+    "pi0.5 language down, fp8",
+    "pi0.5 head o, fp8",
+    "smolvla language qkv, fp8",
 )
 
 # A tile that cannot fit into registers: it shows that the reports tell spills.
 TOO_LARGE = ("pi0.5 language attention", Tile(128, 32, warps=4, stages=1))
-WITH_PDL = ("pi0.5 head o", "pi0.5 head norm")  # also compiled for programmatic dependent launch, sm_90
+WITH_PDL = (
+    "pi0.5 head o",
+    "pi0.5 head norm",
+    "pi0.5 language down, fp8",
+    "pi0.5 language down, fp8 input",
+)  # also compiled for programmatic dependent launch, sm_90
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class Report:
     shared: int  # bytes
     tensor_core: str  # the instruction that multiplies, "" if none
     tensor_core_count: int
+    eight_bit: int  # of them, those that multiply e4m3
     async_copies: int
     dependencies: int  # griddepcontrol instructions
     seconds: float
@@ -62,6 +74,11 @@ class Report:
 def rows_of(problem: Problem) -> int:
     s = problem.sizes
     return s["M"] * s["H"] // s["KV"] if problem.kernel == "packed_attention" else s.get("M", 1)
+
+
+def architectures_of(problem: Problem) -> list[int]:
+    """Those that have the instructions of its kernel."""
+    return [each for each in ARCHITECTURES if each >= KERNELS[problem.kernel].capability]
 
 
 def tiles_of(problem: Problem, capability: int) -> list[Tile]:
@@ -90,6 +107,7 @@ def compile_one(problem: Problem, capability: int, tile: Tile | None = None, pdl
         compiled.metadata.shared,
         found[0] if found else "",
         len(found),
+        len(re.findall(r"\.e4m3\.e4m3\b", ptx)),
         len(re.findall(r"cp\.async\.(?:cg|ca)", ptx)),
         ptx.count("griddepcontrol."),
         round(seconds, 2),
@@ -114,7 +132,7 @@ def main(everything: bool) -> list[dict[str, Any]]:
     for problem in problems():
         if not everything and problem.name not in IN_CI:
             continue
-        for capability in ARCHITECTURES:
+        for capability in architectures_of(problem):
             tiles = tiles_of(problem, capability)
             for tile in tiles if everything else tiles[:1]:
                 reports.append(compile_one(problem, capability, tile))

@@ -19,9 +19,9 @@ from sinew.engine.kernels import KERNELS, Workspace, tuning
 from sinew.engine.kernels.lang import MissingTriton, triton
 from sinew.engine.kernels.launch import Tile
 from sinew.engine.kernels.shapes import arguments, cost, launch, problems
-from sinew.engine.kernels.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, architecture, candidates
+from sinew.engine.kernels.tiles import SHARED_MEMORY, TILES, architecture, candidates
 from tests.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
-from tests.kernel_compile import IN_CI, TOO_LARGE, WITH_PDL
+from tests.kernel_compile import IN_CI, TOO_LARGE, WITH_PDL, architectures_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -240,9 +240,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
     return {(report["problem"], report["capability"]): report for report in reports}
 
 
+COMPILED = [
+    (problem.name, capability)
+    for problem in problems()
+    if problem.name in IN_CI
+    for capability in architectures_of(problem)
+]
+
+
 @needs_triton
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("name", IN_CI)
+@pytest.mark.parametrize(("name", "capability"), COMPILED)
 def test_kernel_compiles_without_spills(compiled: dict, name: str, capability: int) -> None:
     report = compiled[name, capability]
     assert report["spilled"] == 0
@@ -254,6 +261,8 @@ def test_kernel_compiles_without_spills(compiled: dict, name: str, capability: i
         wanted = "wgmma.mma_async" if capability == 90 and rows >= 64 else "mma.sync"
         assert report["tensor_core"] == wanted
         assert report["async_copies"] > 0 or report["tile"]["stages"] == 1
+        is_eight_bit = problem.kernel == "fp8_product"
+        assert report["eight_bit"] == (report["tensor_core_count"] if is_eight_bit else 0)
     assert report["dependencies"] == 0
 
 

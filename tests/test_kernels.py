@@ -7,9 +7,7 @@ run there.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -26,48 +24,9 @@ from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderConfig, GatedMLP
 from sinew.layers.norm import AdaRMSNorm, Modulation, rms_normalize
 from sinew.layers.rope import Rotation
 from sinew.processing.image import prepare_frame
-from tests.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
+from tests.kernel_checks import CHECKS, DEVICE, DTYPES, EDGES, loaded, module_of, needs_triton
 
-DTYPES = [torch.float32, torch.bfloat16]
 few = settings(max_examples=4, deadline=None, derandomize=True)
-
-# Beside the default shapes, none of whose sizes divides into tiles: the edges of every kernel.
-EDGES = {
-    "norm_linear": [
-        {"M": 1, "K": 16, "N": 16},  # one row, whole tiles
-        {"norm": False, "affine": False},
-        {"wide": True},
-        {"M": 33, "tile": Tile(16, 32, 64)},  # tiles larger than the problem
-    ],
-    "gated_mlp": [{"M": 1, "activation": "silu"}, {"norm": False, "affine": False, "K": 32, "N": 32}],
-    "qkv_rope": [
-        {"KV": 0, "H": 2, "D": 32},  # queries alone
-        {"H": 0, "KV": 1, "D": 32},  # keys and values alone
-        {"M": 1, "norm": False, "affine": False},
-    ],
-    "splitk_linear": [
-        {"M": 1, "full": False},
-        {"K": 20, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
-        {"tile": Tile(16, 32, 32, 1)},
-    ],
-    "packed_attention": [
-        {"S": 0, "tile": Tile(16, 16)},
-        {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # programs without any key
-        {"loud": 40.0},  # scores whose exponentials overflow unless the largest is taken off
-        {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
-    ],
-    "ada_rms": [{"branch": False}, {"gate": False, "C": 64}, {"M": 1, "C": 1}],
-    "preprocess": [
-        {"exact": False, "pad": "top_left", "views": 2},
-        {"exact": False, "size": (5, 5), "to": (12, 8)},  # enlarged
-        {"size": (8, 12)},  # already of the size
-        {"size": (1, 1)},
-    ],
-}
-
-
-def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"sinew.engine.kernels.{name}")
 
 
 @needs_triton
@@ -128,6 +87,19 @@ MUTANTS = [
     ("ada_rms", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
     ("preprocess", "y_first + ty", "y_first", {}),
     ("preprocess", "value.to(tl.float32) * factor", "(value.to(tl.float32) + 0.5) * factor", {}),
+    (
+        "fp8_quantize",
+        "tl.maximum(tl.div_rn(wide, scale), -448.0)",
+        "tl.div_rn(wide, scale)",
+        {"scale": 0.005},
+    ),
+    ("fp8_quantize", ", -448.0), 448.0)", ", -448.0), 512.0)", {"scale": 0.005}),
+    ("fp8_quantize", "mask=ok, other=0.0", "mask=cols < BLOCK_K, other=0.0", {}),
+    ("fp8_quantize", "tl.max(tl.abs(wide), axis=0)", "tl.max(wide, axis=0)", {}),
+    ("fp8_quantize", "9.094947017729282e-13", "0.0", {}),
+    ("fp8_product", "acc *= tl.load(w_scale", "acc += tl.load(w_scale", {}),
+    ("fp8_product", "tl.load(x_scale + rows", "tl.load(x_scale + rows * 0", {}),
+    ("fp8_product", "k + depth < K", "k + depth < K + BLOCK_K", {}),
     ("preprocess", "across = tl.full((BLOCK,), HALF", "across = tl.full((BLOCK,), 0", {}),
 ]
 

@@ -40,6 +40,7 @@ def bench(
     runs: Annotated[int, Parameter(validator=lambda _, n: _at_least_one(n))] = 20,
     engine: Engine | None = None,
     provider: Providers = (),
+    device: str = "cpu",
     dtype: str | None = None,
     threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     image_size: str | None = None,
@@ -52,8 +53,9 @@ def bench(
     Args:
         bundle: the bundle file, or a folder that `sinew export` wrote.
         runs: inferences in the steady state.
-        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
         provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
+        device: cpu, or cuda:N.
         dtype: compute type; the device's default if absent.
         threads: for compute; chosen from the cores of this process if absent.
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
@@ -62,7 +64,9 @@ def bench(
         deadline_ms: count the inferences that take longer.
     """
     size = parse_size(image_size) if image_size else None
-    options = {"dtype": dtype, "threads": threads, "engine": engine, "providers": provider}
+    options = {
+        "device": device, "dtype": dtype, "threads": threads, "engine": engine, "providers": provider
+    }  # fmt: skip
     result = measure(bundle, runs, options, size, prompt, solver_steps)
     if deadline_ms is not None:
         totals = np.array(result["samples_ms"]["total"])
@@ -123,6 +127,7 @@ def measure(
             totals.append((clock() - begin) * 1e3)
             progress.advance(task)
         seconds = clock() - warm
+        apart = stages_apart(policy, observation, runs)
 
     rate = runs / seconds
     described = describe(policy, observation)
@@ -138,7 +143,7 @@ def measure(
         "import_ms": (imported - started) * 1e3,
         "load_ms": (loaded - imported) * 1e3,
         "warm_up_ms": (warm - loaded) * 1e3,
-        "stages_ms": stage_statistics(timings, totals),
+        "stages_ms": stage_statistics(timings, totals, apart),
         "chunks_per_second": rate,
         "actions_per_second": rate * policy.spec.chunk_size,
         "memory_bytes": {
@@ -169,14 +174,32 @@ def make_observation(
     }
 
 
-def stage_statistics(timings: Sequence[Timing], totals: Sequence[float]) -> dict[str, Any]:
-    """Statistics per stage, in the order in which the stages run; ``steps`` has one entry per solver step."""
-    stages: dict[str, Any] = {
-        "preprocess": summarize([t.preprocess_ms for t in timings]),
-        "vision": summarize([t.vision_ms for t in timings]),
-        "prefix": summarize([t.prefix_ms for t in timings]),
-    }
-    steps = np.array([t.step_ms for t in timings])  # [runs, steps]
+def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list[Timing]:
+    """Timings of the stages of an engine that otherwise runs them as one; of the others none."""
+    if policy.engine_name != "cuda":
+        return []
+    policy.engine.stages = True
+    try:
+        policy.infer(observation)  # records them
+        return [policy.infer({**observation, "seed": run}).timing for run in range(runs)]
+    finally:
+        policy.engine.stages = False
+
+
+def stage_statistics(
+    timings: Sequence[Timing], totals: Sequence[float], apart: Sequence[Timing] = ()
+) -> dict[str, Any]:
+    """Statistics per stage, in the order in which the stages run; ``steps`` has one entry per solver step.
+
+    apart: of runs in which the stages were timed one by one; ``graph`` then is what they take as one.
+    """
+    stages: dict[str, Any] = {"preprocess": summarize([t.preprocess_ms for t in timings])}
+    if apart:
+        stages["graph"] = summarize([t.solver_ms for t in timings])
+    parts = apart or timings
+    stages["vision"] = summarize([t.vision_ms for t in parts])
+    stages["prefix"] = summarize([t.prefix_ms for t in parts])
+    steps = np.array([t.step_ms for t in parts])  # [runs, steps]
     if steps.size:
         stages["steps"] = [summarize(column) for column in steps.T]
         stages["solver"] = summarize(steps.sum(axis=1))

@@ -25,21 +25,24 @@ def doctor(
     *,
     engine: Engine | None = None,
     provider: Providers = (),
+    device: str = "cpu",
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Check the installation and this machine.
 
     Args:
         bundle: also load this bundle, or folder that `sinew export` wrote, and run it once.
-        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
         provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
+        device: of the bundle: cpu, or cuda:N.
         json_output: print one JSON object instead of a table.
     """
     from sinew import checks
 
-    results = checks.installation()
+    graphs_alone = bundle is not None and bundle.is_dir()  # which the onnx engine runs
+    results = checks.installation("onnx" if engine is None and graphs_alone else engine)
     if bundle is not None:
-        results += checks.bundle(bundle, engine, provider)
+        results += checks.bundle(bundle, engine, provider, device)
     failed = [check for check in results if check.status == "fail"]
     if json_output:
         print(json.dumps({"ok": not failed, "checks": [check.to_dict() for check in results]}))

@@ -77,7 +77,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
         handover: how a late chunk is taken over: aligned, naive or freeze.
         solver_steps: instead of the bundle's own number.
-        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
         dtype: compute type; the device's default if absent.
         device: cpu, or cuda:N.
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype; repeatable.

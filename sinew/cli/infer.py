@@ -28,6 +28,7 @@ def infer(
     solver_steps: int | None = None,
     engine: Engine | None = None,
     provider: Providers = (),
+    device: str = "cpu",
     dtype: str | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
@@ -40,14 +41,15 @@ def infer(
         prompt: the instruction.
         seed: of the noise that starts the solver; drawn and reported if absent.
         solver_steps: instead of the bundle's own number.
-        engine: eager, plan or onnx; onnx for an exported folder, else eager.
+        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
         provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
+        device: cpu, or cuda:N.
         dtype: compute type; the device's default if absent.
         json_output: print one JSON object instead of a table.
     """
     import sinew
 
-    policy = sinew.load(bundle, dtype=dtype, engine=engine, providers=provider)
+    policy = sinew.load(bundle, device, dtype, engine, providers=provider)
     observation = {
         "images": read_images(image, policy.spec),
         "state": parse_vector("state", state),

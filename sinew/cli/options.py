@@ -9,7 +9,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from sinew.policy import Policy
 
-Engine = Literal["eager", "plan", "onnx"]
+Engine = Literal["eager", "plan", "onnx", "cuda"]
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
 
 

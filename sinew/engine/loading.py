@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,16 +15,25 @@ from sinew.engine.planned import ON_CPU, PlannedEngine
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import FlowModel
 
+if TYPE_CHECKING:
+    from sinew.engine.cuda.engine import CudaEngine
+    from sinew.engine.cuda.options import CudaOptions
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def torch_engine(
     bundle: Bundle, name: str, device: str, dtype: str, threads: int | None = None
-) -> EagerEngine:
-    """``name``: "eager" or "plan". ``threads``: of the whole process, for PyTorch has one pool; None leaves it."""
+) -> EagerEngine | CudaEngine:
+    """``name``: "eager", "plan" or "cuda". ``threads``: of the whole process, for PyTorch has one pool; None leaves
+    it."""
     where = parse_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
+    if name == "cuda":
+        engine: EagerEngine | CudaEngine = cuda_engine(bundle, where, dtype)
+        bundle.release(engine.model.parameters())
+        return engine
     model = load_model(bundle, where, dtype)
     if name == "eager":
         engine = EagerEngine(model, where)
@@ -33,6 +42,23 @@ def torch_engine(
         engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
     bundle.release(engine.model.parameters())
     return engine
+
+
+def cuda_engine(
+    bundle: Bundle, device: torch.device, dtype: str, options: CudaOptions | None = None
+) -> CudaEngine:
+    """FP8 components use the scales that ``calibration.py`` keeps for this bundle."""
+    from sinew.engine.cuda.calibration import scales
+    from sinew.engine.cuda.device import require
+    from sinew.engine.cuda.engine import CudaEngine
+    from sinew.engine.cuda.fuse import ON_CUDA
+    from sinew.engine.cuda.options import CudaOptions
+
+    options = options or CudaOptions()
+    require(device, options)  # before gigabytes are read
+    plan = Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
+    found = scales(bundle) if options.fp8 else None
+    return CudaEngine(plan, device, processing=bundle.manifest.processing, options=options, scales=found)
 
 
 def parse_device(text: str) -> torch.device:

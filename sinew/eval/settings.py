@@ -13,7 +13,7 @@ import numpy as np
 
 from sinew.core import SinewError
 
-ENGINES = ("eager", "plan", "onnx")  # sinew.policy's, which needs more to be imported
+ENGINES = ("eager", "plan", "onnx", "cuda")  # sinew.policy's, which needs more to be imported
 HANDOVERS = ("aligned", "naive", "freeze")
 
 _NUMBER = r"\d+(?:\.\d+)?"

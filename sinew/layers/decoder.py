@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -66,6 +67,15 @@ class DecoderAttention(nn.Module):
         k, v = self.key_value(h, h)
         return rotate(self.query(h)), rotate(k), v
 
+    def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
+        """q: [B, L, H, D] over ``kv``, and behind it over ``own`` -> [B, L, H * D]; mask as :func:`.attend`'s.
+
+        A method, so that an engine may read the two where they lie instead of joining them.
+        """
+        if own is not None:
+            kv = torch.cat([kv[0], own[0]], dim=1), torch.cat([kv[1], own[1]], dim=1)
+        return attend(q, *kv, mask)
+
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x))  (Shazeer 2020; SiLU in Llama, tanh-GELU in Gemma)."""
@@ -98,6 +108,10 @@ class DecoderLayer(nn.Module):
         """x: [B, L, C] -> rotated q [B, L, H, D] and k, plain v [B, L, Hkv, D]."""
         return self.attn.project(self.input_norm(x), rotate)
 
+    def query(self, x: Tensor, rotate: Rotation) -> Tensor:
+        """x: [B, L, C] -> rotated q [B, L, H, D]: all that cross-attention projects in a step."""
+        return rotate(self.attn.query(self.input_norm(x)))
+
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [B, L, C], attended: [B, L, H * D] -> the layer's output [B, L, C]."""
         x = x + self.attn.o_proj(attended)
@@ -106,7 +120,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
         """x: [B, L, C], a whole sequence; mask: bool [B, L, L] -> the layer's output and its K/V."""
         q, k, v = self.project(x, rotate)
-        return self.finish(x, attend(q, k, v, mask)), (k, v)
+        return self.finish(x, self.attn.attend(q, (k, v), mask)), (k, v)
 
 
 class AdaptiveDecoderLayer(nn.Module):

@@ -7,9 +7,21 @@ the seam where quantised weights will be dequantised.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """``value`` as ``dtype`` holds it, to nearest, ties to even.
+
+    A number, not a tensor: a tensor of a Python constant on a GPU is a copy from the host in every pass, which
+    no CUDA graph can record.
+    """
+    step = torch.finfo(dtype).eps * 2.0 ** (math.frexp(value)[1] - 1)
+    return round(value / step) * step
 
 
 class Linear(nn.Linear):

@@ -101,7 +101,11 @@ class VisionTransformer(nn.Module):
         """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
         patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))  # [B, C, rows, cols]
         rows, cols = patches.shape[-2:]
-        x = patches.flatten(2).transpose(1, 2) + self.positions(rows, cols)
+        return self.encode(patches.flatten(2).transpose(1, 2), rows, cols)
+
+    def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
+        """x: [B, rows * cols, C], embedded patches without their positions -> features [B, rows * cols, C]."""
+        x = x + self.positions(rows, cols)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)

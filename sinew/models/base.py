@@ -80,6 +80,10 @@ class FlowModel(nn.Module):
         """pixels: float32 [B, V, 3, height, width] -> image tokens [B, V, tokens, C], unscaled."""
 
     @abstractmethod
+    def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
+        """The vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C']."""
+
+    @abstractmethod
     def prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Prefix:

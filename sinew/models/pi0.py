@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.attention import attend, block_mask
+from sinew.layers.attention import block_mask
 from sinew.layers.decoder import AdaptiveDecoderLayer, Decoder, DecoderConfig, DecoderLayer, decoder_norm
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Linear, rounded
 from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
@@ -86,8 +86,13 @@ class PI0(FlowModel):
         self.action_time_mlp_out = Linear(width, width)
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        B, V = pixels.shape[:2]
-        return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, (B, V))
+        B, V, _, height, width = pixels.shape
+        patch = self.config.vision.patch_size
+        features = self.vision(pixels.flatten(0, 1))  # [B * V, patches, C]
+        return self.connect(features, height // patch, width // patch).unflatten(0, (B, V))
+
+    def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
+        return self.connector(features)
 
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
@@ -95,7 +100,7 @@ class PI0(FlowModel):
         """Arguments as in :meth:`prefix`. Returns embeddings [B, P, C] and valid, bool [B, P]."""
         B, V, N, C = image_tokens.shape
         table = self.language.embed_tokens
-        scale = torch.tensor(C**0.5, dtype=table.weight.dtype, device=tokens.device)  # rounded as Gemma's is
+        scale = rounded(C**0.5, table.weight.dtype)  # as Gemma's is
         x = torch.cat([image_tokens.flatten(1, 2).to(table.weight.dtype), table(tokens) * scale], dim=1)
         return x, torch.cat([camera_mask.repeat_interleave(N, dim=1), token_mask], dim=1)
 
@@ -150,12 +155,15 @@ class PI0(FlowModel):
             h = torch.cat([prefix.state, h], dim=1)
         h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H
         per_layer, final = self.modulations(moment)
-        for layer, modulation, (pk, pv) in zip(self.expert.layers, per_layer, prefix.kv, strict=True):
+        for layer, modulation, kv in zip(self.expert.layers, per_layer, prefix.kv, strict=True):
             q, k, v = layer.project(h, rotate, *modulation)
-            attended = attend(q, torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1), sees)
+            attended = layer.attn.attend(q, kv, sees, own=(k, v))
             h = layer.finish(h, attended, *modulation)
-        actions = h[:, -x.shape[1] :]
-        return self.action_out_proj(self.expert.norm(actions, *final).float())
+        return self.decode_actions(h[:, -x.shape[1] :], *final)
+
+    def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
+        """The expert's last hidden states of the actions, [B, H, C] -> their velocity [B, H, A]."""
+        return self.action_out_proj(self.expert.norm(h, *modulation).float())
 
 
 class PI05(PI0):

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.attention import attend, block_mask
+from sinew.layers.attention import block_mask
 from sinew.layers.connector import PixelShuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Linear, rounded
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
@@ -114,7 +114,10 @@ class SmolVLA(FlowModel):
         B, V, _, height, width = pixels.shape
         patch = self.config.vision.patch_size
         features = self.vision(pixels.flatten(0, 1))  # [B * V, patches, C]
-        return self.connector(features, height // patch, width // patch).unflatten(0, (B, V))
+        return self.connect(features, height // patch, width // patch).unflatten(0, (B, V))
+
+    def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
+        return self.connector(features, rows, cols)
 
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -123,7 +126,7 @@ class SmolVLA(FlowModel):
         B, V, _, C = image_tokens.shape
         embed = self.language.embed_tokens
         # The reference multiplies image tokens by a scale rounded to their dtype, language by the exact one.
-        scaled = image_tokens * torch.tensor(C**0.5, dtype=image_tokens.dtype, device=image_tokens.device)
+        scaled = image_tokens * rounded(C**0.5, image_tokens.dtype)
         pieces: list[Tensor] = []
         valid: list[Tensor] = []
 
@@ -133,7 +136,8 @@ class SmolVLA(FlowModel):
 
         def add_special(ids: tuple[int, ...]) -> None:
             if ids:  # unscaled, unlike the language tokens
-                add(embed(torch.tensor(ids, device=state.device)).expand(B, -1, -1), always)
+                rows = torch.stack([embed.weight[i] for i in ids])  # no tensor of ids: see layers/linear.py
+                add(rows.expand(B, -1, -1), always)
 
         always = torch.ones(B, dtype=torch.bool, device=state.device)
         for view in range(V):
@@ -200,12 +204,15 @@ class SmolVLA(FlowModel):
     def step(self, x: Tensor, moment: Tensor, frame: Frame, prefix: Prefix) -> Tensor:
         (after_prefix, from_zero), (sees_both, sees_prefix) = frame
         h = self.embed_actions(x, moment).to(self.expert.dtype)  # [B, H, C]
-        for layer, is_self, (pk, pv) in zip(self.expert.layers, self.expert.is_self, prefix.kv, strict=True):
+        for layer, is_self, kv in zip(self.expert.layers, self.expert.is_self, prefix.kv, strict=True):
             if is_self:
                 q, k, v = layer.project(h, after_prefix)
-                attended = attend(q, torch.cat([pk, k], dim=1), torch.cat([pv, v], dim=1), sees_both)
+                attended = layer.attn.attend(q, kv, sees_both, own=(k, v))
             else:
-                q = from_zero(layer.attn.query(layer.input_norm(h)))
-                attended = attend(q, pk, pv, sees_prefix)
+                attended = layer.attn.attend(layer.query(h, from_zero), kv, sees_prefix)
             h = layer.finish(h, attended)
+        return self.decode_actions(h)
+
+    def decode_actions(self, h: Tensor) -> Tensor:
+        """The expert's last hidden states, [B, H, C] -> velocity [B, H, A]."""
         return self.action_out_proj(self.expert.norm(h).float())

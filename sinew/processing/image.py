@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from PIL import Image
 
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
@@ -77,6 +76,8 @@ def inner_size(height: int, width: int, recipe: ImageRecipe) -> tuple[int, int]:
 
 def letterbox_pil(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     """uint8 [h, w, 3] -> uint8 [H, W, 3] by Pillow, black bars, centred."""
+    from PIL import Image  # here: the CUDA engine resizes on the device
+
     height, width = frame.shape[:2]
     if (height, width) == (recipe.height, recipe.width):
         return frame

@@ -22,7 +22,8 @@ class ModelInputs:
     """One observation as a model reads it (no batch axis).
 
     pixels: float32 [V, 3, H, W]; camera_mask: bool [V]; tokens: int64 [L]; token_mask: bool [L];
-    state: float32 [padded_state_dim].
+    state: float32 [padded_state_dim]. ``frames``: uint8 [h, w, 3] each, for engines that resize on the device; where
+    they are, ``pixels`` has no views.
     """
 
     pixels: np.ndarray
@@ -30,6 +31,7 @@ class ModelInputs:
     tokens: np.ndarray
     token_mask: np.ndarray
     state: np.ndarray
+    frames: tuple[np.ndarray, ...] = ()
 
 
 class Processor:
@@ -49,20 +51,24 @@ class Processor:
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         _integer(observation.solver_steps, "solver_steps", 1, MAX_SOLVER_STEPS)
 
-    def inputs(self, observation: Observation, padded: bool = False) -> ModelInputs:
+    def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
         """Model inputs of a checked observation. Cameras come in the order of the spec.
 
         A camera that the observation lacks is left out. With ``padded``, the masked, empty images and the
         masked tokens that upstream computes are there too; nothing that is read attends to them and
         positions count valid tokens only, so the actions are the same (a test holds both against the
         reference) and they are left out by default.
+
+        Without ``pixels`` the frames go in as they came, where all of them are uint8; float32 frames are prepared
+        here all the same.
         """
-        frames = [
-            prepare_frame(observation.images[camera.name], self.recipe.image)
-            for camera in self.spec.cameras
-            if camera.name in observation.images
-        ]
-        present = len(frames)
+        named = (camera.name for camera in self.spec.cameras if camera.name in observation.images)
+        raw = tuple(observation.images[name] for name in named)
+        present = len(raw)
+        if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
+            frames, raw = [prepare_frame(frame, self.recipe.image) for frame in raw], ()
+        else:
+            frames = []
         normalized = self.state_normalizer.normalize(self._state(observation))
         tokens = self._tokens(observation, normalized)
         token_mask = np.ones(len(tokens), bool)
@@ -72,7 +78,10 @@ class Processor:
             tokens, token_mask = self.prompter.pad(tokens)
         state = np.zeros(self.recipe.padded_state_dim, np.float32)
         state[: len(normalized)] = normalized
-        return ModelInputs(np.stack(frames), np.arange(len(frames)) < present, tokens, token_mask, state)
+        image = self.recipe.image
+        stacked = np.stack(frames) if frames else np.empty((0, 3, image.height, image.width), np.float32)
+        seen = np.arange(len(raw) or len(frames)) < present
+        return ModelInputs(stacked, seen, tokens, token_mask, state, raw)
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
         """Start of the solver, float32 [H, noise_dim], and the seed it came from (None if it was given).

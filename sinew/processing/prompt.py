@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
@@ -17,6 +16,8 @@ class Prompter:
     """Turns an instruction into ``(tokens int64 [L], mask bool [L])``."""
 
     def __init__(self, tokenizer_json: str, recipe: PromptRecipe):
+        from tokenizers import Tokenizer  # here: who brings tokens needs no tokenizer
+
         self.recipe = recipe
         try:
             # Settings for batches that a training run may have left in the file; padding is ours to do.

@@ -13,6 +13,8 @@ from typing import Any
 
 from sinew.engine.kernels import (
     ada_rms,
+    fp8_product,
+    fp8_quantize,
     gated_mlp,
     norm_linear,
     packed_attention,
@@ -29,13 +31,15 @@ __all__ = ["KERNELS", "Kernel", "Launch", "Tile", "Workspace"]
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """``launch`` runs ``kernel`` on tensors, ``twin`` computes the same in PyTorch, ``prepare`` gives the launch
-    as a value. ``sinew.engine.kernels.shapes`` has the problems that the models put to it."""
+    as a value. ``sinew.engine.kernels.shapes`` has the problems that the models put to it. ``capability``: the
+    first compute capability (times ten) that has its instructions."""
 
     kernel: Any
     launch: Callable[..., Any]
     twin: Callable[..., Any]
     prepare: Callable[..., Launch]
     uses_tensor_cores: bool = True
+    capability: int = 80
 
 
 KERNELS: dict[str, Kernel] = {
@@ -59,5 +63,20 @@ KERNELS: dict[str, Kernel] = {
     "ada_rms": Kernel(ada_rms.ada_rms_kernel, ada_rms.ada_rms, ada_rms.twin, ada_rms.prepare, False),
     "preprocess": Kernel(
         preprocess.preprocess_kernel, preprocess.preprocess, preprocess.twin, preprocess.prepare, False
+    ),
+    "fp8_quantize": Kernel(
+        fp8_quantize.fp8_quantize_kernel,
+        fp8_quantize.fp8_quantize,
+        fp8_quantize.twin,
+        fp8_quantize.prepare,
+        False,
+        89,
+    ),
+    "fp8_product": Kernel(
+        fp8_product.fp8_product_kernel,
+        fp8_product.fp8_product,
+        fp8_product.twin,
+        fp8_product.prepare,
+        capability=89,
     ),
 }

@@ -17,6 +17,7 @@ TYPES = {
     torch.int32: "i32",
     torch.uint8: "u8",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 ALIGNMENT = 16  # bytes of a pointer, and of an integer that counts elements, that allow wide copies
 

@@ -104,6 +104,9 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
                 {"M": rows, "N": 4096, "K": 1024, "norm": True, "scale": True},
             ),
         ]
+    eighths = _fp8(model, "vision", 27, views * 256, (1152, 3456), (1152, 1152), (1152, 4304), (4304, 1152))
+    eighths += _fp8(model, "language", 17, prefix, (2048, 2560), (2048, 2048), (2048, 32768), (16384, 2048))
+    eighths += _fp8(model, "head", head, rows, (1024, 2560), (2048, 1024), (1024, 8192), (4096, 1024))
     out = {"M": rows, "N": 32, "K": 1024, "wide": True, "norm": True, "scale": adaptive}
     frames = {"V": views, "h": 480, "w": 640, "side": 224, "patch": 14, "exact": True}
     return [
@@ -111,7 +114,20 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
         *language,
         *expert,
         Problem(model, "head out", "norm_linear", STEPS, out),
+        *eighths,
     ]
+
+
+def _fp8(model: str, stage: str, runs: int, rows: int, *products: tuple[int, int]) -> list[Problem]:
+    """The same products in FP8, as (depth, columns) of qkv, o, up and down, and the conversion of their inputs."""
+    names = ("qkv", "o", "fc1" if stage == "vision" else "gate up", "fc2" if stage == "vision" else "down")
+    found = []
+    for name, (K, N) in zip(names, products, strict=True):
+        found += [
+            Problem(model, f"{stage} {name}, fp8 input", "fp8_quantize", runs, {"M": rows, "C": K}),
+            Problem(model, f"{stage} {name}, fp8", "fp8_product", runs, {"M": rows, "N": N, "K": K}),
+        ]
+    return found
 
 
 def _smolvla(views: int, prompt: int, rows: int) -> list[Problem]:
@@ -142,6 +158,8 @@ def _smolvla(views: int, prompt: int, rows: int) -> list[Problem]:
             STEPS,
             {"M": rows, "N": 32, "K": 720, "wide": True, "norm": True},
         ),
+        *_fp8(model, "vision", 12, views * 1024, (768, 2304), (768, 768), (768, 3072), (3072, 768)),
+        *_fp8(model, "language", 15, prefix, (960, 1600), (960, 960), (960, 5120), (2560, 960)),
     ]
 
 
@@ -182,6 +200,13 @@ def arguments(
         options = {"own": (cache[0, P:], cache[1, P:])} if S else {}
         mask = torch.ones(M, P + S, dtype=torch.bool, device=device)
         return [new(M, H, D), (cache[0, :P], cache[1, :P]), mask, new(M, H, D), workspace], options
+    if problem.kernel == "fp8_quantize":
+        eighth = torch.zeros(M, s["C"], dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        return [new(M, s["C"]), eighth, new(M, dtype=torch.float32)], {}
+    if problem.kernel == "fp8_product":
+        x, weight = (new(size, K).to(torch.float8_e4m3fn) for size in (M, N))
+        scales = [torch.rand(size, device=device) for size in (M, N)]
+        return [x, scales[0], weight, scales[1], new(M, N)], {}
     if problem.kernel == "ada_rms":
         vectors = {"gate": new(s["C"]), "branch": new(M, s["C"]), "total": new(M, s["C"]), "eps": 1e-6}
         return [new(M, s["C"]), new(s["C"]), new(s["C"]), new(M, s["C"])], vectors
@@ -235,6 +260,10 @@ def cost(problem: Problem) -> Cost:
         scores = 4 * M * H * keys
         bytes_ = 2 * (2 * M * H * D + 2 * keys * KV * D) + M * keys
         return Cost(4 * M * H * keys * D, bytes_, 2, 2 * scores + scores // 2 * 2)
+    if problem.kernel == "fp8_quantize":  # apart: the largest values, division and clamp, conversion
+        return Cost(0, 3 * M * s["C"] + 4 * M, 2, (2 + 2 * 2) * M * s["C"])
+    if problem.kernel == "fp8_product":  # apart: the scales
+        return Cost(2 * M * N * K, (M + N) * K + 4 * (M + N) + 2 * M * N, 1, 2 * 2 * M * N)
     if problem.kernel == "ada_rms":  # apart: gate and residual, then norm, then modulation
         return Cost(0, 2 * 4 * M * s["C"], 2, 2 * 2 * 2 * M * s["C"])
     V, h, w, side = (s[name] for name in ("V", "h", "w", "side"))

@@ -29,6 +29,10 @@ _PAIR_80 = [Tile(64, 32, 64, warps=8, stages=4), Tile(64, 32, 32, stages=4), Til
 _PAIR_90 = [Tile(64, 32, 64, stages=4), Tile(64, 16, 128, stages=3), Tile(64, 64, 64, stages=3)]
 _SPLIT = [Tile(64, 64, 64, 8, stages=4), Tile(64, 32, 128, 4, stages=3), Tile(64, 64, 128, 4, stages=3)]
 _SMALL = [Tile(64, 32, 64, warps=8, stages=3), Tile(64, 16, 64, stages=4), Tile(64, 32, 64, stages=3)]
+_WHOLE_ROWS = {"few": [Tile(warps=8), Tile(warps=4), Tile(warps=16)]}
+_FP8_MANY_89 = [Tile(128, 128, 64, warps=8, stages=4), Tile(64, 128, 64, warps=4, stages=4)]
+_FP8_FEW_89 = [Tile(64, 32, 128, stages=4), Tile(64, 16, 128, stages=4), Tile(64, 64, 64, stages=4)]
+_FP8_89 = {"few": _FP8_FEW_89, "many": _FP8_MANY_89}
 
 TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
     "norm_linear": {
@@ -80,6 +84,18 @@ TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
         },
     },
     "ada_rms": dict.fromkeys(ARCHITECTURES, _ROWWISE),
+    "fp8_quantize": dict.fromkeys(ARCHITECTURES, _WHOLE_ROWS),
+    "fp8_product": {
+        **dict.fromkeys((80, 89), _FP8_89),  # sm_80 cannot; launches on the meta device are made with its row
+        90: {
+            "few": [Tile(64, 32, 128, stages=4), Tile(64, 16, 256, stages=3), Tile(64, 64, 128, stages=4)],
+            "many": [
+                Tile(128, 128, 128, warps=8, stages=4),
+                Tile(128, 256, 128, warps=8, stages=3),
+                Tile(128, 128, 64, warps=8, stages=4),
+            ],
+        },
+    },
     "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
 }
 

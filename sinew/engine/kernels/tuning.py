@@ -71,7 +71,7 @@ def tune(
     default = times.get(candidates(kernel, dims[0], dtype, capability(device))[0], times[best])
     entry = {"tile": asdict(best), "ms": times[best], "default_ms": default}
     path = cache_file(device)
-    _write(path, _read(path) | {key(kernel, dims, dtype): entry})
+    write_json(path, _read(path) | {key(kernel, dims, dtype): entry})
     choose.cache_clear()
     return entry
 
@@ -127,7 +127,7 @@ def _is_entry(entry: Any) -> bool:
     return sizes and all(isinstance(ms, (int, float)) for ms in times)
 
 
-def _write(path: Path, entries: dict[str, Any]) -> None:
+def write_json(path: Path, entries: dict[str, Any]) -> None:
     """In one step, so that another process reads the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")

@@ -1,0 +1,145 @@
+"""What FP8 costs a chunk: relative L2 against float32 eager, emulated on the CPU by the twin.
+
+``python -m benchmarks.fp8_error FIXTURES`` takes the directory of golden fixtures (one checkpoint each, as the tests
+read them): components, scales per row and calibrated with several headrooms, bfloat16 and noise on the weights beside
+them. ``--trained`` instead: the package's trained policies over episodes of their tasks, calibrated on the first 16
+observations and compared on 32 others. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinew.convert import convert
+from sinew.engine.eager import EagerEngine
+from sinew.engine.kernels import fp8_calibration as calibration
+from sinew.engine.plan import Plan
+from sinew.engine.plan.rewrite import twin
+from sinew.policy import Policy, load
+from tests.golden import Golden, relative_l2
+
+CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
+CPU, STEPS = torch.device("cpu"), 10
+SEEN, COMPARED = 16, 32  # observations
+HEADROOMS = (None, 1.0, 2.0, 4.0)  # None: a scale per row
+COMPONENTS = (("vision",), ("language",), ("vision", "language"), ("vision", "language", "head"))
+
+
+def bundle(case: Path, folder: Path) -> Path:
+    out = folder / f"{case.name}.gguf"
+    sources = {"arch": case / "arch.json"} if (case / "arch.json").exists() else {"vlm": case / "vlm"}
+    convert(case / "checkpoint", out, name=case.name, **sources)
+    return out
+
+
+def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
+    policy, golden = load(path), Golden(case)
+    inputs = policy.processor.inputs(replace(policy.dummy_observation(), **golden.observation()))
+    noise = golden.numpy("noise")[0]
+
+    def chunk(engine: Any) -> torch.Tensor:
+        return torch.from_numpy(engine.run(inputs, noise, STEPS)[0])
+
+    wanted, model = chunk(policy.engine), policy.engine.model
+    yield {"what": "bfloat16", "error": relative_l2(chunk(load(path, dtype="bfloat16").engine), wanted)}
+    yield {"what": "1 % of noise on vision's weights", "error": relative_l2(chunk(noisy(policy)), wanted)}
+    for planned in (False, True):
+        for components in COMPONENTS:
+            for headroom in HEADROOMS:
+                changed = Plan.of(model, STEPS).model if planned else twin(model)
+                engine = EagerEngine(changed, CPU)
+                layers, scales = calibration.linears(changed, components), None
+                if headroom is not None:
+                    calibration.HEADROOM = headroom
+                    scales = calibration.calibrate(layers, [lambda e=engine: chunk(e)], "0" * 64, case.name)
+                calibration.use_fp8(changed, layers, scales)
+                error = relative_l2(chunk(engine), wanted)
+                what = "+".join(components), "planned" if planned else "eager", headroom or "per row"
+                yield {"what": " ".join(map(str, what)), "layers": len(layers), "error": error}
+
+
+def noisy(policy: Policy) -> EagerEngine:
+    torch.manual_seed(0)
+    model = copy.deepcopy(policy.engine.model)
+    for parameter in model.vision.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.data * (1 + 0.01 * torch.randn_like(parameter))
+    return EagerEngine(model, CPU)
+
+
+def trained(path: Path) -> Iterator[dict[str, Any]]:
+    """Median and largest error of the action's own columns."""
+    from sinew.cli.quantize import _episodes
+
+    policy = load(path)
+    origin, stream = _episodes(policy) or ("", iter(()))
+    data = [
+        (policy.processor.inputs(o), policy.processor.noise(o)[0]) for o in islice(stream, SEEN + COMPARED)
+    ]
+    steps, width = policy.spec.solver_steps, policy.spec.action.dim
+
+    def chunks(engine: Any, part: list[Any]) -> list[torch.Tensor]:
+        return [torch.from_numpy(engine.run(inputs, noise, steps)[0][:, :width]) for inputs, noise in part]
+
+    wanted = chunks(policy.engine, data[SEEN:])
+
+    def row(what: str, engine: Any) -> dict[str, Any]:
+        pairs = zip(chunks(engine, data[SEEN:]), wanted, strict=True)
+        errors = [relative_l2(got, want) for got, want in pairs]
+        return {"what": what, "source": origin, "error": float(np.median(errors)), "largest": max(errors)}
+
+    yield row("bfloat16", load(path, dtype="bfloat16").engine)
+    for components in COMPONENTS[2:]:
+        for calibrated in (False, True):
+            model = twin(policy.engine.model)
+            engine = EagerEngine(model, CPU)
+            layers, scales = calibration.linears(model, components), None
+            if calibrated:
+                runs = [lambda one=one, e=engine: chunks(e, [one]) for one in data[:SEEN]]
+                scales = calibration.calibrate(layers, runs, "0" * 64, origin)
+            calibration.use_fp8(model, layers, scales)
+            yield row(f"{'+'.join(components)} {'calibrated' if calibrated else 'per row'}", engine)
+
+
+def main_trained() -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((Path(__file__).resolve().parents[1] / "sinew" / "assets").glob("*.gguf")):
+        for row in trained(path):
+            found.setdefault(path.stem, []).append(row)
+            print(
+                f"{path.stem:8} {row['what']:36} {row['error']:.2e}, largest {row['largest']:.2e}", flush=True
+            )
+    print(json.dumps(found))
+
+
+def main(fixtures: Path) -> None:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in CASES:
+            found[name] = []
+            for row in rows(fixtures / name, bundle(fixtures / name, Path(folder))):
+                found[name].append(row)
+                print(f"{name:14} {row['what']:44} {row['error']:.2e}", flush=True)
+    errors = [row["error"] for each in found.values() for row in each]
+    assert np.isfinite(errors).all()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--trained"]:
+        main_trained()
+    elif len(sys.argv) == 2:
+        main(Path(sys.argv[1]))
+    else:
+        sys.exit("usage: python -m benchmarks.fp8_error FIXTURES | --trained")

@@ -1,0 +1,253 @@
+"""``make gpu``: correctness, the first measurements, and the ladder from eager to the full engine, on one NVIDIA GPU.
+
+``python -m benchmarks.gpu [--budget S] [--only NAME,...] [--out DIR]`` in a checkout; needs torch, triton and numpy,
+no network, no bundle (``docs/gpu.md``). Writes ``benchmarks/results/<gpu>-<date>.json`` and a markdown table beside
+it, after every section. Each section runs in a process of its own with its own time, so that a crash or a
+section that is too slow costs nothing but itself; its rows up to then are kept.
+
+The last line is one JSON object. Status 0 when every section that could run did, 1 when something failed or there is
+no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout is enough
+
+Record = dict[str, Any]
+BUDGET = 570  # seconds of all sections: under ten minutes with start and tables
+LEAST = 8  # seconds under which a section is not begun
+GRACE = 10  # seconds that a section may take beyond its own, to finish a call that it is in
+
+
+# ----------------------------------------------------------------------------- one section, in its process
+
+
+def child(name: str, seconds: float, rows: Path, device: str, tiny: bool) -> int:
+    """Run a section; its rows go to a file, line by line, and what became of it is the last line."""
+    import torch
+
+    from benchmarks.gpu_sections import SECTIONS
+    from benchmarks.gpu_session import NotHere, Session
+
+    with rows.open("a", encoding="utf-8") as file:
+
+        def write(record: Record) -> None:
+            file.write(json.dumps(record, default=str) + "\n")
+            file.flush()
+
+        status, reason = "done", ""
+        try:
+            torch.manual_seed(0)
+            where = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+            SECTIONS[name][0](Session(where, seconds, lambda row: write({"row": row}), tiny))
+        except NotHere as error:
+            status, reason = "skipped", str(error)
+        except TimeoutError as error:
+            status, reason = "partial", f"time was used up: {error}"
+        except Exception as error:  # noqa: BLE001 - it is recorded, and the other sections still count
+            status, reason = "failed", f"{type(error).__name__}: {error}"[:2000]
+            traceback.print_exc()
+        write({"status": status, "reason": reason})
+    return 0
+
+
+# ----------------------------------------------------------------------------- all of them
+
+
+def run_section(name: str, seconds: float, device: str, tiny: bool) -> Record:
+    """{"status", "reason", "seconds", "rows"} of one section in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows"
+        rows.touch()
+        command = [sys.executable, "-m", "benchmarks.gpu", "--section", name, "--seconds", str(seconds)]
+        command += ["--rows", str(rows), "--device", device, *(["--tiny"] if tiny else [])]
+        environment = dict(os.environ)
+        environment.setdefault("TRITON_INTERPRET", "0" if device.startswith("cuda") else "1")
+        start = time.monotonic()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+        killed = False
+        try:
+            code = process.wait(timeout=seconds + GRACE)
+        except subprocess.TimeoutExpired:
+            killed = True
+            os.killpg(process.pid, signal.SIGKILL)  # its own group: what it started goes too
+            code = process.wait()
+        return {**read_rows(rows, killed, code), "seconds": round(time.monotonic() - start, 1)}
+
+
+def read_rows(path: Path, killed: bool, code: int) -> Record:
+    """What a section left, however it ended; a line that was being written when it was killed is dropped."""
+    rows, end = [], {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if "row" in record:
+            rows.append(record["row"])
+        else:
+            end = record
+    if not end:
+        reason = "cut off: its time was used up" if killed else f"its process ended with status {code}"
+        end = {"status": "partial" if killed else "failed", "reason": reason}
+    return {"rows": rows, **end}
+
+
+def run_all(
+    names: list[str],
+    budget: float,
+    seconds: dict[str, float],
+    run: Callable[[str, float], Record],
+    save: Callable[[Record], None],
+    document: Record,
+    clock: Callable[[], float] = time.monotonic,
+) -> Record:
+    """Run sections in turn; each gets its own seconds or what is left. ``save`` is called after every one."""
+    start = clock()
+    document["sections"] = {}
+    for name in names:
+        left = budget - (clock() - start)
+        if left < LEAST:
+            record = {"status": "skipped", "reason": f"{left:.0f} s were left of {budget:.0f}", "rows": []}
+        else:
+            print(f"== {name}, up to {min(seconds[name], left):.0f} s", flush=True)
+            try:
+                record = run(name, min(seconds[name], left))
+            except Exception as error:  # noqa: BLE001 - the other sections still count
+                record = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "rows": []}
+        document["sections"][name] = record
+        print(f"== {name}: {record['status']} {record.get('reason', '')}", flush=True)
+        document["seconds"] = round(clock() - start, 1)
+        save(document)
+    return document
+
+
+def facts(device: str) -> Record:
+    """Of the machine and of this run."""
+    import torch
+
+    from sinew.engine.kernels.lang import triton
+
+    found: Record = {
+        "schema": "sinew.gpu/1",
+        "gpu": platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "triton": None if triton is None else triton.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit(),
+        "command": ["python", "-m", "benchmarks.gpu", *sys.argv[1:]],
+    }
+    if device.startswith("cuda"):
+        where = torch.device(device)
+        found |= {
+            "gpu": torch.cuda.get_device_name(where),
+            "capability": list(torch.cuda.get_device_capability(where)),
+            "cuda": torch.version.cuda,
+            "memory_gib": round(torch.cuda.get_device_properties(where).total_memory / 2**30, 1),
+        }
+    return found
+
+
+def commit() -> str:
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def lacking(device: str) -> list[str]:
+    """What this machine would need."""
+    try:
+        import torch
+    except ImportError:
+        return ["torch is not installed"]
+    from sinew.engine.kernels.lang import triton
+
+    found = ["triton is not installed"] if triton is None else []
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        found.append(f"torch {torch.__version__} sees no CUDA device")
+    return found
+
+
+def save_to(folder: Path) -> Callable[[Record], None]:
+    """Write the JSON document and the table, in one step each."""
+    from benchmarks.gpu_table import markdown
+
+    def save(document: Record) -> None:
+        name = re.sub(r"[^a-z0-9]+", "-", document["gpu"].lower()).strip("-")
+        stem = f"{name}-{document['date'][:10]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, text in (("json", json.dumps(document, indent=1)), ("md", markdown(document))):
+            part = folder / f"{stem}.{suffix}.part"
+            part.write_text(text + "\n", encoding="utf-8")
+            part.replace(folder / f"{stem}.{suffix}")
+        document["file"] = f"{stem}.json"
+
+    return save
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
+    parser.add_argument("--only", help="sections, comma-separated; all by default")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument(
+        "--device", default="cuda", help="cuda:N; cpu with --tiny is for the suite's own tests"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small widths: shows that it runs, measures nothing"
+    )
+    for name, kind in (("--section", str), ("--seconds", float), ("--rows", Path)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # what run_section passes to itself
+    options = parser.parse_args(arguments)
+    if options.device.startswith("cpu") and not options.tiny:
+        parser.error("--device cpu: expected --tiny with it; full-size models are for a GPU")
+    if missing := lacking(options.device):
+        print(
+            f"nothing was measured: {'; '.join(missing)}. docs/gpu.md says what is needed.", file=sys.stderr
+        )
+        print(json.dumps({"schema": "sinew.gpu/1", "status": "nothing was measured", "missing": missing}))
+        return 1
+    if options.section:
+        return child(options.section, options.seconds, options.rows, options.device, options.tiny)
+
+    from benchmarks.gpu_sections import SECTIONS
+
+    names = list(SECTIONS) if options.only is None else options.only.split(",")
+    if unknown := set(names).difference(SECTIONS):
+        parser.error(f"--only: expected some of {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
+    document = run_all(
+        names,
+        options.budget,
+        {name: SECTIONS[name][1] for name in names},
+        lambda name, seconds: run_section(name, seconds, options.device, options.tiny),
+        save_to(options.out),
+        facts(options.device) | {"tiny": options.tiny},
+    )
+    print((options.out / document["file"]).with_suffix(".md").read_text(encoding="utf-8"))
+    statuses = {name: section["status"] for name, section in document["sections"].items()}
+    print(json.dumps({"schema": "sinew.gpu/1", "file": document["file"], "sections": statuses}))
+    return int("failed" in statuses.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

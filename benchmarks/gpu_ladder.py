@@ -1,0 +1,219 @@
+"""The ladder: one model, from eager PyTorch to the full engine, against float32 eager with the same noise."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_first, gpu_tuning
+from benchmarks.gpu_models import (
+    CAMERA,
+    STEPS,
+    TARGETS,
+    Case,
+    Sample,
+    cases,
+    in_float32,
+    processing,
+    random_model,
+    samples,
+    with_chunk,
+)
+from benchmarks.gpu_rungs import Eager, Engine, cuda_engine, distance, end_to_end, stages
+from benchmarks.gpu_session import Row, Session, shrunk
+from sinew.models.base import FlowModel
+
+INPUTS = 4  # that rotate
+SHORT = 100  # calls
+CALLS = {"engine": (1000, 15.0), "fp8": (1000, 15.0)}  # of a target, and the seconds that they may take
+NARROW = ("vision", "language")  # in FP8; the head stays in bfloat16
+ROOM = 1.3  # times the weights that a reference in float32 needs beside the model
+
+
+def ladder(model: str, session: Session) -> None:
+    """Every rung at the model's target."""
+    base, recipe, reference = _models(model, session)
+    _rungs(shrunk(TARGETS[model], session.tiny), base, recipe, reference, session)
+
+
+def grid(model: str, session: Session) -> None:
+    """The engine with and without kernels on the model's other cases. What they share with the target is tuned."""
+    base, recipe, reference = _models(model, session)
+    others = [shrunk(case, session.tiny) for case in cases(model)[1 : 3 if session.tiny else None]]
+    for rung in ("engine", "graph"):
+        for chunk in dict.fromkeys(case.chunk for case in others):
+            shaped = with_chunk(base, chunk)
+            made = Engine(cuda_engine(shaped, recipe, session.device, kernels=rung == "engine"))
+            for case in others:
+                if case.chunk != chunk:
+                    continue
+                if session.left <= 0:
+                    raise TimeoutError(f"{case.name}, {rung} and what follows did not run")
+                inputs = samples(case, base.config, 2, _camera(session))
+                wanted = _answers(reference, case, recipe, session, inputs)
+                session.emit(_measure(case, rung, made, inputs, wanted, recipe, (SHORT, 1.5), session))
+            del made
+            _tidy(session)
+
+
+def _models(name: str, session: Session) -> tuple[FlowModel, Any, FlowModel | None]:
+    """The model, its processing, and its copy in float32 if there is room."""
+    base = random_model(name, session.device, tiny=session.tiny)
+    reference, why = _reference(base, session)
+    if reference is None:
+        session.emit({"case": name, "note": f"no reference: {why}"})
+    return base, processing(name, base.config), reference
+
+
+def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None, session: Session) -> None:
+    shaped, device = with_chunk(base, case.chunk), session.device
+    inputs = samples(case, base.config, INPUTS, _camera(session))
+    wanted = _answers(reference, case, recipe, session, inputs)
+
+    def tuned(tune: Callable[..., Row], share: float, **options: Any) -> None:
+        """For at most ``share`` of the section's time."""
+        engine = cuda_engine(shaped, recipe, device, graph=False, **options)
+        made = Engine(engine)
+        end = time.monotonic() + share * session.seconds
+
+        def left() -> float:
+            return min(end - time.monotonic(), session.left)
+
+        session.emit(
+            {"case": case.name, **tune(engine, lambda: made.run(inputs[0], 1), _graph_ms, left, session.emit)}
+        )
+
+    def engine(**options: Any) -> Engine:
+        return Engine(cuda_engine(shaped, recipe, device, **options))
+
+    scales = None
+    rungs: list[tuple[str, Callable[[], Any]]] = [
+        ("eager", lambda: Eager(shaped, recipe, device)),
+        ("graph", lambda: engine(kernels=False)),
+        ("engine", engine),
+        ("fp8", lambda: engine(fp8=NARROW, scales=scales)),
+    ]
+    if session.is_gpu and torch.cuda.get_device_capability(device) >= (9, 0):
+        rungs.append(("engine, dependent launch", lambda: engine(pdl=True)))
+    failures = []
+    for rung, make in rungs:
+        if session.left <= 0:
+            raise TimeoutError(f"{rung} and what follows did not run")
+        try:
+            if rung == "engine" and session.is_gpu:
+                tuned(gpu_tuning.tune, 0.35)
+            if rung == "fp8":
+                scales = calibrated(shaped, recipe, inputs, session)
+                if session.is_gpu:
+                    tuned(gpu_tuning.tune_fp8, 0.15, fp8=NARROW, scales=scales)
+            made = make()
+            row = _measure(case, rung, made, inputs, wanted, recipe, CALLS.get(rung, (SHORT, 3.0)), session)
+            try:
+                apart = made if rung == "eager" else _in_stages(engine, rung, scales)
+                row |= stages(apart, inputs, 3 if session.tiny else 20)
+            finally:
+                session.emit(row)
+            del made, apart
+        except Exception as error:  # noqa: BLE001 - the other rungs still count
+            failures.append(f"{rung}: {type(error).__name__}: {error}"[:600])
+            session.emit({"case": case.name, "rung": rung, "error": failures[-1]})
+        _tidy(session)
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
+def _in_stages(engine: Callable[..., Engine], rung: str, scales: Any) -> Engine:
+    options: dict[str, Any] = {
+        "graph": {"kernels": False},
+        "fp8": {"fp8": NARROW, "scales": scales},
+        "engine, dependent launch": {"pdl": True},
+    }.get(rung, {})
+    return engine(stages=True, **options)
+
+
+def calibrated(model: FlowModel, recipe: Any, inputs: Sequence[Sample], session: Session) -> dict[str, float]:
+    """Scales of the inputs of vision and language, from the same random frames that are timed."""
+    from sinew.engine.cuda.fuse import ON_CUDA
+    from sinew.engine.kernels import fp8_calibration
+    from sinew.engine.plan import Plan
+
+    plan = Plan.of(model, STEPS, ON_CUDA)
+    layers = fp8_calibration.linears(plan.model, NARROW)
+    rung = Eager(plan.model, recipe, session.device)
+    runs = [partial(rung.run, sample, 1) for sample in inputs]
+    made = fp8_calibration.calibrate(layers, runs, "0" * 64, "random frames")
+    return {name: scale for name in made.amax if (scale := made.scale(name)) is not None}
+
+
+def compiled(model: str, session: Session) -> None:
+    """``torch.compile`` at the model's target. It compiles for minutes and may be cut off."""
+    base, recipe, reference = _models(model, session)
+    case = shrunk(TARGETS[model], session.tiny)
+    shaped = with_chunk(base, case.chunk)
+    inputs = samples(case, base.config, INPUTS, _camera(session))
+    wanted = _answers(reference, case, recipe, session, inputs)
+    rung = Eager(shaped, recipe, session.device, compiled=True)
+    start = time.perf_counter()
+    rung.run(inputs[0])
+    session.emit({"case": case.name, "rung": "compile", "compiling_s": time.perf_counter() - start})
+    row = _measure(case, "compile", rung, inputs, wanted, recipe, (SHORT, 5.0), session)
+    session.emit({**row, **stages(rung, inputs)})
+
+
+# ----------------------------------------------------------------------------- their parts
+
+
+def _measure(
+    case: Case,
+    name: str,
+    rung: Any,
+    inputs: list[Sample],
+    wanted: Any,
+    recipe: Any,
+    most: tuple[int, float],
+    session: Session,
+) -> Row:
+    """A row of the ladder. most: calls, and seconds of them."""
+    calls, seconds = (8, 1.0) if session.tiny else most
+    latency, chunks = end_to_end(rung, inputs, recipe, calls, min(seconds, max(session.left, 1.0)))
+    row: Row = {"case": case.name, "rung": name, "target_ms": case.target_ms, **latency}
+    row |= {"shape": [case.model, case.views, case.chunk, case.prompt]}
+    return row if wanted is None else row | distance(chunks, wanted)
+
+
+def _reference(base: FlowModel, session: Session) -> tuple[FlowModel | None, str]:
+    """A float32 copy, computed without TF32; None where it does not fit beside what is measured."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    needed = ROOM * 4 * sum(p.numel() for p in base.parameters())
+    if session.is_gpu and (free := torch.cuda.mem_get_info(session.device)[0]) < 2 * needed:
+        return None, f"{2 * needed / 2**30:.0f} GiB of memory are wanted, {free / 2**30:.0f} are free"
+    return in_float32(base), ""
+
+
+def _answers(
+    reference: FlowModel | None, case: Case, recipe: Any, session: Session, inputs: list[Sample]
+) -> Any:
+    if reference is None:
+        return None
+    rung = Eager(with_chunk(reference, case.chunk), recipe, session.device)
+    return [rung.run(sample)[0] for sample in inputs]
+
+
+def _graph_ms(calls: Sequence[Callable[[], Any]]) -> float:
+    torch.cuda.synchronize()  # kernels that split their work share a workspace: no two streams may be in it
+    return gpu_first.graph_ms(calls, 20)["p50"]
+
+
+def _camera(session: Session) -> tuple[int, int]:
+    return (24, 32) if session.tiny else CAMERA
+
+
+def _tidy(session: Session) -> None:
+    gc.collect()
+    if session.is_gpu:
+        torch.cuda.empty_cache()

@@ -1,0 +1,153 @@
+"""The rungs of the ladder: the same model, executed in different ways, each from host frames to host actions.
+
+Every rung takes uint8 frames, tokens, a state and noise from host memory and returns world actions in host memory.
+``eager`` and ``compile`` copy the frames to the device and prepare them there with PyTorch (the twin of the
+kernel), so that what differs is how the model is executed and not where frames are resized.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_models import ACTIONS, STEPS, Sample
+from sinew.bundle.schema import Processing
+from sinew.core import Timing
+from sinew.engine.kernels import preprocess
+from sinew.engine.kernels.resize_tables import Resize
+from sinew.models.base import FlowModel
+from sinew.processing.normalize import Normalizer
+from sinew.solvers import euler
+
+Row = dict[str, Any]
+STAGES = ("vision", "language", "action")
+
+
+class Eager:
+    """The model's own PyTorch code; ``compiled``: its three parts through ``torch.compile``, one by one."""
+
+    def __init__(
+        self, model: FlowModel, processing: Processing, device: torch.device, compiled: bool = False
+    ):
+        self.model, self.device, self.image = model, device, processing.image
+        parts: list[Callable[..., Any]] = [model.embed_images, model.prefix, model.velocity]
+        if compiled:
+            parts = [torch.compile(part, dynamic=False) for part in parts]
+        self.embed_images, self.prefix, self.velocity = parts
+        self.tables: dict[tuple[int, ...], Resize] = {}
+
+    @torch.inference_mode()
+    def run(self, sample: Sample, steps: int = STEPS) -> tuple[np.ndarray, Timing]:
+        inputs, laps = sample.inputs, [time.perf_counter()]
+
+        def lap() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            laps.append(time.perf_counter())
+
+        tensors = (inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state, sample.noise)
+        cameras, tokens, valid, state, noise = (torch.from_numpy(a)[None].to(self.device) for a in tensors)
+        image_tokens = self.embed_images(self.pixels(inputs.frames))
+        lap()
+        prefix = self.prefix(image_tokens, cameras, tokens, valid, state)
+        lap()
+        x = euler(lambda x, t: self.velocity(x, t, prefix), noise, steps, lap)
+        chunk = x[0].float().cpu().numpy()
+        spans = [1e3 * (b - a) for a, b in pairwise(laps)]
+        return chunk, Timing(vision_ms=spans[0], prefix_ms=spans[1], step_ms=tuple(spans[2:]))
+
+    def pixels(self, frames: tuple[np.ndarray, ...]) -> Tensor:  # float32 [1, V, 3, H, W]
+        size = frames[0].shape[:2]
+        if size not in self.tables:
+            self.tables[size] = Resize.of(*size, self.image, self.device)
+        batch = torch.from_numpy(np.stack(frames)).to(self.device)
+        return preprocess.twin(batch, self.tables[size])[None]
+
+
+class Engine:
+    """A :class:`sinew.engine.cuda.engine.CudaEngine`."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+
+    def run(self, sample: Sample, steps: int = STEPS) -> tuple[np.ndarray, Timing]:
+        return self.engine.run(sample.inputs, sample.noise, steps)
+
+
+def cuda_engine(
+    model: FlowModel, processing: Processing, device: torch.device, scales: Any = None, **options: Any
+) -> Any:
+    """The engine over a plan of ``model``. options: of ``CudaOptions``; scales: of FP8 inputs, by layer."""
+    from sinew.engine.cuda.engine import CudaEngine
+    from sinew.engine.cuda.fuse import ON_CUDA
+    from sinew.engine.cuda.options import CudaOptions
+    from sinew.engine.plan import Plan
+
+    plan = Plan.of(model, STEPS, ON_CUDA)
+    return CudaEngine(plan, device, processing=processing, options=CudaOptions(**options), scales=scales)
+
+
+# ----------------------------------------------------------------------------- measuring
+
+
+def end_to_end(
+    rung: Any, samples: list[Sample], processing: Processing, calls: int, seconds: float
+) -> tuple[Row, list[np.ndarray]]:
+    """Latency over up to ``calls`` calls in ``seconds``, inputs rotating; and the chunk of each input.
+
+    The first two rounds over the inputs are not timed. ``drift`` is the largest difference of a later answer
+    from the first to the same input: zero where execution is reproducible to the bit.
+    """
+    actions = Normalizer(processing.action, ACTIONS, "action")
+    first = [rung.run(sample)[0] for sample in samples]
+    for sample in samples:
+        rung.run(sample)
+    times, drift, until = [], 0.0, time.perf_counter() + seconds
+    while len(times) < calls and (time.perf_counter() < until or len(times) < 3):
+        index = len(times) % len(samples)
+        start = time.perf_counter()
+        chunk, _ = rung.run(samples[index])
+        actions.unnormalize(chunk[:, :ACTIONS])
+        times.append(1e3 * (time.perf_counter() - start))
+        drift = max(drift, float(np.abs(chunk - first[index]).max()))
+    return {**percentiles(times), "drift": drift}, first
+
+
+def stages(rung: Any, samples: list[Sample], calls: int = 20) -> Row:
+    """Median milliseconds per stage, each waited for: the sum is more than the whole, which waits once."""
+    rung.run(samples[0])
+    timings = [rung.run(samples[i % len(samples)])[1] for i in range(calls)]
+    rows = ([t.vision_ms for t in timings], [t.prefix_ms for t in timings], [sum(t.step_ms) for t in timings])
+    return {f"{name}_ms": statistics.median(values) for name, values in zip(STAGES, rows, strict=True)}
+
+
+def percentiles(times: list[float]) -> Row:
+    ordered = sorted(times)
+
+    def at(part: float) -> float:
+        return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+    return {
+        "calls": len(ordered),
+        "p50_ms": statistics.median(ordered),
+        "p95_ms": at(0.95),
+        "p99_ms": at(0.99),
+        "min_ms": ordered[0],
+        "max_ms": ordered[-1],
+    }
+
+
+def distance(chunks: list[np.ndarray], reference: list[np.ndarray]) -> Row:
+    """Relative L2 over the inputs, the largest and the median; the largest absolute difference."""
+    errors = [
+        float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(chunks, reference, strict=True)
+    ]
+    worst = max(float(np.abs(a - b).max()) for a, b in zip(chunks, reference, strict=True))
+    return {"l2": max(errors), "l2_median": statistics.median(errors), "max_abs": worst}

@@ -1,0 +1,46 @@
+"""What a section of ``make gpu`` is given, and how it says that it cannot run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_models import Case
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Session:
+    """``seconds``: of this section. ``emit``: takes a row. ``tiny``: small widths, for a machine without a GPU."""
+
+    device: torch.device
+    seconds: float
+    emit: Callable[[Row], None]
+    tiny: bool = False
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.start)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+class NotHere(Exception):  # noqa: N818 - a reason to leave a section out, not an error
+    """This machine cannot run the section; the text says why."""
+
+
+def shrunk(case: Case, tiny: bool) -> Case:
+    """Of the tiny models: their chunk, and a prompt that their vocabulary can fill."""
+    return (
+        Case(case.model, case.views, min(case.chunk, 6), min(case.prompt, 8), case.target_ms)
+        if tiny
+        else case
+    )

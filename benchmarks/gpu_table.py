@@ -1,0 +1,202 @@
+"""The document of ``gpu.py`` as markdown: targets, ladder, stages against the roofline, first measurements, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.gpu_roofline import STAGES, Ceilings, bound
+
+Record = dict[str, Any]
+NARROW = {"fp8": ("vision", "language")}
+FULL = ("engine", "fp8", "engine, dependent launch")  # rungs that a target may be met by
+
+
+def markdown(document: Record) -> str:
+    sections = document.get("sections", {})
+    parts = [_head(document), _statuses(sections)]
+    ladder = [row for name, section in sections.items() for row in section["rows"] if _is_rung(row)]
+    ceilings = ceilings_of(sections)
+    products = {row["case"]: row["work"] for row in _rows(sections, "bounds") if "work" in row}
+    parts += [_ceilings(ceilings), _targets(ladder), _ladder(ladder), _stages(ladder, ceilings, products)]
+    parts += [_first(_rows(sections, "first")), _tuned(sections), _checks(_rows(sections, "checks"))]
+    return "\n\n".join(part for part in parts if part)
+
+
+def ceilings_of(sections: Record) -> Ceilings | None:
+    found = {row["what"]: row for row in _rows(sections, "machine") if "what" in row}
+    if "product, bfloat16" not in found or "copy" not in found:
+        return None
+    narrow = found.get("product, e4m3", {}).get("flops")
+    return Ceilings(found["product, bfloat16"]["flops"], found["copy"]["bandwidth"], narrow)
+
+
+def _head(document: Record) -> str:
+    versions = ", ".join(f"{name} {document.get(name)}" for name in ("python", "torch", "triton", "cuda"))
+    command = " ".join(map(str, document.get("command", [])))
+    run = f"`{command}` at {document.get('commit')}; {versions}; {document.get('seconds', 0)} s in all."
+    tiny = "**Small widths, to show that the suite runs: none of these numbers measures anything.**"
+    title = f"# {document['gpu']}, {document['date'][:10]}"
+    return "\n\n".join([title, *([tiny] if document.get("tiny") else []), run])
+
+
+def _statuses(sections: Record) -> str:
+    rows = [
+        (name, s["status"], f"{s.get('seconds', 0)}", len(s["rows"]), s.get("reason", "") or "-")
+        for name, s in sections.items()
+    ]
+    return table(("section", "status", "s", "rows", "why"), rows)
+
+
+def _ceilings(ceilings: Ceilings | None) -> str:
+    if ceilings is None:
+        return "Ceilings were not measured: no roofline below."
+    narrow = "-" if ceilings.fp8_flops is None else f"{ceilings.fp8_flops / 1e12:.0f}"
+    return (
+        f"Ceilings measured here: bfloat16 product {ceilings.flops / 1e12:.0f} TFLOP/s, e4m3 product {narrow} TFLOP/s, "
+        f"device copy {ceilings.bandwidth / 1e12:.2f} TB/s."
+    )
+
+
+def _targets(ladder: list[Record]) -> str:
+    rows = []
+    for case in dict.fromkeys(row["case"] for row in ladder if row.get("target_ms")):
+        full = [row for row in ladder if row["case"] == case and row["rung"] in FULL and "p50_ms" in row]
+        for row in full:
+            met = "yes" if row["p50_ms"] <= row["target_ms"] else "no"
+            tail = row["p99_ms"] / row["p50_ms"] - 1
+            rows.append(
+                (
+                    case,
+                    row["rung"],
+                    row["target_ms"],
+                    _ms(row["p50_ms"]),
+                    f"{100 * tail:.0f} %",
+                    met,
+                    _l2(row),
+                )
+            )
+    heads = ("target", "rung", "asked, ms", "p50, ms", "p99 over p50", "met", "relative L2")
+    return _titled("Targets, end to end", table(heads, rows))
+
+
+def _ladder(ladder: list[Record]) -> str:
+    rows = [
+        (
+            row["case"],
+            row["rung"],
+            *(_ms(row.get(f"{name}_ms")) for name in ("p50", "p95", "p99")),
+            row.get("calls", "-"),
+            _l2(row),
+            "-" if "drift" not in row else f"{row['drift']:.1e}",
+            row.get("error", ""),
+        )
+        for row in ladder
+    ]
+    heads = ("case", "rung", "p50, ms", "p95", "p99", "calls", "relative L2", "drift", "error")
+    text = table(heads, rows)
+    note = (
+        "From uint8 frames in host memory to actions in host memory, inputs rotating. Relative L2: the chunk against "
+        "float32 eager with the same noise, the worst input. Drift: largest change of an answer to the same input."
+    )
+    return _titled("Ladder", f"{note}\n\n{text}" if text else "")
+
+
+def _stages(ladder: list[Record], ceilings: Ceilings | None, products: Record) -> str:
+    rows = []
+    for row in ladder:
+        if "vision_ms" not in row and "p50_ms" not in row:
+            continue
+        floor = None
+        if ceilings is not None and row["case"] in products:
+            floor = bound(products[row["case"]], ceilings, NARROW.get(row["rung"], ()))
+        cells = [_of(row.get(f"{stage}_ms"), floor and floor[f"{stage}_ms"]) for stage in STAGES]
+        if floor is None and cells == ["-"] * len(STAGES):
+            continue
+        rows.append((row["case"], row["rung"], *cells, _of(row.get("p50_ms"), floor and floor["total_ms"])))
+    heads = ("case", "rung", *STAGES, "end to end")
+    note = "Milliseconds, and in brackets the roofline's part of them: 100 % could not be faster."
+    text = table(heads, rows)
+    return _titled("Stages against the roofline", f"{note}\n\n{text}" if text else "")
+
+
+def _first(rows: list[Record]) -> str:
+    cells = [
+        (
+            row.get("what", "-"),
+            "-" if "us" not in row else f"{row['us']:.2f}",
+            "-" if "tflops" not in row else f"{row['tflops']:.0f}",
+            "-" if "gb_s" not in row else f"{row['gb_s']:.0f}",
+            row.get("error", "") or _tile(row.get("tile")),
+        )
+        for row in rows
+    ]
+    return _titled("First measurements", table(("what", "us", "TFLOP/s", "GB/s", "tile"), cells))
+
+
+def _tuned(sections: Record) -> str:
+    rows = [
+        (row["kernel"], "x".join(map(str, row["dims"])), _tile(row.get("tile")), row["reason"])
+        for section in sections.values()
+        for row in section["rows"]
+        if "reason" in row and "dims" in row
+    ]
+    return _titled("Tuned", table(("kernel", "problem", "tile", "choice"), rows))
+
+
+def _checks(rows: list[Record]) -> str:
+    if not rows:
+        return ""
+    bad = [row for row in rows if row.get("error")]
+    skipped = [row for row in rows if row.get("skipped")]
+    text = f"{len(rows) - len(bad) - len(skipped)} of {len(rows)} kernel checks hold, {len(skipped)} do not apply."
+    cells = [(row["kernel"], row["dtype"], row["sizes"], row["error"]) for row in bad]
+    return _titled(
+        "Checks", "\n\n".join(filter(None, [text, table(("kernel", "dtype", "sizes", "error"), cells)]))
+    )
+
+
+# ----------------------------------------------------------------------------- cells
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Markdown; empty where there are no rows. Bars and line ends inside a cell would break it."""
+    rows = list(rows)
+    if not rows:
+        return ""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).replace("|", "/").split())
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _l2(row: Record) -> str:
+    return "-" if "l2" not in row else f"{row['l2']:.1e}"
+
+
+def _of(measured: float | None, floor: float | None) -> str:
+    if not measured:
+        return "-"
+    return f"{measured:.3f}" + ("" if floor is None else f" ({100 * floor / measured:.0f} %)")
+
+
+def _tile(tile: Record | None) -> str:
+    return "-" if not tile else ", ".join(f"{name} {size}" for name, size in tile.items())
+
+
+def _titled(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}" if text else ""
+
+
+def _rows(sections: Record, name: str) -> list[Record]:
+    return sections.get(name, {}).get("rows", [])
+
+
+def _is_rung(row: Record) -> bool:
+    return "rung" in row and ("p50_ms" in row or "error" in row)

@@ -1,0 +1,53 @@
+"""FP8 scales of a bundle: measured over real observations once, kept under the bundle's fingerprint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sinew.bundle import Bundle
+from sinew.engine.cuda.fuse import ON_CUDA
+from sinew.engine.cuda.options import COMPONENTS
+from sinew.engine.kernels import fp8_calibration
+from sinew.engine.kernels.fp8_calibration import Calibration
+from sinew.engine.onnx.cache import fingerprint
+from sinew.engine.plan import Plan
+from sinew.engine.planned import PlannedEngine
+from sinew.models.base import FlowModel
+from sinew.processing import ModelInputs
+
+log = logging.getLogger(__name__)
+
+
+def calibrate(
+    bundle: Bundle,
+    model: FlowModel,
+    observations: Iterable[tuple[ModelInputs, np.ndarray]],
+    source: str,
+    steps: int | None = None,
+) -> tuple[Calibration, Path]:
+    """Run the planned ``model`` over pairs of inputs (with pixels) and noise, and keep what its layers saw.
+
+    All components, so that any of them can be asked for later. source: what the observations are, for people.
+    """
+    device = next(model.parameters()).device
+    steps = steps or bundle.manifest.spec.solver_steps
+    engine = PlannedEngine(Plan.of(model, steps, ON_CUDA), torch.device(device))
+    layers = fp8_calibration.linears(engine.model, COMPONENTS)
+    runs = (partial(engine.run, inputs, noise, steps) for inputs, noise in observations)
+    made = fp8_calibration.calibrate(layers, runs, fingerprint(bundle.path), source)
+    return made, fp8_calibration.store(made)
+
+
+def scales(bundle: Bundle) -> dict[str, float]:
+    """Of layers' inputs, by name; empty where the bundle was not calibrated, which costs a pass per input."""
+    made = fp8_calibration.load(fingerprint(bundle.path))
+    if made is None:
+        log.warning("%s: not calibrated for FP8; each row of an input is scaled by itself", bundle.path)
+        return {}
+    return {name: scale for name in made.amax if (scale := made.scale(name)) is not None}

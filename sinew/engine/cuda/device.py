@@ -1,0 +1,69 @@
+"""Which devices the CUDA engine runs on, and what it would use there."""
+
+from __future__ import annotations
+
+import torch
+
+from sinew.core import SinewError
+from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.kernels.lang import triton
+
+OLDEST = (8, 0)  # compute capability: bfloat16 tensor cores and asynchronous copies
+DEPENDENT_LAUNCH = (9, 0)
+
+
+def require(device: torch.device, options: CudaOptions) -> None:
+    """Raise :class:`SinewError` for a device that cannot run the engine with these options."""
+    if device.type == "cpu":
+        if options.pdl:
+            raise SinewError("pdl: dependent launch needs a GPU, got device cpu")
+        return
+    if device.type != "cuda":
+        raise SinewError(f"engine cuda: expected device cuda:N (or cpu, for its twins), got {device}")
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        raise SinewError(
+            f"engine cuda on {device}: torch {torch.__version__} ({built}) finds no CUDA device;"
+            " `sinew doctor` says more, and device cpu runs the kernels' twins"
+        )
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise SinewError(f"engine cuda on {device}: expected one of {torch.cuda.device_count()} devices")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        raise SinewError(
+            f"engine cuda on {device}: expected compute capability {_dotted(OLDEST)} or newer,"
+            f" got {_dotted(capability)}; the plan and eager engines run there"
+        )
+    if options.kernels and triton is None:
+        raise SinewError(
+            "engine cuda: its kernels need triton, which is not installed: pip install 'triton>=3.6'"
+        )
+    if options.fp8:
+        from sinew.engine.kernels import fp8
+
+        fine, reason = fp8.supported(device)
+        if not fine:
+            raise SinewError(f"fp8 on {device}: {reason}")
+    if options.pdl and capability < DEPENDENT_LAUNCH:
+        raise SinewError(
+            f"pdl: expected compute capability {_dotted(DEPENDENT_LAUNCH)} or newer, got {_dotted(capability)}"
+        )
+
+
+def describe(device: torch.device) -> str:
+    """What the engine would run on ``device``: one line for people."""
+    if device.type != "cuda":
+        return "the kernels' PyTorch twins, no graph"
+    from sinew.engine.kernels import choices, fp8, tuning
+
+    capability = torch.cuda.get_device_capability(device)
+    parts = [f"capability {_dotted(capability)}", f"triton {triton.__version__ if triton else 'absent'}"]
+    parts += ["bfloat16", "FP8 on request" if fp8.supported(device)[0] else "no FP8"]
+    tuned = tuning.cache_file(device).exists(), choices.cache_file(device).exists()
+    parts.append("tiles tuned" if tuned[0] else "tiles not tuned on this device")
+    parts.append("cuBLAS or Triton as measured" if tuned[1] else "Triton everywhere, as nothing was measured")
+    return ", ".join(parts)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,158 @@
+"""The CUDA engine: a fused model, recorded once per shape of an observation, replayed for each one.
+
+On a CPU (`engine="cuda", device="cpu"`) the same program runs with the kernels' twins and without graphs. That is how
+it is tested where there is no GPU; it is slower than the other engines and never chosen by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinew.bundle.schema import Processing
+from sinew.core import CancelledError, Timing
+from sinew.engine.cuda.device import require
+from sinew.engine.cuda.frames import fits
+from sinew.engine.cuda.fuse import fuse
+from sinew.engine.cuda.graphs import Calls, Graphs, Kept, Recorder
+from sinew.engine.cuda.launches import Kernels
+from sinew.engine.cuda.ops import Ops, Plain, Twins
+from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.cuda.program import Key, Program
+from sinew.engine.plan import Plan
+from sinew.processing import ModelInputs
+
+
+class CudaEngine:
+    """Runs a planned flow-matching model. Not reentrant: one inference at a time.
+
+    ``plan``: made with the rewrites of ``fuse.ON_CUDA``; it is left as it is. ``scales``: of the inputs of FP8
+    layers, by module name. ``recorder``: instead of the one that device and options ask for. ``stages`` may be
+    changed between two runs.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        *,
+        processing: Processing,
+        options: CudaOptions | None = None,
+        scales: Mapping[str, float] | None = None,
+        recorder: Recorder | None = None,
+    ):
+        self.options = options = options or CudaOptions()
+        require(device, options)
+        self.device, self.processing, self.stages = device, processing, options.stages
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.ops = _ops(device, options)
+        scaled = options.scaled_norms and options.kernels
+        self.plan = fuse(plan, self.ops, scaled, options.fp8, scales)
+        self.model: Any = self.plan.model
+        self.recipe = dict.fromkeys(options.fp8, "fp8")
+        self.takes_frames = fits(processing.image, self.model.config.vision.patch_size)
+        if recorder is None:
+            recorder = Graphs(self.stream) if self.stream is not None and options.graph else Calls()
+        self.recorder = recorder
+        self.programs: Kept[Key, Program] = Kept(options.max_graphs, self._program)
+        self._chunk = torch.empty(self.model.noise_shape, dtype=torch.float32, pin_memory=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize(device)  # weights came on another stream
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the model's parameters, and of those that are held in FP8."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        return sum(tensor.nbytes for tensor in held)
+
+    @torch.inference_mode()
+    def run(
+        self, inputs: ModelInputs, noise: np.ndarray, steps: int, cancel: threading.Event | None = None
+    ) -> tuple[np.ndarray, Timing]:
+        """noise: float32 [H, A] -> model output float32 [H, A] in model units, with times.
+
+        A whole graph cannot be stopped, and its parts have no times of their own: ``cancel`` is looked at before
+        and after it, and ``Timing.step_ms`` has one entry, which is all of it. With ``stages``, both are as the eager
+        engine's. The first call with a new key records, which takes much longer.
+        """
+        with self._on_stream():
+            key = Key.of(inputs, self.options.bucket(len(inputs.tokens)), steps)
+            program = self.programs[key]
+            _stop_if(cancel)
+            if self.stages:
+                timing = self._by_stages(program, inputs, noise, cancel)
+            else:
+                timing = self._whole(program, inputs, noise, cancel)
+            return self._chunk.numpy().copy(), timing
+
+    def prepare(self, key: Key) -> None:
+        """Record what a key needs before an observation asks for it."""
+        with torch.inference_mode(), self._on_stream():
+            self.programs[key].recorded("chunk")
+            self._wait()
+
+    def _whole(
+        self, program: Program, inputs: ModelInputs, noise: np.ndarray, cancel: threading.Event | None
+    ) -> Timing:
+        recorded = program.recorded("chunk")
+        start = time.perf_counter()
+        program.write(inputs, noise)
+        recorded.replay()
+        self._chunk.copy_(program.x[0], non_blocking=True)
+        self._wait()  # once: copies and graph are on one stream
+        elapsed = 1e3 * (time.perf_counter() - start)
+        _stop_if(cancel)
+        return Timing(step_ms=(elapsed,))
+
+    def _by_stages(
+        self, program: Program, inputs: ModelInputs, noise: np.ndarray, cancel: threading.Event | None
+    ) -> Timing:
+        spans: list[float] = []
+        program.write(inputs, noise)
+        for name in ("vision", "read", *["step"] * program.key.steps):
+            recorded = program.recorded(name)
+            if name == "step":
+                if len(spans) == 2:
+                    program.begin()
+                program.moment.copy_(program.moments[len(spans) - 2])
+            self._wait()
+            start = time.perf_counter()
+            recorded.replay()
+            self._wait()
+            spans.append(1e3 * (time.perf_counter() - start))
+            _stop_if(cancel)
+        self._chunk.copy_(program.x[0], non_blocking=True)
+        self._wait()
+        return Timing(vision_ms=spans[0], prefix_ms=spans[1], step_ms=tuple(spans[2:]))
+
+    def _program(self, key: Key) -> Program:
+        return Program(key, self.plan, self.ops, self.processing, self.recorder, self.device)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _wait(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+def _ops(device: torch.device, options: CudaOptions) -> Ops:
+    if not options.kernels:
+        return Plain()
+    return Kernels(device, options.pdl) if device.type == "cuda" else Twins()
+
+
+def _stop_if(cancel: threading.Event | None) -> None:
+    if cancel is not None and cancel.is_set():
+        raise CancelledError("the inference was cancelled")

@@ -1,0 +1,69 @@
+"""Raw camera frames to the rows of patches that the vision tower multiplies, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinew.bundle.schema import ImageRecipe
+from sinew.engine.cuda.ops import Ops
+from sinew.engine.kernels.resize_tables import Resize
+
+Size = tuple[int, int]  # height, width
+
+
+class Run(NamedTuple):
+    """Neighbouring views of one size: one launch."""
+
+    first: int
+    views: int
+    size: Size
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.views, *self.size, 3)
+
+
+def runs(sizes: Sequence[Size]) -> list[Run]:
+    """Views in their order, neighbours of one size together."""
+    found, first = [], 0
+    for size, members in groupby(sizes):
+        views = len(list(members))
+        found.append(Run(first, views, size))
+        first += views
+    return found
+
+
+def fits(recipe: ImageRecipe, patch: int) -> bool:
+    """Whether the image is a whole number of patches, as the kernel writes them."""
+    return recipe.height % patch == 0 and recipe.width % patch == 0
+
+
+class Patches:
+    """The resize tables of one set of frame sizes, and the rows that are written for it."""
+
+    def __init__(
+        self,
+        sizes: Sequence[Size],
+        recipe: ImageRecipe,
+        patch: int,
+        values: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """values: of a row, 3 * patch^2 or more; what is behind stays zero."""
+        self.patch, self.grid = patch, (recipe.height // patch, recipe.width // patch)
+        self.runs = runs(sizes)
+        self.tables = [Resize.of(*run.size, recipe, device) for run in self.runs]
+        shape = len(sizes), self.grid[0] * self.grid[1], values
+        self.rows = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, frames: Sequence[Tensor], ops: Ops) -> Tensor:
+        """frames: uint8 [views, h, w, 3] of each run -> rows [V, patches, values], the same memory every time."""
+        for run, table, tensor in zip(self.runs, self.tables, frames, strict=True):
+            ops.preprocess(tensor, table, self.patch, self.rows[run.first : run.first + run.views])
+        return self.rows

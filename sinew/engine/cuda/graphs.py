@@ -1,0 +1,101 @@
+"""Recording a program once and running it again: a CUDA graph, or the same calls once more.
+
+A bounded cache keeps one set of recordings per key.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+WARM_UPS = 2  # the first compiles kernels and lets libraries allocate, the second finds all of that done
+
+
+@dataclass
+class Recorded:
+    """``result``: what the program returned. Its tensors hold what the last :meth:`replay` computed."""
+
+    replay: Callable[[], None]
+    result: Any
+
+
+class Recorder(ABC):
+    @abstractmethod
+    def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
+        """Make ``program`` repeatable; this may run it, and must be replayed before its result is read.
+
+        apart: its result outlives other programs' replays (it is read by another recording).
+        """
+
+
+class Calls(Recorder):
+    """Runs the program each time: on a CPU, and where no graph is wanted."""
+
+    def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
+        recorded = Recorded(lambda: None, None)
+
+        def replay() -> None:
+            recorded.result = program()
+
+        recorded.replay = replay
+        return recorded
+
+
+class Graphs(Recorder):
+    """CUDA graphs, recorded on ``stream``, which replays have to be on as well.
+
+    Intermediate memory of whole programs is shared: no two of them run at the same time, none reads what another
+    left, and their results are written to memory of the caller's. Recordings whose results are read by others get
+    a pool of their own, in which nothing else can overwrite them.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.stream = stream
+        self.shared = torch.cuda.graph_pool_handle()
+
+    def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
+        for _ in range(WARM_UPS):  # on the stream of the capture: cuBLAS has a workspace per stream
+            program()
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        pool = None if apart else self.shared
+        # Other threads may allocate on the device or pin memory meanwhile: that is not this stream's business.
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+            result = program()
+        return Recorded(graph.replay, result)
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Kept(Generic[K, V]):
+    """At most ``limit`` values by key; the one that was asked for the longest time ago goes first."""
+
+    def __init__(self, limit: int, make: Callable[[K], V]):
+        self.limit, self.make = limit, make
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def __getitem__(self, key: K) -> V:
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        while len(self._values) >= self.limit:
+            self._values.popitem(last=False)
+        value = self._values[key] = self.make(key)
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def keys(self) -> tuple[K, ...]:
+        """From the one that would go first to the one that was used last."""
+        return tuple(self._values)

@@ -1,0 +1,149 @@
+"""One observation from static memory to a static chunk: the program that is recorded, and its parts.
+
+Nothing here reads a value on the host, copies a constant from it, or depends on anything but the key. Tables of the
+solver's times and of the resize are made when the program is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinew.bundle.schema import Processing
+from sinew.engine.cuda.frames import Patches, Size
+from sinew.engine.cuda.graphs import Recorded, Recorder
+from sinew.engine.cuda.ops import Ops
+from sinew.engine.cuda.staging import Field, Staging
+from sinew.engine.plan import Plan
+from sinew.models.base import Frame, Prefix
+from sinew.processing import ModelInputs
+from sinew.solvers import euler
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a recorded program depends on. ``sizes``: of raw frames, one per view; empty where pixels come in."""
+
+    views: int
+    sizes: tuple[Size, ...]
+    tokens: int  # of the prompt, padded
+    steps: int
+
+    @classmethod
+    def of(cls, inputs: ModelInputs, tokens: int, steps: int) -> Key:
+        sizes = tuple(frame.shape[:2] for frame in inputs.frames)
+        return cls(len(sizes) or len(inputs.pixels), sizes, tokens, steps)
+
+
+class Head(NamedTuple):
+    """What a step reads of an observation."""
+
+    prefix: Prefix
+    frame: Frame
+
+
+class Program:
+    """Static buffers of one key and the recordings over them, made on first use."""
+
+    def __init__(
+        self,
+        key: Key,
+        plan: Plan,
+        ops: Ops,
+        processing: Processing,
+        recorder: Recorder,
+        device: torch.device,
+    ):
+        self.key, self.ops, self.recorder = key, ops, recorder
+        self.model = model = cast(Any, plan.model)
+        self.pad = processing.prompt.pad_token_id
+        self.moments = plan.moments(key.steps)
+        image, vision = processing.image, model.config.vision
+        fields: dict[str, Field] = {
+            "camera_mask": ((key.views,), torch.bool),
+            "tokens": ((key.tokens,), torch.int64),
+            "token_mask": ((key.tokens,), torch.bool),
+            "state": ((self.model.state_size,), torch.float32),
+            "noise": (self.model.noise_shape, torch.float32),
+        }
+        self.patches: Patches | None = None
+        if key.sizes:
+            weight: Tensor = model.vision.patch_weight
+            self.patches = Patches(key.sizes, image, vision.patch_size, weight.shape[1], weight.dtype, device)
+            fields |= {f"frames.{i}": (run.shape, torch.uint8) for i, run in enumerate(self.patches.runs)}
+        else:
+            fields["pixels"] = ((key.views, 3, image.height, image.width), torch.float32)
+        self.staging = Staging(fields, device)
+        shape = (1, *self.model.noise_shape)
+        # The chunk: noise before the steps, actions after them.
+        self.x = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.moment = torch.zeros_like(self.moments[0])
+        self._recorded: dict[str, Recorded] = {}
+
+    def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
+        """Host memory, then one copy to the device on the current stream."""
+        put, length = self.staging.write, len(inputs.tokens)
+        host = self.staging.host
+        host["tokens"][:length], host["tokens"][length:] = inputs.tokens, self.pad
+        host["token_mask"][:length], host["token_mask"][length:] = inputs.token_mask, False
+        put("camera_mask", inputs.camera_mask)
+        put("state", inputs.state)
+        put("noise", noise)
+        if self.patches is None:
+            put("pixels", inputs.pixels)
+        else:
+            for i, run in enumerate(self.patches.runs):
+                for view in range(run.views):
+                    host[f"frames.{i}"][view] = inputs.frames[run.first + view]
+        self.staging.upload()
+
+    def recorded(self, name: str) -> Recorded:
+        """``name``: "chunk", the whole; or "vision", "read" and "step", of which each reads the one before."""
+        if name not in self._recorded:
+            self._recorded[name] = self.recorder.record(getattr(self, name), apart=name != "chunk")
+        return self._recorded[name]
+
+    # What is recorded. Each writes static memory or returns tensors that stay where they are.
+
+    def vision(self) -> Tensor:
+        """Frames or pixels -> image tokens [1, V, tokens, C]."""
+        held = self.staging.device
+        if self.patches is None:
+            return self.model.embed_images(held["pixels"][None])
+        frames = [held[f"frames.{i}"] for i in range(len(self.patches.runs))]
+        rows, grid = self.patches.write(frames, self.ops), self.patches.grid
+        return self.model.connect(self.model.vision.encode_patches(rows, *grid), *grid)[None]
+
+    def read(self) -> Head:
+        return self._read(self.recorded("vision").result)
+
+    def step(self) -> None:
+        """One step from ``x`` to ``x``, at ``moment``."""
+        head = self.recorded("read").result
+        velocity = self.model.step(self.x, self.moment, head.frame, head.prefix)
+        self.x.copy_(self.x + (-1.0 / self.key.steps) * velocity)  # as sinew.solvers.euler
+
+    def chunk(self) -> None:
+        head = self._read(self.vision())
+        noise = self.staging.device["noise"][None]
+
+        def velocity(x: Tensor, moment: Tensor) -> Tensor:
+            return self.model.step(x, moment, head.frame, head.prefix)
+
+        self.x.copy_(euler(velocity, noise, self.key.steps, None, self.moments))
+
+    def begin(self) -> None:
+        """The start of the solver, for steps that run apart. After "read" was replayed."""
+        self.recorded("step")  # first: recording runs it, and it moves x
+        self.x.copy_(self.staging.device["noise"][None])
+
+    def _read(self, image_tokens: Tensor) -> Head:
+        held = {name: tensor[None] for name, tensor in self.staging.device.items()}
+        prefix = self.model.prefix(
+            image_tokens, held["camera_mask"], held["tokens"], held["token_mask"], held["state"]
+        )
+        return Head(prefix, self.model.frame(prefix))

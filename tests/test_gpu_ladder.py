@@ -1,0 +1,291 @@
+"""What ``make gpu`` measures, as far as it goes without a GPU: models, rooflines, sections at small widths, and
+tuning in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import gpu_tuning
+from benchmarks.gpu_ladder import calibrated
+from benchmarks.gpu_models import (
+    MODELS,
+    TARGETS,
+    Case,
+    cases,
+    in_float32,
+    processing,
+    random_model,
+    samples,
+    with_chunk,
+)
+from benchmarks.gpu_roofline import H200, bound, work
+from benchmarks.gpu_rungs import Eager, Engine, cuda_engine, distance, end_to_end, percentiles, stages
+from benchmarks.gpu_sections import SECTIONS
+from benchmarks.gpu_session import NotHere, Session
+from sinew.core import Timing
+from sinew.engine.kernels import choices, tuning
+from sinew.perf.program import preset
+from tests.kernel_checks import needs_triton
+
+CPU = torch.device("cpu")
+
+
+# ----------------------------------------------------------------------------- models and rooflines
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_are_the_published_ones(name: str) -> None:
+    assert MODELS[name][1] == preset(name).model.config
+
+
+def test_rooflines_are_those_of_the_targets() -> None:
+    """The issue's: 7.2, 4.6 and 1.1 ms on the ceilings of an H200; with vision and language in FP8 4.46, 3.08, 0.83."""
+    found = {name: work(case) for name, case in TARGETS.items()}
+    totals = {name: bound(products, H200)["total_ms"] for name, products in found.items()}
+    assert totals == pytest.approx({"pi0.5": 7.18, "pi0": 4.58, "smolvla": 1.09}, rel=0.01)
+    narrow = {name: bound(products, H200, ("vision", "language")) for name, products in found.items()}
+    assert {name: parts["total_ms"] for name, parts in narrow.items()} == pytest.approx(
+        {"pi0.5": 4.46, "pi0": 3.08, "smolvla": 0.83}, rel=0.01
+    )
+    pi05 = bound(found["pi0.5"], H200)
+    assert pi05["vision_ms"] == pytest.approx(0.84, rel=0.01)
+    assert pi05["language_ms"] == pytest.approx(4.80, rel=0.01)
+    assert pi05["action_ms"] == pytest.approx(1.54, rel=0.01)
+    assert narrow["pi0.5"]["action_ms"] == pi05["action_ms"]  # the head stays wide
+
+
+def test_cases_are_the_targets_and_the_grid() -> None:
+    for name, target in TARGETS.items():
+        grid = cases(name)
+        assert grid[0] == target
+        assert len(set(grid)) == len(grid) >= 12
+        assert {case.views for case in grid} == {1, 2, 3}
+        assert {case.prompt for case in grid} >= {48, 200}
+        assert {case.chunk for case in grid} == {10, 63 if name == "pi0" else 50}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_random_model_is_sane(name: str) -> None:
+    """The parts that stay float32 do; answers are finite and depend on every input."""
+    model = random_model(name, CPU, tiny=True)
+    wide = {key for key, p in model.named_parameters() if p.dtype == torch.float32}
+    assert {key.split(".")[0] for key in wide} == {
+        key.split(".")[0] for key, _ in model.named_parameters() if key.split(".")[0] in model.float32_modules
+    }
+    case = Case(name, 2, 4, 5)
+    recipe = processing(name, model.config)
+    rung = Eager(with_chunk(in_float32(model), 4), recipe, CPU)
+    (sample,) = samples(case, model.config, 1, (24, 32))
+    chunk, timing = rung.run(sample)
+    assert chunk.shape == (4, 32)
+    assert np.isfinite(chunk).all()
+    assert len(timing.step_ms) == 10
+    changes = {
+        "frames": tuple(255 - frame for frame in sample.inputs.frames),
+        "tokens": (sample.inputs.tokens + 1) % model.config.vocab_size,
+        "state": -sample.inputs.state,
+    }
+    for field, value in changes.items():
+        if field == "state" and name == "pi0.5":
+            continue  # it is in the prompt
+        other = rung.run(replace(sample, inputs=replace(sample.inputs, **{field: value})))[0]
+        assert distance([other], [chunk])["l2"] > 1e-4, field
+    assert random_model(name, CPU, tiny=True).expert.norm is not model.expert.norm
+
+
+def test_with_chunk_shares_the_weights() -> None:
+    model = random_model("pi0", CPU, tiny=True)
+    other = with_chunk(model, 3)
+    assert other.noise_shape == (3, 32)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+
+
+# ----------------------------------------------------------------------------- measuring
+
+
+class Wandering:
+    """A rung whose answers change after ``good`` calls."""
+
+    def __init__(self, good: int):
+        self.good, self.calls = good, count()
+
+    def run(self, sample, steps: int = 10):
+        chunk = np.full((3, 32), float(next(self.calls) >= self.good), np.float32)
+        return chunk, Timing(vision_ms=1.0, prefix_ms=2.0, step_ms=(3.0, 4.0))
+
+
+def test_latency_drift_and_stages() -> None:
+    config = MODELS["pi0"][2]
+    recipe, inputs = processing("pi0", config), samples(Case("pi0", 1, 3, 4), config, 2, (8, 8))
+    row, _ = end_to_end(Wandering(100), inputs, recipe, 50, 10.0)
+    assert (row["calls"], row["drift"]) == (50, 0.0)
+    row, _ = end_to_end(Wandering(40), inputs, recipe, 50, 10.0)
+    assert row["drift"] == 1.0
+    row, _ = end_to_end(Wandering(100), inputs, recipe, 50, 0.0)
+    assert row["calls"] == 3  # whatever the time, so that there is a number
+    assert stages(Wandering(1), inputs) == {"vision_ms": 1.0, "language_ms": 2.0, "action_ms": 7.0}
+
+
+def test_percentiles_and_distance() -> None:
+    row = percentiles([float(n) for n in range(1, 101)])
+    assert (row["p50_ms"], row["p95_ms"], row["p99_ms"], row["max_ms"]) == (50.5, 96.0, 100.0, 100.0)
+    a, b = np.array([3.0, 4.0]), np.array([3.0, 4.5])
+    row = distance([b, a], [a, a])
+    assert row["l2"] == pytest.approx(0.1)
+    assert row["l2_median"] == pytest.approx(0.05)
+    assert row["max_abs"] == 0.5
+
+
+# ----------------------------------------------------------------------------- sections
+
+
+def rows_of(name: str, seconds: float = 100.0) -> list[dict]:
+    rows: list[dict] = []
+    SECTIONS[name][0](Session(CPU, seconds, rows.append, tiny=True))
+    json.dumps(rows)
+    return rows
+
+
+def test_ceilings_are_measured() -> None:
+    found = {row["what"]: row for row in rows_of("machine")}
+    assert found["product, bfloat16"]["flops"] > 0
+    assert found["copy"]["bandwidth"] > 0
+
+
+def test_the_ladder_runs_and_its_rungs_agree() -> None:
+    at_target = [row for row in rows_of("ladder smolvla") if "rung" in row]
+    assert [row["rung"] for row in at_target] == ["eager", "graph", "engine", "fp8"]
+    for row in at_target:
+        assert row["target_ms"] == 3.5
+        assert row["vision_ms"] > 0
+        assert row["action_ms"] > 0
+    rest = rows_of("grid smolvla")
+    assert [row["rung"] for row in rest] == ["engine", "engine", "graph", "graph"]
+    assert not any(row["target_ms"] for row in rest)
+    for row in (*at_target, *rest):
+        assert 0 < row["p50_ms"] <= row["p99_ms"]
+        assert row["drift"] == 0
+        assert 1e-5 < row["l2"] < (0.1 if row["rung"] == "fp8" else 0.01)
+
+
+def test_a_section_stops_when_its_time_is_used() -> None:
+    with pytest.raises(TimeoutError, match="eager and what follows did not run"):
+        rows_of("ladder pi0", 0.0)
+    with pytest.raises(TimeoutError, match="was not counted"):
+        rows_of("bounds", 0.0)
+    with pytest.raises(TimeoutError, match="1 views, chunk 6, prompt 8, engine and what follows did not run"):
+        rows_of("grid pi0", 0.0)
+
+
+def test_a_rung_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu_ladder
+
+    right = gpu_ladder.cuda_engine
+
+    def broken(*args, **options):
+        if options.get("kernels") is False:
+            raise RuntimeError("an illegal memory access was encountered")
+        return right(*args, **options)
+
+    monkeypatch.setattr(gpu_ladder, "cuda_engine", broken)
+    rows: list[dict] = []
+    with pytest.raises(RuntimeError, match="graph: RuntimeError: an illegal memory access"):
+        SECTIONS["ladder pi0"][0](Session(CPU, 100.0, rows.append, tiny=True))
+    assert {row["rung"] for row in rows if "p50_ms" in row} == {"eager", "engine", "fp8"}
+    assert next(row for row in rows if row.get("rung") == "graph")["error"]
+
+
+def test_sections_that_need_a_gpu_say_so() -> None:
+    with pytest.raises(NotHere, match="need a GPU"):
+        rows_of("first")
+
+
+@needs_triton
+def test_kernel_checks_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pytest's help, one of them made to fail."""
+    from tests import kernel_checks
+
+    def wrong(module, dtype, device) -> None:
+        raise AssertionError("relative L2 0.5")
+
+    chosen = [
+        ("ada_rms", torch.float32, {}),
+        ("fp8_quantize", torch.float32, {"scale": 0.005}),
+        ("norm_linear", torch.float32, {}),
+    ]
+    monkeypatch.setattr(kernel_checks, "all_checks", lambda: chosen)
+    monkeypatch.setitem(kernel_checks.CHECKS, "norm_linear", wrong)
+    rows: list[dict] = []
+    with pytest.raises(RuntimeError, match="1 checks of kernels do not hold"):
+        SECTIONS["checks"][0](Session(CPU, 100.0, rows.append, tiny=True))
+    errors = {row["kernel"]: row["error"] for row in rows}
+    assert errors == {"ada_rms": "", "fp8_quantize": "", "norm_linear": "AssertionError: relative L2 0.5"}
+    assert len(list(kernel_checks.all_checks())) == 3
+
+
+# ----------------------------------------------------------------------------- tuning
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["pi0.5", "smolvla"])
+def test_tuning_times_what_the_engine_asks_for(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: the times mean nothing, what is timed, kept and put back does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu_tuning, "STREAMED", 1)
+    model = random_model(name, CPU, tiny=True)
+    engine = cuda_engine(model, processing(name, model.config), CPU, graph=False)
+    rung, rows = Engine(engine), []
+    (sample,) = samples(Case(name, 1, 6, 5), model.config, 1, (24, 32))
+    before, wanted = engine.ops, rung.run(sample, 1)[0]
+    engine.programs._values.clear()  # a program keeps the operations that it was made with
+
+    def measure(calls) -> float:
+        for call in calls[:1]:
+            call()
+        return 1.0 + len(rows)
+
+    summary = gpu_tuning.tune(
+        engine, lambda: rung.run(sample, 1), measure, lambda: 9 - len(rows), rows.append
+    )
+    assert summary["tuned"] == len(rows) == 9
+    assert summary["left out for lack of time"] > 0
+    kernels = {row["kernel"] for row in rows}
+    assert kernels >= {"qkv_rope", "packed_attention", "splitk_linear", "gated_mlp"}
+    assert engine.ops is before
+    assert not [m for m in engine.model.modules() if isinstance(getattr(m, "ops", None), gpu_tuning.Tuner)]
+    tiles = json.loads(tuning.cache_file(CPU).read_text())
+    kept = json.loads(choices.cache_file(CPU).read_text())
+    assert len(tiles) == len(kept) == 9
+    assert {entry["way"] for entry in kept.values()} == {"triton"}  # equal times: the first
+    engine.programs._values.clear()
+    assert np.array_equal(rung.run(sample, 1)[0], wanted)
+
+
+@needs_triton
+def test_tuning_of_fp8_layers(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = random_model("pi0", CPU, tiny=True)
+    recipe = processing("pi0", model.config)
+    inputs = samples(Case("pi0", 1, 6, 5), model.config, 2, (24, 32))
+    scales = calibrated(model, recipe, inputs, Session(CPU, 10.0, print, tiny=True))
+    engine = cuda_engine(model, recipe, CPU, graph=False, fp8=("language",), scales=scales)
+    held = {name for name, module in engine.model.named_modules() if type(module).__name__ == "Fp8Linear"}
+    assert held
+    assert held <= scales.keys()
+    rows: list[dict] = []
+
+    def measure(calls) -> float:
+        calls[0]()
+        return 1.0
+
+    run = lambda: Engine(engine).run(inputs[0], 1)  # noqa: E731
+    summary = gpu_tuning.tune_fp8(engine, run, measure, lambda: 2 - len(rows), rows.append)
+    assert summary["tuned"] == len(rows) == 2
+    assert summary["left out for lack of time"] > 0
