@@ -62,7 +62,9 @@ def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
                 layers, scales = calibration.linears(changed, components), None
                 if headroom is not None:
                     calibration.HEADROOM = headroom
-                    scales = calibration.calibrate(layers, [lambda e=engine: chunk(e)], "0" * 64, case.name)
+                    scales = calibration.calibrate(
+                        layers, [lambda e=engine: chunk(e)], "0" * 64, case.name
+                    ).scales
                 calibration.use_fp8(changed, layers, scales)
                 error = relative_l2(chunk(engine), wanted)
                 what = "+".join(components), "planned" if planned else "eager", headroom or "per row"
@@ -107,7 +109,7 @@ def trained(path: Path) -> Iterator[dict[str, Any]]:
             layers, scales = calibration.linears(model, components), None
             if calibrated:
                 runs = [lambda one=one, e=engine: chunks(e, [one]) for one in data[:SEEN]]
-                scales = calibration.calibrate(layers, runs, "0" * 64, origin)
+                scales = calibration.calibrate(layers, runs, "0" * 64, origin).scales
             calibration.use_fp8(model, layers, scales)
             yield row(f"{'+'.join(components)} {'calibrated' if calibrated else 'per row'}", engine)
 

@@ -146,8 +146,7 @@ def calibrated(model: FlowModel, recipe: Any, inputs: Sequence[Sample], session:
     layers = fp8_calibration.linears(plan.model, NARROW)
     rung = Eager(plan.model, recipe, session.device)
     runs = [partial(rung.run, sample, 1) for sample in inputs]
-    made = fp8_calibration.calibrate(layers, runs, "0" * 64, "random frames")
-    return {name: scale for name in made.amax if (scale := made.scale(name)) is not None}
+    return fp8_calibration.calibrate(layers, runs, "0" * 64, "random frames").scales
 
 
 def compiled(model: str, session: Session) -> None:

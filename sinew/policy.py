@@ -159,10 +159,14 @@ class Policy:
         return ActionChunk(actions, timing, seed, observation.session, observation.time)
 
     def warm_up(self) -> ActionChunk:
-        """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, and settles the
-        number of threads where it was left open. Call on the thread that will infer."""
+        """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA
+        engine's graphs for frames of the declared sizes, and settles the number of threads where it was left open.
+        Call on the thread that will infer."""
         observation = self.dummy_observation()
         chunk = self.infer(observation)
+        if self.engine_name == "cuda":
+            inputs = self.processor.inputs(observation, pixels=not self._takes_frames)
+            self.engine.prepare_like(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
         if self._threads_open:
             self._threads_open = False
             self.threads_reason = self.engine.settle_threads(lambda: self.infer(observation))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -139,6 +140,27 @@ def test_a_calibrated_bundle_needs_no_scale_per_row(tmp_path, monkeypatch, caplo
     assert layers == same != "0"
     assert len({*errors}) == 2
     assert max(errors) < 0.1
+
+
+def test_warm_up_prepares_every_length_of_prompt():
+    policy = load(ASSETS / "blocks.gguf", engine="cuda")
+    policy.warm_up()
+    sizes = tuple((camera.height, camera.width) for camera in policy.spec.cameras)
+    longest, kept = policy.spec.max_prompt_tokens, policy.engine.programs.keys()
+    assert {key.tokens for key in kept} == set(policy.engine.options.buckets(longest))
+    assert {(key.sizes, key.steps) for key in kept} == {(sizes, policy.spec.solver_steps)}
+    before = len(kept)
+    policy.infer(replace(policy.dummy_observation(), prompt="put the green block into the right bin"))
+    assert len(policy.engine.programs) == before
+
+
+def test_lengths_of_prompts():
+    options = CudaOptions(prompt_buckets=(16, 32, 48))
+    assert [options.bucket(n) for n in (0, 1, 16, 17, 48, 49, 97)] == [0, 16, 16, 32, 48, 96, 144]
+    assert options.buckets(40) == [16, 32, 48]
+    assert options.buckets(48) == [16, 32, 48]
+    assert options.buckets(10) == [16]
+    assert options.buckets(50) == [16, 32, 48, 96]
 
 
 # ----------------------------------------------------------------------------- refusals

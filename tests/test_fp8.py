@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.eager import EagerEngine
 from sinew.engine.kernels import choices, fp8, tuning
@@ -299,13 +300,13 @@ def test_calibration_takes_the_largest_input_of_all_observations(cache) -> None:
     assert made.observations == 3
     assert made.amax["vision.0"] == float(max(x.abs().max() for x in inputs))
     assert made.amax["vision.1"] == float(max(model.vision[0](x).abs().max() for x in inputs))
-    assert made.scale("language.unused") is None
-    assert made.scale("vision.0") == pytest.approx(made.amax["vision.0"] * calibration.HEADROOM / 448)
+    assert "language.unused" not in made.scales
+    assert made.scales["vision.0"] == pytest.approx(made.amax["vision.0"] * calibration.HEADROOM / 448)
     assert not model.vision[0]._forward_pre_hooks
     assert calibration.store(made).is_relative_to(cache)
     assert calibration.load(PRINT) == made
-    calibration.use_fp8(model, layers, made)
-    assert float(model.vision[0].x_scale) == pytest.approx(made.scale("vision.0"))
+    calibration.use_fp8(model, layers, made.scales)
+    assert float(model.vision[0].x_scale) == pytest.approx(made.scales["vision.0"])
     assert model.language["unused"].x_scale is None
     assert isinstance(model.language["odd"], Linear)
 
@@ -341,7 +342,7 @@ def test_calibration_says_what_is_wrong(cache) -> None:
         calibration.linears(model, ("visoin",))
     foreign = calibration.Calibration(PRINT, {"vision.7": 1.0}, 1, "another model")
     with pytest.raises(SinewError, match=r"vision\.7 is not a layer of this model"):
-        calibration.use_fp8(model, layers, foreign)
+        calibration.use_fp8(model, layers, foreign.scales)
     for bad in ("../../etc", "", "XYZ"):
         with pytest.raises(SinewError, match="expected a hexadecimal fingerprint"):
             calibration.load(bad)
@@ -396,7 +397,7 @@ def engine_in_fp8(policy, inputs, noise, planned: bool, calibrated: bool, compon
     scales = None
     if calibrated:
         runs = [lambda: engine.run(inputs, noise, 10)]
-        scales = calibration.calibrate(layers, runs, PRINT, "the fixture")
+        scales = calibration.calibrate(layers, runs, PRINT, "the fixture").scales
     calibration.use_fp8(engine.model, layers, scales)
     return engine
 
@@ -412,7 +413,7 @@ def test_a_chunk_with_vision_and_language_in_fp8(case, planned: bool, calibrated
 
 def test_the_head_can_be_in_fp8_too(case) -> None:
     name, policy, inputs, noise, wanted = case
-    engine = engine_in_fp8(policy, inputs, noise, True, True, calibration.COMPONENTS)
+    engine = engine_in_fp8(policy, inputs, noise, True, True, COMPONENTS)
     kinds = {type(module).__name__ for layer in engine.model.expert.layers for module in layer.modules()}
     assert "Fp8Linear" in kinds
     assert relative(engine.run(inputs, noise, 10)[0], wanted) < BOUNDS[name]

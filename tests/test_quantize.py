@@ -178,9 +178,10 @@ def test_bits_follow_the_instruction_set(monkeypatch):
     ("text", "message"),
     [
         ("visoin=int8", "expected a component of vision, language, head, got 'visoin'"),
-        ("vision=int4", "vision: expected int8, int8-rows, fp32, got 'int4'"),
-        ("vision", "vision: expected int8, int8-rows, fp32, got ''"),
-        ("head=int8_rows", "head: expected int8, int8-rows, fp32, got 'int8_rows'"),
+        ("vision=int4", "vision: expected int8, int8-rows, fp8, fp32, got 'int4'"),
+        ("vision", "vision: expected int8, int8-rows, fp8, fp32, got ''"),
+        ("head=int8_rows", "head: expected int8, int8-rows, fp8, fp32, got 'int8_rows'"),
+        ("vision=fp8,head=int8", "expected one engine's precisions, got fp8 .cuda. and int8 .onnx."),
         ("head=int8,head=int8-rows", "head: expected once, got int8 and int8-rows"),
     ],
 )
@@ -263,7 +264,7 @@ def test_what_quantize_refuses(quantised, tmp_path, capsys):
     for arguments, words in (
         ([out, "--out", tmp_path / "x.gguf"], "without a recipe"),
         ([source, "--out", source], "expected another file"),
-        ([source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"], "expected int8, int8-rows, fp32"),
+        ([source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"], "expected int8, int8-rows, fp8, fp32"),
     ):
         assert main(["quantize", *map(str, arguments)]) == 1
         assert words in capsys.readouterr().err.replace("\n", " ")
@@ -294,3 +295,50 @@ def test_error_over_episodes_of_an_embedded_task(tmp_path):
     assert main(["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), "--observations", "4"]) == 0
     record = Bundle(out).manifest.quantization
     assert (record.observations, record.source) == (4, "episodes of sinew/Pen-v0")
+
+
+# ----------------------------------------------------------------------------- FP8, which the CUDA engine follows
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("narrow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        arguments = ["--recipe", "vision=fp8,language=fp8", "--out", str(folder / "fp8.gguf")]
+        assert main(["quantize", str(DATA / "pen.gguf"), *arguments, "--observations", "4"]) == 0
+    return folder / "fp8.gguf"
+
+
+def test_a_recipe_in_fp8_carries_its_scales(narrow, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another machine
+    record = Bundle(narrow).manifest.quantization
+    assert record.fp8 == ("vision", "language")
+    assert record.recipe["head"] == "fp32"
+    assert record.source == "episodes of sinew/Pen-v0"
+    assert 1e-4 < record.error <= record.error_max
+    assert record.scales
+    assert {name.partition(".")[0] for name in record.scales} <= {"vision", "connector", "language"}
+    assert all(0 < scale < 100 for scale in record.scales.values())
+    assert main(["inspect", str(narrow)]) == 0
+    assert "vision fp8" in capsys.readouterr().out
+
+    policy = load(narrow, engine="cuda")
+    assert policy.recipe == {"vision": "fp8", "language": "fp8"}
+    (outcome,) = (o for o in policy.engine.plan.outcomes if o.name == "fp8")
+    layers = len(record.scales)
+    assert f"inputs of {layers} of {layers} calibrated" in outcome.reason
+    plain = load(DATA / "pen.gguf", engine="cuda")
+    observation = plain.dummy_observation()
+    a, b = (each.infer(observation).actions for each in (policy, plain))
+    assert 1e-6 < distance(a, b) < 0.5
+
+
+def test_other_engines_and_a_recipe_in_fp8(narrow):
+    observation = load(narrow).dummy_observation()
+    wide = load(DATA / "pen.gguf").infer(observation).actions
+    np.testing.assert_array_equal(
+        load(narrow).infer(observation).actions, wide
+    )  # eager has its own precision
+    with pytest.raises(SinewError, match="vision, language in fp8, which engine 'onnx' does not compute"):
+        load(narrow, engine="onnx")

@@ -16,6 +16,11 @@ from typing import Any, Literal, TypeVar
 from sinew.core import BundleError, PolicySpec
 
 FORMAT_VERSION = 1
+COMPONENTS = (
+    "vision",
+    "language",
+    "head",
+)  # of a policy, as recipes name them; head: all that is not the others'
 ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 
 MAX_SIZE = 8192  # bounds every length that a manifest may ask for: pixels, tokens, actions, dimensions
@@ -149,19 +154,26 @@ class Provenance:
 class Quantization:
     """What ``sinew quantize`` decided and measured. Engines without quantised products ignore it.
 
-    recipe: "int8" (activations with a scale per tensor), "int8-rows" (per row) or "fp32" for each of vision,
-    language, head. bits: of the int8 weights; 7 where products of eight bits would saturate. error: relative L2
-    of the chunk against float32, median and largest over ``observations`` observations from ``source``, computed by
-    ``engine``.
+    recipe: for each of ``COMPONENTS`` "int8" (activations with a scale per tensor), "int8-rows" (per row), which
+    ONNX Runtime follows, "fp8" (e4m3), which the CUDA engine follows, or "fp32", the engine's own precision. bits: of
+    the weights; 7 where products of eight bits would saturate. error: relative L2 of the chunk against float32, median
+    and largest over ``observations`` observations from ``source``, computed by ``engine``. scales: of the inputs of
+    FP8 layers, by the layer's name.
     """
 
-    recipe: dict[str, Literal["int8", "int8-rows", "fp32"]]
+    recipe: dict[str, Literal["int8", "int8-rows", "fp8", "fp32"]]
     bits: Literal[7, 8]
     error: float
     error_max: float
     observations: int
     source: str
     engine: str
+    scales: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def fp8(self) -> tuple[str, ...]:
+        """The components in FP8."""
+        return tuple(name for name, precision in self.recipe.items() if precision == "fp8")
 
 
 @dataclass(frozen=True)

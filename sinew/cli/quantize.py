@@ -1,4 +1,4 @@
-"""``sinew quantize``: a bundle that says which components run in int8, and what that was measured to cost.
+"""``sinew quantize``: a bundle that says which components run in int8 or FP8, and what that was measured to cost.
 
 The last line of standard output is one JSON object.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -22,8 +22,8 @@ from sinew.core import Observation, ObservationError, SinewError
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.schema import Quantization
-    from sinew.engine.onnx.engine import OnnxEngine
     from sinew.policy import Policy
+    from sinew.processing import ModelInputs
 
 TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0")
 FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
@@ -39,76 +39,118 @@ def quantize(
     out: Path,
     observations: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 32,
 ) -> int:
-    """Choose a precision per component and measure what it costs; the ONNX Runtime engine follows it.
+    """Choose a precision per component and measure what it costs. The onnx engine follows int8, the cuda engine fp8.
 
-    Weights are copied as they are: the recipe and the measured error go into the header, and graphs in that
-    precision beside the new bundle.
+    Weights are copied as they are: the recipe and the measured error go into the header, with them the scales of
+    FP8 layers' inputs, and for int8 graphs in that precision beside the new bundle.
 
     Args:
         bundle: the bundle file.
         recipe: COMPONENT=PRECISION,...: vision, language, head; int8, int8-rows (a scale per token: slower, and
-            exact where few tokens are far larger than the rest) or fp32; fp32 for those not named.
+            exact where few tokens are far larger than the rest), fp8 or fp32; fp32 for those not named.
         out: the bundle to write.
         observations: over which the error is measured, from episodes of an embedded task where the policy fits
-            one, else random frames.
+            one, else random frames. For fp8 as many others come before, for its scales.
     """
     from sinew.bundle import Bundle
-    from sinew.engine.onnx.cache import cached_graphs
-    from sinew.engine.onnx.engine import OnnxEngine
-    from sinew.engine.onnx.opening import graphs_of
-    from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, weight_bits
-    from sinew.policy import Policy
+    from sinew.engine.onnx.quantize import parse_recipe
 
     chosen = parse_recipe(recipe)
-    bits, why = weight_bits()
     opened = Bundle(bundle)
     if opened.manifest.quantization is not None or not opened.infos:
         raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
-    source = graphs_of(opened)
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{out.stem}.onnx.", dir=out.parent))
-    try:
-        quantize_graphs(source, folder, chosen, bits)
-        reference = Policy(opened, engine="onnx")
-        errors, origin = measure(reference, OnnxEngine(folder), observations)
-        record = _record(chosen, bits, errors, origin)
-        write(opened, record, out)
-        cached_graphs(out, lambda cache: shutil.copytree(folder, cache, dirs_exist_ok=True))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    make = _in_fp8 if "fp8" in chosen.values() else _in_int8
+    record, why = make(opened, chosen, observations, out)
     print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
-    print(f"weights  {bits} bits per output channel: {why}")
+    print(f"weights  {record.bits} bits per output channel: {why}")
     print(f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk")
     print(f"         over {record.observations} observations from {record.source}")
     print(json.dumps({"out": str(out), **asdict(record)}))
     return 0
 
 
-def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str) -> Quantization:
-    from sinew.bundle.schema import Quantization
+def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+    from sinew.engine.onnx.cache import cached_graphs
+    from sinew.engine.onnx.engine import OnnxEngine
+    from sinew.engine.onnx.opening import graphs_of
     from sinew.engine.onnx.providers import runtime
+    from sinew.engine.onnx.quantize import quantize_graphs, weight_bits
+    from sinew.policy import Policy
+
+    bits, why = weight_bits()
+    source = graphs_of(opened)
+    folder = Path(tempfile.mkdtemp(prefix=f"{out.stem}.onnx.", dir=out.parent))
+    try:
+        quantize_graphs(source, folder, chosen, bits)
+        reference = Policy(opened, engine="onnx")
+        origin, stream = observed(reference)
+        errors = measure(reference, OnnxEngine(folder), islice(stream, count))
+        record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
+        write(opened, record, out)
+        cached_graphs(out, lambda cache: shutil.copytree(folder, cache, dirs_exist_ok=True))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return record, why
+
+
+def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+    import torch
+
+    from sinew.engine.cuda.calibration import calibrate
+    from sinew.engine.cuda.engine import CudaEngine
+    from sinew.engine.cuda.fuse import ON_CUDA
+    from sinew.engine.cuda.options import CudaOptions
+    from sinew.engine.kernels.fp8_calibration import component_of
+    from sinew.engine.plan import Plan
+    from sinew.policy import Policy
+
+    reference = Policy(opened, engine="eager")
+    model = reference.engine.model
+    origin, stream = observed(reference)
+    made, _ = calibrate(opened, model, islice(stream, count), origin)
+    options = CudaOptions(fp8=tuple(name for name, kind in chosen.items() if kind == "fp8"))
+    scales = {name: float(f"{scale:.6g}") for name, scale in made.scales.items()}
+    scales = {name: scale for name, scale in scales.items() if component_of(name) in options.fp8}
+    processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
+    engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
+    errors = measure(reference, engine, islice(stream, count))
+    record = _record(chosen, 8, errors, origin, f"the kernels' twins in float32, torch {torch.__version__}")
+    record = replace(record, scales=scales)
+    write(opened, record, out)
+    return record, f"e4m3; inputs of {len(scales)} layers have scales of as many observations before"
+
+
+def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str, engine: str) -> Quantization:
+    from sinew.bundle.schema import Quantization
 
     median, largest = (float(f"{value:.4g}") for value in (np.median(errors), np.max(errors)))
-    version = f"onnxruntime {runtime().__version__}"
-    return Quantization(recipe, bits, median, largest, len(errors), origin, version)
+    return Quantization(recipe, bits, median, largest, len(errors), origin, engine)
 
 
-def measure(reference: Policy, engine: OnnxEngine, count: int) -> tuple[list[float], str]:
-    """Relative L2 of the chunk (model units, the action's own columns) per observation, and where they come
-    from. The reference plays the episodes."""
-    steps, width = reference.spec.solver_steps, reference.spec.action.dim
+Input = tuple["ModelInputs", np.ndarray]  # of one observation, with the solver's noise
+
+
+def observed(reference: Policy) -> tuple[str, Iterator[Input]]:
+    """Where observations come from, and they without end. The reference plays the episodes."""
     found = _episodes(reference)
     origin, stream = ("random frames", _random(reference)) if found is None else found
+    processor = reference.processor
+    return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
+
+
+def measure(reference: Policy, engine: Any, observations: Iterable[Input]) -> list[float]:
+    """Relative L2 of the chunk (model units, the action's own columns) per observation."""
+    steps, width = reference.spec.solver_steps, reference.spec.action.dim
     errors = []
-    for observation in islice(stream, count):
-        inputs, noise = reference.processor.inputs(observation), reference.processor.noise(observation)[0]
+    for inputs, noise in observations:
         wanted, _ = reference.engine.run(inputs, noise, steps)
         got, _ = engine.run(inputs, noise, steps)
         wanted, got = wanted[:, :width], got[:, :width]
         errors.append(float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
-    return errors, origin
+    return errors
 
 
 def _episodes(policy: Policy) -> tuple[str, Iterator[Observation]] | None:

@@ -47,14 +47,16 @@ def torch_engine(
 def cuda_engine(
     bundle: Bundle, device: torch.device, dtype: str, options: CudaOptions | None = None
 ) -> CudaEngine:
-    """FP8 components use the scales that ``calibration.py`` keeps for this bundle."""
+    """options: the bundle's recipe if absent. FP8 components use the scales of the recipe, or those that
+    ``calibration.py`` keeps for this bundle."""
     from sinew.engine.cuda.calibration import scales
     from sinew.engine.cuda.device import require
     from sinew.engine.cuda.engine import CudaEngine
     from sinew.engine.cuda.fuse import ON_CUDA
     from sinew.engine.cuda.options import CudaOptions
 
-    options = options or CudaOptions()
+    recipe = bundle.manifest.quantization
+    options = options or CudaOptions(fp8=() if recipe is None else recipe.fp8)
     require(device, options)  # before gigabytes are read
     plan = Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
     found = scales(bundle) if options.fp8 else None

@@ -188,6 +188,8 @@ class Worker:
         client = Path(sinew_client.__file__).parent
         command = [str(python), "-I", foreign_worker.__file__, str(PACKAGE), str(client)]
         variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if variables.get("MUJOCO_GL") == "disable":  # as our own tasks, which draw without OpenGL, want it
+            del variables["MUJOCO_GL"]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             command,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from sinew.bundle import Bundle
+from sinew.bundle.schema import COMPONENTS
 from sinew.engine.cuda.fuse import ON_CUDA
-from sinew.engine.cuda.options import COMPONENTS
 from sinew.engine.kernels import fp8_calibration
 from sinew.engine.kernels.fp8_calibration import Calibration
 from sinew.engine.onnx.cache import fingerprint
@@ -45,9 +45,13 @@ def calibrate(
 
 
 def scales(bundle: Bundle) -> dict[str, float]:
-    """Of layers' inputs, by name; empty where the bundle was not calibrated, which costs a pass per input."""
+    """Of layers' inputs, by name: from the bundle's recipe, else measured on this machine before; empty where
+    neither is there."""
+    recipe = bundle.manifest.quantization
+    if recipe is not None and recipe.scales:
+        return recipe.scales
     made = fp8_calibration.load(fingerprint(bundle.path))
     if made is None:
         log.warning("%s: not calibrated for FP8; each row of an input is scaled by itself", bundle.path)
         return {}
-    return {name: scale for name in made.amax if (scale := made.scale(name)) is not None}
+    return made.scales

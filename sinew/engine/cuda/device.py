@@ -9,6 +9,7 @@ from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.kernels.lang import triton
 
 OLDEST = (8, 0)  # compute capability: bfloat16 tensor cores and asynchronous copies
+NARROW = (8, 9)  # e4m3 products
 DEPENDENT_LAUNCH = (9, 0)
 
 
@@ -44,6 +45,10 @@ def require(device: torch.device, options: CudaOptions) -> None:
         fine, reason = fp8.supported(device)
         if not fine:
             raise SinewError(f"fp8 on {device}: {reason}")
+    if options.fp8 and capability < NARROW:
+        raise SinewError(
+            f"fp8: expected compute capability {_dotted(NARROW)} or newer, got {_dotted(capability)}"
+        )
     if options.pdl and capability < DEPENDENT_LAUNCH:
         raise SinewError(
             f"pdl: expected compute capability {_dotted(DEPENDENT_LAUNCH)} or newer, got {_dotted(capability)}"

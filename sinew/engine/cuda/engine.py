@@ -102,6 +102,12 @@ class CudaEngine:
             self.programs[key].recorded("chunk")
             self._wait()
 
+    def prepare_like(self, inputs: ModelInputs, steps: int, longest: int) -> None:
+        """Record what prompts of up to ``longest`` tokens will need with frames of these sizes, so that no request
+        has to wait for it. The shortest prompts first, as many as are kept."""
+        for bucket in self.options.buckets(longest)[: self.options.max_graphs]:
+            self.prepare(Key.of(inputs, bucket, steps))
+
     def _whole(
         self, program: Program, inputs: ModelInputs, noise: np.ndarray, cancel: threading.Event | None
     ) -> Timing:

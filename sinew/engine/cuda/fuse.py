@@ -17,6 +17,7 @@ from torch import nn
 from sinew.engine.cuda.heads import FusedDecode, PatchTower, TabulatedModulation, folds_away, give_patches
 from sinew.engine.cuda.layers import FusedAdaptiveLayer, FusedAttention, FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.ops import Ops
+from sinew.engine.kernels.fp8_calibration import component_of, linears, use_fp8
 from sinew.engine.plan import REWRITES, Outcome, Plan
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP
 from sinew.engine.plan.prefix_end import KeyValueLayer
@@ -33,13 +34,6 @@ LEFT_OUT = {
     "sigmoid-gelu": "it is for float32 on a CPU; the gated kernel has the activation in its epilogue",
 }
 ON_CUDA = tuple(name for name in REWRITES if name not in LEFT_OUT)
-
-# Top-level modules whose layers a component's FP8 replaces.
-PARTS = {
-    "vision": ("vision", "connector"),
-    "language": ("language",),
-    "head": ("expert",),
-}
 
 
 @dataclass(frozen=True)
@@ -97,23 +91,22 @@ def fuse(
     """
     model: Any = twin(plan.model)
     outcomes = [*plan.outcomes]
-    narrow = tuple(part for component in fp8 for part in PARTS[component])
     if fp8:
         outcomes.append(_to_fp8(model, fp8, scales or {}))
-    outcomes += [_apply(fusion, model, ops, narrow) for fusion in FUSIONS]
+    outcomes += [_apply(fusion, model, ops, fp8) for fusion in FUSIONS]
     if isinstance(model.vision, VisionTransformer):
         become(model.vision, PatchTower)
         give_patches(model.vision)
-    outcomes.append(_ends(model, ops, scaled, "expert" in narrow))
+    outcomes.append(_ends(model, ops, scaled, "head" in fp8))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
 
-def _apply(fusion: Fusion, model: Any, ops: Ops, narrow: tuple[str, ...]) -> Outcome:
+def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcome:
     done, left = [], {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
             continue
-        in_fp8 = name.split(".")[0] in narrow and fusion.into is not FusedAttention
+        in_fp8 = component_of(name) in fp8 and fusion.into is not FusedAttention
         if why := "in FP8" if in_fp8 else fusion.fits(module):
             left[name] = why
             continue
@@ -143,13 +136,8 @@ def _ends(model: Any, ops: Ops, scaled: bool, in_fp8: bool) -> Outcome:
 
 
 def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Outcome:
-    from sinew.engine.kernels.fp8 import Fp8Linear
-    from sinew.engine.kernels.fp8_calibration import linears
-
     layers = linears(model, fp8)
-    for name, linear in layers.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, Fp8Linear.of(linear, scales.get(name)))
+    use_fp8(model, layers, scales)
     calibrated = sum(name in scales for name in layers)
     reason = f"e4m3, a scale per channel; inputs of {calibrated} of {len(layers)} calibrated, of the others per row"
     return Outcome("fp8", "applied", reason, spans(list(layers)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
-
-COMPONENTS = ("vision", "language", "head")
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,14 @@ class CudaOptions:
             raise SinewError(f"max_graphs: expected 1 or more, got {self.max_graphs}")
 
     def bucket(self, length: int) -> int:
-        """The padded length of a prompt of ``length`` tokens."""
+        """The padded length of a prompt of ``length`` tokens; without a prompt nothing is padded."""
+        if not length:
+            return 0
         last = self.prompt_buckets[-1]
         return next((b for b in self.prompt_buckets if b >= length), -(-length // last) * last)
+
+    def buckets(self, longest: int) -> list[int]:
+        """All padded lengths of prompts of up to ``longest`` tokens."""
+        return sorted(
+            {self.bucket(length) for length in (*self.prompt_buckets, longest) if length <= longest}
+        )

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.kernels import tuning
 from sinew.engine.kernels.fp8 import Fp8Linear, unfit
@@ -29,7 +30,6 @@ from sinew.layers.norm import AdaRMSNorm
 
 VERSION = 1
 HEADROOM = 2.0
-COMPONENTS = ("vision", "language", "head")
 VISION = ("vision", "connector")  # the modules of a model that belong to the component
 
 
@@ -42,10 +42,10 @@ class Calibration:
     observations: int
     source: str
 
-    def scale(self, layer: str) -> float | None:
-        """Of a layer's input; None where no observation reached it, which means a scale per row."""
-        amax = self.amax.get(layer)
-        return None if amax is None else max(amax, SMALLEST) * HEADROOM / LARGEST
+    @property
+    def scales(self) -> dict[str, float]:
+        """Of layers' inputs. One that no observation reached has none, and is scaled per row."""
+        return {layer: max(amax, SMALLEST) * HEADROOM / LARGEST for layer, amax in self.amax.items()}
 
 
 # ----------------------------------------------------------------------------- which layers
@@ -82,17 +82,16 @@ def component_of(name: str) -> str:
 
 
 def use_fp8(
-    model: nn.Module, layers: Mapping[str, nn.Linear], calibration: Calibration | None = None
+    model: nn.Module, layers: Mapping[str, nn.Linear], scales: Mapping[str, float] | None = None
 ) -> None:
-    """Replace ``layers`` (of :func:`linears`) of ``model`` in place; without a calibration, a scale per row."""
-    if calibration is not None:
-        foreign = sorted(set(calibration.amax).difference(dict(model.named_modules())))
-        if foreign:
-            raise SinewError(f"fp8 calibration: {foreign[0]} is not a layer of this model")
+    """Replace ``layers`` (of :func:`linears`) of ``model`` in place. scales: of their inputs, as a calibration has
+    them; a layer without one gets a scale per row."""
+    scales = scales or {}
+    if foreign := sorted(set(scales).difference(dict(model.named_modules()))):
+        raise SinewError(f"fp8 calibration: {foreign[0]} is not a layer of this model")
     for name, linear in layers.items():
         parent, _, attribute = name.rpartition(".")
-        scale = None if calibration is None else calibration.scale(name)
-        setattr(model.get_submodule(parent), attribute, Fp8Linear.of(linear, scale))
+        setattr(model.get_submodule(parent), attribute, Fp8Linear.of(linear, scales.get(name)))
 
 
 # ----------------------------------------------------------------------------- measuring

@@ -11,7 +11,6 @@ from sinew.core import BundleError
 
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
-COMPONENTS = ("vision", "language", "head")
 FORMAT = 3
 
 

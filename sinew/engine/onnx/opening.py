@@ -28,6 +28,12 @@ def open_onnx(
             f"engine 'onnx' runs float32 on cpu, not {dtype} on {device};"
             " other hardware is chosen with a provider, less precision with `sinew quantize`"
         )
+    recipe = bundle.manifest.quantization
+    if recipe is not None and recipe.fp8:
+        raise SinewError(
+            f"{bundle.path}: its recipe has {', '.join(recipe.fp8)} in fp8, which engine 'onnx' does not compute;"
+            " engine 'cuda' does"
+        )
     engine = OnnxEngine(graphs or graphs_of(bundle), providers, threads)
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(

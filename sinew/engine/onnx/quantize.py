@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from sinew import machine
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
-from sinew.engine.onnx.graphs import COMPONENT, COMPONENTS, STAGES, GraphSet, table_path
+from sinew.engine.onnx.graphs import COMPONENT, STAGES, GraphSet, table_path
 
-PRECISIONS = ("int8", "int8-rows", "fp32")
+PRECISIONS = ("int8", "int8-rows", "fp8", "fp32")
 
 
 def parse_recipe(text: str) -> dict[str, Any]:
@@ -39,6 +40,9 @@ def parse_recipe(text: str) -> dict[str, Any]:
         if component in named:
             raise SinewError(f"recipe: {component}: expected once, got {named[component]} and {precision}")
         named[component] = precision
+    kinds = set(named.values()) - {"fp32"}
+    if "fp8" in kinds and len(kinds) > 1:
+        raise SinewError("recipe: expected one engine's precisions, got fp8 (cuda) and int8 (onnx)")
     return dict.fromkeys(COMPONENTS, "fp32") | named
 
 
@@ -63,6 +67,8 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
         raise SinewError(f"{source}: expected graphs in float32, got {graphs.recipe}")
     target.mkdir(parents=True, exist_ok=True)
     chosen = {component: precision for component, precision in recipe.items() if precision != "fp32"}
+    if "fp8" in chosen.values():
+        raise SinewError("recipe: ONNX Runtime has no fp8 here; engine cuda follows such a recipe")
     for stage in STAGES:
         model = onnx.load(str(source / f"{stage}.onnx"))
         names = [f"{stage}.onnx", f"{stage}.onnx.data"]
