@@ -265,6 +265,14 @@ def test_other_engines_have_calibrations_of_their_own(
     assert perf_machine.predict(bundle, threads=1, engine=engine) == 0
     stages = json.loads(capsys.readouterr().out.splitlines()[-1])["stages_ms"]
     assert all(0 < row["low"] <= row["predicted"] <= row["high"] for row in stages.values())
+    threads = torch.get_num_threads()
+    try:
+        assert main(["bench", bundle, "--runs", "2", "--threads", "1", "--engine", engine]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    roofline = json.loads(capsys.readouterr().out.splitlines()[-1])["roofline"]
+    assert roofline["band"] == pytest.approx(found.band)
+    assert all(row["predicted"] > 0 for row in roofline["stages_ms"].values())
 
 
 def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:

@@ -264,7 +264,10 @@ def test_what_quantize_refuses(quantised, tmp_path, capsys):
     for arguments, words in (
         ([out, "--out", tmp_path / "x.gguf"], "without a recipe"),
         ([source, "--out", source], "expected another file"),
-        ([source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"], "expected int8, int8-rows, fp8, fp32"),
+        (
+            [source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"],
+            "expected int8, int8-rows, fp8, fp32",
+        ),
     ):
         assert main(["quantize", *map(str, arguments)]) == 1
         assert words in capsys.readouterr().err.replace("\n", " ")

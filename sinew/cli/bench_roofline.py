@@ -1,8 +1,8 @@
 """What ``sinew bench`` says beside its times: the roofline of this machine, and the calibrated prediction.
 
 Both need the machine's measured peaks, which ``sinew perf calibrate`` stores for a processor and a number of
-threads. Without them, or for a dtype or device that was not measured, there is a reason instead. For ONNX Runtime,
-whose kernels are not PyTorch's and are not predicted, float32 products are measured on the spot if need be.
+threads. Without them, or for a dtype or device that was not measured, there is a reason instead. ONNX Runtime is
+predicted where it was calibrated itself; float32 products are measured on the spot for it if need be.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
     except ImportError as error:
         return {"reason": f"counting operations needs {error.name}"}
     try:
-        fitted = calibration.load(machine.cpu_model(), threads)
+        eager = calibration.load(machine.cpu_model(), threads)
+        own = calibration.load(machine.cpu_model(), threads, engine=policy.engine_name)
+        fitted = own or eager
         if fitted is None and policy.engine_name != "onnx":
             return {"reason": f"not calibrated for {threads} threads: sinew perf calibrate BUNDLE"}
+        # PyTorch's kernels say nothing of ONNX Runtime's, and float32 nothing of int8.
+        predictable = (own is not None or policy.engine_name != "onnx") and not policy.recipe
         image = policy.manifest.processing.image
         shapes = Shapes(
             described["views"],
@@ -63,7 +67,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
             if fitted is None:
                 continue
             stage["roofline"] = 1e3 * calibration.roofline_seconds(ideal, fitted.speeds)
-            if policy.engine_name != "onnx":  # the calibration is of PyTorch's kernels
+            if predictable:
                 predicted = fitted.predict(real)
                 stage["predicted"] = 1e3 * predicted.seconds
                 stage["low"], stage["high"] = 1e3 * predicted.low, 1e3 * predicted.high
