@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_tuning
-from benchmarks.gpu_ladder import calibrated
-from benchmarks.gpu_models import (
+from benchmarks.gpu import tuner
+from benchmarks.gpu.ladder import calibrated
+from benchmarks.gpu.models import (
     MODELS,
     TARGETS,
     Case,
@@ -24,10 +24,10 @@ from benchmarks.gpu_models import (
     samples,
     with_chunk,
 )
-from benchmarks.gpu_roofline import H200, bound, work
-from benchmarks.gpu_rungs import Eager, Engine, cuda_engine, distance, end_to_end, percentiles, stages
-from benchmarks.gpu_sections import SECTIONS
-from benchmarks.gpu_session import NotHere, Session
+from benchmarks.gpu.roofline import H200, bound, work
+from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, percentiles, stages
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.session import NotHere, Session
 from sinew.core import Timing
 from sinew.engine.kernels import choices, tuning
 from sinew.perf.program import preset
@@ -185,16 +185,16 @@ def test_a_section_stops_when_its_time_is_used() -> None:
 
 
 def test_a_rung_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import gpu_ladder
+    from benchmarks.gpu import ladder
 
-    right = gpu_ladder.cuda_engine
+    right = ladder.cuda_engine
 
     def broken(*args, **options):
         if options.get("kernels") is False:
             raise RuntimeError("an illegal memory access was encountered")
         return right(*args, **options)
 
-    monkeypatch.setattr(gpu_ladder, "cuda_engine", broken)
+    monkeypatch.setattr(ladder, "cuda_engine", broken)
     rows: list[dict] = []
     with pytest.raises(RuntimeError, match="graph: RuntimeError: an illegal memory access"):
         SECTIONS["ladder pi0"][0](Session(CPU, 100.0, rows.append, tiny=True))
@@ -238,7 +238,7 @@ def test_kernel_checks_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tuning_times_what_the_engine_asks_for(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: the times mean nothing, what is timed, kept and put back does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(gpu_tuning, "STREAMED", 1)
+    monkeypatch.setattr(tuner, "STREAMED", 1)
     model = random_model(name, CPU, tiny=True)
     engine = cuda_engine(model, processing(name, model.config), CPU, graph=False)
     rung, rows = Engine(engine), []
@@ -251,15 +251,13 @@ def test_tuning_times_what_the_engine_asks_for(name: str, tmp_path, monkeypatch:
             call()
         return 1.0 + len(rows)
 
-    summary = gpu_tuning.tune(
-        engine, lambda: rung.run(sample, 1), measure, lambda: 9 - len(rows), rows.append
-    )
+    summary = tuner.tune(engine, lambda: rung.run(sample, 1), measure, lambda: 9 - len(rows), rows.append)
     assert summary["tuned"] == len(rows) == 9
     assert summary["left out for lack of time"] > 0
     kernels = {row["kernel"] for row in rows}
     assert kernels >= {"qkv_rope", "packed_attention", "splitk_linear", "gated_mlp"}
     assert engine.ops is before
-    assert not [m for m in engine.model.modules() if isinstance(getattr(m, "ops", None), gpu_tuning.Tuner)]
+    assert not [m for m in engine.model.modules() if isinstance(getattr(m, "ops", None), tuner.Tuner)]
     tiles = json.loads(tuning.cache_file(CPU).read_text())
     kept = json.loads(choices.cache_file(CPU).read_text())
     assert len(tiles) == len(kept) == 9
@@ -286,6 +284,6 @@ def test_tuning_of_fp8_layers(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None
         return 1.0
 
     run = lambda: Engine(engine).run(inputs[0], 1)  # noqa: E731
-    summary = gpu_tuning.tune_fp8(engine, run, measure, lambda: 2 - len(rows), rows.append)
+    summary = tuner.tune_fp8(engine, run, measure, lambda: 2 - len(rows), rows.append)
     assert summary["tuned"] == len(rows) == 2
     assert summary["left out for lack of time"] > 0

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.gpu_models import MODELS, TARGETS
-from benchmarks.gpu_roofline import work
-from benchmarks.gpu_sections import SECTIONS
-from benchmarks.gpu_table import markdown, table
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.models import MODELS, TARGETS
+from benchmarks.gpu.roofline import work
+from benchmarks.gpu.sections import SECTIONS
+from benchmarks.gpu.table import markdown, table
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -178,7 +178,7 @@ def test_a_broken_cache_is_reported_and_not_used(gpu: torch.device, text: str, c
 def test_the_first_measurements_need_torch_and_triton_alone() -> None:
     others = {"PIL", "aiohttp", "cyclopts", "gguf", "msgspec", "rich", "safetensors", "tokenizers"}
     program = f"import sys; sys.modules.update(dict.fromkeys({others})); sys.argv = ['x', '--tables']; "
-    program += "import runpy; runpy.run_path('benchmarks/gpu_first.py', run_name='__main__')"
+    program += "import runpy; runpy.run_path('benchmarks/gpu/kernels.py', run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -187,15 +187,15 @@ def test_the_first_measurements_need_torch_and_triton_alone() -> None:
 
 
 def test_the_first_measurements_say_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    first = loaded("gpu_first", ROOT / "benchmarks" / "gpu_first.py")
+    first = loaded("first", ROOT / "benchmarks" / "gpu" / "kernels.py")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_first.py"])
+    monkeypatch.setattr(sys, "argv", ["kernels.py"])
     assert first.main() == 1
     said = capsys.readouterr().out
     assert "nothing was measured" in said
     assert "sees no CUDA device" in said
     assert all(problem.name in said for problem in problems())
-    monkeypatch.setattr(sys, "argv", ["gpu_first.py", "--only", "a,e"])
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--only", "a,e"])
     with pytest.raises(SystemExit):
         first.main()
     assert "expected some of a, b, c, d, got e" in capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_the_first_measurements_say_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 @needs_triton
 def test_the_first_measurements_check_before_they_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = loaded("gpu_first", ROOT / "benchmarks" / "gpu_first.py")
+    first = loaded("first", ROOT / "benchmarks" / "gpu" / "kernels.py")
     monkeypatch.setattr(first, "DEVICE", DEVICE)
     small = {"M": 5, "K": 32, "N": 16, "H": 2, "KV": 1, "D": 32, "P": 20, "S": 5}
     for name in ("pi0.5 head qkv", "pi0.5 head o", "pi0.5 head gate up", "pi0.5 head attention"):

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_first
-from benchmarks.gpu_ladder import compiled, grid, ladder
-from benchmarks.gpu_models import MODELS, TARGETS, cases
-from benchmarks.gpu_roofline import work
-from benchmarks.gpu_session import NotHere, Row, Session, shrunk
+from benchmarks.gpu import kernels
+from benchmarks.gpu.ladder import compiled, grid, ladder
+from benchmarks.gpu.models import MODELS, TARGETS, cases
+from benchmarks.gpu.roofline import work
+from benchmarks.gpu.session import NotHere, Row, Session, shrunk
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS_NEED = ("pytest", "msgspec", "gguf", "yaml", "tqdm", "tokenizers", "safetensors", "PIL")
 GPU_MARK = "pytest.mark." + "gpu"
 
@@ -46,7 +46,7 @@ def machine(session: Session) -> None:
     copied = _seconds(session, lambda: target.copy_(source))
     session.emit({"what": "copy", "bytes": 2 * nbytes, "bandwidth": 2 * nbytes / copied})
     if session.is_gpu and torch.cuda.get_device_capability(session.device) >= (8, 9):
-        x, scale = gpu_first.quantised(a)
+        x, scale = kernels.quantised(a)
         call = partial(torch._scaled_mm, x, x.T, scale, scale.T, out_dtype=torch.bfloat16)  # noqa: SLF001
         session.emit({"what": "product, e4m3", "size": size, "flops": flops / _seconds(session, call)})
 
@@ -120,14 +120,14 @@ def tests(session: Session) -> None:
 
 
 def first(session: Session) -> None:
-    """(a) to (d) of ``gpu_first.py``, the tiles tuned on the way."""
+    """(a) to (d) of ``kernels.py``, the tiles tuned on the way."""
     if not session.is_gpu:
         raise NotHere("the first measurements need a GPU")
     parts = (
-        lambda: gpu_first.fixed_cost(50),
-        lambda: gpu_first.skinny(50, True),
-        lambda: gpu_first.gate_up(20, True),
-        lambda: gpu_first.attention(50, True),
+        lambda: kernels.fixed_cost(50),
+        lambda: kernels.skinny(50, True),
+        lambda: kernels.gate_up(20, True),
+        lambda: kernels.attention(50, True),
     )
     failures = []
     for name, part in zip("abcd", parts, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_models import MODELS, STEPS, Case, with_chunk
+from benchmarks.gpu.models import MODELS, STEPS, Case, with_chunk
 from sinew.engine.cuda.fuse import ON_CUDA
 from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import Shapes

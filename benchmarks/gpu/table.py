@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.gpu_roofline import STAGES, Ceilings, bound
+from benchmarks.gpu.roofline import STAGES, Ceilings, bound
 
 Record = dict[str, Any]
 NARROW = {"fp8": ("vision", "language")}

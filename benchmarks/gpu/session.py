@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_models import Case
+from benchmarks.gpu.models import Case
 
 Row = dict[str, Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_first, gpu_tuning
-from benchmarks.gpu_models import (
+from benchmarks.gpu import kernels, tuner
+from benchmarks.gpu.models import (
     CAMERA,
     STEPS,
     TARGETS,
@@ -24,8 +24,8 @@ from benchmarks.gpu_models import (
     samples,
     with_chunk,
 )
-from benchmarks.gpu_rungs import Eager, Engine, cuda_engine, distance, end_to_end, stages
-from benchmarks.gpu_session import Row, Session, shrunk
+from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, stages
+from benchmarks.gpu.session import Row, Session, shrunk
 from sinew.models.base import FlowModel
 
 INPUTS = 4  # that rotate
@@ -106,11 +106,11 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
             raise TimeoutError(f"{rung} and what follows did not run")
         try:
             if rung == "engine" and session.is_gpu:
-                tuned(gpu_tuning.tune, 0.35)
+                tuned(tuner.tune, 0.35)
             if rung == "fp8":
                 scales = calibrated(shaped, recipe, inputs, session)
                 if session.is_gpu:
-                    tuned(gpu_tuning.tune_fp8, 0.15, fp8=NARROW, scales=scales)
+                    tuned(tuner.tune_fp8, 0.15, fp8=NARROW, scales=scales)
             made = make()
             row = _measure(case, rung, made, inputs, wanted, recipe, CALLS.get(rung, (SHORT, 3.0)), session)
             try:
@@ -205,7 +205,7 @@ def _answers(
 
 def _graph_ms(calls: Sequence[Callable[[], Any]]) -> float:
     torch.cuda.synchronize()  # kernels that split their work share a workspace: no two streams may be in it
-    return gpu_first.graph_ms(calls, 20)["p50"]
+    return kernels.graph_ms(calls, 20)["p50"]
 
 
 def _camera(session: Session) -> tuple[int, int]:

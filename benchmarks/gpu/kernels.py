@@ -5,7 +5,7 @@
 (c) the language model's gate/up product at 512, 768 and 968 rows: cuBLAS, this kernel, FP8
 (d) PyTorch's attention against the packed one
 
-``python benchmarks/gpu_first.py [--only a,b,c,d] [--tune] [--out FILE]``. Needs torch, triton and a CUDA device,
+``python benchmarks/gpu/kernels.py [--only a,b,c,d] [--tune] [--out FILE]``. Needs torch, triton and a CUDA device,
 no other dependency. Every kernel is checked against its twin before it is timed. Without a GPU it prints the
 shapes, their rooflines and what is missing, and ends with status 1. The last line is JSON.
 """
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout is enough
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout is enough
 
 from sinew.engine.kernels import KERNELS, tuning
 from sinew.engine.kernels.lang import kernel, tl, triton, wait_for_input

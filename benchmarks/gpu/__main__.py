@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout is enough
 
 Record = dict[str, Any]
@@ -43,8 +43,8 @@ def child(name: str, seconds: float, rows: Path, device: str, tiny: bool) -> int
     """Run a section; its rows go to a file, line by line, and what became of it is the last line."""
     import torch
 
-    from benchmarks.gpu_sections import SECTIONS
-    from benchmarks.gpu_session import NotHere, Session
+    from benchmarks.gpu.sections import SECTIONS
+    from benchmarks.gpu.session import NotHere, Session
 
     with rows.open("a", encoding="utf-8") as file:
 
@@ -190,7 +190,7 @@ def lacking(device: str) -> list[str]:
 
 def save_to(folder: Path) -> Callable[[Record], None]:
     """Write the JSON document and the table, in one step each."""
-    from benchmarks.gpu_table import markdown
+    from benchmarks.gpu.table import markdown
 
     def save(document: Record) -> None:
         name = re.sub(r"[^a-z0-9]+", "-", document["gpu"].lower()).strip("-")
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.section:
         return child(options.section, options.seconds, options.rows, options.device, options.tiny)
 
-    from benchmarks.gpu_sections import SECTIONS
+    from benchmarks.gpu.sections import SECTIONS
 
     names = list(SECTIONS) if options.only is None else options.only.split(",")
     if unknown := set(names).difference(SECTIONS):

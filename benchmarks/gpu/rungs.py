@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_models import ACTIONS, STEPS, Sample
+from benchmarks.gpu.models import ACTIONS, STEPS, Sample
 from sinew.bundle.schema import Processing
 from sinew.core import Timing
 from sinew.engine.kernels import preprocess
