@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
+REMEMBERED = 64  # texts; an episode has one instruction, and a request is tokenised when checked and when computed
 
 
 class Prompter:
@@ -26,6 +28,7 @@ class Prompter:
             self.tokenizer = Tokenizer.from_str(json.dumps(record))
         except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
             raise BundleError(f"the bundle's tokenizer cannot be read: {error}") from None
+        self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
 
     def text(self, prompt: str, state: np.ndarray) -> str:
         """The exact string that is tokenised. ``state``: [D], normalised."""
@@ -59,12 +62,14 @@ class Prompter:
         if len(prompt) > MAX_CHARACTERS:
             raise ObservationError("prompt", f"at most {MAX_CHARACTERS} characters", str(len(prompt)))
         try:
-            encoding = self.tokenizer.encode(
-                self.text(prompt, state), add_special_tokens=self.recipe.add_special_tokens
-            )
+            ids = self._ids(self.text(prompt, state))
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError("prompt", "text that UTF-8 can carry", "lone surrogates") from None
-        return self.check_tokens(np.asarray(encoding.ids, np.int64), "prompt")
+        return self.check_tokens(ids, "prompt")
+
+    def _tokenize(self, text: str) -> np.ndarray:
+        encoding = self.tokenizer.encode(text, add_special_tokens=self.recipe.add_special_tokens)
+        return np.asarray(encoding.ids, np.int64)
 
     def check_tokens(self, tokens: object, name: str = "tokens") -> np.ndarray:
         """Ids from a client that tokenises itself, checked: int64 [L]."""
