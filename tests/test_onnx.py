@@ -15,6 +15,7 @@ import onnx
 import pytest
 
 from sinew.core import BundleError, CancelledError, Observation, ObservationError, SinewError
+from sinew.engine.onnx import opening
 from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, export_graphs
@@ -172,3 +173,17 @@ def test_graphs_are_cached_beside_the_bundle(smolvla_bundle, golden, tmp_path):
     assert fingerprint(bundle)[:16] not in folder.name
     with pytest.raises(SinewError, match="engine 'onnx' runs float32 on cpu, not bfloat16"):
         load(bundle, dtype="bfloat16", engine="onnx")
+
+
+def test_short_memory_leaves_norms_unfolded(smolvla_bundle, golden, tmp_path, monkeypatch, caplog):
+    path, g = tmp_path / "policy.gguf", Golden(golden / "smolvla-2cam")
+    shutil.copyfile(smolvla_bundle("smolvla-2cam"), path)
+    monkeypatch.setattr(opening.machine, "memory", lambda: (1 << 20, 1 << 20))
+    with caplog.at_level("INFO"):
+        policy = load(path, engine="onnx", threads=1)
+    assert "memory is short" in caplog.text
+    assert set(policy.engine.graphs.rewrites) == set(load(path, engine="plan").engine.plan.applied) - {
+        "fold-norms", "pack-qkv", "sigmoid-gelu"
+    }  # fmt: skip
+    actions = policy.infer(replace(policy.dummy_observation(), **g.observation()))
+    assert_parity(actions.actions, g.numpy("actions")[0])

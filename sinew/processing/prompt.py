@@ -11,7 +11,9 @@ from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
-REMEMBERED = 64  # texts; an episode has one instruction, and a request is tokenised when checked and when computed
+REMEMBERED = (
+    64  # texts; an episode has one instruction, and a request is tokenised when checked and when computed
+)
 
 
 class Prompter:

@@ -5,9 +5,11 @@ A bounded cache keeps one set of recordings per key.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -56,7 +58,11 @@ class Graphs(Recorder):
 
     def __init__(self, stream: torch.cuda.Stream):
         self.stream = stream
-        self.shared = torch.cuda.graph_pool_handle()
+        # A pool that no graph uses any more is given back, and its handle with it. One graph stays for good.
+        self._first = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._first, stream=stream, capture_error_mode="thread_local"):
+            self._kept = torch.zeros(1, device=stream.device)
+        self.shared = self._first.pool()
 
     def record(self, program: Callable[[], Any], apart: bool = False) -> Recorded:
         for _ in range(WARM_UPS):  # on the stream of the capture: cuBLAS has a workspace per stream
@@ -65,9 +71,26 @@ class Graphs(Recorder):
         graph = torch.cuda.CUDAGraph()
         pool = None if apart else self.shared
         # Other threads may allocate on the device or pin memory meanwhile: that is not this stream's business.
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode),
+        ):
             result = program()
         return Recorded(graph.replay, result)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector could free another engine's graphs or pinned memory on this thread, in mid-capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 K = TypeVar("K", bound=Hashable)

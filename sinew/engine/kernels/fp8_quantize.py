@@ -112,7 +112,9 @@ def twin(x: Tensor, *, x_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     if x_scale is None:
-        scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
+        # By a tensor: a GPU turns the division by a number into a product with its reciprocal, one bit away.
+        amax = wide.abs().amax(-1).clamp(min=SMALLEST)
+        scales = amax / torch.full_like(amax, LARGEST)
     else:
         scales = x_scale.float().reshape(1).expand(len(x)).contiguous()
     return (wide / scales[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scales

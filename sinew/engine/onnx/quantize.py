@@ -14,6 +14,7 @@ On x86 without VNNI two products are added in 16 bits that saturate: weights of 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def _quantize(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
 
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
+    readers = Counter(name for node in graph.node for name in node.input)
     added: dict[str, np.ndarray] = {}
     rounded: set[str] = set()  # activations, as their products read them
     nodes: list[Any] = []
@@ -119,6 +121,9 @@ def _quantize(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
             values, scales = round_weights(numpy_helper.to_array(weight), bits)
             zeros = np.zeros(len(scales), np.int8)
             added |= {f"{name}.int8": values, f"{name}.scale": scales, f"{name}.zero": zeros}
+        readers[name] -= 1
+        if not readers[name]:  # a model of gigabytes must not be there twice
+            weight.ClearField("raw_data")
         by_rows = precision == "int8-rows"
         prefix = f"{activation}.rows" if by_rows else activation
         if prefix not in rounded:
@@ -132,11 +137,13 @@ def _quantize(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     del graph.node[:]
     graph.node.extend(nodes)
-    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in added.items())
     read = {name for node in nodes for name in node.input} | {value.name for value in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+    constants.clear()
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in read:
+            del graph.initializer[index]
+    for name in [name for name in added if name in read]:
+        graph.initializer.append(numpy_helper.from_array(added.pop(name), name))
     return True
 
 
