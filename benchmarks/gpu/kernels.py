@@ -18,8 +18,9 @@ import math
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from sinew.engine.kernels.tiles import candidates
 FLOPS, BANDWIDTH = 785e12, 4.30e12  # H200: measured ceilings that the rooflines are computed from
 DEVICE = "cuda"
 CHAIN = 1000  # kernels in a graph
+LEAST = 20  # launches of a graph, so that what a replay costs is spread over as many, whatever is timed
 HEAD_ROWS = 64
 LANGUAGE_ROWS = (512, 768, 968)
 STREAMED = 256 << 20  # bytes of weights to rotate through: several times any L2
@@ -52,13 +54,20 @@ def count_kernel(values, PDL: tl.constexpr):
     tl.store(at, tl.load(at) + 1.0)
 
 
+def repeated(launches: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """Whole rounds of ``launches``, at least LEAST in all."""
+    return list(launches) * -(-LEAST // len(launches))
+
+
 def graph_ms(launches: Sequence[Callable[[], Any]], replays: int) -> dict[str, float]:
     """Milliseconds per launch when ``launches`` are one graph: median, smallest and largest of the replays."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which made the inputs
     with torch.cuda.stream(stream):
         for launch in launches:  # compiles, and lets libraries choose their kernels
             launch()
     stream.synchronize()
+    launches = repeated(launches)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for launch in launches:
@@ -89,19 +98,16 @@ def timed(what: str, launches: Sequence[Callable[[], Any]], replays: int, **fact
     return row
 
 
-def fixed_cost(replays: int) -> list[Row]:
-    rows = []
+def fixed_cost(replays: int) -> Iterator[Row]:
     for pdl in (False, True):
         values = torch.zeros(32, device="cuda")
         count = Launch(count_kernel, (1,), {"values": values, "PDL": pdl}, Tile(warps=1, stages=1), pdl)
-        rows.append(
-            timed(f"(a) chain of {CHAIN}, {'dependent' if pdl else 'plain'}", [count] * CHAIN, replays)
-        )
+        row = timed(f"(a) chain of {CHAIN}, {'dependent' if pdl else 'plain'}", [count] * CHAIN, replays)
         torch.cuda.synchronize()
         expected = float(CHAIN * (replays + 4))  # once to compile, then every replay; capture runs nothing
-        rows[-1]["in_order"] = bool((values == expected).all())
-        assert rows[-1]["in_order"], f"kernels overlapped: {values[0].item()} instead of {expected}"
-    return rows
+        row["in_order"] = bool((values == expected).all())
+        yield row
+        assert row["in_order"], f"kernels overlapped: {values[0].item()} instead of {expected}"
 
 
 def resized(problem: Problem, rows: int) -> Problem:
@@ -134,8 +140,8 @@ def compare(problem: Problem, positional: list[Any], options: dict[str, Any]) ->
     assert error <= TOLERANCE, f"{problem.name}: relative L2 error {error} against its twin"
 
 
-def kernel_row(label: str, problem: Problem, replays: int, tune: bool) -> Row:
-    """Best tile of a problem, and all others beside it."""
+def kernel_row(label: str, problem: Problem, replays: int, tune: bool) -> Iterator[Row]:
+    """Best tile of a problem, and all others beside it; before that a row for each tile that does not do."""
     spent = cost(problem)
     copies = max(1, min(64, STREAMED // spent.bytes)) if problem.sizes.get("K") else 1
     s = problem.sizes
@@ -145,8 +151,12 @@ def kernel_row(label: str, problem: Problem, replays: int, tune: bool) -> Row:
     for tile in candidates(problem.kernel, rows, torch.bfloat16, tuning.capability(torch.device("cuda", 0))):
         try:
             tried[tile] = graph_ms(checked(problem, tile, copies), replays)["p50"]
-        except triton.runtime.errors.OutOfResources as error:
-            print(f"  {tile}: {error}")
+        except Exception as error:  # noqa: BLE001 - the other tiles still count
+            torch.cuda.synchronize()  # raises where the device answers nothing any more
+            why = f"{type(error).__name__}: {error}"[:400]
+            yield {"what": label, "error": f"{tile}: {why}", "wrong": isinstance(error, AssertionError)}
+    if not tried:
+        return
     best = min(tried, key=lambda tile: tried[tile])
     facts = {"flops": spent.flops, "bytes": spent.bytes, "tile": asdict(best)}
     facts["tiles_us"] = [[asdict(tile), 1e3 * ms] for tile, ms in tried.items()]
@@ -161,7 +171,7 @@ def kernel_row(label: str, problem: Problem, replays: int, tune: bool) -> Row:
             lambda tile: checked(problem, tile, 1)[0],
             lambda launch: tried[launch.tile],
         )
-    return timed(label, checked(problem, best, copies), replays, **facts)
+    yield timed(label, checked(problem, best, copies), replays, **facts)
 
 
 def tuning_dims(problem: Problem, made: dict[str, Any]) -> tuple[int, ...]:
@@ -174,7 +184,7 @@ def tuning_dims(problem: Problem, made: dict[str, Any]) -> tuple[int, ...]:
     return (s["M"], s["N"], s["K"])
 
 
-def products(rows: int, columns: int, depth: int, replays: int, label: str) -> list[Row]:
+def products(rows: int, columns: int, depth: int, replays: int, label: str) -> Iterator[Row]:
     """The plain product in cuBLAS, and in FP8 with a scale per row."""
     flops, nbytes = 2 * rows * columns * depth, 2 * (rows * depth + columns * depth + rows * columns)
     copies = max(1, min(64, STREAMED // (2 * columns * depth)))
@@ -182,22 +192,23 @@ def products(rows: int, columns: int, depth: int, replays: int, label: str) -> l
     x = torch.randn(rows, depth, device="cuda").bfloat16()
     out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
     calls = [lambda w=w: torch.mm(x, w.T, out=out) for w in weights]
-    found = [timed(f"{label} torch.mm bf16", calls, replays, flops=flops, bytes=nbytes)]
+    yield timed(f"{label} torch.mm bf16", calls, replays, flops=flops, bytes=nbytes)
     if torch.cuda.get_device_capability() < (8, 9):
-        return found
+        return
     x8, scale_x = quantised(x)
     pairs = [quantised(w) for w in weights]
-    fp8 = [
-        lambda w=w, s=s: torch._scaled_mm(x8, w.T, scale_x, s.T, out_dtype=torch.bfloat16)  # noqa: SLF001
-        for w, s in pairs
-    ]
+    fp8 = [partial(scaled_mm, x8, w, scale_x, s) for w, s in pairs]
     facts = {"flops": flops, "bytes": nbytes - (rows + columns) * depth}
     try:
-        found.append(timed(f"{label} scaled_mm fp8", fp8, replays, **facts))
+        yield timed(f"{label} scaled_mm fp8", fp8, replays, **facts)
     except RuntimeError as error:
-        found.append({"what": f"{label} scaled_mm fp8", "error": str(error)[:300]})
-        print(found[-1])
-    return found
+        yield {"what": f"{label} scaled_mm fp8", "error": str(error)[:300]}
+
+
+def scaled_mm(x: Tensor, weight: Tensor, scale_x: Tensor, scale: Tensor) -> Tensor:
+    """x, weight: e4m3 [M, K], [N, K]; scales: float32 [M, 1], [N, 1] -> bfloat16 [M, N], as the FP8 layers call it."""
+    types = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_mm(x, weight.T, scale_x, scale.T, **types)  # noqa: SLF001
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,34 +229,28 @@ HEAD = (
 )
 
 
-def skinny(replays: int, tune: bool) -> list[Row]:
-    rows = []
+def skinny(replays: int, tune: bool) -> Iterator[Row]:
     for label, name, columns, depth in HEAD:
-        rows += products(HEAD_ROWS, columns, depth, replays, f"(b) {label}")
-        rows.append(kernel_row(f"(b) {label} kernel", resized(by_name(name), HEAD_ROWS), replays, tune))
-        rows += narrow(f"(b) {label}", f"{name}, fp8", HEAD_ROWS, replays, tune)
-    return rows
+        yield from products(HEAD_ROWS, columns, depth, replays, f"(b) {label}")
+        yield from kernel_row(f"(b) {label} kernel", resized(by_name(name), HEAD_ROWS), replays, tune)
+        yield from narrow(f"(b) {label}", f"{name}, fp8", HEAD_ROWS, replays, tune)
 
 
-def narrow(label: str, name: str, rows: int, replays: int, tune: bool) -> list[Row]:
+def narrow(label: str, name: str, rows: int, replays: int, tune: bool) -> Iterator[Row]:
     """The FP8 kernel on a problem; nothing where the device has no such instructions."""
-    if torch.cuda.get_device_capability() < (8, 9):
-        return []
-    return [kernel_row(f"{label} fp8 kernel", resized(by_name(name), rows), replays, tune)]
+    if torch.cuda.get_device_capability() >= (8, 9):
+        yield from kernel_row(f"{label} fp8 kernel", resized(by_name(name), rows), replays, tune)
 
 
-def gate_up(replays: int, tune: bool) -> list[Row]:
-    rows = []
+def gate_up(replays: int, tune: bool) -> Iterator[Row]:
     for count in LANGUAGE_ROWS:
-        rows += products(count, 32768, 2048, replays, f"(c) {count} rows")
+        yield from products(count, 32768, 2048, replays, f"(c) {count} rows")
         problem = resized(by_name("pi0.5 language gate up"), count)
-        rows.append(kernel_row(f"(c) {count} rows kernel with norm and gelu", problem, replays, tune))
-        rows += narrow(f"(c) {count} rows", "pi0.5 language gate up, fp8", count, replays, tune)
-    return rows
+        yield from kernel_row(f"(c) {count} rows kernel with norm and gelu", problem, replays, tune)
+        yield from narrow(f"(c) {count} rows", "pi0.5 language gate up, fp8", count, replays, tune)
 
 
-def attention(replays: int, tune: bool) -> list[Row]:
-    rows = []
+def attention(replays: int, tune: bool) -> Iterator[Row]:
     head, prefix = by_name("pi0.5 head attention"), by_name("pi0.5 language attention")
     shorter = Problem(head.model, head.where, head.kernel, head.runs, head.sizes | {"P": 550})
     for problem in (shorter, head, prefix):
@@ -263,9 +268,9 @@ def attention(replays: int, tune: bool) -> list[Row]:
             ),
             "SDPA packed, no mask": lambda q=flat, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
         }
-        rows += [timed(f"{label}, {name}", [call] * 20, replays, **spent) for name, call in forms.items()]
-        rows.append(kernel_row(f"{label}, packed kernel", problem, replays, tune))
-    return rows
+        for name, call in forms.items():
+            yield timed(f"{label}, {name}", [call], replays, **spent)
+        yield from kernel_row(f"{label}, packed kernel", problem, replays, tune)
 
 
 def ceilings(replays: int) -> list[Row]:
@@ -348,7 +353,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write the JSON document here")
     parser.add_argument("--tables", action="store_true", help="print shapes and rooflines, measure nothing")
     options = parser.parse_args()
-    measurements: dict[str, Callable[[], list[Row]]] = {
+    measurements: dict[str, Callable[[], Iterator[Row]]] = {
         "a": lambda: fixed_cost(options.replays),
         "b": lambda: skinny(options.replays, options.tune),
         "c": lambda: gate_up(options.replays, options.tune),

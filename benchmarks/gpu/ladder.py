@@ -13,7 +13,6 @@ import torch
 from benchmarks.gpu import kernels, tuner
 from benchmarks.gpu.models import (
     CAMERA,
-    STEPS,
     TARGETS,
     Case,
     Sample,
@@ -24,13 +23,13 @@ from benchmarks.gpu.models import (
     samples,
     with_chunk,
 )
-from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, stages
-from benchmarks.gpu.session import Row, Session, shrunk
+from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, plan_of, stages
+from benchmarks.gpu.session import Row, Session, shrunk, still_there
 from sinew.models.base import FlowModel
 
 INPUTS = 4  # that rotate
 SHORT = 100  # calls
-CALLS = {"engine": (1000, 15.0), "fp8": (1000, 15.0)}  # of a target, and the seconds that they may take
+CALLS = {"engine": (1000, 8.0), "fp8": (1000, 8.0)}  # of a target, and the seconds that they may take
 NARROW = ("vision", "language")  # in FP8; the head stays in bfloat16
 ROOM = 1.3  # times the weights that a reference in float32 needs beside the model
 
@@ -45,10 +44,12 @@ def grid(model: str, session: Session) -> None:
     """The engine with and without kernels on the model's other cases. What they share with the target is tuned."""
     base, recipe, reference = _models(model, session)
     others = [shrunk(case, session.tiny) for case in cases(model)[1 : 3 if session.tiny else None]]
+    plans: dict[int, Any] = {}
     for rung in ("engine", "graph"):
         for chunk in dict.fromkeys(case.chunk for case in others):
-            shaped = with_chunk(base, chunk)
-            made = Engine(cuda_engine(shaped, recipe, session.device, kernels=rung == "engine"))
+            if chunk not in plans:
+                plans[chunk] = plan_of(with_chunk(base, chunk))
+            made = Engine(cuda_engine(plans[chunk], recipe, session.device, kernels=rung == "engine"))
             for case in others:
                 if case.chunk != chunk:
                     continue
@@ -75,9 +76,16 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
     inputs = samples(case, base.config, INPUTS, _camera(session))
     wanted = _answers(reference, case, recipe, session, inputs)
 
+    plan: Any = None
+
+    def planned() -> Any:  # once, when the first engine is made: eager needs none
+        nonlocal plan
+        plan = plan_of(shaped) if plan is None else plan
+        return plan
+
     def tuned(tune: Callable[..., Row], share: float, **options: Any) -> None:
         """For at most ``share`` of the section's time."""
-        engine = cuda_engine(shaped, recipe, device, graph=False, **options)
+        engine = cuda_engine(planned(), recipe, device, graph=False, **options)
         made = Engine(engine)
         end = time.monotonic() + share * session.seconds
 
@@ -89,9 +97,9 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
         )
 
     def engine(**options: Any) -> Engine:
-        return Engine(cuda_engine(shaped, recipe, device, **options))
+        return Engine(cuda_engine(planned(), recipe, device, **options))
 
-    scales = None
+    made, scales = None, None
     rungs: list[tuple[str, Callable[[], Any]]] = [
         ("eager", lambda: Eager(shaped, recipe, device)),
         ("graph", lambda: engine(kernels=False)),
@@ -108,41 +116,35 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
             if rung == "engine" and session.is_gpu:
                 tuned(tuner.tune, 0.35)
             if rung == "fp8":
-                scales = calibrated(shaped, recipe, inputs, session)
+                scales = calibrated(planned(), recipe, inputs, session)
                 if session.is_gpu:
                     tuned(tuner.tune_fp8, 0.15, fp8=NARROW, scales=scales)
             made = make()
-            row = _measure(case, rung, made, inputs, wanted, recipe, CALLS.get(rung, (SHORT, 3.0)), session)
-            try:
-                apart = made if rung == "eager" else _in_stages(engine, rung, scales)
-                row |= stages(apart, inputs, 3 if session.tiny else 20)
-            finally:
-                session.emit(row)
-            del made, apart
+            most = CALLS.get(rung, (SHORT, 3.0))
+            session.emit(_measure(case, rung, made, inputs, wanted, recipe, most, session))
+            session.emit(_stages(case, rung, made, inputs, session))
         except Exception as error:  # noqa: BLE001 - the other rungs still count
             failures.append(f"{rung}: {type(error).__name__}: {error}"[:600])
             session.emit({"case": case.name, "rung": rung, "error": failures[-1]})
+            still_there(session, f"rung {rung}")
+        finally:
+            made = None  # a rung that failed gives its memory back too
         _tidy(session)
     if failures:
         raise RuntimeError("; ".join(failures))
 
 
-def _in_stages(engine: Callable[..., Engine], rung: str, scales: Any) -> Engine:
-    options: dict[str, Any] = {
-        "graph": {"kernels": False},
-        "fp8": {"fp8": NARROW, "scales": scales},
-        "engine, dependent launch": {"pdl": True},
-    }.get(rung, {})
-    return engine(stages=True, **options)
+def _stages(case: Case, name: str, rung: Any, inputs: list[Sample], session: Session) -> Row:
+    """What the table adds to the rung's row."""
+    if isinstance(rung, Engine):
+        rung.engine.stages = True
+    return {"case": case.name, "rung": name, **stages(rung, inputs, 3 if session.tiny else 20)}
 
 
-def calibrated(model: FlowModel, recipe: Any, inputs: Sequence[Sample], session: Session) -> dict[str, float]:
+def calibrated(plan: Any, recipe: Any, inputs: Sequence[Sample], session: Session) -> dict[str, float]:
     """Scales of the inputs of vision and language, from the same random frames that are timed."""
-    from sinew.engine.cuda.fuse import ON_CUDA
     from sinew.engine.kernels import fp8_calibration
-    from sinew.engine.plan import Plan
 
-    plan = Plan.of(model, STEPS, ON_CUDA)
     layers = fp8_calibration.linears(plan.model, NARROW)
     rung = Eager(plan.model, recipe, session.device)
     runs = [partial(rung.run, sample, 1) for sample in inputs]
@@ -160,8 +162,8 @@ def compiled(model: str, session: Session) -> None:
     start = time.perf_counter()
     rung.run(inputs[0])
     session.emit({"case": case.name, "rung": "compile", "compiling_s": time.perf_counter() - start})
-    row = _measure(case, "compile", rung, inputs, wanted, recipe, (SHORT, 5.0), session)
-    session.emit({**row, **stages(rung, inputs)})
+    session.emit(_measure(case, "compile", rung, inputs, wanted, recipe, (SHORT, 5.0), session))
+    session.emit(_stages(case, "compile", rung, inputs, session))
 
 
 # ----------------------------------------------------------------------------- their parts

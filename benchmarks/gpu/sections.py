@@ -8,11 +8,12 @@ failure is kept.
 from __future__ import annotations
 
 import importlib.util
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from benchmarks.gpu import kernels
 from benchmarks.gpu.ladder import compiled, grid, ladder
 from benchmarks.gpu.models import MODELS, TARGETS, cases
 from benchmarks.gpu.roofline import work
-from benchmarks.gpu.session import NotHere, Row, Session, shrunk
+from benchmarks.gpu.session import NotHere, Row, Session, shrunk, still_there
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS_NEED = ("pytest", "msgspec", "gguf", "yaml", "tqdm", "tokenizers", "safetensors", "PIL")
@@ -47,7 +48,7 @@ def machine(session: Session) -> None:
     session.emit({"what": "copy", "bytes": 2 * nbytes, "bandwidth": 2 * nbytes / copied})
     if session.is_gpu and torch.cuda.get_device_capability(session.device) >= (8, 9):
         x, scale = kernels.quantised(a)
-        call = partial(torch._scaled_mm, x, x.T, scale, scale.T, out_dtype=torch.bfloat16)  # noqa: SLF001
+        call = partial(kernels.scaled_mm, x, x, scale, scale)
         session.emit({"what": "product, e4m3", "size": size, "flops": flops / _seconds(session, call)})
 
 
@@ -94,6 +95,8 @@ def checks(session: Session) -> None:
             row["error"] = f"{type(caught).__name__}: {caught}"[:400]
             failed += 1
         session.emit(row)
+        if row["error"]:
+            still_there(session, f"the check of {name}, {dtype}, {sizes}")
     if failed:
         raise RuntimeError(f"{failed} checks of kernels do not hold")
 
@@ -107,38 +110,70 @@ def tests(session: Session) -> None:
     if not files:
         raise NotHere("no test is marked gpu")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=max(session.left, 1), check=False
-    )
-    lines = done.stdout.strip().splitlines()
-    session.emit({"returncode": done.returncode, "summary": lines[-1] if lines else done.stderr[-400:]})
-    if done.returncode:
-        raise RuntimeError("\n".join(lines[-15:]) or done.stderr[-800:])
+    session.emit(row := run_tests(command, max(session.left, 1)))
+    if row["returncode"] is None:
+        raise TimeoutError(f"not all tests ran: {row['summary']}")
+    if row["returncode"]:
+        raise RuntimeError(row["tail"])
+
+
+def run_tests(command: list[str], seconds: float) -> Row:
+    """Of a run of pytest: returncode (None: it was cut off), its last line, its tail, how many passed and so on."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:  # what it holds is bytes even of text
+        code, (out, err) = None, (_text(late.stdout), _text(late.stderr))
+    lines = out.strip().splitlines()
+    row: Row = {"returncode": code, "summary": lines[-1] if lines else err[-400:]}
+    if code is not None:
+        found = re.findall(r"(\d+) (passed|skipped|failed|error)", row["summary"])
+        row |= {"passed": 0, "skipped": 0} | {word: int(number) for number, word in found}
+    return row | {"tail": "\n".join(lines[-15:]) or err[-800:]}
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 # ----------------------------------------------------------------------------- first measurements
 
 
 def first(session: Session) -> None:
-    """(a) to (d) of ``kernels.py``, the tiles tuned on the way."""
+    """(a) to (d) of ``kernels.py``. Tiles are kept by the ladder, for the problems that it has."""
     if not session.is_gpu:
         raise NotHere("the first measurements need a GPU")
     parts = (
         lambda: kernels.fixed_cost(50),
-        lambda: kernels.skinny(50, True),
-        lambda: kernels.gate_up(20, True),
-        lambda: kernels.attention(50, True),
+        lambda: kernels.skinny(50, False),
+        lambda: kernels.gate_up(20, False),
+        lambda: kernels.attention(50, False),
     )
+    measured(session, dict(zip("abcd", parts, strict=True)))
+
+
+def measured(session: Session, parts: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
+    """Emit the rows of all parts as they come, while there is time. ``wrong`` in a row: a kernel is not its twin."""
     failures = []
-    for name, part in zip("abcd", parts, strict=True):
-        if session.left <= 0:
-            raise TimeoutError(f"({name}) and what follows did not run")
-        try:
-            for row in part():
-                session.emit(row)
-        except Exception as error:  # noqa: BLE001 - the other three still count
-            failures.append(f"({name}) {type(error).__name__}: {error}"[:400])
-            session.emit({"what": f"({name})", "error": failures[-1]})
+    for name, part in parts.items():
+        rows = part()
+        while True:
+            if session.left <= 0:
+                raise TimeoutError(
+                    "; ".join([f"the rest of ({name}) and what follows did not run", *failures])
+                )
+            try:
+                row = next(rows, None)
+            except Exception as error:  # noqa: BLE001 - the other three still count
+                failures.append(f"({name}) {type(error).__name__}: {error}"[:400])
+                session.emit({"what": f"({name})", "error": failures[-1]})
+                still_there(session, f"({name})")
+                break
+            if row is None:
+                break
+            session.emit(row)
+            if row.get("wrong"):
+                failures.append(f"{row['what']}: {row['error']}")
     if failures:
         raise RuntimeError("; ".join(failures))
 
@@ -162,10 +197,10 @@ SECTIONS: dict[
     "machine": (machine, 30),
     "checks": (checks, 80),
     "first": (first, 80),
-    **{f"ladder {name}": (partial(ladder, name), 110 if name == "pi0.5" else 75) for name in MODELS},
+    **{f"ladder {name}": (partial(ladder, name), 130 if name == "pi0.5" else 90) for name in MODELS},
+    "tests": (tests, 90),
+    **{f"grid {name}": (partial(grid, name), 60 if name == "pi0.5" else 40) for name in MODELS},
+    "compile smolvla": (partial(compiled, "smolvla"), 150),
     "bounds": (bounds, 40),
-    "compile smolvla": (partial(compiled, "smolvla"), 70),
-    **{f"grid {name}": (partial(grid, name), 50 if name == "pi0.5" else 30) for name in MODELS},
-    "tests": (tests, 60),
     **{f"compile {name}": (partial(compiled, name), 300) for name in MODELS if name != "smolvla"},
 }

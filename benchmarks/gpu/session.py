@@ -37,6 +37,17 @@ class NotHere(Exception):  # noqa: N818 - a reason to leave a section out, not a
     """This machine cannot run the section; the text says why."""
 
 
+def still_there(session: Session, after: str) -> None:
+    """Raise RuntimeError naming what came before if the device answers nothing any more: an illegal access stays
+    with its context, and every later result would be an error of the same cause."""
+    if not session.is_gpu:
+        return
+    try:
+        torch.cuda.synchronize(session.device)
+    except Exception as error:
+        raise RuntimeError(f"the device was lost in {after}: {error}"[:600]) from error
+
+
 def shrunk(case: Case, tiny: bool) -> Case:
     """Of the tiny models: their chunk, and a prompt that their vocabulary can fill."""
     return (

@@ -1,8 +1,14 @@
-"""The document of ``gpu.py`` as markdown: targets, ladder, stages against the roofline, first measurements, checks."""
+"""The document of ``gpu.py`` as markdown: targets, ladder, stages against the roofline, first measurements, checks.
+
+``python -m benchmarks.gpu.table FILE...`` prints one table of several documents: the machine is the first one's.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.roofline import STAGES, Ceilings, bound
@@ -15,12 +21,18 @@ FULL = ("engine", "fp8", "engine, dependent launch")  # rungs that a target may 
 def markdown(document: Record) -> str:
     sections = document.get("sections", {})
     parts = [_head(document), _statuses(sections)]
-    ladder = [row for name, section in sections.items() for row in section["rows"] if _is_rung(row)]
+    ladder = [row for section in sections.values() for row in _rungs(section["rows"])]
     ceilings = ceilings_of(sections)
     products = {row["case"]: row["work"] for row in _rows(sections, "bounds") if "work" in row}
     parts += [_ceilings(ceilings), _targets(ladder), _ladder(ladder), _stages(ladder, ceilings, products)]
     parts += [_first(_rows(sections, "first")), _tuned(sections), _checks(_rows(sections, "checks"))]
     return "\n\n".join(part for part in parts if part)
+
+
+def joined(documents: Sequence[Record]) -> Record:
+    """The first document with the sections of all; of a section that is in several, the last."""
+    sections = {name: section for each in documents for name, section in each["sections"].items()}
+    return {**documents[0], "sections": sections}
 
 
 def ceilings_of(sections: Record) -> Ceilings | None:
@@ -64,14 +76,14 @@ def _targets(ladder: list[Record]) -> str:
         full = [row for row in ladder if row["case"] == case and row["rung"] in FULL and "p50_ms" in row]
         for row in full:
             met = "yes" if row["p50_ms"] <= row["target_ms"] else "no"
-            tail = row["p99_ms"] / row["p50_ms"] - 1
+            tail = "-" if row["p99_ms"] is None else f"{100 * (row['p99_ms'] / row['p50_ms'] - 1):.0f} %"
             rows.append(
                 (
                     case,
                     row["rung"],
                     row["target_ms"],
                     _ms(row["p50_ms"]),
-                    f"{100 * tail:.0f} %",
+                    tail,
                     met,
                     _l2(row),
                 )
@@ -198,5 +210,14 @@ def _rows(sections: Record, name: str) -> list[Record]:
     return sections.get(name, {}).get("rows", [])
 
 
-def _is_rung(row: Record) -> bool:
-    return "rung" in row and ("p50_ms" in row or "error" in row)
+def _rungs(rows: list[Record]) -> list[Record]:
+    """One row per case and rung of a section: its latency, its stages, its error come one after the other."""
+    merged: dict[tuple[str, str], Record] = {}
+    for row in rows:
+        if "rung" in row:
+            merged.setdefault((row["case"], row["rung"]), {}).update(row)
+    return [row for row in merged.values() if "p50_ms" in row or "error" in row]
+
+
+if __name__ == "__main__":
+    print(markdown(joined([json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]])))

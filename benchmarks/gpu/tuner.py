@@ -1,24 +1,28 @@
 """Tuning by running: the engine's program, call by call, with every product it asks for timed where it is asked.
 
-So the problems are the engine's own and no list of them has to be kept. A linear layer's weight is copied until the
+So the problems are the engine's own and no list of them has to be kept. Each tile's answer is compared with the
+twin's before it is timed, and one that differs is never chosen. A linear layer's weight is copied until the
 copies exceed any cache, because the next call of the real program finds its weight in memory too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sinew.engine.cuda.launches import Kernels
-from sinew.engine.cuda.ops import Ops, Plain
-from sinew.engine.kernels import choices, fp8, tuning
+from sinew.engine.cuda.ops import Ops, Plain, Twins
+from sinew.engine.kernels import choices, fp8, fp8_product, fp8_quantize, tuning
 from sinew.engine.kernels.launch import Tile
 
 STREAMED = 256 << 20  # bytes of weights to rotate through
 COPIES = 64
+TOLERANCE = 1e-2  # relative L2 of a tile's answer against the twin's, in bfloat16
 WITH_WEIGHT = ("norm_linear", "gated_mlp", "qkv_rope", "splitk_linear")  # as their second argument
 Measure = Callable[[Sequence[Callable[[], Any]]], float]  # milliseconds per call
 Row = dict[str, Any]
@@ -47,7 +51,7 @@ class Tuner(Ops):
         self, device: torch.device, measure: Measure, left: Callable[[], float], emit: Callable[[Row], None]
     ):
         self.device, self.measure, self.left, self.emit = device, measure, left, emit
-        self.kernels, self.plain = Forced(device), Plain()
+        self.kernels, self.plain, self.twins = Forced(device), Plain(), Twins()
         self.done: set[Any] = set()
         self.skipped: set[Any] = set()
         self.known: set[Any] = set()  # from an earlier run on this machine
@@ -96,9 +100,11 @@ class Tuner(Ops):
 
     def _time(self, name: str, problem: Any, sets: list[tuple[Any, ...]], options: dict[str, Any]) -> None:
         kernel, dims, dtype = problem
+        wanted = getattr(self.twins, name)(*sets[0], **options)
 
         def with_tile(tile: Tile) -> float:
             self.kernels.tile = tile
+            agree(getattr(self.kernels, name)(*sets[0], **options), wanted)
             return over(self.kernels)
 
         def over(ops: Ops) -> float:
@@ -117,9 +123,24 @@ class Tuner(Ops):
                 "us": 1e3 * entry["ms"],
                 "default_us": 1e3 * entry["default_ms"],
                 "way": choice["way"],
-                "reason": choice["reason"],
+                "reason": _reason(choice, entry),
             }
         )
+
+
+def agree(got: Any, wanted: Any) -> None:
+    """Raise ArithmeticError unless a kernel's tensors are its twin's, each up to TOLERANCE."""
+    pairs = zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]
+    for ours, theirs in pairs:
+        a, b = ours.float(), theirs.float()
+        error = float((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        if a.numel() and not error <= TOLERANCE:  # NaN is not
+            raise ArithmeticError(f"relative L2 of {error:.2g} against the twin, expected {TOLERANCE}")
+
+
+def _reason(choice: Row, entry: Row) -> str:
+    left_out = entry["failed"]
+    return choice["reason"] + (f"; left out: {'; '.join(left_out)}"[:600] if left_out else "")
 
 
 def is_kept(kernel: str, dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
@@ -153,6 +174,7 @@ def tune(engine: Any, run: Callable[[], Any], measure: Measure, left: Callable[[
     return {"tuned": len(tuner.done), "known": len(tuner.known), "left out for lack of time": left_out}
 
 
+@torch.inference_mode()
 def tune_fp8(engine: Any, run: Callable[[], Any], measure: Measure, left: Callable[[], float], emit) -> Row:
     """The same for the layers in FP8: the kernel's tiles, then the kernel against cuBLASLt."""
     found: dict[tuple[int, ...], tuple[fp8.Fp8Linear, Tensor]] = {}
@@ -173,9 +195,46 @@ def tune_fp8(engine: Any, run: Callable[[], Any], measure: Measure, left: Callab
         if left() <= 0:
             break
         try:
-            entry = fp8.tune(x, layer.weight, layer.x_scale, layer.bias, lambda call: measure([call] * 4))
+            row = _time_fp8(layer, x, measure)
         except Exception as error:  # noqa: BLE001 - its default stays; the row says why
-            entry = {"reason": f"not tuned: {type(error).__name__}: {error}"[:400]}
-        emit({"kernel": "fp8_product", "dims": list(dims), "reason": entry["reason"]})
+            row = {"reason": f"not tuned: {type(error).__name__}: {error}"[:400]}
+        emit({"kernel": "fp8_product", "dims": list(dims), **row})
         done += 1
     return {"tuned": done, "left out for lack of time": len(found) - done}
+
+
+def _time_fp8(layer: fp8.Fp8Linear, x: Tensor, measure: Measure) -> Row:
+    """As ``fp8.tune``, with weights that rotate, and each tile compared with its twin."""
+    weight, x_scale, bias, device = layer.weight, layer.x_scale, layer.bias, x.device
+    copies = max(1, min(COPIES, STREAMED // weight.data.nbytes))
+    weights = [weight, *(replace(weight, data=weight.data.clone()) for _ in range(copies - 1))]
+    dims = (len(x), *weight.data.shape)
+    data, scales = fp8_quantize.fp8_quantize(x, x_scale=x_scale)
+    converted = fp8_quantize.twin(x, x_scale=x_scale)[0]
+    wanted = fp8_product.twin(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
+    out = torch.empty(dims[0], dims[1], dtype=weight.dtype, device=device)
+
+    def convert(tile: Tile) -> float:
+        launch = fp8_quantize.prepare(x, data, scales, x_scale=x_scale, tile=tile)
+        launch()
+        agree(data, converted)
+        return measure([launch] * 8)
+
+    def multiply(tile: Tile) -> float:
+        launches = [
+            fp8_product.prepare(data, scales, w.data, w.scale, out, bias=bias, tile=tile) for w in weights
+        ]
+        launches[0]()
+        agree(out, wanted)
+        return measure(launches)
+
+    def over(way: Callable[..., Tensor]) -> float:
+        agree(way(x, weight, x_scale, bias), wanted)
+        return measure([lambda w=w: way(x, w, x_scale, bias) for w in weights])
+
+    tuning.tune("fp8_quantize", tuple(x.shape), x.dtype, device, lambda tile: tile, convert)  # type: ignore[arg-type, return-value]
+    data.copy_(converted)  # whatever the last tile wrote
+    entry = tuning.tune("fp8_product", dims, fp8.E4M3, device, lambda tile: tile, multiply)  # type: ignore[arg-type, return-value]
+    ways = {name: partial(over, way) for name, way in fp8.WITH.items()}
+    choice = choices.pick("fp8_product", dims, fp8.E4M3, device, ways, lambda way: way())
+    return {"tile": entry["tile"], "way": choice["way"], "reason": _reason(choice, entry)}

@@ -163,6 +163,12 @@ def _smolvla(views: int, prompt: int, rows: int) -> list[Problem]:
     ]
 
 
+@cache
+def _workspace(device: str) -> Workspace:
+    """One for all problems of a device: their launches are on one stream."""
+    return Workspace(PARTS, BLOCKS, device)
+
+
 def arguments(
     problem: Problem, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -190,7 +196,7 @@ def arguments(
         return [
             new(M, K), new((H + 2 * KV) * D, K), *tables, new(M, H, D), new(M, KV, D), new(M, KV, D)
         ], options  # fmt: skip
-    workspace = Workspace(PARTS, BLOCKS, device)
+    workspace = _workspace(str(device))
     if problem.kernel == "splitk_linear":
         options = {"residual": new(M, N)} | ({"gate": new(N)} if s.get("gate") else {})
         return [new(M, K), new(N, K), new(M, N), workspace], options

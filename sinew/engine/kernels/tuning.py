@@ -54,22 +54,26 @@ def tune(
 ) -> dict[str, Any]:
     """Time every candidate for a problem, keep the fastest on disk, return its entry.
 
-    prepare: tile -> launch on tensors that the caller owns; measure: its milliseconds. A candidate that does not
-    fit the device is left out; that none fits is an error.
+    prepare: tile -> launch on tensors that the caller owns; measure: its milliseconds. A candidate for which either
+    raises, because it does not fit the device or computes something else, is left out, and ``failed`` of the entry
+    says why; that none is left is an error, and so is a device that answers nothing any more.
     """
     times: dict[Tile, float] = {}
+    failed: list[str] = []
     for tile in candidates(kernel, dims[0], dtype, capability(device)):
         try:
             times[tile] = measure(prepare(tile))
-        except Exception as error:
-            if type(error).__name__ != "OutOfResources":  # Triton's; not importable where triton is not
-                raise
-            log.info("%s %s: %s does not fit: %s", kernel, dims, tile, error)
+        except Exception as error:  # noqa: BLE001 - the other tiles still count
+            fits = type(error).__name__ != "OutOfResources"  # Triton's; not importable where triton is not
+            if fits and device.type == "cuda":
+                torch.cuda.synchronize(device)  # raises again what an illegal access left in the context
+            failed.append(f"{tile}: {type(error).__name__}: {error}"[:300])
+            log.info("%s %s: left out: %s", kernel, dims, failed[-1])
     if not times:
-        raise RuntimeError(f"{kernel} {dims}: no tile fits {device}")
+        raise RuntimeError(f"{kernel} {dims}: no tile does on {device}: {'; '.join(failed)}")
     best = min(times, key=lambda tile: times[tile])
     default = times.get(candidates(kernel, dims[0], dtype, capability(device))[0], times[best])
-    entry = {"tile": asdict(best), "ms": times[best], "default_ms": default}
+    entry = {"tile": asdict(best), "ms": times[best], "default_ms": default, "failed": failed}
     path = cache_file(device)
     write_json(path, _read(path) | {key(kernel, dims, dtype): entry})
     choose.cache_clear()
