@@ -96,6 +96,9 @@ class Policy:
         self.threads_reason = "one per core" if threads is None else "asked for"
         self._threads_open = threads is None and hasattr(self.engine, "settle_threads")
         self._takes_frames = getattr(self.engine, "takes_frames", False)  # it resizes on the device
+        self._unnormalizes = getattr(
+            self.engine, "unnormalizes", False
+        )  # and it has the actions' statistics there
         self._lock = threading.Lock()
         self._warned: set[frozenset[str]] = set()
 
@@ -148,7 +151,7 @@ class Policy:
                 inputs, noise, observation.solver_steps or self.spec.solver_steps, cancel
             )
             computed = time.perf_counter()
-            actions = self.processor.actions(chunk, observation)
+            actions = self.processor.actions(chunk, observation, normalized=not self._unnormalizes)
             end = time.perf_counter()
         timing = replace(
             timing,

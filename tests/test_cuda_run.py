@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sinew.bundle.schema import Normalization
 from sinew.core import CancelledError, SinewError
 from sinew.engine.cuda.calibration import calibrate
 from sinew.engine.cuda.device import require
@@ -17,11 +18,13 @@ from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fuse import LEFT_OUT, ON_CUDA
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key
+from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.eager import EagerEngine
 from sinew.engine.loading import cuda_engine
 from sinew.engine.plan import REWRITES, Plan
 from sinew.policy import choose_dtype, load
-from tests.cuda_cases import ASSETS, BOUND, CPU, ONE_PER_MODEL, asset_case, golden_case
+from sinew.processing.normalize import Normalizer
+from tests.cuda_cases import ASSETS, BOUND, CPU, ONE_PER_MODEL, Frozen, asset_case, golden_case
 from tests.golden import relative_l2
 
 
@@ -121,7 +124,7 @@ def test_a_calibrated_bundle_needs_no_scale_per_row(tmp_path, monkeypatch, caplo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     case, options = asset_case("pen"), CudaOptions(fp8=("vision", "language"))
     bundle = case.policy.bundle
-    exact = torch.from_numpy(case.eager())
+    exact = torch.from_numpy(case.policy.processor.action_normalizer.unnormalize(case.eager()[:, :2]))
     errors, outcomes = [], []
     for _ in range(2):
         engine = cuda_engine(bundle, CPU, "bfloat16", options)
@@ -227,3 +230,72 @@ def test_eager_is_still_what_nobody_asked_to_change(open_case):
     case.engine().run(case.inputs(), case.noise, 10)
     assert np.array_equal(case.eager(), before)
     assert Key.of(case.inputs(), 16, 10) == Key(2, ((64, 64), (64, 64)), 16, 10)
+
+
+# ----------------------------------------------------------------------------- world units
+
+STATISTICS = {
+    "identity": (),
+    "mean_std": ("mean", "std"),
+    "min_max": ("min", "max"),
+    "quantiles": ("q01", "q99"),
+    "quantile10": ("q10", "q90"),
+}
+
+
+@pytest.mark.parametrize("convention", ["lerobot", "openpi"])
+@pytest.mark.parametrize("mode", STATISTICS)
+def test_world_units_are_those_of_the_normalizer(mode, convention):
+    """Every formula, with one dimension whose range is zero."""
+    rng = np.random.default_rng(7)
+    low = rng.uniform(-3, 3, 6).round(3)
+    stats = dict(zip(STATISTICS[mode], (low, low + np.array([0.0, 0.1, 1.0, 2.0, 5.0, 40.0])), strict=False))
+    recipe = Normalization(mode, {name: tuple(v) for name, v in stats.items()}, 1e-6, convention)
+    normalizer = Normalizer(recipe, 6, "action")
+    units = WorldUnits(normalizer, CPU)
+    x = torch.from_numpy(rng.standard_normal((9, 8)).astype(np.float32))
+    out = torch.full((9, 6), torch.nan, dtype=units.dtype)
+    units.write(x, out)
+    wanted = normalizer.unnormalize(x[:, :6].numpy())
+    assert out.numpy().dtype == wanted.dtype
+    ulp = np.finfo(wanted.dtype).eps
+    assert np.abs(out.numpy() - wanted).max() <= 4 * ulp * max(1.0, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+def test_a_loaded_policy_leaves_the_engine_in_world_units(open_case, name):
+    """Once: on the device, and not again by the processor."""
+    case = open_case(name)
+    policy = load(case.policy.bundle.path, engine="cuda")
+    normalizer, engine = policy.processor.action_normalizer, policy.engine
+    assert engine.unnormalizes
+    inputs = policy.processor.inputs(case.observation, pixels=False)
+    got, _ = engine.run(inputs, case.noise, 4)
+    wanted = normalizer.unnormalize(case.eager(steps=4)[:, : normalizer.dim])
+    assert got.shape == wanted.shape
+    assert got.dtype == wanted.dtype
+    assert np.abs(got - wanted).max() <= BOUND * np.abs(wanted).max()
+    assert (
+        np.abs(wanted - case.eager(steps=4)[:, : normalizer.dim]).max() > 1e-2
+    )  # the statistics do something
+    engine.stages = True
+    assert np.array_equal(got, engine.run(inputs, case.noise, 4)[0])
+    model_units, _ = case.engine().run(inputs, case.noise, 4)
+    assert model_units.shape == case.noise.shape
+
+
+def test_world_units_are_recorded_with_the_chunk(open_case):
+    """A graph that replays has to un-normalise what it just computed."""
+    case, recorder = open_case("pi05-2cam"), Frozen()
+    manifest = case.policy.manifest
+    actions = Normalizer(manifest.processing.action, manifest.spec.action.dim, "action")
+    plan = Plan.of(case.model, rewrites=ON_CUDA)
+    engine = CudaEngine(plan, CPU, processing=manifest.processing, actions=actions, recorder=recorder)
+    for seed in range(3):
+        noise = np.random.default_rng(seed).standard_normal(case.noise.shape).astype(np.float32)
+        got, _ = engine.run(case.inputs(), noise, 2)
+        wanted = actions.unnormalize(
+            case.policy.engine.run(case.inputs(pixels=True), noise, 2)[0][:, : actions.dim]
+        )
+        assert np.abs(got - wanted).max() <= BOUND * np.abs(wanted).max()
+    assert recorder.log.count("record chunk") == 1

@@ -14,6 +14,7 @@ from sinew.engine.plan import Plan
 from sinew.engine.planned import ON_CPU, PlannedEngine
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import FlowModel
+from sinew.processing.normalize import Normalizer
 
 if TYPE_CHECKING:
     from sinew.engine.cuda.engine import CudaEngine
@@ -60,7 +61,11 @@ def cuda_engine(
     require(device, options)  # before gigabytes are read
     plan = Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
     found = scales(bundle) if options.fp8 else None
-    return CudaEngine(plan, device, processing=bundle.manifest.processing, options=options, scales=found)
+    manifest = bundle.manifest
+    actions = Normalizer(manifest.processing.action, manifest.spec.action.dim, "action")
+    return CudaEngine(
+        plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
+    )
 
 
 def parse_device(text: str) -> torch.device:

@@ -22,7 +22,7 @@ class Normalizer:
     """``normalize`` and ``unnormalize`` for vectors [..., dim], in the precision of the recipe's convention."""
 
     def __init__(self, recipe: Normalization, dim: int, what: str):
-        self.mode = recipe.mode
+        self.mode, self.dim = recipe.mode, dim
         self.openpi = recipe.convention == "openpi"
         self.dtype: Any = np.float64 if self.openpi else np.float32
         self.eps = self.dtype(recipe.eps)
@@ -52,6 +52,17 @@ class Normalizer:
         if self.mode == "mean_std":
             return x * (b + self.eps if self.openpi else b) + a
         return (x + 1) / 2 * self._span() + a
+
+    def affine(self) -> tuple[np.ndarray, np.ndarray]:
+        """(scale, offset), float64 [dim] each: ``unnormalize(x)`` is ``x * scale + offset``, up to rounding. For who
+        computes it elsewhere."""
+        if self.mode == "identity":
+            return np.ones(self.dim), np.zeros(self.dim)
+        a = self.stats[0].astype(np.float64)
+        if self.mode == "mean_std":
+            return (self.stats[1] + (self.eps if self.openpi else 0)).astype(np.float64), a
+        half = self._span().astype(np.float64) / 2
+        return half, a + half
 
     def _span(self) -> np.ndarray:
         low, high = self.stats

@@ -94,9 +94,12 @@ class Processor:
         seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
         return np.random.default_rng(seed).standard_normal(self.spec.noise_shape, np.float32), seed
 
-    def actions(self, chunk: np.ndarray, observation: Observation) -> np.ndarray:
-        """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite."""
-        actions = self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim])
+    def actions(self, chunk: np.ndarray, observation: Observation, normalized: bool = True) -> np.ndarray:
+        """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite.
+
+        normalized: False for a chunk that the engine un-normalised, [H, action_dim].
+        """
+        actions = self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim]) if normalized else chunk
         if self.recipe.action_steps:
             actions = apply_steps(actions, self.recipe.action_steps, self._state(observation))
         if not np.isfinite(actions).all():

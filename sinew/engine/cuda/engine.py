@@ -25,15 +25,18 @@ from sinew.engine.cuda.launches import Kernels
 from sinew.engine.cuda.ops import Ops, Plain, Twins
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
+from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.plan import Plan
 from sinew.processing import ModelInputs
+from sinew.processing.normalize import Normalizer
 
 
 class CudaEngine:
     """Runs a planned flow-matching model. Not reentrant: one inference at a time.
 
     ``plan``: made with the rewrites of ``fuse.ON_CUDA``; it is left as it is. ``scales``: of the inputs of FP8
-    layers, by module name. ``recorder``: instead of the one that device and options ask for. ``stages`` may be
+    layers, by module name. ``actions``: un-normalises the chunk on the device; without it, it stays in model units.
+    ``recorder``: instead of the one that device and options ask for. ``stages`` may be
     changed between two runs.
     """
 
@@ -43,6 +46,7 @@ class CudaEngine:
         device: torch.device,
         *,
         processing: Processing,
+        actions: Normalizer | None = None,
         options: CudaOptions | None = None,
         scales: Mapping[str, float] | None = None,
         recorder: Recorder | None = None,
@@ -50,6 +54,7 @@ class CudaEngine:
         self.options = options = options or CudaOptions()
         require(device, options)
         self.device, self.processing, self.stages = device, processing, options.stages
+        self.units = None if actions is None else WorldUnits(actions, device)
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_gpu else None
         self.ops = _ops(device, options)
@@ -62,9 +67,17 @@ class CudaEngine:
             recorder = Graphs(self.stream) if self.stream is not None and options.graph else Calls()
         self.recorder = recorder
         self.programs: Kept[Key, Program] = Kept(options.max_graphs, self._program)
-        self._chunk = torch.empty(self.model.noise_shape, dtype=torch.float32, pin_memory=on_gpu)
+        shape, dtype = self.model.noise_shape, torch.float32
+        if self.units is not None:
+            shape, dtype = (shape[0], self.units.dim), self.units.dtype
+        self._chunk = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
         if on_gpu:
             torch.cuda.synchronize(device)  # weights came on another stream
+
+    @property
+    def unnormalizes(self) -> bool:
+        """Whether :meth:`run` returns world units."""
+        return self.units is not None
 
     @property
     def threads(self) -> int:
@@ -80,7 +93,8 @@ class CudaEngine:
     def run(
         self, inputs: ModelInputs, noise: np.ndarray, steps: int, cancel: threading.Event | None = None
     ) -> tuple[np.ndarray, Timing]:
-        """noise: float32 [H, A] -> model output float32 [H, A] in model units, with times.
+        """noise: float32 [H, A] -> model output float32 [H, A] in model units, or, with ``actions``, [H, action_dim]
+        un-normalised, in the precision of the recipe's convention; with times.
 
         A whole graph cannot be stopped, and its parts have no times of their own: ``cancel`` is looked at before
         and after it, and ``Timing.step_ms`` has one entry, which is all of it. With ``stages``, both are as the eager
@@ -115,7 +129,7 @@ class CudaEngine:
         start = time.perf_counter()
         program.write(inputs, noise)
         recorded.replay()
-        self._chunk.copy_(program.x[0], non_blocking=True)
+        self._chunk.copy_(program.actions, non_blocking=True)
         self._wait()  # once: copies and graph are on one stream
         elapsed = 1e3 * (time.perf_counter() - start)
         _stop_if(cancel)
@@ -138,12 +152,13 @@ class CudaEngine:
             self._wait()
             spans.append(1e3 * (time.perf_counter() - start))
             _stop_if(cancel)
-        self._chunk.copy_(program.x[0], non_blocking=True)
+        program.finish()
+        self._chunk.copy_(program.actions, non_blocking=True)
         self._wait()
         return Timing(vision_ms=spans[0], prefix_ms=spans[1], step_ms=tuple(spans[2:]))
 
     def _program(self, key: Key) -> Program:
-        return Program(key, self.plan, self.ops, self.processing, self.recorder, self.device)
+        return Program(key, self.plan, self.ops, self.processing, self.recorder, self.device, self.units)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

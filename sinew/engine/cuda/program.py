@@ -18,6 +18,7 @@ from sinew.engine.cuda.frames import Patches, Size
 from sinew.engine.cuda.graphs import Recorded, Recorder
 from sinew.engine.cuda.ops import Ops
 from sinew.engine.cuda.staging import Field, Staging
+from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.plan import Plan
 from sinew.models.base import Frame, Prefix
 from sinew.processing import ModelInputs
@@ -57,7 +58,9 @@ class Program:
         processing: Processing,
         recorder: Recorder,
         device: torch.device,
+        units: WorldUnits | None = None,
     ):
+        """units: of :attr:`actions`; those of the model if absent."""
         self.key, self.ops, self.recorder = key, ops, recorder
         self.model = model = cast(Any, plan.model)
         self.pad = processing.prompt.pad_token_id
@@ -82,6 +85,9 @@ class Program:
         # The chunk: noise before the steps, actions after them.
         self.x = torch.zeros(shape, dtype=torch.float32, device=device)
         self.moment = torch.zeros_like(self.moments[0])
+        self.units, self.actions = units, self.x[0]  # what is read back
+        if units is not None:
+            self.actions = torch.zeros(shape[1], units.dim, dtype=units.dtype, device=device)
         self._recorded: dict[str, Recorded] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
@@ -135,11 +141,17 @@ class Program:
             return self.model.step(x, moment, head.frame, head.prefix)
 
         self.x.copy_(euler(velocity, noise, self.key.steps, None, self.moments))
+        self.finish()
 
     def begin(self) -> None:
         """The start of the solver, for steps that run apart. After "read" was replayed."""
         self.recorded("step")  # first: recording runs it, and it moves x
         self.x.copy_(self.staging.device["noise"][None])
+
+    def finish(self) -> None:
+        """From ``x`` to ``actions``, after the last step."""
+        if self.units is not None:
+            self.units.write(self.x[0], self.actions)
 
     def _read(self, image_tokens: Tensor) -> Head:
         held = {name: tensor[None] for name, tensor in self.staging.device.items()}
