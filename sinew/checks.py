@@ -371,7 +371,7 @@ def _engine(policy: Policy) -> Check:
     if policy.engine_name == "cuda":
         from sinew.engine.cuda.device import describe
 
-        detail += f", {describe(policy.device)}"
+        detail += f", {describe(policy.device)}; launch: {policy.engine.options_reason}"
     return Check("bundle engine", "ok", detail)
 
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from sinew.engine.kernels import KERNELS
-from sinew.engine.kernels.launch import Launch, Tile
-from sinew.engine.kernels.shapes import Problem, launch, problems
+from sinew.engine.kernels.launch import Tile
+from sinew.engine.kernels.shapes import Problem, capability_of, launch, problems
 from sinew.engine.kernels.tiles import ARCHITECTURES, candidates
 
 # One of each kind that the heads and the prefix of pi0.5 ask for, and what only SmolVLA asks for.
@@ -34,6 +33,9 @@ IN_CI = (
     "pi0.5 head attention",
     "pi0.5 head o",
     "pi0.5 head gate up, scaled",
+    "pi0.5 head qkv, given",
+    "pi0.5 head gate up, given",
+    "pi0.5 language gate up, given",
     "pi0.5 head out",
     "smolvla frames",
     "smolvla head attention",
@@ -42,6 +44,23 @@ IN_CI = (
     "pi0.5 language down, fp8",
     "pi0.5 head o, fp8",
     "smolvla language qkv, fp8",
+    "pi0.5 vision norm",
+    "pi0.5 vision norm, to fp8",
+    "pi0.5 vision activation",
+    "pi0.5 language norm",
+    "pi0.5 language activation",
+    "pi0.5 language activation, to fp8",
+    "pi0.5 language rotation",
+    "smolvla language rotation",
+)
+
+# Also compiled for dependent launch with a block of the weight asked for in advance, sm_90.
+WITH_PREFETCH = (
+    "pi0.5 head qkv, scaled",
+    "pi0.5 head o",
+    "pi0.5 head gate up, scaled",
+    "pi0.5 head out",
+    "pi0.5 head o, fp8",
 )
 
 # A tile that cannot fit into registers: it shows that the reports tell spills.
@@ -51,7 +70,12 @@ WITH_PDL = (
     "pi0.5 head norm",
     "pi0.5 language down, fp8",
     "pi0.5 language down, fp8 input",
+    "pi0.5 vision norm, to fp8",
+    "pi0.5 language activation, to fp8",
+    "pi0.5 language rotation",
 )  # also compiled for programmatic dependent launch, sm_90
+# Loads, stores, atomics and copies of global memory, and the permission for the next kernel to start.
+TOUCHES = r"\b(?:ld\.global|st\.global|atom|red|cp\.async|griddepcontrol\.launch)[\w.:]*"
 
 
 @dataclass(frozen=True)
@@ -68,6 +92,8 @@ class Report:
     eight_bit: int  # of them, those that multiply e4m3
     async_copies: int
     dependencies: int  # griddepcontrol instructions
+    prefetches: int  # instructions that bring memory into L2
+    early: tuple[str, ...]  # what touches memory before the wait of a dependent launch, in its order
     seconds: float
 
 
@@ -77,8 +103,8 @@ def rows_of(problem: Problem) -> int:
 
 
 def architectures_of(problem: Problem) -> list[int]:
-    """Those that have the instructions of its kernel."""
-    return [each for each in ARCHITECTURES if each >= KERNELS[problem.kernel].capability]
+    """Those that have its instructions."""
+    return [each for each in ARCHITECTURES if each >= capability_of(problem)]
 
 
 def tiles_of(problem: Problem, capability: int) -> list[Tile]:
@@ -86,11 +112,10 @@ def tiles_of(problem: Problem, capability: int) -> list[Tile]:
     return candidates(problem.kernel, rows_of(problem), dtype, capability)
 
 
-def compile_one(problem: Problem, capability: int, tile: Tile | None = None, pdl: bool = False) -> Report:
+def compile_one(problem: Problem, capability: int, tile: Tile | None = None, **dependent: bool) -> Report:
+    """dependent: ``pdl`` and ``prefetch``, as ``prepare`` takes them."""
     tile = tile or tiles_of(problem, capability)[0]
-    made = launch(problem, "meta", torch.bfloat16, tile)
-    if pdl:
-        made = Launch(made.kernel, made.grid, made.arguments | {"PDL": True}, made.tile, pdl=True)
+    made = launch(problem, "meta", torch.bfloat16, tile, **dependent)
     start = time.perf_counter()
     compiled = made.compile(capability)
     seconds = time.perf_counter() - start
@@ -98,10 +123,10 @@ def compile_one(problem: Problem, capability: int, tile: Tile | None = None, pdl
     found = re.findall(r"\b(wgmma\.mma_async|mma\.sync)\.", ptx)
     usage = resource_usage(compiled.asm["cubin"])
     return Report(
-        problem.name + (", dependent" if pdl else ""),
+        problem.name + (", asks" if dependent.get("prefetch") else ", dependent" if dependent else ""),
         problem.kernel,
         capability,
-        asdict(tile),
+        asdict(made.tile),
         usage["registers"],
         usage["spilled"],
         compiled.metadata.shared,
@@ -110,6 +135,8 @@ def compile_one(problem: Problem, capability: int, tile: Tile | None = None, pdl
         len(re.findall(r"\.e4m3\.e4m3\b", ptx)),
         len(re.findall(r"cp\.async\.(?:cg|ca)", ptx)),
         ptx.count("griddepcontrol."),
+        ptx.count("cp.async.bulk.prefetch.L2"),
+        tuple(re.findall(TOUCHES, ptx.partition("griddepcontrol.wait")[0])) if dependent else (),
         round(seconds, 2),
     )
 
@@ -139,6 +166,9 @@ def main(everything: bool) -> list[dict[str, Any]]:
                 show(reports[-1])
         if problem.name in WITH_PDL:
             reports.append(compile_one(problem, 90, pdl=True))
+            show(reports[-1])
+        if problem.name in WITH_PREFETCH:
+            reports.append(compile_one(problem, 90, pdl=True, prefetch=True))
             show(reports[-1])
         if problem.name == TOO_LARGE[0] and not everything:
             too_large = compile_one(problem, 90, TOO_LARGE[1])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from sinew.bundle.schema import COMPONENTS
 from sinew.engine.cuda import engine as cuda_engine
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fuse import ON_CUDA
@@ -17,6 +19,7 @@ from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager import EagerEngine
 from sinew.engine.kernels import choices
 from sinew.engine.kernels.lang import interpreted
+from sinew.engine.kernels.launch import Launch
 from sinew.engine.kernels.norm_linear import norm_linear_kernel
 from sinew.engine.loading import load_model
 from sinew.engine.plan import Plan
@@ -85,19 +88,51 @@ def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, name, optio
     engine = case.engine(prompt_buckets=(4,), **options)
     assert case.gap(engine, one_view(case), steps=1) <= BOUND
     wanted = {"norm_linear", "gated_mlp", "qkv_rope", "splitk_linear", "packed_attention"}
-    assert asked == wanted | ({"ada_rms"} if "scaled_norms" in options else set())
+    assert asked == wanted | ({"row_norm"} if "scaled_norms" in options else set())
 
 
 @in_the_interpreter
-def test_what_was_measured_to_be_faster_is_used(open_case, monkeypatch):
-    """A choice for torch's own operation replaces the kernel, one problem at a time."""
+@pytest.mark.parametrize("name", ["pen", "pi05-2cam"])
+def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
+    """All components in e4m3: conversions, norms, activations and rotations by the kernels, against their twins. The
+    interpreter's sums differ in their last bits, which moves some values to the next number of e4m3."""
+    launched: Counter[str] = Counter()
+    launch = Launch.__call__
+
+    def counting(self):
+        launched[self.kernel.fn.__name__.removesuffix("_kernel")] += 1
+        launch(self)
+
+    case = small(open_case(name))
+    engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
+    wanted, _ = engine.run(one_view(case), case.noise, 1)
+    monkeypatch.setattr(cuda_engine, "Twins", lambda: Kernels(CPU))
+    monkeypatch.setattr(Launch, "__call__", counting)
+    engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
+    got, _ = engine.run(one_view(case), case.noise, 1)
+    assert relative_l2(torch.from_numpy(got), torch.from_numpy(wanted)) <= 1e-2
+    model = case.model
+    language, head, vision = (len(part.layers) for part in (model.language, model.expert, model.vision))
+    layers = language - 1 + head
+    assert launched["rope"] == language + head
+    assert launched["activate"] == layers + vision
+    assert launched["fp8_quantize"] == layers + vision  # what attention leaves
+    assert launched["row_norm"] >= 2 * layers + 2 * vision + 2
+    assert launched["packed_attention"] == layers
+    assert launched.keys().isdisjoint({"gated_mlp", "qkv_rope", "splitk_linear"})
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("way", ["torch", "library"])
+def test_what_was_measured_to_be_faster_is_used(open_case, monkeypatch, way):
+    """A choice for a library's products replaces the kernel, one problem at a time."""
     monkeypatch.setattr(cuda_engine, "Twins", lambda: Kernels(CPU))
     case = small(open_case("pen"))
     seen = []
 
     def choose(kernel, dims, dtype, device, default):
         seen.append((kernel, dims, default))
-        return "torch" if kernel != "norm_linear" else default, "as this test says"
+        return way if kernel != "norm_linear" else default, "as this test says"
 
     monkeypatch.setattr(choices, "choose", choose)
     monkeypatch.setattr("sinew.engine.kernels.gated_mlp.prepare", None)  # would not be callable

@@ -1,19 +1,16 @@
-"""What ``make gpu`` measures, as far as it goes without a GPU: models, rooflines, sections at small widths, and
-tuning in Triton's interpreter."""
+"""What ``make gpu`` measures, as far as it goes without a GPU: models, rooflines and sections at small widths. Tuning
+is in test_tune.py and test_tune_verb.py."""
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import kernels, tuner
-from benchmarks.gpu.ladder import calibrated
 from benchmarks.gpu.models import (
     MODELS,
     TARGETS,
@@ -28,21 +25,16 @@ from benchmarks.gpu.models import (
 from benchmarks.gpu.roofline import H200, bound, work
 from benchmarks.gpu.rungs import (
     Eager,
-    Engine,
-    cuda_engine,
     distance,
     end_to_end,
     percentiles,
-    plan_of,
     stages,
 )
 from benchmarks.gpu.sections import SECTIONS, measured
 from benchmarks.gpu.session import NotHere, Session, still_there
 from benchmarks.gpu.table import _rungs
 from sinew.core import Timing
-from sinew.engine.kernels import choices, tuning
 from sinew.engine.kernels.shapes import arguments, problems
-from sinew.engine.kernels.tiles import candidates
 from sinew.perf.program import preset
 from tests.kernel_checks import needs_triton
 
@@ -263,10 +255,6 @@ def test_a_lost_device_ends_the_section(monkeypatch: pytest.MonkeyPatch) -> None
         still_there(Session(torch.device("cuda"), 1.0, print), "rung graph")
 
 
-def test_graphs_that_are_compared_are_about_as_long() -> None:
-    assert [len(kernels.repeated([print] * count)) for count in (1, 3, 19, 20, 64)] == [20, 21, 38, 20, 64]
-
-
 def test_copies_of_a_problem_share_a_workspace() -> None:
     problem = next(p for p in problems() if p.kernel == "splitk_linear")
     first, second = (arguments(problem, "meta")[0] for _ in "ab")
@@ -283,7 +271,7 @@ def test_kernel_checks_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("relative L2 0.5")
 
     chosen = [
-        ("ada_rms", torch.float32, {}),
+        ("row_norm", torch.float32, {}),
         ("fp8_quantize", torch.float32, {"scale": 0.005}),
         ("norm_linear", torch.float32, {}),
     ]
@@ -293,98 +281,5 @@ def test_kernel_checks_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="1 checks of kernels do not hold"):
         SECTIONS["checks"][0](Session(CPU, 100.0, rows.append, tiny=True))
     errors = {row["kernel"]: row["error"] for row in rows}
-    assert errors == {"ada_rms": "", "fp8_quantize": "", "norm_linear": "AssertionError: relative L2 0.5"}
+    assert errors == {"row_norm": "", "fp8_quantize": "", "norm_linear": "AssertionError: relative L2 0.5"}
     assert len(list(kernel_checks.all_checks())) == 3
-
-
-# ----------------------------------------------------------------------------- tuning
-
-
-@needs_triton
-@pytest.mark.parametrize("name", ["pi0.5", "smolvla"])
-def test_tuning_times_what_the_engine_asks_for(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter: the times mean nothing, what is timed, kept and put back does."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuner, "STREAMED", 1)
-    model = random_model(name, CPU, tiny=True)
-    engine = cuda_engine(plan_of(model), processing(name, model.config), CPU, graph=False)
-    rung, rows = Engine(engine), []
-    (sample,) = samples(Case(name, 1, 6, 5), model.config, 1, (24, 32))
-    before, wanted = engine.ops, rung.run(sample, 1)[0]
-    engine.programs._values.clear()  # a program keeps the operations that it was made with
-
-    def measure(calls) -> float:
-        for call in calls[:1]:
-            call()
-        return 1.0 + len(rows)
-
-    summary = tuner.tune(engine, lambda: rung.run(sample, 1), measure, lambda: 9 - len(rows), rows.append)
-    assert summary["tuned"] == len(rows) == 9
-    assert summary["left out for lack of time"] > 0
-    kernels = {row["kernel"] for row in rows}
-    assert kernels >= {"qkv_rope", "packed_attention", "splitk_linear", "gated_mlp"}
-    assert engine.ops is before
-    assert not [m for m in engine.model.modules() if isinstance(getattr(m, "ops", None), tuner.Tuner)]
-    tiles = json.loads(tuning.cache_file(CPU).read_text())
-    kept = json.loads(choices.cache_file(CPU).read_text())
-    assert len(tiles) == len(kept) == 9
-    assert {entry["way"] for entry in kept.values()} == {"triton"}  # equal times: the first
-    engine.programs._values.clear()
-    assert np.array_equal(rung.run(sample, 1)[0], wanted)
-
-
-@needs_triton
-def test_a_tile_that_computes_something_else_is_never_chosen(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuner, "STREAMED", 1)
-    right, wrong = tuner.Forced.launch, {}
-
-    def launch(self, kernel, dims, like, prepare, plain, out):
-        result = right(self, kernel, dims, like, prepare, plain, out)
-        wrong.setdefault(kernel, candidates(kernel, dims[0], like.dtype, tuning.NO_GPU)[0])
-        if self.tile == wrong[kernel]:
-            (result[0] if isinstance(result, tuple) else result).mul_(2)
-        return result
-
-    monkeypatch.setattr(tuner.Forced, "launch", launch)
-    model = random_model("pi0", CPU, tiny=True)
-    engine = cuda_engine(plan_of(model), processing("pi0", model.config), CPU, graph=False)
-    (sample,), rows = samples(Case("pi0", 1, 6, 5), model.config, 1, (24, 32)), []
-
-    def measure(calls) -> float:
-        calls[0]()
-        return 1.0  # the first would be kept
-
-    tuner.tune(engine, lambda: Engine(engine).run(sample, 1), measure, lambda: 3 - len(rows), rows.append)
-    assert len(rows) == 3
-    for row in rows:
-        assert row["tile"] != asdict(wrong[row["kernel"]])
-        assert "left out: Tile(" in row["reason"]
-        found = re.search(r"ArithmeticError: relative L2 of (\S+) against the twin", row["reason"])
-        assert float(found[1]) == pytest.approx(1.0, abs=0.03)  # doubled
-
-
-@needs_triton
-def test_tuning_of_fp8_layers(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = random_model("pi0", CPU, tiny=True)
-    recipe = processing("pi0", model.config)
-    inputs = samples(Case("pi0", 1, 6, 5), model.config, 2, (24, 32))
-    plan = plan_of(model)
-    scales = calibrated(plan, recipe, inputs, Session(CPU, 10.0, print, tiny=True))
-    engine = cuda_engine(plan, recipe, CPU, graph=False, fp8=("language",), scales=scales)
-    held = {name for name, module in engine.model.named_modules() if type(module).__name__ == "Fp8Linear"}
-    assert held
-    assert held <= scales.keys()
-    rows: list[dict] = []
-
-    def measure(calls) -> float:
-        calls[0]()
-        return 1.0
-
-    run = lambda: Engine(engine).run(inputs[0], 1)  # noqa: E731
-    summary = tuner.tune_fp8(engine, run, measure, lambda: 2 - len(rows), rows.append)
-    assert summary["tuned"] == len(rows) == 2
-    assert summary["left out for lack of time"] > 0

@@ -79,12 +79,96 @@ MUTANTS = [
     ("splitk_linear", "for s in range(SPLIT)", "for s in range(SPLIT - 1)", {}),
     ("splitk_linear", "tl.store(arrivals + tile, 0)", "tl.store(arrivals + tile, 1)", {}),
     ("splitk_linear", "acc *= tl.load(gate", "acc += tl.load(gate", {}),
+    ("splitk_linear", "factor = 1.0 + tl.load(scale", "factor = tl.load(scale", {"scaled": True}),
+    ("splitk_linear", "(wide * factor[None, :])", "(acc * 2.0 * factor[None, :])", {"scaled": True}),
+    ("splitk_linear", "+ tile // blocks_m\n", "+ 0\n", {"norm": True}),
+    (
+        "splitk_linear",
+        "tl.sum(wide * wide, axis=1), mask=row_ok)",
+        "tl.sum(wide * wide, axis=1))",
+        {"norm": True},
+    ),
+    ("norm_linear", "squares + rows[:, None] * COLUMNS", "squares + rows[:, None]", {"given": 3}),
+    ("norm_linear", "(at < COLUMNS)[None, :]", "(at < BLOCK)[None, :]", {"given": 3}),
+    (
+        "gated_mlp",
+        "given_squares(given, rows, row_ok",
+        "given_squares(given, rows // 2, row_ok",
+        {"given": 3},
+    ),
+    ("qkv_rope", "given_squares(given, rows, row_ok", "given_squares(given, rows // 2, row_ok", {"given": 3}),
     ("packed_attention", "v_tile, acc * fade[:, None], UPCAST", "v_tile, acc, UPCAST", {"loud": 4.0}),
     ("packed_attention", 'scores, float("-inf"))', "scores, MASKED)", {}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
     ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
-    ("ada_rms", "added *= tl.load(gate", "added += tl.load(gate", {}),
-    ("ada_rms", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
+    ("row_norm", "added *= tl.load(gate", "added += tl.load(gate", {}),
+    ("row_norm", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
+    (
+        "row_norm",
+        "tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)",
+        "(tl.rsqrt(tl.sum(h * h, axis=0) / C) + eps)",
+        {"affine": False, "quiet": 1e-4, "branch": False},
+    ),
+    ("row_norm", "axis=0) / C + eps", "axis=0) / BLOCK_C + eps", {}),
+    ("row_norm", "h - tl.sum(h, axis=0) / C, 0.0)", "h, 0.0)", {"kind": "layer"}),
+    (
+        "row_norm",
+        "tl.where(ok, h - tl.sum(h, axis=0) / C, 0.0)",
+        "h - tl.sum(h, axis=0) / C",
+        {"kind": "layer"},
+    ),
+    ("row_norm", "y *= offset + tl.load", "y *= tl.load", {}),
+    ("row_norm", "y += tl.load(shift", "y += tl.load(weight", {}),
+    ("row_norm", "y = h * tl.rsqrt(", "h = h.to(tl.bfloat16).to(tl.float32)\n    y = h * tl.rsqrt(", {}),
+    (
+        "row_norm",
+        "tl.store(scales + row, scale)",
+        "tl.store(scales + (row + 1) % 5, scale)",
+        {"eighths": True},
+    ),
+    (
+        "row_norm",
+        "to_e4m3(y, scale",
+        "to_e4m3(y.to(tl.bfloat16).to(tl.float32), scale",
+        {"eighths": True, "scale": 0.02, "M": 40, "C": 100},
+    ),
+    ("row_norm", "scale_of(y, x_scale)", "scale_of(h, x_scale)", {"eighths": True}),
+    ("row_norm", "normed_row + cols", "normed_row + cols + 1", {"eighths": True}),
+    ("activate", "1.5957691216057308", "1.702", {}),
+    ("activate", "y *= up", "y *= up * 0 + gate", {}),
+    ("activate", "tl.load(x + row * x_row + N + cols", "tl.load(x + row * x_row + cols", {}),
+    (
+        "activate",
+        "y = gate / (1.0 + tl.exp(-inner))\n    if GATED:\n        up =",
+        """if GATED:
+        y = tl.load(x + row * x_row + N + cols, mask=ok, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y))
+        up = gate
+        gate =""",
+        {"activation": "silu", "bias": False},
+    ),
+    ("activate", "up += tl.load(bias + N + cols", "up += 0 * tl.load(bias + N + cols", {}),
+    ("activate", "bias + N + cols", "bias + cols", {}),
+    ("activate", "gate += tl.load(bias", "gate += 0 * tl.load(bias", {"gated": False}),
+    ("activate", "inner = gate\n", "inner = 2 * gate\n", {"activation": "silu"}),
+    ("activate", "tl.program_id(0) % BLOCKS", "0 * BLOCKS", {}),
+    ("activate", "tl.store(scales + row, scale)", "tl.store(scales + row * 0, scale)", {"eighths": True}),
+    ("activate", "if block == 0:", "if block == 99:", {"eighths": True}),
+    ("activate", "ok = cols < N", "ok = cols < BLOCK_N * BLOCKS", {}),
+    (
+        "activate",
+        "to_e4m3(y, scale",
+        "to_e4m3(y.to(tl.bfloat16).to(tl.float32), scale",
+        {"eighths": True, "M": 40, "N": 100},
+    ),
+    ("rope", "high * c + low * s", "high * c - low * s", {}),
+    ("rope", "low * c - high * s", "low * c + high * s", {}),
+    ("rope", "tl.store(to_k, turned_low", "tl.store(to_k, low", {}),
+    ("rope", "(head - H) * D", "head * D", {}),
+    ("rope", "((head - H - KV) * D + cols)", "cols", {}),
+    ("rope", "table = rows[:, None] * HALF", "table = rows[:, None] * D", {}),
+    ("rope", "bias + head * D + HALF + cols", "bias + head * D + cols", {}),
+    ("rope", "cols < HALF)[None, :]", "cols < BLOCK_N)[None, :]", {}),
     ("preprocess", "y_first + ty", "y_first", {}),
     ("preprocess", "value.to(tl.float32) * factor", "(value.to(tl.float32) + 0.5) * factor", {}),
     (
@@ -145,7 +229,9 @@ def test_twin_of_the_adaptive_norm_is_the_layer_and_folds_into_the_product() -> 
     stream, branch, weight = torch.randn(7, 24), torch.randn(7, 24), torch.randn(10, 24)
     m = Modulation.of(torch.randn(1, 72))
     scale, shift, gate = (part.flatten() for part in m)
-    total, normed = KERNELS["ada_rms"].twin(stream, scale, shift, eps=1e-6, branch=branch, gate=gate)
+    total, normed, _ = KERNELS["row_norm"].twin(
+        stream, eps=1e-6, weight=scale, offset=1.0, shift=shift, branch=branch, gate=gate
+    )
     torch.testing.assert_close(total, stream + branch * gate)
     torch.testing.assert_close(normed, AdaRMSNorm(24, 1e-6)(total[None], m)[0])
     folded = KERNELS["norm_linear"].twin(total, weight, eps=1e-6, scale=scale, bias=weight @ shift)

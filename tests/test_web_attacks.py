@@ -233,9 +233,10 @@ def test_a_flood_on_one_connection_ends_that_connection(server, observed):
     payload = arrays.pack({**message, "solver_steps": 100})
     with robot(server, observed), connected(server.address) as attacker:
         said = None
-        with contextlib.suppress(ConnectionClosed):
+        with contextlib.suppress(ConnectionClosed):  # it may be over before all is sent
             for _ in range(20):
                 attacker.send(payload)
+        with contextlib.suppress(ConnectionClosed):
             while not isinstance(said, str):
                 said = attacker.recv(START_S)
         assert isinstance(said, str)

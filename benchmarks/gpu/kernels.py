@@ -5,7 +5,7 @@
 (c) the language model's gate/up product at 512, 768 and 968 rows: cuBLAS, this kernel, FP8
 (d) PyTorch's attention against the packed one
 
-``python benchmarks/gpu/kernels.py [--only a,b,c,d] [--tune] [--out FILE]``. Needs torch, triton and a CUDA device,
+``python benchmarks/gpu/kernels.py [--only a,b,c,d] [--out FILE]``. Needs torch, triton and a CUDA device,
 no other dependency. Every kernel is checked against its twin before it is timed. Without a GPU it prints the
 shapes, their rooflines and what is missing, and ends with status 1. The last line is JSON.
 """
@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import platform
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout is enough
 
+from sinew.engine.cuda.timing import graph_ms
 from sinew.engine.kernels import KERNELS, tuning
 from sinew.engine.kernels.lang import kernel, tl, triton, wait_for_input
 from sinew.engine.kernels.launch import Launch, Tile
@@ -39,7 +39,6 @@ from sinew.engine.kernels.tiles import candidates
 FLOPS, BANDWIDTH = 785e12, 4.30e12  # H200: measured ceilings that the rooflines are computed from
 DEVICE = "cuda"
 CHAIN = 1000  # kernels in a graph
-LEAST = 20  # launches of a graph, so that what a replay costs is spread over as many, whatever is timed
 HEAD_ROWS = 64
 LANGUAGE_ROWS = (512, 768, 968)
 STREAMED = 256 << 20  # bytes of weights to rotate through: several times any L2
@@ -52,36 +51,6 @@ def count_kernel(values, PDL: tl.constexpr):
     wait_for_input(PDL)
     at = values + tl.arange(0, 32)
     tl.store(at, tl.load(at) + 1.0)
-
-
-def repeated(launches: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Whole rounds of ``launches``, at least LEAST in all."""
-    return list(launches) * -(-LEAST // len(launches))
-
-
-def graph_ms(launches: Sequence[Callable[[], Any]], replays: int) -> dict[str, float]:
-    """Milliseconds per launch when ``launches`` are one graph: median, smallest and largest of the replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which made the inputs
-    with torch.cuda.stream(stream):
-        for launch in launches:  # compiles, and lets libraries choose their kernels
-            launch()
-    stream.synchronize()
-    launches = repeated(launches)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for launch in launches:
-            launch()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / len(launches))
-    times = times[3:]
-    return {"p50": statistics.median(times), "min": min(times), "max": max(times)}
 
 
 def timed(what: str, launches: Sequence[Callable[[], Any]], replays: int, **facts: Any) -> Row:
@@ -140,7 +109,7 @@ def compare(problem: Problem, positional: list[Any], options: dict[str, Any]) ->
     assert error <= TOLERANCE, f"{problem.name}: relative L2 error {error} against its twin"
 
 
-def kernel_row(label: str, problem: Problem, replays: int, tune: bool) -> Iterator[Row]:
+def kernel_row(label: str, problem: Problem, replays: int) -> Iterator[Row]:
     """Best tile of a problem, and all others beside it; before that a row for each tile that does not do."""
     spent = cost(problem)
     copies = max(1, min(64, STREAMED // spent.bytes)) if problem.sizes.get("K") else 1
@@ -160,28 +129,7 @@ def kernel_row(label: str, problem: Problem, replays: int, tune: bool) -> Iterat
     best = min(tried, key=lambda tile: tried[tile])
     facts = {"flops": spent.flops, "bytes": spent.bytes, "tile": asdict(best)}
     facts["tiles_us"] = [[asdict(tile), 1e3 * ms] for tile, ms in tried.items()]
-    if tune:
-        made = checked(problem, best, 1)[0].arguments
-        dims = tuning_dims(problem, made)
-        tuning.tune(
-            problem.kernel,
-            dims,
-            torch.float8_e4m3fn if problem.kernel == "fp8_product" else torch.bfloat16,
-            torch.device("cuda", 0),
-            lambda tile: checked(problem, tile, 1)[0],
-            lambda launch: tried[launch.tile],
-        )
     yield timed(label, checked(problem, best, copies), replays, **facts)
-
-
-def tuning_dims(problem: Problem, made: dict[str, Any]) -> tuple[int, ...]:
-    """The key under which the kernel's ``prepare`` looks its tile up."""
-    s = problem.sizes
-    if problem.kernel == "qkv_rope":
-        return (s["M"], len(made["weight"]), s["K"], s["D"])
-    if problem.kernel == "packed_attention":
-        return (s["M"] * s["H"] // s["KV"], s["P"] + s.get("S", 0), s["D"])
-    return (s["M"], s["N"], s["K"])
 
 
 def products(rows: int, columns: int, depth: int, replays: int, label: str) -> Iterator[Row]:
@@ -221,36 +169,41 @@ def by_name(name: str) -> Problem:
     return next(problem for problem in problems() if problem.name == name)
 
 
+GIVEN = ", given"  # the form that all but the first layer ask for
 HEAD = (
-    ("qkv", "pi0.5 head qkv", 2560, 1024),
+    ("qkv", f"pi0.5 head qkv{GIVEN}", 2560, 1024),
+    ("qkv, scaled", "pi0.5 head qkv, scaled", 2560, 1024),
     ("o", "pi0.5 head o", 1024, 2048),
-    ("gate up", "pi0.5 head gate up", 8192, 1024),
+    ("gate up", f"pi0.5 head gate up{GIVEN}", 8192, 1024),
+    ("gate up, scaled", "pi0.5 head gate up, scaled", 8192, 1024),
     ("down", "pi0.5 head down", 1024, 4096),
 )
 
 
-def skinny(replays: int, tune: bool) -> Iterator[Row]:
+def skinny(replays: int) -> Iterator[Row]:
     for label, name, columns, depth in HEAD:
+        yield from kernel_row(f"(b) {label} kernel", resized(by_name(name), HEAD_ROWS), replays)
+        if name.endswith(", scaled"):
+            continue
         yield from products(HEAD_ROWS, columns, depth, replays, f"(b) {label}")
-        yield from kernel_row(f"(b) {label} kernel", resized(by_name(name), HEAD_ROWS), replays, tune)
-        yield from narrow(f"(b) {label}", f"{name}, fp8", HEAD_ROWS, replays, tune)
+        yield from narrow(f"(b) {label}", f"{name.removesuffix(GIVEN)}, fp8", HEAD_ROWS, replays)
 
 
-def narrow(label: str, name: str, rows: int, replays: int, tune: bool) -> Iterator[Row]:
+def narrow(label: str, name: str, rows: int, replays: int) -> Iterator[Row]:
     """The FP8 kernel on a problem; nothing where the device has no such instructions."""
     if torch.cuda.get_device_capability() >= (8, 9):
-        yield from kernel_row(f"{label} fp8 kernel", resized(by_name(name), rows), replays, tune)
+        yield from kernel_row(f"{label} fp8 kernel", resized(by_name(name), rows), replays)
 
 
-def gate_up(replays: int, tune: bool) -> Iterator[Row]:
+def gate_up(replays: int) -> Iterator[Row]:
     for count in LANGUAGE_ROWS:
         yield from products(count, 32768, 2048, replays, f"(c) {count} rows")
-        problem = resized(by_name("pi0.5 language gate up"), count)
-        yield from kernel_row(f"(c) {count} rows kernel with norm and gelu", problem, replays, tune)
-        yield from narrow(f"(c) {count} rows", "pi0.5 language gate up, fp8", count, replays, tune)
+        problem = resized(by_name(f"pi0.5 language gate up{GIVEN}"), count)
+        yield from kernel_row(f"(c) {count} rows kernel with norm and gelu", problem, replays)
+        yield from narrow(f"(c) {count} rows", "pi0.5 language gate up, fp8", count, replays)
 
 
-def attention(replays: int, tune: bool) -> Iterator[Row]:
+def attention(replays: int) -> Iterator[Row]:
     head, prefix = by_name("pi0.5 head attention"), by_name("pi0.5 language attention")
     shorter = Problem(head.model, head.where, head.kernel, head.runs, head.sizes | {"P": 550})
     for problem in (shorter, head, prefix):
@@ -270,7 +223,7 @@ def attention(replays: int, tune: bool) -> Iterator[Row]:
         }
         for name, call in forms.items():
             yield timed(f"{label}, {name}", [call], replays, **spent)
-        yield from kernel_row(f"{label}, packed kernel", problem, replays, tune)
+        yield from kernel_row(f"{label}, packed kernel", problem, replays)
 
 
 def ceilings(replays: int) -> list[Row]:
@@ -317,7 +270,11 @@ def tables() -> None:
         print(f"{problem.name:28} {problem.runs:5} {text} {c.fewer:6} {c.spared / 1e6:10.2f}")
     print(f"\n{'per chunk':28} {'runs':>5} {'ms bound':>9} {'fewer':>6} {'MB spared':>10}")
     for key in dict.fromkeys((problem.model, problem.kernel) for problem in problems()):
-        mine = [p for p in problems() if (p.model, p.kernel) == key and ", scaled" not in p.where]
+        mine = [
+            p
+            for p in problems()
+            if (p.model, p.kernel) == key and not p.where.endswith((", scaled", ", given", ", to fp8"))
+        ]
         runs = sum(p.runs for p in mine)
         fewer, spared = (sum(p.runs * getattr(cost(p), what) for p in mine) for what in ("fewer", "spared"))
         total = sum(1e3 * p.runs * bound(p) for p in mine)
@@ -349,15 +306,14 @@ def main() -> int:
     )
     parser.add_argument("--only", default="a,b,c,d", help="which measurements, comma-separated")
     parser.add_argument("--replays", type=int, default=100, help="of each graph")
-    parser.add_argument("--tune", action="store_true", help="keep the fastest tiles on disk")
     parser.add_argument("--out", type=Path, help="also write the JSON document here")
     parser.add_argument("--tables", action="store_true", help="print shapes and rooflines, measure nothing")
     options = parser.parse_args()
     measurements: dict[str, Callable[[], Iterator[Row]]] = {
         "a": lambda: fixed_cost(options.replays),
-        "b": lambda: skinny(options.replays, options.tune),
-        "c": lambda: gate_up(options.replays, options.tune),
-        "d": lambda: attention(options.replays, options.tune),
+        "b": lambda: skinny(options.replays),
+        "c": lambda: gate_up(options.replays),
+        "d": lambda: attention(options.replays),
     }
     chosen = options.only.split(",")
     if unknown := set(chosen) - measurements.keys():

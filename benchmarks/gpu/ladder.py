@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import kernels, tuner
 from benchmarks.gpu.models import (
     CAMERA,
     TARGETS,
@@ -25,6 +24,9 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, plan_of, stages
 from benchmarks.gpu.session import Row, Session, shrunk, still_there
+from sinew.engine.cuda.timing import on
+from sinew.engine.cuda.trials import Trials
+from sinew.engine.cuda.tuner import tune
 from sinew.models.base import FlowModel
 
 INPUTS = 4  # that rotate
@@ -49,7 +51,8 @@ def grid(model: str, session: Session) -> None:
         for chunk in dict.fromkeys(case.chunk for case in others):
             if chunk not in plans:
                 plans[chunk] = plan_of(with_chunk(base, chunk))
-            made = Engine(cuda_engine(plans[chunk], recipe, session.device, kernels=rung == "engine"))
+            options = {"kernels": rung == "engine", "pdl": False}
+            made = Engine(cuda_engine(plans[chunk], recipe, session.device, **options))
             for case in others:
                 if case.chunk != chunk:
                     continue
@@ -83,18 +86,17 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
         plan = plan_of(shaped) if plan is None else plan
         return plan
 
-    def tuned(tune: Callable[..., Row], share: float, **options: Any) -> None:
+    def tuned(share: float, **options: Any) -> None:
         """For at most ``share`` of the section's time."""
-        engine = cuda_engine(planned(), recipe, device, graph=False, **options)
-        made = Engine(engine)
+        made = Engine(cuda_engine(planned(), recipe, device, graph=False, **options))
         end = time.monotonic() + share * session.seconds
 
         def left() -> float:
             return min(end - time.monotonic(), session.left)
 
-        session.emit(
-            {"case": case.name, **tune(engine, lambda: made.run(inputs[0], 1), _graph_ms, left, session.emit)}
-        )
+        trials = Trials(device, on(device), left, session.emit)
+        tune(made.engine, lambda: made.run(inputs[0], 1), trials)
+        session.emit({"case": case.name, **trials.summary()})
 
     def engine(**options: Any) -> Engine:
         return Engine(cuda_engine(planned(), recipe, device, **options))
@@ -103,22 +105,26 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
     rungs: list[tuple[str, Callable[[], Any]]] = [
         ("eager", lambda: Eager(shaped, recipe, device)),
         ("graph", lambda: engine(kernels=False)),
-        ("engine", engine),
-        ("fp8", lambda: engine(fp8=NARROW, scales=scales)),
+        ("engine", lambda: engine(pdl=False)),
+        ("fp8", lambda: engine(pdl=False, fp8=NARROW, scales=scales)),
     ]
     if session.is_gpu and torch.cuda.get_device_capability(device) >= (9, 0):
-        rungs.append(("engine, dependent launch", lambda: engine(pdl=True)))
+        rungs += [
+            ("engine, dependent launch", lambda: engine(pdl=True, prefetch=False)),
+            ("engine, prefetch", lambda: engine(pdl=True, prefetch=True)),
+            ("fp8, prefetch", lambda: engine(pdl=True, prefetch=True, fp8=NARROW, scales=scales)),
+        ]
     failures = []
     for rung, make in rungs:
         if session.left <= 0:
             raise TimeoutError(f"{rung} and what follows did not run")
         try:
             if rung == "engine" and session.is_gpu:
-                tuned(tuner.tune, 0.35)
+                tuned(0.35)
             if rung == "fp8":
                 scales = calibrated(planned(), recipe, inputs, session)
                 if session.is_gpu:
-                    tuned(tuner.tune_fp8, 0.15, fp8=NARROW, scales=scales)
+                    tuned(0.15, fp8=NARROW, scales=scales)
             made = make()
             most = CALLS.get(rung, (SHORT, 3.0))
             session.emit(_measure(case, rung, made, inputs, wanted, recipe, most, session))
@@ -203,11 +209,6 @@ def _answers(
         return None
     rung = Eager(with_chunk(reference, case.chunk), recipe, session.device)
     return [rung.run(sample)[0] for sample in inputs]
-
-
-def _graph_ms(calls: Sequence[Callable[[], Any]]) -> float:
-    torch.cuda.synchronize()  # kernels that split their work share a workspace: no two streams may be in it
-    return kernels.graph_ms(calls, 20)["p50"]
 
 
 def _camera(session: Session) -> tuple[int, int]:

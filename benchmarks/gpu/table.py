@@ -15,7 +15,13 @@ from benchmarks.gpu.roofline import STAGES, Ceilings, bound
 
 Record = dict[str, Any]
 NARROW = {"fp8": ("vision", "language")}
-FULL = ("engine", "fp8", "engine, dependent launch")  # rungs that a target may be met by
+FULL = (
+    "engine",
+    "fp8",
+    "engine, dependent launch",
+    "engine, prefetch",
+    "fp8, prefetch",
+)  # rungs that a target may be met by
 
 
 def markdown(document: Record) -> str:

@@ -23,6 +23,7 @@ VERBS = {
     "inspect": "Print what a bundle holds.",
     "infer": "Run a bundle once on image files and a state.",
     "quantize": "Choose a precision per component and measure what it costs.",
+    "tune": "Find the fastest tiles for a bundle on this GPU.",
     "export": "Write a folder that runs without torch.",
     "serve": "Serve a bundle over the network.",
     "client": "Send observations to a server and print a latency table.",

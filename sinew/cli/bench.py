@@ -245,6 +245,7 @@ def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
         "engine": policy.engine_name,
         "dtype": precision(policy),
         "dtype_reason": policy.dtype_reason,
+        **launched(policy),
         "views": len(observation["images"]),
         "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
         "chunk_size": spec.chunk_size,
@@ -252,6 +253,13 @@ def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
         "solver_steps": observation["solver_steps"] or spec.solver_steps,
         "prompt_tokens": int(policy.processor.inputs(Observation.from_mapping(observation)).token_mask.sum()),
     }
+
+
+def launched(policy: Policy) -> dict[str, Any]:
+    """Of the cuda engine: what was asked of its graph, and why."""
+    if policy.engine_name != "cuda":
+        return {}
+    return {"dependent_launch": policy.engine.options.pdl, "launch_reason": policy.engine.options_reason}
 
 
 def print_report(result: dict[str, Any]) -> None:

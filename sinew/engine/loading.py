@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sinew.engine.cuda.engine import CudaEngine
     from sinew.engine.cuda.options import CudaOptions
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,26 +48,48 @@ def torch_engine(
 
 
 def cuda_engine(
-    bundle: Bundle, device: torch.device, dtype: str, options: CudaOptions | None = None
+    bundle: Bundle,
+    device: torch.device,
+    dtype: str,
+    options: CudaOptions | None = None,
+    plan: Plan | None = None,
 ) -> CudaEngine:
-    """options: the bundle's recipe if absent. FP8 components use the scales of the recipe, or those that
-    ``calibration.py`` keeps for this bundle."""
+    """options: :func:`cuda_options` if absent. plan: :func:`cuda_plan` if absent; it is left as it is. FP8 components
+    use the scales of the recipe, or those that ``calibration.py`` keeps for this bundle."""
     from sinew.engine.cuda.calibration import scales
     from sinew.engine.cuda.device import require
     from sinew.engine.cuda.engine import CudaEngine
-    from sinew.engine.cuda.fuse import ON_CUDA
-    from sinew.engine.cuda.options import CudaOptions
+    from sinew.engine.cuda.variants import UNTUNED
 
-    recipe = bundle.manifest.quantization
-    options = options or CudaOptions(fp8=() if recipe is None else recipe.fp8)
+    options = options or cuda_options(bundle)
     require(device, options)  # before gigabytes are read
-    plan = Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
+    plan = plan or cuda_plan(bundle, device, dtype)
     found = scales(bundle) if options.fp8 else None
     manifest = bundle.manifest
     actions = Normalizer(manifest.processing.action, manifest.spec.action.dim, "action")
-    return CudaEngine(
+    engine = CudaEngine(
         plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
     )
+    if engine.options_reason == UNTUNED:
+        command = f"sinew tune {bundle.path} --device {device}"
+        log.warning(
+            "engine cuda on %s: default tiles, as this policy was not tuned here: %s", device, command
+        )
+    return engine
+
+
+def cuda_options(bundle: Bundle) -> CudaOptions:
+    """With the components in FP8 that the bundle's recipe names."""
+    from sinew.engine.cuda.options import CudaOptions
+
+    recipe = bundle.manifest.quantization
+    return CudaOptions(fp8=() if recipe is None else recipe.fp8)
+
+
+def cuda_plan(bundle: Bundle, device: torch.device, dtype: str) -> Plan:
+    from sinew.engine.cuda.fuse import ON_CUDA
+
+    return Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
 
 
 def parse_device(text: str) -> torch.device:

@@ -159,7 +159,9 @@ class PI0(FlowModel):
             q, k, v = layer.project(h, rotate, *modulation)
             attended = layer.attn.attend(q, kv, sees, own=(k, v))
             h = layer.finish(h, attended, *modulation)
-        return self.decode_actions(h[:, -x.shape[1] :], *final)
+        if prefix.state is not None:
+            h = h[:, 1:]
+        return self.decode_actions(h, *final)
 
     def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
         """The expert's last hidden states of the actions, [B, H, C] -> their velocity [B, H, A]."""

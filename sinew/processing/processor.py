@@ -99,7 +99,9 @@ class Processor:
 
         normalized: False for a chunk that the engine un-normalised, [H, action_dim].
         """
-        actions = self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim]) if normalized else chunk
+        actions = (
+            self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim]) if normalized else chunk
+        )
         if self.recipe.action_steps:
             actions = apply_steps(actions, self.recipe.action_steps, self._state(observation))
         if not np.isfinite(actions).all():

@@ -11,6 +11,7 @@ from sinew.engine.kernels.lang import triton
 OLDEST = (8, 0)  # compute capability: bfloat16 tensor cores and asynchronous copies
 NARROW = (8, 9)  # e4m3 products
 DEPENDENT_LAUNCH = (9, 0)
+COMMAND = "sinew tune BUNDLE"  # what makes an engine of default tiles a tuned one
 
 
 def require(device: torch.device, options: CudaOptions) -> None:
@@ -59,14 +60,14 @@ def describe(device: torch.device) -> str:
     """What the engine would run on ``device``: one line for people."""
     if device.type != "cuda":
         return "the kernels' PyTorch twins, no graph"
-    from sinew.engine.kernels import choices, fp8, tuning
+    from sinew.engine.kernels import fp8, tuning
 
     capability = torch.cuda.get_device_capability(device)
     parts = [f"capability {_dotted(capability)}", f"triton {triton.__version__ if triton else 'absent'}"]
     parts += ["bfloat16", "FP8 on request" if fp8.supported(device)[0] else "no FP8"]
-    tuned = tuning.cache_file(device).exists(), choices.cache_file(device).exists()
-    parts.append("tiles tuned" if tuned[0] else "tiles not tuned on this device")
-    parts.append("cuBLAS or Triton as measured" if tuned[1] else "Triton everywhere, as nothing was measured")
+    count = tuning.tuned(device)
+    tuned = f"tiles of {count} problems tuned ({tuning.cache_file(device)})"
+    parts.append(tuned if count else f"tiles not tuned on this device: {COMMAND}")
     return ", ".join(parts)
 
 

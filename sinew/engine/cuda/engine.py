@@ -26,6 +26,7 @@ from sinew.engine.cuda.ops import Ops, Plain, Twins
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.units import WorldUnits
+from sinew.engine.cuda.variants import resolve
 from sinew.engine.plan import Plan
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
@@ -51,8 +52,10 @@ class CudaEngine:
         scales: Mapping[str, float] | None = None,
         recorder: Recorder | None = None,
     ):
-        self.options = options = options or CudaOptions()
+        options = options or CudaOptions()
         require(device, options)
+        options, self.options_reason = resolve(options, device, plan.model)
+        self.options = options
         self.device, self.processing, self.stages = device, processing, options.stages
         self.units = None if actions is None else WorldUnits(actions, device)
         on_gpu = device.type == "cuda"
@@ -171,7 +174,8 @@ class CudaEngine:
 def _ops(device: torch.device, options: CudaOptions) -> Ops:
     if not options.kernels:
         return Plain()
-    return Kernels(device, options.pdl) if device.type == "cuda" else Twins()
+    on_gpu = device.type == "cuda"
+    return Kernels(device, bool(options.pdl), bool(options.prefetch)) if on_gpu else Twins()
 
 
 def _stop_if(cancel: threading.Event | None) -> None:

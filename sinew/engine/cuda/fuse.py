@@ -17,15 +17,23 @@ from torch import nn
 from sinew.engine.cuda.heads import FusedDecode, PatchTower, TabulatedModulation, folds_away, give_patches
 from sinew.engine.cuda.layers import FusedAdaptiveLayer, FusedAttention, FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.ops import Ops
+from sinew.engine.cuda.rowwise import (
+    RowwiseAdaptiveLayer,
+    RowwiseKeyValueLayer,
+    RowwiseLayer,
+    RowwiseTower,
+    RowwiseViTLayer,
+)
 from sinew.engine.kernels.fp8_calibration import component_of, linears, use_fp8
 from sinew.engine.plan import REWRITES, Outcome, Plan
-from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP
+from sinew.engine.plan.norms import UnitLayerNorm
+from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import become, spans, twin
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer
 from sinew.layers.linear import Linear
 from sinew.layers.norm import AdaRMSNorm
-from sinew.layers.vit import VisionTransformer
+from sinew.layers.vit import VisionTransformer, ViTLayer
 
 # All rewrites that take launches or bytes away. For the state token alone, `constant-kv` would read all of the
 # expert's weights once more (0.55 GB for pi0), and 63 actions with their state are the 64 rows of a tile.
@@ -38,11 +46,13 @@ ON_CUDA = tuple(name for name in REWRITES if name not in LEFT_OUT)
 
 @dataclass(frozen=True)
 class Fusion:
-    """``fits``: what is missing in a module of type ``kind``, or nothing; ``into``: the class that it gets."""
+    """``fits``: what is missing in a module of type ``kind``, or nothing; ``into``: the class that it gets,
+    ``rowwise``: the one that it gets where products are a library's, which is where they are in FP8."""
 
     kind: type[nn.Module]
     fits: Callable[[Any], str | None]
-    into: type[nn.Module]
+    into: type[nn.Module] | None
+    rowwise: type[nn.Module] | None = None
 
 
 def _attention(attn: Any) -> str | None:
@@ -68,12 +78,22 @@ def _last(layer: Any) -> str | None:
     return None if folds_away(layer.input_norm) else "norm not folded"
 
 
+def _vision(layer: Any) -> str | None:
+    norms = isinstance(layer.norm1, UnitLayerNorm) and isinstance(layer.norm2, UnitLayerNorm)
+    return None if norms and isinstance(layer.attn, PackedViTAttention) else "not packed, or norms not folded"
+
+
 FUSIONS = (
     Fusion(DecoderAttention, _attention, FusedAttention),
-    Fusion(KeyValueLayer, _last, FusedKeyValueLayer),
-    Fusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer),
-    Fusion(DecoderLayer, _layer, FusedLayer),
+    Fusion(KeyValueLayer, _last, FusedKeyValueLayer, RowwiseKeyValueLayer),
+    Fusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer, RowwiseAdaptiveLayer),
+    Fusion(DecoderLayer, _layer, FusedLayer, RowwiseLayer),
+    Fusion(ViTLayer, _vision, None, RowwiseViTLayer),
 )
+
+
+# Layers that take the vectors of a norm's modulation, as TabulatedModulation gives them, or need none.
+WITH_VECTORS = (FusedLayer, FusedAdaptiveLayer, RowwiseLayer, RowwiseAdaptiveLayer)
 
 
 @torch.no_grad()
@@ -86,8 +106,8 @@ def fuse(
 ) -> Plan:
     """A plan over a model of its own, sharing the parameters; ``plan`` is left as it is. Its tables are made anew.
 
-    scaled: as ``CudaOptions.scaled_norms``. fp8: components whose linear layers go to e4m3, and are therefore not
-    part of a kernel of another precision. scales: of the inputs of those layers, by name; others: per row.
+    scaled: as ``CudaOptions.scaled_norms``. fp8: components whose linear layers go to e4m3: products of their own,
+    with row-wise kernels between them. scales: of the inputs of those layers, by name; others: per row.
     """
     model: Any = twin(plan.model)
     outcomes = [*plan.outcomes]
@@ -95,38 +115,48 @@ def fuse(
         outcomes.append(_to_fp8(model, fp8, scales or {}))
     outcomes += [_apply(fusion, model, ops, fp8) for fusion in FUSIONS]
     if isinstance(model.vision, VisionTransformer):
-        become(model.vision, PatchTower)
+        whole = all(isinstance(layer, RowwiseViTLayer) for layer in model.vision.layers)
+        become(model.vision, RowwiseTower if whole else PatchTower)
         give_patches(model.vision)
-    outcomes.append(_ends(model, ops, scaled, "head" in fp8))
+        if whole:
+            model.vision.rows = ops.rows
+    outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
 
 def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcome:
-    done, left = [], {}
+    done, left, kinds = [], {}, set()
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
             continue
-        in_fp8 = component_of(name) in fp8 and fusion.into is not FusedAttention
-        if why := "in FP8" if in_fp8 else fusion.fits(module):
+        rowwise = fusion.into is None or (fusion.rowwise is not None and component_of(name) in fp8)
+        into = fusion.rowwise if rowwise else fusion.into
+        if why := "no row-wise kernels" if rowwise and ops.rows is None else fusion.fits(module):
             left[name] = why
             continue
-        become(module, fusion.into)
-        setattr(module, "ops", ops)  # noqa: B010 - of a class that mypy cannot know
+        assert into is not None
+        become(module, into)
+        fused: Any = module
+        if rowwise:
+            fused.rows = ops.rows
+        else:
+            fused.ops = ops
+        kinds.add(into.__name__)
         done.append(name)
     name = f"fuse {fusion.kind.__name__}"
     if not done and not left:
         return Outcome(name, "not applicable", "the model has none")
-    reason = f"{fusion.into.__name__} over {type(ops).__name__}"
+    reason = f"{' and '.join(sorted(kinds)) or 'left as planned,'} over {type(ops).__name__}"
     if left:
         reason += f"; not {', '.join(spans(list(left)))} ({', '.join(sorted(set(left.values())))})"
     return Outcome(name, "applied" if done else "not applicable", reason, spans(done))
 
 
-def _ends(model: Any, ops: Ops, scaled: bool, in_fp8: bool) -> Outcome:
+def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
     name = "fuse action_out_proj"
     adaptive = isinstance(model.expert.norm, AdaRMSNorm)
-    fused = all(isinstance(layer, (FusedLayer, FusedAdaptiveLayer)) for layer in model.expert.layers)
-    if in_fp8 or not fused or not (adaptive or folds_away(model.expert.norm)):
+    fused = all(isinstance(layer, WITH_VECTORS) for layer in model.expert.layers)
+    if not fused or not (adaptive or folds_away(model.expert.norm)):
         return Outcome(name, "not applicable", "the head's layers are not fused")
     become(model, TabulatedModulation if adaptive else FusedDecode)
     model.ops = ops

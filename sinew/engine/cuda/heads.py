@@ -5,13 +5,14 @@ Classes for ``rewrite.become``, as in :mod:`.layers`.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.layers import Modulated, one
+from sinew.engine.cuda.layers import Modulated, modulated, normed, one, stream_of
 from sinew.engine.cuda.ops import Ops
 from sinew.engine.plan.norms import UnitRMSNorm
 from sinew.layers.vit import VisionTransformer
@@ -56,14 +57,11 @@ class FusedDecode(FlowModel):
 
     def decode_actions(self, h: Tensor, *modulation: Any) -> Tensor:
         linear, norm = self.action_out_proj, self.expert.norm
-        rows, options = one(h), {"eps": norm.eps, "bias": linear.bias}
         if modulation:
             (m,) = modulation
-            if m.bias is None:
-                rows = self.ops.ada_rms(rows, m.scale, m.shift, norm.eps)
-                options["eps"] = None
-            else:
-                options |= {"scale": m.scale, "bias": m.bias}
+            rows, options = modulated(self.ops, stream_of(h), norm.eps, m, linear)
+        else:
+            rows, options = normed(stream_of(h), norm.eps, linear)
         return self.ops.norm_linear(rows, linear.weight, **options).float()[None]
 
 
@@ -98,6 +96,7 @@ class TabulatedModulation(FusedDecode):
             rows = len(reader.weight) if self.scaled else 0
             norms.append(Modulated(scale, shift, gate, one(moment)[at : at + rows] if rows else None))
             at += rows
+        norms = [m._replace(following=next_.scale) for m, next_ in pairwise(norms)] + norms[-1:]
         *layers, final = norms
         return list(zip(layers[::2], layers[1::2], strict=True)), (final,)
 

@@ -1,4 +1,4 @@
-"""The operations of :mod:`.ops` as Triton kernels on a GPU, and as cuBLAS or SDPA where those measured faster.
+"""The operations of :mod:`.ops` as Triton kernels on a GPU, and as products of cuBLAS where those measured faster.
 
 Results are allocated here: inside a graph's capture that is memory of the graph's own pool, whose addresses
 stay. Programs that split their work meet in one workspace, because launches of one stream do not overlap; with
@@ -13,21 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinew.engine.cuda.ops import Ops, Plain
+from sinew.engine.cuda.library import Library
+from sinew.engine.cuda.ops import Ops, Plain, Stream
+from sinew.engine.cuda.rows import RowKernels
 from sinew.engine.kernels import (
     Workspace,
-    ada_rms,
     choices,
     gated_mlp,
     norm_linear,
     packed_attention,
     preprocess,
     qkv_rope,
+    row_norm,
     splitk_linear,
 )
 from sinew.engine.kernels.launch import Launch, Tile
+from sinew.engine.kernels.norm_linear import problem
 from sinew.engine.kernels.resize_tables import Resize
 from sinew.engine.kernels.shapes import BLOCKS, PARTS
+from sinew.engine.kernels.tuning import tile_for
 from sinew.layers.decoder import KeyValue
 
 Prepare = Callable[[Tile | None], Launch]
@@ -35,10 +39,13 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 class Kernels(Ops):
-    """``pdl``: dependent launch, of every kernel or of none."""
+    """``pdl``: dependent launch, of every kernel or of none. ``prefetch``: what streams a weight asks for it while it
+    waits for the kernel before; needs ``pdl``."""
 
-    def __init__(self, device: torch.device, pdl: bool = False):
-        self.pdl, self.plain = pdl, Plain()
+    def __init__(self, device: torch.device, pdl: bool = False, prefetch: bool = False):
+        self.pdl, self.rows = pdl, RowKernels(pdl, prefetch)
+        self.streaming: dict[str, Any] = {"pdl": pdl, "prefetch": prefetch}
+        self.others: dict[str, Ops] = {"library": Library(self.rows), "torch": Plain()}
         # Twice what the published shapes need in float32, whose tiles are small: 64 MiB.
         self.workspace = Workspace(2 * PARTS, 2 * BLOCKS, device)
 
@@ -46,10 +53,10 @@ class Kernels(Ops):
         out = weight.new_empty(len(x), len(weight))
         return self.launch(
             "norm_linear",
-            (len(x), *weight.shape),
+            problem(len(x), *weight.shape, squares=norm.get("squares")),
             weight,
-            lambda tile: norm_linear.prepare(x, weight, out, **norm, tile=tile, pdl=self.pdl),
-            lambda: self.plain.norm_linear(x, weight, **norm),
+            lambda tile: norm_linear.prepare(x, weight, out, **norm, tile=tile, **self.streaming),
+            lambda ops: ops.norm_linear(x, weight, **norm),
             out,
         )
 
@@ -58,10 +65,10 @@ class Kernels(Ops):
         options = {"activation": activation, **norm}
         return self.launch(
             "gated_mlp",
-            (*out.shape, weight.shape[1]),
+            problem(*out.shape, weight.shape[1], squares=norm.get("squares")),
             weight,
-            lambda tile: gated_mlp.prepare(x, weight, out, **options, tile=tile, pdl=self.pdl),
-            lambda: self.plain.gated_mlp(x, weight, **options),
+            lambda tile: gated_mlp.prepare(x, weight, out, **options, tile=tile, **self.streaming),
+            lambda ops: ops.gated_mlp(x, weight, **options),
             out,
         )
 
@@ -69,14 +76,14 @@ class Kernels(Ops):
         self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], **norm: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         D = 2 * cos.shape[-1]
-        outs = tuple(x.new_empty(len(x), count, D) for count in (heads[0], heads[1], heads[1]))
+        q, k, v = (x.new_empty(len(x), count, D) for count in (heads[0], heads[1], heads[1]))
         return self.launch(
             "qkv_rope",
-            (len(x), *weight.shape, D),
+            problem(len(x), *weight.shape, D, squares=norm.get("squares")),
             weight,
-            lambda tile: qkv_rope.prepare(x, weight, cos, sin, *outs, **norm, tile=tile, pdl=self.pdl),
-            lambda: self.plain.qkv_rope(x, weight, cos, sin, heads, **norm),
-            outs,
+            lambda tile: qkv_rope.prepare(x, weight, cos, sin, q, k, v, **norm, tile=tile, **self.streaming),
+            lambda ops: ops.qkv_rope(x, weight, cos, sin, heads, **norm),
+            (q, k, v),
         )
 
     def splitk_linear(
@@ -89,17 +96,34 @@ class Kernels(Ops):
         residual: Tensor | None = None,
     ) -> Tensor:
         out = x.new_empty(len(x), len(weight))
-        rest = {"bias": bias, "gate": gate, "residual": residual}
+        rest: dict[str, Any] = {"bias": bias, "gate": gate, "residual": residual}
         return self.launch(
             "splitk_linear",
             (len(x), *weight.shape),
             weight,
             lambda tile: splitk_linear.prepare(
-                x, weight, out, self.workspace, **rest, tile=tile, pdl=self.pdl
+                x, weight, out, self.workspace, **rest, tile=tile, **self.streaming
             ),
-            lambda: self.plain.splitk_linear(x, weight, **rest),
+            lambda ops: ops.splitk_linear(x, weight, **rest),
             out,
         )
+
+    def stream_linear(self, x: Tensor, weight: Tensor, *, scale: Tensor | None = None, **rest: Any) -> Stream:
+        out = x.new_empty(len(x), len(weight))
+        scaled = None if scale is None else torch.empty_like(out)
+        dims = (len(x), *weight.shape)
+        squares: list[Tensor] = []
+
+        def prepare(tile: Tile | None) -> Launch:
+            tile = tile or tile_for("splitk_linear", dims, weight.dtype, x.device)
+            columns = splitk_linear.blocks(len(weight), tile)
+            squares[:] = [torch.empty(len(x), columns, dtype=torch.float32, device=x.device)]
+            extra: dict[str, Any] = {"squares": squares[0], "scale": scale, "scaled": scaled, **rest}
+            return splitk_linear.prepare(x, weight, out, self.workspace, **extra, tile=tile, **self.streaming)
+
+        other = lambda ops: ops.splitk_linear(x, weight, **rest)  # noqa: E731
+        rows = self.launch("splitk_linear", dims, weight, prepare, other, out)
+        return Stream(rows, squares[0], scaled) if rows is out else Stream(rows)
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -111,18 +135,19 @@ class Kernels(Ops):
             lambda tile: packed_attention.prepare(
                 q, kv, mask, out, self.workspace, own=own, tile=tile, pdl=self.pdl
             ),
-            lambda: self.plain.packed_attention(q, kv, mask, own),
+            lambda ops: ops.packed_attention(q, kv, mask, own),
             out,
         )
 
     def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
+        affine: dict[str, Any] = {"weight": scale, "offset": 1.0, "shift": shift}
         return self.launch(
-            "ada_rms",
+            "row_norm",
             tuple(x.shape),
             x,
-            lambda tile: ada_rms.prepare(x, scale, shift, out, eps=eps, tile=tile, pdl=self.pdl),
-            lambda: self.plain.ada_rms(x, scale, shift, eps),
+            lambda tile: row_norm.prepare(x, out, eps=eps, **affine, tile=tile, pdl=self.pdl),
+            lambda ops: ops.ada_rms(x, scale, shift, eps),
             out,
         )
 
@@ -135,15 +160,15 @@ class Kernels(Ops):
         dims: tuple[int, ...],
         like: Tensor,
         prepare: Prepare,
-        plain: Callable[[], Any],
+        other: Callable[[Ops], Any],
         out: Any,
     ) -> Any:
-        """Run ``prepare``'s launch into ``out``, or ``plain`` where that was measured to be faster.
+        """Run ``prepare``'s launch into ``out``, or one of ``others`` where that was measured to be faster.
 
         dims, and the dtype and device of ``like``: what tiles and choices are kept under.
         """
         way, _ = choices.choose(kernel, dims, like.dtype, like.device, "triton")
-        if way == "torch":
-            return plain()
+        if way in self.others:
+            return other(self.others[way])
         prepare(None)()
         return out

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.ops import Ops
+from sinew.engine.cuda.ops import Ops, Stream
 from sinew.engine.plan.packing import PackedMLP
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, KeyValue
@@ -21,12 +21,13 @@ from sinew.layers.rope import Rotation
 
 class Modulated(NamedTuple):
     """What the solver's time gives to one norm. bias: shift times the weights that read the norm, plus their own
-    bias; None where the norm has a pass of its own."""
+    bias; None where the norm has a pass of its own. following: ``scale`` of the norm behind this one."""
 
     scale: Tensor  # [C]
     shift: Tensor
     gate: Tensor
     bias: Tensor | None  # [N]
+    following: Tensor | None = None  # [C]
 
 
 class FusedAttention(DecoderAttention):
@@ -43,16 +44,17 @@ class FusedLayer(DecoderLayer):
     ops: Ops
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        return project(self.ops, self.attn, one(x), rotate, eps=self.input_norm.eps)
+        return project(self.ops, self.attn, stream_of(x), rotate, self.input_norm.eps)
 
     def query(self, x: Tensor, rotate: Rotation) -> Tensor:
         linear: Any = self.attn.q_proj
         heads = len(linear.weight) // self.attn.head_dim, 0
-        return qkv(self.ops, linear, one(x), rotate, heads, eps=self.input_norm.eps)[0]
+        return qkv(self.ops, linear, *normed(stream_of(x), self.input_norm.eps, linear), rotate, heads)[0]
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         stream = output(self.ops, self.attn.o_proj, one(attended), one(x))
-        return mlp(self.ops, self.mlp, stream, stream, eps=self.post_norm.eps)[None]
+        eps = self.post_norm.eps
+        return carried(mlp(self.ops, self.mlp, *normed(stream, eps, self.mlp.gate_up_proj), stream.rows))
 
 
 class FusedKeyValueLayer(KeyValueLayer):
@@ -61,9 +63,10 @@ class FusedKeyValueLayer(KeyValueLayer):
     ops: Ops
 
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
-        attn: Any = self.attn
-        heads = 0, len(attn.kv_proj.weight) // (2 * attn.head_dim)
-        _, k, v = qkv(self.ops, attn.kv_proj, one(x), rotate, heads, eps=self.input_norm.eps)
+        linear: Any = self.attn.kv_proj
+        heads = 0, len(linear.weight) // (2 * self.attn.head_dim)
+        rows, norm = normed(stream_of(x), self.input_norm.eps, linear)
+        _, k, v = qkv(self.ops, linear, rows, norm, rotate, heads)
         return x, (k, v)
 
 
@@ -74,50 +77,91 @@ class FusedAdaptiveLayer(AdaptiveDecoderLayer):
 
     def project(self, x: Tensor, rotate: Rotation, before: Any, after: Any):
         attn: Any = self.attn
-        rows, norm = modulated(self.ops, one(x), self.input_norm.eps, before, attn.qkv_proj.bias)
-        return project(self.ops, attn, rows, rotate, **norm)
+        rows, norm = modulated(self.ops, stream_of(x), self.input_norm.eps, before, attn.qkv_proj)
+        return qkv(self.ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
 
     def finish(self, x: Tensor, attended: Tensor, before: Any, after: Any) -> Tensor:
-        stream = output(self.ops, self.attn.o_proj, one(attended), one(x), before.gate)
-        gate_up: Any = self.mlp.gate_up_proj
-        rows, norm = modulated(self.ops, stream, self.post_norm.eps, after, gate_up.bias)
-        return mlp(self.ops, self.mlp, rows, stream, after.gate, **norm)[None]
+        # Where norms have passes of their own, nothing is asked of what comes before them.
+        scale, following = (None, None) if after.bias is None else (after.scale, after.following)
+        stream = output(self.ops, self.attn.o_proj, one(attended), one(x), before.gate, scale)
+        rows, norm = modulated(self.ops, stream, self.post_norm.eps, after, self.mlp.gate_up_proj)
+        return carried(mlp(self.ops, self.mlp, rows, norm, stream.rows, after.gate, following))
 
 
-def modulated(
-    ops: Ops, x: Tensor, eps: float, m: Modulated, bias: Tensor | None
-) -> tuple[Tensor, dict[str, Any]]:
-    """The rows and the ``norm`` that a product has to be given to read x through a modulated norm."""
-    if m.bias is not None:
-        return x, {"eps": eps, "scale": m.scale, "bias": m.bias}
-    return ops.ada_rms(x, m.scale, m.shift, eps), {"bias": bias}
+# ----------------------------------------------------------------------------- streams
 
 
-def project(ops: Ops, attn: Any, x: Tensor, rotate: Rotation, **norm: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return qkv(ops, attn.qkv_proj, x, rotate, (attn.num_heads, attn.num_kv_heads), **norm)
+def carried(stream: Stream) -> Tensor:
+    """The stream as models hand it from layer to layer, [1, M, C], with what is known of it on the tensor itself: a
+    layer that gets this very tensor uses it, and whoever makes another of it loses nothing but that."""
+    x = stream.rows[None]
+    x.stream = stream  # type: ignore[attr-defined]
+    return x
+
+
+def stream_of(x: Tensor) -> Stream:
+    return getattr(x, "stream", None) or Stream(one(x))
+
+
+Norm = dict[str, Any]
+
+
+def normed(stream: Stream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
+    """The rows, and the ``norm``, with which a product reads a stream through a unit norm."""
+    return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
+
+
+def modulated(ops: Ops, stream: Stream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
+    """The same through a norm that the solver's time modulates."""
+    if m.bias is None:
+        return ops.ada_rms(stream.rows, m.scale, m.shift, eps), {"bias": reader.bias}
+    if stream.scaled is None:
+        return stream.rows, {"eps": eps, "bias": m.bias, "scale": m.scale}
+    return stream.scaled, {"eps": eps, "bias": m.bias, "squares": stream.squares}
+
+
+# ----------------------------------------------------------------------------- pieces
+
+
+def project(
+    ops: Ops, attn: Any, stream: Stream, rotate: Rotation, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, norm = normed(stream, eps, attn.qkv_proj)
+    return qkv(ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
 
 
 def qkv(
-    ops: Ops, linear: Any, x: Tensor, rotate: Rotation, heads: tuple[int, int], **norm: Any
+    ops: Ops, linear: Any, x: Tensor, norm: Norm, rotate: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = {"bias": linear.bias} | norm
     cos, sin = tables(rotate)
-    q, k, v = ops.qkv_rope(x.to(linear.weight.dtype), linear.weight, cos, sin, heads, **options)
+    q, k, v = ops.qkv_rope(x.to(linear.weight.dtype), linear.weight, cos, sin, heads, **norm)
     return q[None], k[None], v[None]
 
 
-def output(ops: Ops, linear: Any, x: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+def output(
+    ops: Ops,
+    linear: Any,
+    x: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Stream:
     x = x.to(linear.weight.dtype)
-    return ops.splitk_linear(x, linear.weight, bias=linear.bias, gate=gate, residual=residual)
+    return ops.stream_linear(x, linear.weight, bias=linear.bias, gate=gate, residual=residual, scale=scale)
 
 
 def mlp(
-    ops: Ops, module: Any, x: Tensor, residual: Tensor, gate: Tensor | None = None, **norm: Any
-) -> Tensor:
-    linear = module.gate_up_proj
-    options = {"bias": linear.bias} | norm
-    hidden = ops.gated_mlp(x.to(linear.weight.dtype), linear.weight, activation(module), **options)
-    return output(ops, module.down_proj, hidden, residual, gate)
+    ops: Ops,
+    module: Any,
+    x: Tensor,
+    norm: Norm,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Stream:
+    weight = module.gate_up_proj.weight
+    hidden = ops.gated_mlp(x.to(weight.dtype), weight, activation(module), **norm)
+    return output(ops, module.down_proj, hidden, residual, gate, scale)
 
 
 def activation(module: PackedMLP) -> Any:

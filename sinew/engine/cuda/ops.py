@@ -8,19 +8,20 @@ kernels, is :mod:`.launches`. All of them take one observation: rows without a b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sinew.engine.cuda.rows import RowTwins
 from sinew.engine.kernels import (
-    ada_rms,
     gated_mlp,
     norm_linear,
     packed_attention,
     preprocess,
     qkv_rope,
+    row_norm,
     splitk_linear,
 )
 from sinew.engine.kernels.lang import MASKED
@@ -30,8 +31,22 @@ from sinew.layers.norm import rms_normalize
 from sinew.layers.rope import Rotation
 
 
+class Stream(NamedTuple):
+    """What one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum to those of rows^2;
+    scaled: rows * (1 + scale) of the norm that comes next. None: nobody has computed it."""
+
+    rows: Tensor
+    squares: Tensor | None = None
+    scaled: Tensor | None = None
+
+
 class Ops(ABC):
-    """``norm``: any of eps (None: no norm), scale [K] and bias [N], as ``norm_linear.product`` reads them."""
+    """``norm``: any of eps (None: no norm), scale [K], bias [N] and squares, as ``norm_linear.product`` reads them.
+
+    rows: what stands between products that are not part of a kernel; None: torch's own operations.
+    """
+
+    rows: Any = None  # a Rows
 
     @abstractmethod
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
@@ -59,6 +74,10 @@ class Ops(ABC):
     ) -> Tensor:
         """residual + gate * (x W^T + bias): [M, N]."""
 
+    def stream_linear(self, x: Tensor, weight: Tensor, *, scale: Tensor | None = None, **rest: Any) -> Stream:
+        """:meth:`splitk_linear` with what the next norm asks of its result. scale: [N], of a norm that is modulated."""
+        return Stream(self.splitk_linear(x, weight, **rest))
+
     @abstractmethod
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         """q: [M, H, D] over kv [P, Hkv, D] and own [S, Hkv, D]; mask: bool [M, P + S] -> [M, H, D]."""
@@ -74,6 +93,8 @@ class Ops(ABC):
 
 class Twins(Ops):
     """The kernels' definitions, on any device."""
+
+    rows: Any = RowTwins()
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
         return norm_linear.twin(x, weight, **norm)
@@ -97,11 +118,15 @@ class Twins(Ops):
     ) -> Tensor:
         return splitk_linear.twin(x, weight, bias=bias, gate=gate, residual=residual)
 
+    def stream_linear(self, x: Tensor, weight: Tensor, *, scale: Tensor | None = None, **rest: Any) -> Stream:
+        rows = self.splitk_linear(x, weight, **rest)
+        return Stream(rows, *splitk_linear.statistics_twin(rows, scale))
+
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         return packed_attention.twin(q, kv, mask, own=own)
 
     def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        return ada_rms.twin(x, scale, shift, eps=eps)[1]
+        return row_norm.twin(x, eps=eps, weight=scale, offset=1.0, shift=shift)[1]
 
     def preprocess(self, frames: Tensor, resize: Resize, patch: int, out: Tensor) -> None:
         out[..., : 3 * patch * patch] = preprocess.twin(frames, resize, dtype=out.dtype, patch=patch)
@@ -109,6 +134,10 @@ class Twins(Ops):
 
 class Plain(Twins):
     """Torch's own operations; the resize of frames has none and stays the twin."""
+
+    rows: Any = None  # a Rows
+
+    stream_linear = Ops.stream_linear  # a product of a library knows nothing of the norm behind it
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
         return _linear(x, weight, **norm)
@@ -158,6 +187,13 @@ class Plain(Twins):
         return (rms_normalize(x, eps) * (1.0 + scale.float()) + shift.float()).to(x.dtype)
 
 
+def divided(x: Tensor, squares: Tensor, eps: float | None) -> Tensor:
+    """x over the root of the mean of ``squares``, in x's dtype."""
+    assert eps is not None, "squares: expected only with a norm"
+    mean = squares.sum(-1, keepdim=True) / x.shape[-1]
+    return (x.float() * torch.rsqrt(mean + eps)).to(x.dtype)
+
+
 def _masked(dtype: torch.dtype) -> float:
     """Far below every score, and still far from the smallest number of ``dtype``."""
     return max(MASKED, torch.finfo(dtype).min / 4)
@@ -169,8 +205,11 @@ def _linear(
     eps: float | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
-    if eps is not None or scale is not None:
+    if squares is not None:
+        x = divided(x, squares, eps)
+    elif eps is not None or scale is not None:
         wide = x.float() if eps is None else rms_normalize(x, eps)
         x = (wide if scale is None else wide * (1.0 + scale.float())).to(x.dtype)
     return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinew.engine.kernels import (
-    ada_rms,
+    activate,
     fp8_product,
     fp8_quantize,
     gated_mlp,
@@ -20,6 +20,8 @@ from sinew.engine.kernels import (
     packed_attention,
     preprocess,
     qkv_rope,
+    rope,
+    row_norm,
     splitk_linear,
 )
 from sinew.engine.kernels.launch import Launch, Tile
@@ -60,7 +62,10 @@ KERNELS: dict[str, Kernel] = {
         packed_attention.twin,
         packed_attention.prepare,
     ),
-    "ada_rms": Kernel(ada_rms.ada_rms_kernel, ada_rms.ada_rms, ada_rms.twin, ada_rms.prepare, False),
+    # Capability 80 holds for these two unless they write e4m3, which their ``prepare`` checks.
+    "row_norm": Kernel(row_norm.row_norm_kernel, row_norm.row_norm, row_norm.twin, row_norm.prepare, False),
+    "activate": Kernel(activate.activate_kernel, activate.activate, activate.twin, activate.prepare, False),
+    "rope": Kernel(rope.rope_kernel, rope.rope, rope.twin, rope.prepare, False),
     "preprocess": Kernel(
         preprocess.preprocess_kernel, preprocess.preprocess, preprocess.twin, preprocess.prepare, False
     ),

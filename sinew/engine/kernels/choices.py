@@ -8,7 +8,6 @@ is taken and the reason says so.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -20,6 +19,9 @@ import torch
 from sinew.engine.kernels import tuning
 
 log = logging.getLogger(__name__)
+WHAT = "measured choices"
+UNMEASURED = "default: not measured on this device"
+NO_TILE = "no tile does: "
 
 
 def pick(
@@ -29,28 +31,49 @@ def pick(
     device: torch.device,
     ways: Mapping[str, Callable[[], Any]],
     measure: Callable[[Callable[[], Any]], float],
+    unusable: str = "",
 ) -> dict[str, Any]:
     """Time each of ``ways`` (milliseconds), keep the fastest on disk, return its entry.
 
-    A way that raises is out, and the entry says why; that none works is an error.
+    A way that raises is out, and the entry says why; that none works is an error. unusable: why the way that would be
+    the default is not among them, which the reason then begins with.
     """
+    return pick_named(key(kernel, dims, dtype), device, ways, measure, unusable=unusable)
+
+
+def pick_named(
+    name: str,
+    device: torch.device,
+    ways: Mapping[str, Callable[[], Any]],
+    measure: Callable[[Callable[[], Any]], float],
+    *,
+    margin: float = 0.0,
+    unusable: str = "",
+) -> dict[str, Any]:
+    """As :func:`pick`, under a key of the caller's own (:func:`key_of`). margin: part of its time by which the first
+    way has to be beaten."""
     times: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for name, way in ways.items():
+    for way, call in ways.items():
         try:
-            times[name] = measure(way)
+            times[way] = measure(call)
         except Exception as error:  # noqa: BLE001 - another library's; it is recorded and shown
-            failed[name] = f"{type(error).__name__}: {error}"[:300]
-            log.info("%s %s: %s does not run: %s", kernel, dims, name, failed[name])
+            failed[way] = f"{type(error).__name__}: {error}"[:300]
+            log.info("%s: %s does not run: %s", name, way, failed[way])
     if not times:
-        raise RuntimeError(f"{kernel} {dims}: nothing runs on {device}: {failed}")
-    best = min(times, key=lambda name: times[name])
-    others = [f"{name} {ms:.4f} ms" for name, ms in times.items() if name != best]
-    others += [f"{name} does not run" for name in failed]
+        raise RuntimeError(f"{name}: nothing runs on {device}: {failed}")
+    best = min(times, key=lambda way: times[way])
+    first = next(iter(times))
+    if times[best] > (1 - margin) * times[first]:
+        best = first
+    others = [f"{way} {ms:.4f} ms" for way, ms in times.items() if way != best]
+    others += [f"{way} does not run" for way in failed]
     reason = f"measured: {best} {times[best]:.4f} ms" + (f", {', '.join(others)}" if others else "")
+    if unusable:
+        reason = f"{NO_TILE}{unusable}; {reason}"[:1000]
     entry = {"way": best, "reason": reason, "ms": times, "failed": failed}
     path = cache_file(device)
-    tuning.write_json(path, _read(path) | {key(kernel, dims, dtype): entry})
+    tuning.write_json(path, tuning.read_json(path, WHAT, _is_entry) | {name: entry})
     choose.cache_clear()
     return entry
 
@@ -60,37 +83,39 @@ def choose(
     kernel: str, dims: tuple[int, ...], dtype: torch.dtype, device: torch.device, default: str
 ) -> tuple[str, str]:
     """(way, why it was chosen)."""
+    return choose_named(key(kernel, dims, dtype), device, default)
+
+
+def choose_named(name: str, device: torch.device, default: str) -> tuple[str, str]:
+    """As :func:`choose`, of :func:`pick_named`'s; the file is read each time."""
     if device.type != "cuda":
         return default, "default: no GPU"
-    entry = _read(cache_file(device)).get(key(kernel, dims, dtype))
+    entry = tuning.read_json(cache_file(device), WHAT, _is_entry).get(name)
     if entry is None:
-        return default, "default: not measured on this device"
+        return default, UNMEASURED
     return entry["way"], entry["reason"]
 
 
 def key(kernel: str, dims: tuple[int, ...], dtype: torch.dtype) -> str:
-    version = hashlib.sha256(torch.__version__.encode()).hexdigest()[:8]  # of the library that competes
-    return f"{tuning.key(kernel, dims, dtype)}/{version}"
+    return f"{tuning.key(kernel, dims, dtype)}/{_library()}"
+
+
+def key_of(name: str, *facts: object) -> str:
+    """Of a choice that all kernels have a part in: it holds for these facts and the text of every kernel."""
+    from sinew.engine.kernels import KERNELS
+
+    text = "\n".join([*map(str, facts), *(tuning.digest(kernel) for kernel in sorted(KERNELS))])
+    return f"{name}/{hashlib.sha256(text.encode()).hexdigest()[:12]}/{_library()}"
+
+
+def _library() -> str:
+    """Of the library that competes."""
+    return hashlib.sha256(torch.__version__.encode()).hexdigest()[:8]
 
 
 def cache_file(device: torch.device) -> Path:
     tiles = tuning.cache_file(device)
     return tiles.parents[1] / "choices" / tiles.name
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The entries of a file, those that are none left out with a warning."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        entries = {name: entry for name, entry in found.items() if _is_entry(entry)}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError) as error:
-        log.warning("measured choices: %s is not readable (%s); the defaults are used", path, error)
-        return {}
-    if len(entries) < len(found):
-        log.warning("measured choices: %d entries of %s are malformed", len(found) - len(entries), path)
-    return entries
 
 
 def _is_entry(entry: Any) -> bool:

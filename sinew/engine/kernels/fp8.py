@@ -2,7 +2,7 @@
 
 Weights have one scale per output channel and are converted once. Activations have one scale from calibration
 (``fp8_calibration.py``), or one per row, found while they are converted. The product is the kernel of
-``fp8_product.py`` or ``torch._scaled_mm`` (cuBLASLt), whichever :func:`tune` measured to be faster on this device;
+``fp8_product.py`` or ``torch._scaled_mm`` (cuBLASLt), whichever ``sinew tune`` measured to be faster on this device;
 ``choices.py`` keeps that with its reason.
 
 The tensors of a device without FP8 arithmetic (compute capability below 8.9) are refused. On a CPU the twin
@@ -71,7 +71,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     if why := unfit(weight):
         raise ValueError(f"weight: {why}")
     _require(weight.device)
-    if not torch.isfinite(weight).all():
+    if not weight.is_meta and not torch.isfinite(weight).all():
         raise ValueError("weight: expected finite numbers, got some that are not")
     data, scale = fp8_quantize.twin(weight)
     dtype = weight.dtype if weight.dtype in (torch.float16, torch.float32) else torch.bfloat16
@@ -95,9 +95,28 @@ def fp8_linear(
         result = twin(x, weight, x_scale, bias)
         return result if out is None else out.copy_(result)
     _require(x.device)
-    dims = (len(x), *weight.data.shape)
-    way, _ = choices.choose("fp8_product", dims, E4M3, x.device, WAYS[0])
-    return WITH[way](x, weight, x_scale, bias, out)
+    data, scales = fp8_quantize.fp8_quantize(x, x_scale=x_scale)
+    return multiply(data, scales, weight, bias, out)
+
+
+def multiply(
+    data: Tensor,
+    scales: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    **launching: Any,
+) -> Tensor:
+    """data: e4m3 [M, K], scales: float32 [M], as the kernels leave them -> [M, N] in ``weight.dtype``, or ``out``.
+
+    Our kernel or cuBLASLt, as measured; on a CPU the twin. launching: pdl and prefetch, of our kernel.
+    """
+    if data.device.type == "cpu":
+        y = fp8_product.twin(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
+        return y if out is None else out.copy_(y)
+    dims = (len(data), *weight.data.shape)
+    way, _ = choices.choose("fp8_product", dims, E4M3, data.device, WAYS[0])
+    return WITH[way](data, scales, weight, bias, out, **launching)
 
 
 def twin(x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -107,33 +126,31 @@ def twin(x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tens
 
 
 def with_triton(
-    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
     weight: Fp8Weight,
-    x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    **launching: Any,
 ) -> Tensor:
-    data, scales = fp8_quantize.fp8_quantize(x, x_scale=x_scale)
-    return fp8_product.fp8_product(
-        data, scales, weight.data, weight.scale, bias=bias, out=out, dtype=weight.dtype
-    )
+    made: dict[str, Any] = {"bias": bias, "out": out, "dtype": weight.dtype, **launching}
+    return fp8_product.fp8_product(data, scales, weight.data, weight.scale, **made)
 
 
 def with_scaled_mm(
-    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
     weight: Fp8Weight,
-    x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    quantize: Callable[..., tuple[Tensor, Tensor]] = fp8_quantize.fp8_quantize,
+    **_: bool,
 ) -> Tensor:
     """torch's product with a scale per row and per column: bfloat16 alone, and N a multiple of 16.
 
-    It is a private function of torch, so its absence is an error that :func:`tune` records and not a crash.
+    It is a private function of torch, so its absence is an error that tuning records and not a crash.
     """
     if weight.dtype != torch.bfloat16:
         raise ValueError(f"weight: expected bfloat16 products, got {weight.dtype}")
-    data, scales = quantize(x, x_scale=x_scale)
     y = torch._scaled_mm(  # noqa: SLF001 - the only way to cuBLASLt's FP8 products
         data,
         weight.data.T,
@@ -147,35 +164,6 @@ def with_scaled_mm(
 
 
 WITH: dict[str, Callable[..., Tensor]] = {"triton": with_triton, "scaled_mm": with_scaled_mm}
-
-
-def tune(
-    x: Tensor,
-    weight: Fp8Weight,
-    x_scale: Tensor | None,
-    bias: Tensor | None,
-    measure: Callable[[Callable[[], Any]], float],
-) -> dict[str, Any]:
-    """Time the kernel's tiles and then both ways of a layer on x's device; keep and return the choice.
-
-    measure: a call on the current stream -> its milliseconds.
-    """
-    _check(x, weight, None)
-    _require(x.device)
-    dims = (len(x), *weight.data.shape)
-    data, scales = fp8_quantize.fp8_quantize(x, x_scale=x_scale)
-    out = torch.empty(dims[0], dims[1], dtype=weight.dtype, device=x.device)
-
-    def prepare(tile):
-        return fp8_product.prepare(data, scales, weight.data, weight.scale, out, bias=bias, tile=tile)
-
-    def convert(tile):
-        return fp8_quantize.prepare(x, data, scales, x_scale=x_scale, tile=tile)
-
-    tuning.tune("fp8_quantize", tuple(x.shape), x.dtype, x.device, convert, measure)
-    tuning.tune("fp8_product", dims, E4M3, x.device, prepare, measure)
-    ways = {name: lambda way=way: way(x, weight, x_scale, bias) for name, way in WITH.items()}
-    return choices.pick("fp8_product", dims, E4M3, x.device, ways, measure)
 
 
 class Fp8Linear(nn.Module):

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from sinew.engine.kernels.fp8_quantize import E4M3
-from sinew.engine.kernels.lang import check, dot, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.kernels.lang import (
+    ask_for,
+    check,
+    dot,
+    kernel,
+    let_next_start,
+    prefetched,
+    same_dtype,
+    tl,
+    wait_for_previous,
+)
 from sinew.engine.kernels.launch import Launch, Tile
 from sinew.engine.kernels.tuning import tile_for
 
@@ -38,6 +48,7 @@ def fp8_product_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)  # row blocks run fastest: they share a block of the weight
@@ -48,7 +59,12 @@ def fp8_product_kernel(
     x_tile = x + (rows[:, None] * K + depth[None, :])
     w_tile = weight + (cols[None, :] * K + depth[:, None])  # [BLOCK_K, BLOCK_N] of the transpose
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    wait_for_input(PDL)
+    let_next_start(PDL)
+    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if block % blocks_m == 0:  # row blocks share a block of the weight: one asks
+            first = (block // blocks_m) * BLOCK_N
+            ask_for(weight + first * K, tl.minimum(N - first, BLOCK_N), K, PREFETCH, UPCAST)
+    wait_for_previous(PDL)
     for k in range(0, K, BLOCK_K):
         k_ok = k + depth < K
         a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
@@ -72,6 +88,7 @@ def prepare(
     bias: Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
+    prefetch: bool = False,
 ) -> Launch:
     M, K = x.shape
     N = len(weight)
@@ -104,6 +121,7 @@ def prepare(
         "BLOCK_K": tile.k,
         "UPCAST": False,
         "PDL": pdl,
+        "PREFETCH": prefetched(prefetch, pdl, weight, tile.n, K),
     }
     grid = (-(-M // tile.m) * -(-N // tile.n),)
     return Launch(fp8_product_kernel, grid, arguments, tile, pdl)

@@ -3,7 +3,7 @@
 e4m3 has three bits of mantissa, no infinity and 448 as its largest number. What a larger one becomes, NaN or 448,
 depends on who converts it and on PyTorch's version, so values are clamped first. The scale is the tensor's, known
 from calibration, or each row's own: the whole row lies in registers anyway, so its largest value costs no pass of
-its own.
+its own. Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the conversion of this file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from sinew.engine.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
 from sinew.engine.kernels.launch import Launch, Tile
-from sinew.engine.kernels.tuning import tile_for
+from sinew.engine.kernels.tuning import capability, tile_for
 
 E4M3 = torch.float8_e4m3fn
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+NEEDS = 89  # compute capability * 10 of the conversion
 LARGEST = 448.0
 SMALLEST = 2.0**-40  # what a row of zeros is scaled by, so that nothing is divided by zero
 LONGEST_ROW = 1 << 15  # elements that one program holds in registers
@@ -30,6 +32,25 @@ def on_the_grid(x):
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent
     step = tl.maximum(power, 0.015625) * 0.125
     return ((x / step + 12582912.0) - 12582912.0) * step
+
+
+@kernel
+def scale_of(wide, x_scale):
+    """The scale of a row in float32, which is 0 where it is masked: the tensor's, or None: the row's own."""
+    if x_scale is None:
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), axis=0), 9.094947017729282e-13), 448.0)
+    else:
+        scale = tl.load(x_scale)
+    return scale
+
+
+@kernel
+def to_e4m3(wide, scale, UPCAST: tl.constexpr):
+    """wide / scale as e4m3: divided exactly, clamped, rounded to nearest."""
+    y = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -448.0), 448.0)
+    if UPCAST:
+        y = on_the_grid(y)
+    return y.to(tl.float8e4nv)
 
 
 @kernel
@@ -49,14 +70,8 @@ def fp8_quantize_kernel(
     ok = cols < K
     wait_for_input(PDL)
     wide = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
-    if x_scale is None:
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), axis=0), 9.094947017729282e-13), 448.0)
-    else:
-        scale = tl.load(x_scale)
-    y = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -448.0), 448.0)
-    if UPCAST:
-        y = on_the_grid(y)
-    tl.store(data + row * K + cols, y.to(data.dtype.element_ty), mask=ok)
+    scale = scale_of(wide, x_scale)
+    tl.store(data + row * K + cols, to_e4m3(wide, scale, UPCAST), mask=ok)
     tl.store(scales + row, scale)
 
 
@@ -72,14 +87,9 @@ def prepare(
     M, K = x.shape
     check("x", x, (M, K), rows_apart=True)
     check("data", data, (M, K))
-    check("scales", scales, (M,))
     same_dtype("data", data, E4M3)
-    same_dtype("scales", scales, torch.float32)
-    if K > LONGEST_ROW:
-        raise ValueError(f"x: expected rows of at most {LONGEST_ROW} elements, got {K}")
-    if x_scale is not None:
-        check("x_scale", x_scale.reshape(-1), (1,))
-        same_dtype("x_scale", x_scale, torch.float32)
+    check_row("x", K)
+    check_output("data", data, scales, x_scale)
     tile = tile or tile_for("fp8_quantize", (M, K), x.dtype, x.device)
     arguments = {
         "x": x,
@@ -93,6 +103,44 @@ def prepare(
         "PDL": pdl,
     }
     return Launch(fp8_quantize_kernel, (M,), arguments, tile, pdl)
+
+
+def check_row(what: str, elements: int) -> None:
+    if elements > LONGEST_ROW:
+        raise ValueError(f"{what}: expected rows of at most {LONGEST_ROW} elements, got {elements}")
+
+
+def check_output(what: str, out: Tensor, scales: Tensor | None, x_scale: Tensor | None) -> None:
+    """Raise ValueError unless ``out`` has a dtype that kernels write, and scales where that is e4m3."""
+    if out.dtype != E4M3:
+        if out.dtype not in FLOATING:
+            raise ValueError(f"{what}: expected dtype float32, bfloat16, float16 or {E4M3}, got {out.dtype}")
+        for name, tensor in (("scales", scales), ("x_scale", x_scale)):
+            if tensor is not None:
+                raise ValueError(f"{name}: expected only where {what} is {E4M3}, which is {out.dtype}")
+        return
+    if scales is None:
+        raise ValueError(f"scales: expected where {what} is {E4M3}, got none")
+    check("scales", scales, (len(out),))
+    same_dtype("scales", scales, torch.float32)
+    if x_scale is not None:
+        check("x_scale", x_scale.reshape(-1), (1,))
+        same_dtype("x_scale", x_scale, torch.float32)
+    if out.device.type == "cuda" and (found := capability(out.device)) < NEEDS:
+        raise ValueError(f"{what}: {E4M3} needs compute capability {NEEDS / 10}, got {found / 10}")
+
+
+def new_output(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Memory for (out, scales); no scales unless ``dtype`` is e4m3."""
+    scales = torch.empty(shape[0], dtype=torch.float32, device=device) if dtype == E4M3 else None
+    return torch.empty(shape, dtype=dtype, device=device), scales
+
+
+def converted(wide: Tensor, dtype: torch.dtype, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(out, scales) of float32 rows, for twins: rounded once, to ``dtype``, or to e4m3 as :func:`twin`."""
+    return twin(wide, x_scale=x_scale) if dtype == E4M3 else (wide.to(dtype), None)
 
 
 def fp8_quantize(

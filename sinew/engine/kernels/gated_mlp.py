@@ -11,9 +11,19 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.kernels.lang import check, dot, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.kernels.lang import (
+    ask_for,
+    check,
+    dot,
+    kernel,
+    let_next_start,
+    prefetched,
+    same_dtype,
+    tl,
+    wait_for_previous,
+)
 from sinew.engine.kernels.launch import Launch, Tile
-from sinew.engine.kernels.norm_linear import product
+from sinew.engine.kernels.norm_linear import given_squares, problem, product, statistics
 from sinew.engine.kernels.tuning import tile_for
 
 Activation = Literal["gelu_tanh", "silu"]
@@ -26,6 +36,7 @@ def gated_mlp_kernel(
     weight,  # [2 * N, K]: gate, then up
     bias,  # [2 * N] or None
     scale,  # [K] or None
+    given,  # float32 [M, GIVEN] or None, as in norm_linear
     out,  # [M, N]
     M,
     eps,
@@ -34,12 +45,15 @@ def gated_mlp_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GIVEN_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
@@ -52,14 +66,21 @@ def gated_mlp_kernel(
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    wait_for_input(PDL)
+    let_next_start(PDL)
+    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if block % blocks_m == 0:  # row blocks share blocks of the weight: one asks
+            first = (block // blocks_m) * BLOCK_N
+            count = tl.minimum(N - first, BLOCK_N)
+            ask_for(weight + first * K, count, K, PREFETCH, UPCAST)
+            ask_for(weight + (N + first) * K, count, K, PREFETCH, UPCAST)
+    wait_for_previous(PDL)
     for k in range(0, K, BLOCK_K):
         k_ok = k + depth < K
         w_ok = k_ok[:, None] & col_ok[None, :]
         a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         w_gate = tl.load(gate_tile + k, mask=w_ok, other=0.0)
         w_up = tl.load(gate_tile + N * K + k, mask=w_ok, other=0.0)
-        if NORM:
+        if NORM and given is None:
             wide = a.to(tl.float32)
             squares += tl.sum(wide * wide, axis=1)
         if scale is not None:
@@ -67,6 +88,8 @@ def gated_mlp_kernel(
             a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
         gate = dot(a, w_gate, gate, UPCAST)
         up = dot(a, w_up, up, UPCAST)
+    if given is not None:
+        squares = given_squares(given, rows, row_ok, GIVEN, GIVEN_BLOCK)
     if NORM:
         inverse = tl.rsqrt(squares / K + eps)[:, None]
         gate *= inverse
@@ -92,8 +115,10 @@ def prepare(
     eps: float | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
+    squares: Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
+    prefetch: bool = False,
 ) -> Launch:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -107,12 +132,13 @@ def prepare(
         check("bias", bias, (2 * N,))
     if scale is not None:
         check("scale", scale, (K,))
-    tile = tile or tile_for("gated_mlp", (M, N, K), weight.dtype, x.device)
+    tile = tile or tile_for("gated_mlp", problem(M, N, K, squares=squares), weight.dtype, x.device)
     arguments = {
         "x": x,
         "weight": weight,
         "bias": bias,
         "scale": scale,
+        **statistics(M, eps, scale, squares),
         "out": out,
         "M": M,
         "eps": 0.0 if eps is None else eps,
@@ -127,6 +153,7 @@ def prepare(
         "BLOCK_K": tile.k,
         "UPCAST": False,
         "PDL": pdl,
+        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, K),
     }
     grid = (-(-M // tile.m) * -(-N // tile.n),)
     return Launch(gated_mlp_kernel, grid, arguments, tile, pdl)
@@ -147,12 +174,13 @@ def twin(
     eps: float | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """activation(g) * u with [g, u] = :func:`.norm_linear.product`.
 
     Float32 until the product of the halves, which is rounded once (PyTorch's own layers round g, the
     activation, u and the product).
     """
-    gate, up = product(x, weight, eps, bias, scale).chunk(2, dim=-1)
+    gate, up = product(x, weight, eps, bias, scale, squares).chunk(2, dim=-1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (active * up).to(x.dtype)

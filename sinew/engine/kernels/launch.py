@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ TYPES = {
     torch.bool: "i1",
     torch.float8_e4m3fn: "fp8e4nv",
 }
+INTERPRETED = {"UPCAST": True, "PDL": False}  # the interpreter runs one kernel at a time
 ALIGNMENT = 16  # bytes of a pointer, and of an integer that counts elements, that allow wide copies
 
 
@@ -50,9 +54,13 @@ class Launch:
         a graph is captured."""
         if triton is None:
             raise MissingTriton
+        if (found := _found.get()) is not None:
+            made = self.specialised()
+            found.setdefault(made.key(), made)
+            return
         arguments = dict(self.arguments)
-        if "UPCAST" in arguments:
-            arguments["UPCAST"] = interpreted(self.kernel)
+        if interpreted(self.kernel):
+            arguments |= {name: on for name, on in INTERPRETED.items() if name in arguments}
         self.kernel[self.grid](**arguments, **self.options())
 
     def options(self) -> dict[str, Any]:
@@ -67,34 +75,70 @@ class Launch:
     def compile(self, capability: int) -> Any:
         """Compile for ``capability`` (80, 89, 90), with or without a GPU. The tensors may be on the meta device.
 
-        Specialises as a launch does: pointers and integers divisible by 16, integers equal to one.
         Returns Triton's compiled kernel, whose ``asm`` and ``metadata`` can be read.
         """
-        if triton is None:
-            raise MissingTriton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+        return self.specialised().compile(capability)
 
+    def specialised(self) -> Specialised:
+        """What of the arguments the machine code depends on, exactly as a launch looks at them: types, pointers and
+        integers that are divisible by 16, integers that are one."""
         constants = {p.name for p in self.kernel.params if p.is_constexpr}
         signature: dict[str, str] = {}
-        values: dict[Any, Any] = {}
-        attributes: dict[Any, Any] = {}
+        values: dict[tuple[int], Any] = {}
+        aligned: dict[tuple[int], bool] = {}
         for index, name in enumerate(self.kernel.arg_names):
             value = self.arguments[name]
             if name in constants or value is None or (_is_int(value) and value == 1):
                 signature[name], values[(index,)] = "constexpr", value
             elif isinstance(value, Tensor):
                 signature[name] = "*" + TYPES[value.dtype]
-                if value.storage_offset() * value.element_size() % ALIGNMENT == 0:
-                    attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+                aligned[(index,)] = value.storage_offset() * value.element_size() % ALIGNMENT == 0
             elif _is_int(value):
                 signature[name] = "i32"
-                if value % ALIGNMENT == 0:
-                    attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+                aligned[(index,)] = value % ALIGNMENT == 0
             else:
                 signature[name] = "fp32"
-        source = ASTSource(self.kernel, signature, constexprs=values, attrs=attributes)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options())
+        return Specialised(self.kernel, signature, values, aligned, self.options())
+
+
+@dataclass(frozen=True, slots=True)
+class Specialised:
+    """A launch without its tensors, to be compiled. Triton keeps the result on disk, where a launch finds it."""
+
+    kernel: Any
+    signature: dict[str, str]
+    values: dict[tuple[int], Any]  # of constants, by the position of the parameter
+    aligned: dict[tuple[int], bool]
+    options: dict[str, Any]
+
+    def key(self) -> str:
+        """Equal for what is compiled to the same."""
+        return repr((self.kernel.__name__, self.signature, self.values, self.aligned, self.options))
+
+    def compile(self, capability: int) -> Any:
+        if triton is None:
+            raise MissingTriton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        attributes = {at: [["tt.divisibility", ALIGNMENT]] if yes else [] for at, yes in self.aligned.items()}
+        source = ASTSource(self.kernel, self.signature, constexprs=self.values, attrs=attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+
+_found: ContextVar[dict[str, Specialised] | None] = ContextVar("found", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[dict[str, Specialised]]:
+    """Within the context, launches of this thread are taken down, each kind once, and not run: what they would have
+    written holds anything."""
+    found: dict[str, Specialised] = {}
+    token = _found.set(found)
+    try:
+        yield found
+    finally:
+        _found.reset(token)
 
 
 def _is_int(value: Any) -> bool:

@@ -10,9 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sinew.engine.kernels.lang import check, dot, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.kernels.lang import (
+    ask_for,
+    check,
+    dot,
+    kernel,
+    let_next_start,
+    prefetched,
+    same_dtype,
+    tl,
+    wait_for_previous,
+)
 from sinew.engine.kernels.launch import Launch, Tile
-from sinew.engine.kernels.norm_linear import product
+from sinew.engine.kernels.norm_linear import given_squares, problem, product, statistics
 from sinew.engine.kernels.tuning import tile_for
 
 
@@ -22,6 +32,7 @@ def qkv_rope_kernel(
     weight,  # [(H + 2 Hkv) * D, K]
     bias,  # [(H + 2 Hkv) * D] or None
     scale,  # [K] or None
+    given,  # float32 [M, GIVEN] or None, as in norm_linear
     cos,  # float32 [M, D / 2]
     sin,
     q,  # [M, H, D]
@@ -38,11 +49,14 @@ def qkv_rope_kernel(
     KV: tl.constexpr,
     D: tl.constexpr,
     NORM: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GIVEN_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # columns of each half of a head
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     HALF: tl.constexpr = D // 2
     PARTS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N  # programs per head
@@ -58,14 +72,21 @@ def qkv_rope_kernel(
     low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    wait_for_input(PDL)
+    let_next_start(PDL)
+    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if block % blocks_m == 0:  # row blocks share blocks of the weight: one asks
+            first = ((block // blocks_m) % PARTS) * BLOCK_N
+            count = tl.minimum(HALF - first, BLOCK_N)
+            ask_for(weight + (head * D + first) * K, count, K, PREFETCH, UPCAST)
+            ask_for(weight + (head * D + HALF + first) * K, count, K, PREFETCH, UPCAST)
+    wait_for_previous(PDL)
     for i in range(0, K, BLOCK_K):
         k_ok = i + depth < K
         w_ok = k_ok[:, None] & col_ok[None, :]
         a = tl.load(x_tile + i, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         w_low = tl.load(low_tile + i, mask=w_ok, other=0.0)
         w_high = tl.load(low_tile + HALF * K + i, mask=w_ok, other=0.0)
-        if NORM:
+        if NORM and given is None:
             wide = a.to(tl.float32)
             squares += tl.sum(wide * wide, axis=1)
         if scale is not None:
@@ -73,6 +94,8 @@ def qkv_rope_kernel(
             a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
         low = dot(a, w_low, low, UPCAST)
         high = dot(a, w_high, high, UPCAST)
+    if given is not None:
+        squares = given_squares(given, rows, row_ok, GIVEN, GIVEN_BLOCK)
     if NORM:
         inverse = tl.rsqrt(squares / K + eps)[:, None]
         low *= inverse
@@ -113,8 +136,10 @@ def prepare(
     eps: float | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
+    squares: Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
+    prefetch: bool = False,
 ) -> Launch:
     M, K = x.shape
     H, D = q.shape[-2:]
@@ -135,12 +160,14 @@ def prepare(
         check("bias", bias, (len(weight),))
     if scale is not None:
         check("scale", scale, (K,))
-    tile = tile or tile_for("qkv_rope", (M, len(weight), K, D), weight.dtype, x.device)
+    dims = problem(M, len(weight), K, D, squares=squares)
+    tile = tile or tile_for("qkv_rope", dims, weight.dtype, x.device)
     arguments = {
         "x": x,
         "weight": weight,
         "bias": bias,
         "scale": scale,
+        **statistics(M, eps, scale, squares),
         "cos": cos,
         "sin": sin,
         "q": q,
@@ -162,6 +189,7 @@ def prepare(
         "BLOCK_K": tile.k,
         "UPCAST": False,
         "PDL": pdl,
+        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, K),
     }
     grid = (-(-M // tile.m) * (H + 2 * KV) * -(-(D // 2) // tile.n),)
     return Launch(qkv_rope_kernel, grid, arguments, tile, pdl)
@@ -188,11 +216,12 @@ def twin(
     eps: float | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) of :func:`.norm_linear.product`, q and k rotated, each rounded once. heads: (H, Hkv)."""
     H, KV = heads
     D = 2 * cos.shape[-1]
-    packed = product(x, weight, eps, bias, scale).unflatten(-1, (H + 2 * KV, D))  # [M, H + 2 Hkv, D]
+    packed = product(x, weight, eps, bias, scale, squares).unflatten(-1, (H + 2 * KV, D))  # [M, H + 2 Hkv, D]
     turning, v = packed.split([H + KV, KV], dim=1)
     low, high = turning.chunk(2, dim=-1)
     c, s = cos[:, None], sin[:, None]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sinew.engine.kernels import KERNELS
+from sinew.engine.kernels.fp8_quantize import E4M3, NEEDS
 from sinew.engine.kernels.launch import Launch, Tile
 from sinew.engine.kernels.resize_tables import Resize
 from sinew.engine.kernels.workspace import Workspace
@@ -88,7 +89,13 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
     ]
     if adaptive:  # either the norm has a pass of its own, or its scale goes into the products above
         expert += [
-            Problem(model, "head norm", "ada_rms", 2 * head + STEPS, {"M": rows, "C": 1024}),
+            Problem(
+                model,
+                "head norm",
+                "row_norm",
+                2 * head + STEPS,
+                {"M": rows, "C": 1024, "branch": True, "gate": True, "affine": 1.0},
+            ),
             Problem(
                 model,
                 "head qkv, scaled",
@@ -104,6 +111,15 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
                 {"M": rows, "N": 4096, "K": 1024, "norm": True, "scale": True},
             ),
         ]
+    # All but the first layer get the squares of their input from the kernel that wrote it, 16 blocks of columns.
+    known = {"norm": True, "given": 16}
+    expert += [
+        Problem(model, "head qkv, given", "qkv_rope", head, {"M": rows, "K": 1024, **heads, **known}),
+        Problem(model, "head gate up, given", "gated_mlp", head, {"M": rows, "N": 4096, "K": 1024, **known}),
+        Problem(
+            model, "language gate up, given", "gated_mlp", 17, {"M": prefix, "N": 16384, "K": 2048, **known}
+        ),
+    ]
     eighths = _fp8(model, "vision", 27, views * 256, (1152, 3456), (1152, 1152), (1152, 4304), (4304, 1152))
     eighths += _fp8(model, "language", 17, prefix, (2048, 2560), (2048, 2048), (2048, 32768), (16384, 2048))
     eighths += _fp8(model, "head", head, rows, (1024, 2560), (2048, 1024), (1024, 8192), (4096, 1024))
@@ -114,8 +130,39 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
         *language,
         *expert,
         Problem(model, "head out", "norm_linear", STEPS, out),
+        *_rowwise(model, "vision", 27, views * 256, 1152, 4304),
+        *_rowwise(model, "language", 17, prefix, 2048, 16384, heads),
         *eighths,
     ]
+
+
+def _rowwise(
+    model: str,
+    stage: str,
+    layers: int,
+    rows: int,
+    width: int,
+    hidden: int,
+    heads: dict[str, int] | None = None,
+    activation: str = "gelu_tanh",
+) -> list[Problem]:
+    """Between products of a library: norms, activations and rotations, in bfloat16 and for products in FP8.
+
+    Norms of the language model are unit norms: their weights are in the products.
+    """
+    vision = heads is None
+    norm = {"M": rows, "C": width, "branch": True} | ({"kind": "layer", "affine": 0.0} if vision else {})
+    active = {"M": rows, "N": hidden, "gated": not vision, "activation": activation}
+    norms = 2 * layers + vision  # one behind the vision tower
+    found = [
+        Problem(model, f"{stage} norm", "row_norm", norms, norm),
+        Problem(model, f"{stage} norm, to fp8", "row_norm", 2 * layers, norm | {"eighths": True}),
+        Problem(model, f"{stage} activation", "activate", layers, active),
+        Problem(model, f"{stage} activation, to fp8", "activate", layers, active | {"eighths": True}),
+    ]
+    if heads is not None:
+        found.append(Problem(model, f"{stage} rotation", "rope", layers, {"M": rows, **heads}))
+    return found
 
 
 def _fp8(model: str, stage: str, runs: int, rows: int, *products: tuple[int, int]) -> list[Problem]:
@@ -158,6 +205,8 @@ def _smolvla(views: int, prompt: int, rows: int) -> list[Problem]:
             STEPS,
             {"M": rows, "N": 32, "K": 720, "wide": True, "norm": True},
         ),
+        *_rowwise(model, "vision", 12, views * 1024, 768, 3072),
+        *_rowwise(model, "language", 15, prefix, 960, 2560, heads, "silu"),
         *_fp8(model, "vision", 12, views * 1024, (768, 2304), (768, 768), (768, 3072), (3072, 768)),
         *_fp8(model, "language", 15, prefix, (960, 1600), (960, 960), (960, 5120), (2560, 960)),
     ]
@@ -180,6 +229,8 @@ def arguments(
     s = problem.sizes
     M, K, N = (s.get(name, 0) for name in "MKN")
     options: dict[str, Any] = {"eps": 1e-6} if s.get("norm") else {}
+    if s.get("given"):
+        options["squares"] = torch.rand(M, s["given"], device=device) * K / s["given"]
     if problem.kernel in ("norm_linear", "gated_mlp"):
         outputs = 2 * N if problem.kernel == "gated_mlp" else N
         weight_type = torch.float32 if s.get("wide") else dtype
@@ -213,9 +264,24 @@ def arguments(
         x, weight = (new(size, K).to(torch.float8_e4m3fn) for size in (M, N))
         scales = [torch.rand(size, device=device) for size in (M, N)]
         return [x, scales[0], weight, scales[1], new(M, N)], {}
-    if problem.kernel == "ada_rms":
-        vectors = {"gate": new(s["C"]), "branch": new(M, s["C"]), "total": new(M, s["C"]), "eps": 1e-6}
-        return [new(M, s["C"]), new(s["C"]), new(s["C"]), new(M, s["C"])], vectors
+    if problem.kernel in ("row_norm", "activate"):
+        size = s.get("C") or N
+        out = new(M, size)
+        if s.get("eighths"):
+            out, options = out.to(E4M3), {"scales": new(M, dtype=torch.float32)}
+        if problem.kernel == "activate":
+            options |= {"activation": s["activation"], "gated": s["gated"]}
+            return [new(M, 2 * N if s["gated"] else N), out], options
+        options |= {"eps": 1e-6, "kind": s.get("kind", "rms")}
+        if "affine" in s:
+            options |= {"weight": new(size), "offset": s["affine"], "shift": new(size)}
+        if s.get("branch"):
+            options |= {"branch": new(M, size), "total": new(M, size)}
+        return [new(M, size), out], options | ({"gate": new(size)} if s.get("gate") else {})
+    if problem.kernel == "rope":
+        H, KV, D = s["H"], s["KV"], s["D"]
+        tables = [new(M, D // 2, dtype=torch.float32) for _ in "cs"]
+        return [new(M, (H + 2 * KV) * D), *tables, *(new(M, count, D) for count in (H, KV, KV))], options
     V, h, w, side, patch = (s[name] for name in ("V", "h", "w", "side", "patch"))
     resize = Resize.of(h, w, recipe(problem), device)
     frames = torch.zeros(V, h, w, 3, dtype=torch.uint8, device=device)
@@ -236,10 +302,21 @@ def recipe(problem: Problem) -> ImageRecipe:
 
 
 def launch(
-    problem: Problem, device: str, dtype: torch.dtype = torch.bfloat16, tile: Tile | None = None
+    problem: Problem,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+    **dependent: bool,
 ) -> Launch:
+    """dependent: ``pdl``, and ``prefetch`` of the kernels that have it."""
     positional, options = arguments(problem, device, dtype)
+    options |= dependent
     return KERNELS[problem.kernel].prepare(*positional, **options, tile=tile)
+
+
+def capability_of(problem: Problem) -> int:
+    """The first compute capability, times ten, that has the instructions of its launch."""
+    return NEEDS if problem.sizes.get("eighths") else KERNELS[problem.kernel].capability
 
 
 def cost(problem: Problem) -> Cost:
@@ -270,8 +347,21 @@ def cost(problem: Problem) -> Cost:
         return Cost(0, 3 * M * s["C"] + 4 * M, 2, (2 + 2 * 2) * M * s["C"])
     if problem.kernel == "fp8_product":  # apart: the scales
         return Cost(2 * M * N * K, (M + N) * K + 4 * (M + N) + 2 * M * N, 1, 2 * 2 * M * N)
-    if problem.kernel == "ada_rms":  # apart: gate and residual, then norm, then modulation
-        return Cost(0, 2 * 4 * M * s["C"], 2, 2 * 2 * 2 * M * s["C"])
+    eighths = bool(s.get("eighths"))  # apart: the conversion
+    if problem.kernel == "row_norm":  # apart: gate and residual, whose result is read again; a modulation
+        branch, modulated = bool(s.get("branch")), s.get("affine") == 1.0
+        size, vectors = M * s["C"], s["C"] * (s.get("gate", 0) + 2 * ("affine" in s))
+        bytes_ = 2 * (size + 2 * size * branch + vectors) + (size + 4 * M if eighths else 2 * size)
+        return Cost(
+            0, bytes_, branch + modulated + eighths, 2 * size * (branch + 2 * modulated + 2 * eighths)
+        )
+    if problem.kernel == "activate":  # apart: the product of the halves
+        size, gated = M * N, bool(s["gated"])
+        bytes_ = 2 * size * (1 + gated) + (size + 4 * M if eighths else 2 * size)
+        return Cost(0, bytes_, gated + eighths, 2 * 2 * size * (gated + eighths))
+    if problem.kernel == "rope":  # apart: copy of k and v into the cache
+        bytes_ = 2 * 2 * M * (H + 2 * KV) * D + 4 * M * D
+        return Cost(0, bytes_, 2 if KV else 0, 2 * 2 * M * KV * D)
     V, h, w, side = (s[name] for name in ("V", "h", "w", "side"))
     pixels = 3 * side * side * V  # apart: resized bytes, normalised floats, patches
     return Cost(0, 3 * h * w * V + 2 * pixels, 3, 2 * (1 + 4 + 4) * pixels)

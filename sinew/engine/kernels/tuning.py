@@ -25,11 +25,16 @@ from sinew.engine.kernels.launch import Launch, Tile
 from sinew.engine.kernels.tiles import candidates
 
 log = logging.getLogger(__name__)
+WHAT = "tuned tiles"
 NO_GPU = 80  # whose defaults stand in where there is no GPU
 LIMITS = {"m": 256, "n": 1024, "k": 1024, "split": 64, "warps": 16, "stages": 8}
 Dims = tuple[int, ...]  # the first one counts rows, except of preprocess
 Prepare = Callable[[Tile], Launch]
 Measure = Callable[[Launch], float]  # milliseconds
+
+
+class NoTile(RuntimeError):  # noqa: N818 - reads as what it says
+    """Every tile of a problem failed, or computes something else; the text says which and why."""
 
 
 def tile_for(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> Tile:
@@ -43,7 +48,7 @@ def choose(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) ->
     default = candidates(kernel, dims[0], dtype, capability(device))[0]
     if device.type != "cuda":
         return default, "default: no GPU"
-    entry = _read(cache_file(device)).get(key(kernel, dims, dtype))
+    entry = read_json(cache_file(device), WHAT, _is_entry).get(key(kernel, dims, dtype))
     if entry is None:
         return default, "default: not tuned on this device"
     return Tile(**entry["tile"]), f"tuned: {entry['ms']:.4f} ms, default {entry['default_ms']:.4f} ms"
@@ -56,7 +61,7 @@ def tune(
 
     prepare: tile -> launch on tensors that the caller owns; measure: its milliseconds. A candidate for which either
     raises, because it does not fit the device or computes something else, is left out, and ``failed`` of the entry
-    says why; that none is left is an error, and so is a device that answers nothing any more.
+    says why. Raises :class:`NoTile` where none is left, and whatever a device says that answers nothing any more.
     """
     times: dict[Tile, float] = {}
     failed: list[str] = []
@@ -70,18 +75,26 @@ def tune(
             failed.append(f"{tile}: {type(error).__name__}: {error}"[:300])
             log.info("%s %s: left out: %s", kernel, dims, failed[-1])
     if not times:
-        raise RuntimeError(f"{kernel} {dims}: no tile does on {device}: {'; '.join(failed)}")
+        raise NoTile(f"{kernel} {dims}: no tile does on {device}: {'; '.join(failed)}")
     best = min(times, key=lambda tile: times[tile])
     default = times.get(candidates(kernel, dims[0], dtype, capability(device))[0], times[best])
     entry = {"tile": asdict(best), "ms": times[best], "default_ms": default, "failed": failed}
     path = cache_file(device)
-    write_json(path, _read(path) | {key(kernel, dims, dtype): entry})
+    write_json(path, read_json(path, WHAT, _is_entry) | {key(kernel, dims, dtype): entry})
     choose.cache_clear()
     return entry
 
 
+def tuned(device: torch.device) -> int:
+    """Problems whose tiles were tuned on this device, for the kernels as they are."""
+    from sinew.engine.kernels import KERNELS
+
+    names = [name.split("/") for name in read_json(cache_file(device), WHAT, _is_entry)]
+    return sum(kernel in KERNELS and rest[-1:] == [digest(kernel)] for kernel, *rest in names)
+
+
 def key(kernel: str, dims: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{kernel}/{'x'.join(map(str, dims))}/{str(dtype).removeprefix('torch.')}/{_digest(kernel)}"
+    return f"{kernel}/{'x'.join(map(str, dims))}/{str(dtype).removeprefix('torch.')}/{digest(kernel)}"
 
 
 def capability(device: torch.device) -> int:
@@ -98,7 +111,7 @@ def cache_file(device: torch.device) -> Path:
 
 
 @lru_cache
-def _digest(kernel: str) -> str:
+def digest(kernel: str) -> str:
     """Of what the tuned time depends on besides the problem: Triton's version and the kernel's text."""
     from sinew.engine.kernels import KERNELS
 
@@ -106,18 +119,18 @@ def _digest(kernel: str) -> str:
     return hashlib.sha256(f"{version}\n{source_of(KERNELS[kernel].kernel)}".encode()).hexdigest()[:12]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The entries of a file, those that are none left out with a warning."""
+def read_json(path: Path, what: str, is_entry: Callable[[Any], bool]) -> dict[str, Any]:
+    """The entries of a file, those that are none left out with a warning. what: they are, for people."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        entries = {name: entry for name, entry in found.items() if _is_entry(entry)}
+        entries = {name: entry for name, entry in found.items() if is_entry(entry)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
-        log.warning("tuned tiles: %s is not readable (%s); the defaults are used", path, error)
+        log.warning("%s: %s is not readable (%s); the defaults are used", what, path, error)
         return {}
     if len(entries) < len(found):
-        log.warning("tuned tiles: %d entries of %s are malformed", len(found) - len(entries), path)
+        log.warning("%s: %d entries of %s are malformed", what, len(found) - len(entries), path)
     return entries
 
 

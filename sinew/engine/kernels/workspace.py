@@ -10,7 +10,8 @@ class Workspace:
     """Partial sums and one counter of arrivals per output block, for the kernels that split their depth.
 
     Allocated once by whoever owns the stream. The counters are zero between launches: the last program of a
-    block resets its own. Launches that may run at the same time need a workspace each.
+    block resets its own. Launches that may run at the same time need a workspace each; those of one stream do not,
+    with dependent launch neither (:func:`.lang.wait_for_previous`).
     """
 
     def __init__(self, floats: int, blocks: int, device: torch.device | str):
