@@ -81,12 +81,13 @@ def norm_linear(
     affine=True,
     wide=False,
     given=0,
+    silu=False,
     tile=SMALL,
 ) -> None:
     s = Source(dtype, device)
     x, weight = s.rows(M, K), s.weight(N, K)
     weight = weight.float() if wide else weight
-    options = norm_of(s, M, K, N, norm, affine, given)
+    options = norm_of(s, M, K, N, norm, affine, given) | {"silu": silu}
     out = target(M, N, dtype=weight.dtype, device=device)
     module.norm_linear(x, weight, out=out, tile=tile, **options)
     close(module, "norm_linear", out, KERNELS["norm_linear"].twin(x, weight, **options))
@@ -144,7 +145,17 @@ def qkv_rope(
 
 
 def splitk_linear(
-    module: ModuleType, dtype, device, M=17, K=150, N=37, full=True, norm=False, scaled=False, tile=SPLIT
+    module: ModuleType,
+    dtype,
+    device,
+    M=17,
+    K=150,
+    N=37,
+    full=True,
+    norm=False,
+    scaled=False,
+    to=None,
+    tile=SPLIT,
 ) -> None:
     """norm: with the squares of what is written, scaled: and once more times a scale. Both are of the values that
     were stored."""
@@ -153,11 +164,12 @@ def splitk_linear(
     options = {"bias": s.random(N), "gate": s.random(N), "residual": s.rows(M, N)} if full else {}
     workspace = Workspace(1 << 16, 64, device)
     workspace.parts.fill_(float("nan"))
-    want, outs = KERNELS["splitk_linear"].twin(x, weight, **options), []
+    to = to or dtype
+    want, outs = KERNELS["splitk_linear"].twin(x, weight, **options, dtype=to), []
     scale = s.vector(N) if scaled else None
     for _ in range(2):  # a graph replays the launch: the counters have to be zero again
-        outs.append(target(M, N, dtype=dtype, device=device))
-        again = target(M, N, dtype=dtype, device=device) if scaled else None
+        outs.append(target(M, N, dtype=to, device=device))
+        again = target(M, N, dtype=to, device=device) if scaled else None
         squares = guarded_parts(M, module.blocks(N, tile), device) if norm else None
         extra = {"squares": squares, "scale": scale, "scaled": again}
         module.splitk_linear(x, weight, workspace=workspace, out=outs[-1], tile=tile, **options, **extra)
@@ -263,6 +275,7 @@ EDGES = {
         {"M": 33, "tile": Tile(16, 32, 64)},  # tiles larger than the problem
         {"given": 5},
         {"given": 1, "affine": False},
+        {"norm": False, "affine": False, "silu": True},
     ],
     "gated_mlp": [
         {"M": 1, "activation": "silu"},
@@ -277,6 +290,7 @@ EDGES = {
     ],
     "splitk_linear": [
         {"norm": True, "scaled": True},
+        {"norm": True, "scaled": True, "to": torch.bfloat16, "K": 32},  # the way in: a narrower stream
         {"norm": True, "M": 33, "N": 16, "full": False, "tile": Tile(16, 16, 16)},
         {"scaled": True, "tile": Tile(16, 32, 32, 1)},
         {"M": 1, "full": False},

@@ -192,8 +192,8 @@ def forget_the_prefix_mask(model) -> None:
 
 def lose_the_residual(model) -> None:
     ops = model.expert.layers[0].ops
-    right = ops.splitk_linear
-    ops.splitk_linear = lambda x, weight, **rest: right(x, weight, **rest | {"residual": None})
+    right = ops.stream_linear
+    ops.stream_linear = lambda x, weight, **rest: right(x, weight, **rest | {"residual": None})
 
 
 def shift_the_patches(model) -> None:

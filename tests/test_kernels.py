@@ -88,8 +88,9 @@ MUTANTS = [
         "tl.sum(wide * wide, axis=1))",
         {"norm": True},
     ),
-    ("norm_linear", "squares + rows[:, None] * COLUMNS", "squares + rows[:, None]", {"given": 3}),
-    ("norm_linear", "(at < COLUMNS)[None, :]", "(at < BLOCK)[None, :]", {"given": 3}),
+    ("norm_linear", "tl.exp(-acc)", "tl.exp(acc)", {"silu": True}),
+    ("norm_linear", "squares + rows[:, None] * columns", "squares + rows[:, None]", {"given": 3}),
+    ("norm_linear", "(at < columns)[None, :]", "(at < columns + 1)[None, :]", {"given": 3}),
     (
         "gated_mlp",
         "given_squares(given, rows, row_ok",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pytest
@@ -18,13 +19,14 @@ from benchmarks.gpu.models import Case, processing, random_model, samples
 from benchmarks.gpu.rungs import Engine, cuda_engine, plan_of
 from benchmarks.gpu.session import Session as GpuSession
 from sinew.engine.cuda import timing, trials, tuner
+from sinew.engine.cuda.ahead import Gathering, compile_all
 from sinew.engine.cuda.device import describe
 from sinew.engine.cuda.launches import Kernels
 from sinew.engine.cuda.trials import Problem, Trials
 from sinew.engine.kernels import choices, tuning
 from sinew.engine.kernels.tiles import candidates
 from tests.kernel_checks import needs_triton
-from tests.tune_cases import CPU, cache, even, gpu, tiny, two_tiles  # noqa: F401
+from tests.tune_cases import CPU, cache, even, gpu, one_tile, tiny, two_tiles  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")
 PROBLEM = Problem("norm_linear", (50, 64, 32), torch.bfloat16)
@@ -244,3 +246,67 @@ def test_answers_are_compared_part_by_part() -> None:
         trials.agree((a, (2 * a, None)), (a, (a, None)))
     with pytest.raises(ValueError, match="argument"):
         trials.agree((a, None), (a, a))
+
+
+@needs_triton
+def test_what_reads_a_stream_is_tuned_in_the_form_it_will_be_asked_in(
+    one_tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product of a library leaves no squares behind, so the next norm is not spared."""
+    real = choices.choose
+
+    def library_wins(kernel: str, *rest):
+        return ("library", "this test") if kernel == "splitk_linear" else real(kernel, *rest)
+
+    library_wins.cache_clear = real.cache_clear
+
+    def forms(choose) -> set[bool]:
+        """Whether squares were given to the gated products."""
+        monkeypatch.setattr(choices, "choose", choose)
+        engine, sample = tiny("pi0")
+        rows: list[dict] = []
+        session = Trials(CPU, even, lambda: 1, rows.append, again=True)
+        tuner.tune(engine, lambda: Engine(engine).run(sample, 1), session)
+        return {row["dims"][-1] == 0 for row in rows if row["kernel"] == "gated_mlp"}
+
+    assert forms(real) == {True}
+    assert forms(library_wins) == {False}
+
+
+# ----------------------------------------------------------------------------- ahead
+
+
+def test_gathering_goes_on_where_something_does_not_run() -> None:
+    def raises(*_):
+        raise RuntimeError("no such product")
+
+    asked = []
+    gathering = Gathering(CPU)
+    assert gathering.begin(PROBLEM, has_others=True)
+    gathering.time(PROBLEM, raises, lambda: None, {"a": raises, "b": asked.append})
+    assert asked == [0]
+    assert not gathering.begin(PROBLEM, has_others=True)
+
+
+@dataclass
+class Slow:
+    """In place of what is to be compiled."""
+
+    seconds: float
+    fails: bool = False
+
+    def compile(self, capability: int) -> None:
+        time.sleep(self.seconds)
+        if self.fails:
+            raise RuntimeError("spills")
+
+
+def test_compiling_ahead_ends_in_time() -> None:
+    told = []
+    few = {str(i): Slow(0.0, fails=i == 3) for i in range(9)}
+    assert compile_all(few, 90, 30.0, lambda *state: told.append(state)) == 8
+    assert told[-1] == (9, 9)
+    start = time.monotonic()
+    done = compile_all({str(i): Slow(0.2) for i in range(400)}, 90, 0.5)
+    assert 0 < done < 400
+    assert time.monotonic() - start < 5.0

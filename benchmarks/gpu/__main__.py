@@ -159,6 +159,7 @@ def facts(device: str) -> Record:
         "gpu": platform.processor() or "cpu",
         "torch": torch.__version__,
         "triton": None if triton is None else triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),  # which may compute scaled_dot_product_attention
         "python": platform.python_version(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.models import (
@@ -60,7 +61,7 @@ def grid(model: str, session: Session) -> None:
                     raise TimeoutError(f"{case.name}, {rung} and what follows did not run")
                 inputs = samples(case, base.config, 2, _camera(session))
                 wanted = _answers(reference, case, recipe, session, inputs)
-                session.emit(_measure(case, rung, made, inputs, wanted, recipe, (SHORT, 1.5), session))
+                session.emit(_measure(case, rung, made, inputs, wanted, recipe, (SHORT, 1.5), session)[0])
             del made
             _tidy(session)
 
@@ -95,7 +96,11 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
             return min(end - time.monotonic(), session.left)
 
         trials = Trials(device, on(device), left, session.emit)
-        tune(made.engine, lambda: made.run(inputs[0], 1), trials)
+        try:
+            tune(made.engine, lambda: made.run(inputs[0], 1), trials)
+        except Exception as error:  # noqa: BLE001 - the rung runs with what is known and the defaults
+            session.emit({"case": case.name, "note": f"tuning ended: {type(error).__name__}: {error}"[:600]})
+            still_there(session, "tuning")
         session.emit({"case": case.name, **trials.summary()})
 
     def engine(**options: Any) -> Engine:
@@ -115,6 +120,7 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
             ("fp8, prefetch", lambda: engine(pdl=True, prefetch=True, fp8=NARROW, scales=scales)),
         ]
     failures = []
+    chunks: dict[str, list[np.ndarray]] = {}
     for rung, make in rungs:
         if session.left <= 0:
             raise TimeoutError(f"{rung} and what follows did not run")
@@ -127,7 +133,13 @@ def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None
                     tuned(0.15, fp8=NARROW, scales=scales)
             made = make()
             most = CALLS.get(rung, (SHORT, 3.0))
-            session.emit(_measure(case, rung, made, inputs, wanted, recipe, most, session))
+            row, chunks[rung] = _measure(case, rung, made, inputs, wanted, recipe, most, session)
+            base_rung = rung.partition(",")[0]
+            if base_rung != rung and base_rung in chunks:
+                row["differs_from_plain"] = _largest(chunks[rung], chunks[base_rung])
+            session.emit(row)
+            if row.get("differs_from_plain"):  # the same kernels on the same numbers
+                raise ArithmeticError(f"differs from {base_rung} by {row['differs_from_plain']:.3g}")
             session.emit(_stages(case, rung, made, inputs, session))
         except Exception as error:  # noqa: BLE001 - the other rungs still count
             failures.append(f"{rung}: {type(error).__name__}: {error}"[:600])
@@ -184,13 +196,17 @@ def _measure(
     recipe: Any,
     most: tuple[int, float],
     session: Session,
-) -> Row:
-    """A row of the ladder. most: calls, and seconds of them."""
+) -> tuple[Row, list[np.ndarray]]:
+    """A row of the ladder, and the chunk of each input. most: calls, and seconds of them."""
     calls, seconds = (8, 1.0) if session.tiny else most
     latency, chunks = end_to_end(rung, inputs, recipe, calls, min(seconds, max(session.left, 1.0)))
     row: Row = {"case": case.name, "rung": name, "target_ms": case.target_ms, **latency}
     row |= {"shape": [case.model, case.views, case.chunk, case.prompt]}
-    return row if wanted is None else row | distance(chunks, wanted)
+    return (row if wanted is None else row | distance(chunks, wanted)), chunks
+
+
+def _largest(chunks: list[np.ndarray], plain: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(chunks, plain, strict=True))
 
 
 def _reference(base: FlowModel, session: Session) -> tuple[FlowModel | None, str]:

@@ -54,24 +54,33 @@ class Gathering:
                 kernel(tile, 0)
             except Exception as error:  # noqa: BLE001 - a tile that does not fit; timing it will say so
                 log.debug("%s, %s: %s", problem, tile, error)
-        for way in (others or {}).values():  # for the passes between a library's products
-            way(0)
+        for name, way in (others or {}).items():  # for the passes between a library's products
+            try:
+                way(0)
+            except Exception as error:  # noqa: BLE001 - the same
+                log.debug("%s, %s: %s", problem, name, error)
 
 
 def compile_all(
-    found: Mapping[str, Specialised], capability: int, each: Callable[[int, int], None] | None = None
+    found: Mapping[str, Specialised],
+    capability: int,
+    seconds: float | None = None,
+    each: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Compile for ``capability`` and keep on disk; returns how many did. each: is told how many are done, and of how
-    many. One that does not compile is left to the launch, which raises."""
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
-    good = 0
-    with ThreadPoolExecutor(threads, "compile") as pool:
+    """Compile for ``capability`` and keep on disk, for at most ``seconds``; returns how many did. each: is told how
+    many are done, and of how many. What is not compiled, or does not compile, is left to the launch."""
+    good, pool = 0, ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compile")
+    try:
         futures = [pool.submit(made.compile, capability) for made in found.values()]
-        for done, future in enumerate(as_completed(futures), 1):
+        for done, future in enumerate(as_completed(futures, seconds), 1):
             error = future.exception()
             good += error is None
             if error is not None:
                 log.debug("not compiled ahead: %s", error)
             if each is not None:
                 each(done, len(futures))
+    except TimeoutError:
+        log.debug("compiled %d of %d ahead in %s s", good, len(found), seconds)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)  # those that have begun: a second or two
     return good

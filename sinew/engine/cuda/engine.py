@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -163,8 +163,21 @@ class CudaEngine:
     def _program(self, key: Key) -> Program:
         return Program(key, self.plan, self.ops, self.processing, self.recorder, self.device, self.units)
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """On the engine's stream; what cuBLAS adds up in parts it adds in float32. Both are part of what is
+        recorded."""
+        if self.stream is None:
+            yield
+            return
+        flags = torch.backends.cuda.matmul
+        before = flags.allow_bf16_reduced_precision_reduction
+        flags.allow_bf16_reduced_precision_reduction = False
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            flags.allow_bf16_reduced_precision_reduction = before
 
     def _wait(self) -> None:
         if self.stream is not None:

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinew.engine.cuda.heads import FusedDecode, PatchTower, TabulatedModulation, folds_away, give_patches
+from sinew.engine.cuda.heads import (
+    FusedActionTime,
+    FusedDecode,
+    PatchTower,
+    TabulatedModulation,
+    folds_away,
+    give_patches,
+)
 from sinew.engine.cuda.layers import FusedAdaptiveLayer, FusedAttention, FusedKeyValueLayer, FusedLayer
 from sinew.engine.cuda.ops import Ops
 from sinew.engine.cuda.rowwise import (
@@ -30,6 +37,7 @@ from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import become, spans, twin
+from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer
 from sinew.layers.linear import Linear
 from sinew.layers.norm import AdaRMSNorm
@@ -153,7 +161,7 @@ def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcom
 
 
 def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
-    name = "fuse action_out_proj"
+    name = "fuse action projections"
     adaptive = isinstance(model.expert.norm, AdaRMSNorm)
     fused = all(isinstance(layer, WITH_VECTORS) for layer in model.expert.layers)
     if not fused or not (adaptive or folds_away(model.expert.norm)):
@@ -162,7 +170,9 @@ def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
     model.ops = ops
     if adaptive:
         model.scaled = scaled
-    return Outcome(name, "applied", f"final norm and projection over {type(ops).__name__}", ("expert.norm",))
+    elif isinstance(model, SplitActionTime):
+        become(model, FusedActionTime)
+    return Outcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))
 
 
 def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Outcome:

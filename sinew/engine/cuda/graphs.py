@@ -73,7 +73,7 @@ class Graphs(Recorder):
         # Other threads may allocate on the device or pin memory meanwhile: that is not this stream's business.
         mode = "thread_local"
         with (
-            _no_collection(),
+            no_collection(),
             torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode),
         ):
             result = program()
@@ -81,7 +81,7 @@ class Graphs(Recorder):
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Python's collector could free another engine's graphs or pinned memory on this thread, in mid-capture."""
     gc.collect()
     enabled = gc.isenabled()

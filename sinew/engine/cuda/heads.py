@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.layers import Modulated, modulated, normed, one, stream_of
+from sinew.engine.cuda.layers import Modulated, carried, modulated, normed, one, stream_of
 from sinew.engine.cuda.ops import Ops
 from sinew.engine.plan.norms import UnitRMSNorm
+from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.vit import VisionTransformer
 from sinew.models.base import FlowModel
 
@@ -65,11 +66,31 @@ class FusedDecode(FlowModel):
         return self.ops.norm_linear(rows, linear.weight, **options).float()[None]
 
 
+class FusedActionTime(SplitActionTime):
+    """The way in of pi0 and SmolVLA: two products of float32, with all that stands around them."""
+
+    ops: Ops
+    expert: Any
+
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+        last, first = self.action_time_mlp_out, self.action_part
+        mixed = self.ops.norm_linear(one(x), first.weight, bias=one(moment), silu=True)
+        dtype = self.expert.dtype
+        return carried(self.ops.stream_linear(mixed, last.weight, bias=last.bias, dtype=dtype))
+
+
 class TabulatedModulation(FusedDecode):
     """pi0.5's table of a step, laid out for the kernels: per norm scale, shift, gate and, where the norm goes into
     the products (``scaled``), the shift times the weights that read it."""
 
     scaled: bool
+    action_in_proj: Any
+
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+        linear, (first, *_), _ = self.action_in_proj, *self.modulations(moment)
+        scale = first[0].scale if self.scaled else None
+        options = {"bias": linear.bias, "scale": scale, "dtype": self.expert.dtype}
+        return carried(self.ops.stream_linear(one(x), linear.weight, **options))
 
     def moment(self, t: Tensor) -> Tensor:  # [1] -> float32 [1, values]
         packed = one(super().moment(t)).float()  # type: ignore[safe-super]  # [norms, 3C]

@@ -108,8 +108,16 @@ class Kernels(Ops):
             out,
         )
 
-    def stream_linear(self, x: Tensor, weight: Tensor, *, scale: Tensor | None = None, **rest: Any) -> Stream:
-        out = x.new_empty(len(x), len(weight))
+    def stream_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Stream:
+        out = torch.empty(len(x), len(weight), dtype=dtype or x.dtype, device=x.device)
         scaled = None if scale is None else torch.empty_like(out)
         dims = (len(x), *weight.shape)
         squares: list[Tensor] = []
@@ -123,7 +131,7 @@ class Kernels(Ops):
 
         other = lambda ops: ops.splitk_linear(x, weight, **rest)  # noqa: E731
         rows = self.launch("splitk_linear", dims, weight, prepare, other, out)
-        return Stream(rows, squares[0], scaled) if rows is out else Stream(rows)
+        return Stream(rows, squares[0], scaled) if rows is out else Stream(rows.to(out.dtype))
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -144,7 +152,7 @@ class Kernels(Ops):
         affine: dict[str, Any] = {"weight": scale, "offset": 1.0, "shift": shift}
         return self.launch(
             "row_norm",
-            tuple(x.shape),
+            row_norm.problem(len(x), x.shape[1], "rms", None, out.dtype),
             x,
             lambda tile: row_norm.prepare(x, out, eps=eps, **affine, tile=tile, pdl=self.pdl),
             lambda ops: ops.ada_rms(x, scale, shift, eps),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.ops import Plain, divided
+from sinew.engine.cuda.ops import Plain, Stream, divided
 from sinew.engine.cuda.rows import Rows, Target
 from sinew.engine.kernels import gated_mlp
 
@@ -23,8 +23,9 @@ class Library(Plain):
     def __init__(self, rows: Rows):
         self.rows = rows
 
-    def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
-        return self._product(x, weight, **norm)
+    def norm_linear(self, x: Tensor, weight: Tensor, *, silu: bool = False, **norm: Any) -> Tensor:
+        y = self._product(x, weight, **norm)
+        return F.silu(y) if silu else y
 
     def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
         packed, bias = self._product(x, weight, **norm | {"bias": None}), norm.get("bias")
@@ -49,6 +50,9 @@ class Library(Plain):
         if bias is None and gate is None and residual is not None and residual.dtype == weight.dtype:
             return torch.addmm(residual, x, weight.T)  # added before the sum is rounded
         return super().splitk_linear(x, weight, bias=bias, gate=gate, residual=residual)
+
+    def stream_linear(self, x: Tensor, weight: Tensor, **rest: Any) -> Stream:
+        return super().stream_linear(x, weight, **rest)  # over the product above: another way than Plain's
 
     def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
         _, normed = self.rows.norm(x, Target(x.dtype), eps=eps, weight=scale, offset=1.0, shift=shift)

@@ -41,7 +41,8 @@ class Stream(NamedTuple):
 
 
 class Ops(ABC):
-    """``norm``: any of eps (None: no norm), scale [K], bias [N] and squares, as ``norm_linear.product`` reads them.
+    """``norm``: any of eps (None: no norm), scale [K], bias [N] and squares, as ``norm_linear.product`` reads them, and
+    of ``norm_linear`` also silu.
 
     rows: what stands between products that are not part of a kernel; None: torch's own operations.
     """
@@ -74,9 +75,19 @@ class Ops(ABC):
     ) -> Tensor:
         """residual + gate * (x W^T + bias): [M, N]."""
 
-    def stream_linear(self, x: Tensor, weight: Tensor, *, scale: Tensor | None = None, **rest: Any) -> Stream:
-        """:meth:`splitk_linear` with what the next norm asks of its result. scale: [N], of a norm that is modulated."""
-        return Stream(self.splitk_linear(x, weight, **rest))
+    def stream_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Stream:
+        """:meth:`splitk_linear` with what the next norm asks of its result. scale: [N], of a norm that is modulated;
+        dtype: of the stream, x's if absent."""
+        rows = self.splitk_linear(x, weight, **rest)
+        return Stream(rows if dtype is None else rows.to(dtype))
 
     @abstractmethod
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
@@ -118,8 +129,16 @@ class Twins(Ops):
     ) -> Tensor:
         return splitk_linear.twin(x, weight, bias=bias, gate=gate, residual=residual)
 
-    def stream_linear(self, x: Tensor, weight: Tensor, *, scale: Tensor | None = None, **rest: Any) -> Stream:
-        rows = self.splitk_linear(x, weight, **rest)
+    def stream_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Stream:
+        rows = splitk_linear.twin(x, weight, dtype=dtype, **rest)
         return Stream(rows, *splitk_linear.statistics_twin(rows, scale))
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
@@ -139,8 +158,9 @@ class Plain(Twins):
 
     stream_linear = Ops.stream_linear  # a product of a library knows nothing of the norm behind it
 
-    def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
-        return _linear(x, weight, **norm)
+    def norm_linear(self, x: Tensor, weight: Tensor, *, silu: bool = False, **norm: Any) -> Tensor:
+        y = _linear(x, weight, **norm)
+        return F.silu(y) if silu else y
 
     def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
         gate, up = _linear(x, weight, **norm).chunk(2, dim=-1)

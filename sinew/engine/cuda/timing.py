@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sinew.engine.cuda.graphs import no_collection
+
 Call = Callable[[], Any]
 Measure = Callable[[Sequence[Call]], float]  # milliseconds per call, of calls that run one behind the other
 LEAST = 20  # calls of a graph, so that what a replay costs is spread over as many, whatever is timed
@@ -35,7 +37,7 @@ def graph_ms(calls: Sequence[Call], replays: int) -> dict[str, float]:
     stream.synchronize()
     calls = repeated(calls)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with no_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for call in calls:
             call()
     times = []

@@ -6,6 +6,8 @@ copies exceed any cache, because the next call of the real program finds its wei
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +26,7 @@ from sinew.engine.cuda.rows import Operand, RowKernels, Rows, RowTwins, Target
 from sinew.engine.cuda.trials import Problem, Trials
 from sinew.engine.kernels import (
     activate,
+    choices,
     fp8,
     fp8_product,
     fp8_quantize,
@@ -35,9 +38,16 @@ from sinew.engine.kernels import (
 from sinew.engine.kernels.fp8_quantize import E4M3
 from sinew.engine.kernels.launch import Specialised, Tile, collecting
 
+log = logging.getLogger(__name__)
 STREAMED = 256 << 20  # bytes of weights to rotate through
 COPIES = 64
-WITH_WEIGHT = ("norm_linear", "gated_mlp", "qkv_rope", "splitk_linear")  # as their second argument
+WITH_WEIGHT = (
+    "norm_linear",
+    "gated_mlp",
+    "qkv_rope",
+    "splitk_linear",
+    "stream_linear",
+)  # as their second argument
 
 
 class Forced(Kernels):
@@ -84,12 +94,23 @@ class TunedOps(Ops):
     def splitk_linear(self, *args: Any, **options: Any) -> Tensor:
         return self._tuned("splitk_linear", args, options)
 
-    def stream_linear(self, x: Tensor, weight: Tensor, *, scale: Tensor | None = None, **rest: Any) -> Stream:
-        rows = self._tuned("splitk_linear", (x, weight), rest)  # whose tiles it has
-        try:
-            return self.kernels.stream_linear(x, weight, scale=scale, **rest)
-        except tuning.NoTile:
-            return Stream(rows)
+    def stream_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Stream:
+        """Timed as a whole. What comes behind it is asked in the form that an engine would ask it in: without squares
+        where a library's product was faster."""
+        options = {"scale": scale, "dtype": dtype, **rest}
+        stream = self._tuned("stream_linear", (x, weight), options)
+        problem = self.kernels.asked
+        assert problem is not None
+        way, _ = choices.choose(*problem, self.trials.device, "triton")
+        return Stream(stream.rows) if way in self.ways else stream
 
     def packed_attention(self, *args: Any, **options: Any) -> Tensor:
         return self._tuned("packed_attention", args, options)
@@ -117,7 +138,7 @@ class TunedOps(Ops):
         problem, result = self._asked(name, args, options)
         if not self.trials.begin(problem, bool(self.ways)):
             return result
-        sets = _sets(name, args)
+        sets = [args] if isinstance(self.trials, Gathering) else _sets(name, args)
 
         def call(ops: Ops, i: int) -> Any:
             return getattr(ops, name)(*sets[i], **options)
@@ -158,13 +179,14 @@ class TunedRows(Rows):
     def norm(self, x, to, *, branch=None, **norm):
         options = {"branch": branch, "dtype": to.dtype, "x_scale": to.scale, **norm}
         run = partial(row_norm.row_norm, x, **options)
-        self._pass("row_norm", tuple(x.shape), x, run, partial(row_norm.twin, x, **options))
+        dims = row_norm.problem(len(x), x.shape[1], norm.get("kind", "rms"), branch, to.dtype)
+        self._pass("row_norm", dims, x, run, partial(row_norm.twin, x, **options))
         return self.kernels.norm(x, to, branch=branch, **norm)
 
     def activate(self, packed, to, *, activation, gated, bias=None):
         given = {"activation": activation, "gated": gated, "bias": bias}
         options = {"dtype": to.dtype, "x_scale": to.scale, **given}
-        dims = len(packed), packed.shape[1] // 2 if gated else packed.shape[1]
+        dims = activate.problem(len(packed), packed.shape[1] // (2 if gated else 1), gated, to.dtype)
         run = partial(activate.activate, packed, **options)
         self._pass("activate", dims, packed, run, partial(activate.twin, packed, **options))
         return self.kernels.activate(packed, to, **given)
@@ -204,7 +226,8 @@ class TunedRows(Rows):
         problem = Problem("fp8_product", (len(data), *weight.data.shape), E4M3)
         if not self.trials.begin(problem, has_others=True):
             return
-        copies = [replace(weight, data=weight.data.clone()) for _ in range(_copies(weight.data) - 1)]
+        count = 1 if isinstance(self.trials, Gathering) else _copies(weight.data)
+        copies = [replace(weight, data=weight.data.clone()) for _ in range(count - 1)]
         weights = [weight, *copies]
         options: dict[str, Any] = {"bias": bias, "dtype": weight.dtype}
 
@@ -229,13 +252,28 @@ def tune(engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str,
     first, on all cores.
     """
     if trials.device.type == "cuda" and trials.left() > 0:
-        compile_all(
-            gather(engine, run, trials, ways),
-            tuning.capability(trials.device),
-            lambda done, of: trials.trying(f"compiled {done} of {of} launches"),
-        )
+        compile_ahead(engine, run, trials, ways)
     with _in_place(engine, TunedOps(trials, ways)):
         run()
+
+
+def compile_ahead(
+    engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None
+) -> None:
+    """For at most half of the time that is left. Nothing depends on it: a launch compiles what it does not find."""
+    start = time.monotonic()
+    try:
+        found = gather(engine, run, trials, ways)
+        capability = tuning.capability(trials.device)
+        until = trials.left() / 2 - (time.monotonic() - start)
+        compile_all(
+            found,
+            capability,
+            max(until, 0.0),
+            lambda done, of: trials.trying(f"compiled {done} of {of} launches"),
+        )
+    except Exception as error:  # noqa: BLE001 - tuning meets it again, problem by problem
+        log.warning("not compiled ahead: %s: %s", type(error).__name__, error)
 
 
 def gather(

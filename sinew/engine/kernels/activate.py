@@ -102,7 +102,7 @@ def prepare(
     if bias is not None:
         check("bias", bias, (width,))
     check_output("out", out, scales, x_scale)
-    tile = tile or tile_for("activate", (M, N), x.dtype, x.device)
+    tile = tile or tile_for("activate", problem(M, N, gated, out.dtype), x.dtype, x.device)
     if out.dtype == E4M3 and x_scale is None:
         check_row("x", width)
         block = 1 << (N - 1).bit_length()
@@ -125,6 +125,11 @@ def prepare(
         "PDL": pdl,
     }
     return Launch(activate_kernel, (M * -(-N // block),), arguments, tile, pdl)
+
+
+def problem(M: int, N: int, gated: bool, out: torch.dtype) -> tuple[int, ...]:
+    """What a pass is tuned under."""
+    return M, N, int(gated), out.itemsize
 
 
 def activate(

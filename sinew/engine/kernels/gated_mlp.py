@@ -36,16 +36,16 @@ def gated_mlp_kernel(
     weight,  # [2 * N, K]: gate, then up
     bias,  # [2 * N] or None
     scale,  # [K] or None
-    given,  # float32 [M, GIVEN] or None, as in norm_linear
+    given,  # float32 [M, given_columns] or None, as in norm_linear
     out,  # [M, N]
     M,
     eps,
+    given_columns,
     x_row,
     out_row,
     N: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
-    GIVEN: tl.constexpr,
     GIVEN_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,7 +89,7 @@ def gated_mlp_kernel(
         gate = dot(a, w_gate, gate, UPCAST)
         up = dot(a, w_up, up, UPCAST)
     if given is not None:
-        squares = given_squares(given, rows, row_ok, GIVEN, GIVEN_BLOCK)
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
     if NORM:
         inverse = tl.rsqrt(squares / K + eps)[:, None]
         gate *= inverse

@@ -42,8 +42,10 @@ def interpreted(kernel: Any) -> bool:
 
 
 def source_of(kernel: Any) -> str:
-    """The Python source of a kernel: part of the key under which its tuned tiles are kept."""
-    return inspect.getsource(getattr(kernel, "fn", kernel))
+    """The text of a kernel's file: part of the key under which its tuned tiles are kept."""
+    module = inspect.getmodule(getattr(kernel, "fn", kernel))
+    assert module is not None
+    return inspect.getsource(module)
 
 
 @kernel

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.kernels.lang import (
@@ -32,13 +33,15 @@ from sinew.engine.kernels.lang import (
 from sinew.engine.kernels.launch import Launch, Tile
 from sinew.engine.kernels.tuning import tile_for
 
+LEAST_COLUMNS = 32  # of given squares that are read at once
+
 
 @kernel
-def given_squares(squares, rows, row_ok, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Row sums of ``squares``, float32 [M, COLUMNS]: one column from each program that wrote a part of the row."""
+def given_squares(squares, rows, row_ok, columns, BLOCK: tl.constexpr):
+    """Row sums of ``squares``, float32 [M, columns]: one column from each program that wrote a part of the row."""
     at = tl.arange(0, BLOCK)
-    ok = row_ok[:, None] & (at < COLUMNS)[None, :]
-    return tl.sum(tl.load(squares + rows[:, None] * COLUMNS + at[None, :], mask=ok, other=0.0), axis=1)
+    ok = row_ok[:, None] & (at < columns)[None, :]
+    return tl.sum(tl.load(squares + rows[:, None] * columns + at[None, :], mask=ok, other=0.0), axis=1)
 
 
 @kernel
@@ -47,17 +50,18 @@ def norm_linear_kernel(
     weight,  # [N, K]
     bias,  # [N] or None
     scale,  # [K] or None
-    given,  # float32 [M, GIVEN], squares of the unscaled x, or None: they are summed here
+    given,  # float32 [M, given_columns], squares of the unscaled x, or None: they are summed here
     out,  # [M, N]
     M,
     eps,
+    given_columns,
     x_row,
     out_row,
     N: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
-    GIVEN: tl.constexpr,
     GIVEN_BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -95,11 +99,13 @@ def norm_linear_kernel(
             a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
         acc = dot(a.to(b.dtype), b, acc, UPCAST)
     if given is not None:
-        squares = given_squares(given, rows, row_ok, GIVEN, GIVEN_BLOCK)
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
     if NORM:
         acc *= tl.rsqrt(squares / K + eps)[:, None]
     if bias is not None:
         acc += tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        acc = acc / (1.0 + tl.exp(-acc))
     at = out + (rows[:, None] * out_row + cols[None, :])
     tl.store(at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
 
@@ -113,6 +119,7 @@ def prepare(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     squares: Tensor | None = None,
+    silu: bool = False,
     tile: Tile | None = None,
     pdl: bool = False,
     prefetch: bool = False,
@@ -143,6 +150,7 @@ def prepare(
         "N": N,
         "K": K,
         "NORM": eps is not None,
+        "SILU": silu,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
@@ -162,7 +170,7 @@ def problem(*dims: int, squares: Tensor | None) -> tuple[int, ...]:
 def statistics(M: int, eps: float | None, scale: Tensor | None, squares: Tensor | None) -> dict[str, Any]:
     """The kernel's arguments of given squares."""
     if squares is None:
-        return {"given": None, "GIVEN": 0, "GIVEN_BLOCK": 1}
+        return {"given": None, "given_columns": 0, "GIVEN_BLOCK": 1}
     if squares.ndim != 2:
         raise ValueError(f"squares: expected shape [{M}, columns], got {list(squares.shape)}")
     columns = squares.shape[1]
@@ -172,7 +180,9 @@ def statistics(M: int, eps: float | None, scale: Tensor | None, squares: Tensor 
         raise ValueError("squares: expected only with a norm, got no eps")
     if scale is not None:
         raise ValueError("scale: expected none with squares, as x is scaled where they are summed")
-    return {"given": squares, "GIVEN": columns, "GIVEN_BLOCK": 1 << (columns - 1).bit_length()}
+    # The number of columns depends on the tile of the kernel before: not a reason to compile this one again.
+    block = max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())
+    return {"given": squares, "given_columns": columns, "GIVEN_BLOCK": block}
 
 
 def norm_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
@@ -195,9 +205,11 @@ def twin(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     squares: Tensor | None = None,
+    silu: bool = False,
 ) -> Tensor:
-    """:func:`product`, rounded once to weight's dtype."""
-    return product(x, weight, eps, bias, scale, squares).to(weight.dtype)
+    """:func:`product`, and its SiLU if asked for, rounded once to weight's dtype."""
+    y = product(x, weight, eps, bias, scale, squares)
+    return (F.silu(y) if silu else y).to(weight.dtype)
 
 
 def product(

@@ -32,7 +32,7 @@ def qkv_rope_kernel(
     weight,  # [(H + 2 Hkv) * D, K]
     bias,  # [(H + 2 Hkv) * D] or None
     scale,  # [K] or None
-    given,  # float32 [M, GIVEN] or None, as in norm_linear
+    given,  # float32 [M, given_columns] or None, as in norm_linear
     cos,  # float32 [M, D / 2]
     sin,
     q,  # [M, H, D]
@@ -40,6 +40,7 @@ def qkv_rope_kernel(
     v,
     M,
     eps,
+    given_columns,
     x_row,
     q_row,
     k_row,
@@ -49,7 +50,6 @@ def qkv_rope_kernel(
     KV: tl.constexpr,
     D: tl.constexpr,
     NORM: tl.constexpr,
-    GIVEN: tl.constexpr,
     GIVEN_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # columns of each half of a head
@@ -95,7 +95,7 @@ def qkv_rope_kernel(
         low = dot(a, w_low, low, UPCAST)
         high = dot(a, w_high, high, UPCAST)
     if given is not None:
-        squares = given_squares(given, rows, row_ok, GIVEN, GIVEN_BLOCK)
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
     if NORM:
         inverse = tl.rsqrt(squares / K + eps)[:, None]
         low *= inverse

@@ -117,7 +117,8 @@ def prepare(
             check(name, vector, (C,))
     check_row("stream", C)
     check_output("normed", normed, scales, x_scale)
-    tile = tile or tile_for("row_norm", (M, C), stream.dtype, stream.device)
+    dims = problem(M, C, kind, branch, normed.dtype)
+    tile = tile or tile_for("row_norm", dims, stream.dtype, stream.device)
     arguments = {
         "x": stream,
         "branch": branch,
@@ -141,6 +142,11 @@ def prepare(
         "PDL": pdl,
     }
     return Launch(row_norm_kernel, (M,), arguments, tile, pdl)
+
+
+def problem(M: int, C: int, kind: Kind, branch: Tensor | None, out: torch.dtype) -> tuple[int, ...]:
+    """What a pass is tuned under."""
+    return M, C, KINDS.index(kind), int(branch is not None), out.itemsize
 
 
 def row_norm(

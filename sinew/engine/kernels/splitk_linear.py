@@ -197,7 +197,7 @@ def prepare(
 def splitk_linear(
     x: Tensor, weight: Tensor, *, workspace: Workspace, out: Tensor | None = None, **options
 ) -> Tensor:
-    """x: [M, K], weight: [N, K] -> [M, N] in x's dtype; options as :func:`twin`'s.
+    """x: [M, K], weight: [N, K] -> [M, N] in x's dtype, or in ``out``'s; options as :func:`twin`'s.
 
     ``out`` may be ``residual``: each element is read by the program that writes it, before it writes.
     """
@@ -213,12 +213,14 @@ def twin(
     bias: Tensor | None = None,
     gate: Tensor | None = None,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """residual + gate * (x W^T + bias), in float32, rounded once. Absent parts are left out."""
+    """residual + gate * (x W^T + bias), in float32, rounded once, to ``dtype`` (None: x's). Absent parts are left
+    out."""
     y = product(x, weight, bias=bias)
     if gate is not None:
         y = y * gate.float()
-    return (y if residual is None else residual.float() + y).to(x.dtype)
+    return (y if residual is None else residual.float() + y).to(dtype or x.dtype)
 
 
 def statistics_twin(stream: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

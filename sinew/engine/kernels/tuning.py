@@ -113,10 +113,12 @@ def cache_file(device: torch.device) -> Path:
 @lru_cache
 def digest(kernel: str) -> str:
     """Of what the tuned time depends on besides the problem: Triton's version and the kernel's text."""
-    from sinew.engine.kernels import KERNELS
+    from sinew.engine.kernels import KERNELS, fp8_quantize, lang, norm_linear
 
     version = "none" if triton is None else triton.__version__
-    return hashlib.sha256(f"{version}\n{source_of(KERNELS[kernel].kernel)}".encode()).hexdigest()[:12]
+    shared = (lang.dot, norm_linear.given_squares, fp8_quantize.to_e4m3)  # helpers of several kernels
+    text = "\n".join(source_of(each) for each in (KERNELS[kernel].kernel, *shared))
+    return hashlib.sha256(f"{version}\n{text}".encode()).hexdigest()[:12]
 
 
 def read_json(path: Path, what: str, is_entry: Callable[[Any], bool]) -> dict[str, Any]:
