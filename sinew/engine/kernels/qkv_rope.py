@@ -23,6 +23,7 @@ from sinew.engine.kernels.lang import (
 )
 from sinew.engine.kernels.launch import Launch, Tile
 from sinew.engine.kernels.norm_linear import given_squares, problem, product, statistics
+from sinew.engine.kernels.rope import write_turned
 from sinew.engine.kernels.tuning import tile_for
 
 
@@ -104,24 +105,7 @@ def qkv_rope_kernel(
         low += tl.load(bias + head * D + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
         high += tl.load(bias + head * D + HALF + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
     ok = row_ok[:, None] & col_ok[None, :]
-    if head < H + KV:
-        table = rows[:, None] * HALF + cols[None, :]
-        c = tl.load(cos + table, mask=ok, other=0.0)
-        s = tl.load(sin + table, mask=ok, other=0.0)
-        turned_low = low * c - high * s
-        turned_high = high * c + low * s
-        if head < H:
-            to_q = q + rows[:, None] * q_row + (head * D + cols)[None, :]
-            tl.store(to_q, turned_low.to(q.dtype.element_ty), mask=ok)
-            tl.store(to_q + HALF, turned_high.to(q.dtype.element_ty), mask=ok)
-        else:
-            to_k = k + rows[:, None] * k_row + ((head - H) * D + cols)[None, :]
-            tl.store(to_k, turned_low.to(q.dtype.element_ty), mask=ok)
-            tl.store(to_k + HALF, turned_high.to(q.dtype.element_ty), mask=ok)
-    else:
-        to_v = v + rows[:, None] * v_row + ((head - H - KV) * D + cols)[None, :]
-        tl.store(to_v, low.to(q.dtype.element_ty), mask=ok)
-        tl.store(to_v + HALF, high.to(q.dtype.element_ty), mask=ok)
+    write_turned(low, high, cos, sin, q, k, v, rows, cols, ok, head, q_row, k_row, v_row, H, KV, D)
 
 
 def prepare(

@@ -15,6 +15,48 @@ from sinew.engine.kernels.tuning import tile_for
 
 
 @kernel
+def write_turned(
+    low,  # float32 [BLOCK_M, BLOCK_N], of the lower half of the head
+    high,  # the same columns of the upper half
+    cos,
+    sin,
+    q,
+    k,
+    v,
+    rows,
+    cols,
+    ok,
+    head,
+    q_row,
+    k_row,
+    v_row,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Queries and keys rotated, values as they are, to where each belongs."""
+    HALF: tl.constexpr = D // 2
+    if head < H + KV:
+        table = rows[:, None] * HALF + cols[None, :]
+        c = tl.load(cos + table, mask=ok, other=0.0)
+        s = tl.load(sin + table, mask=ok, other=0.0)
+        turned_low = low * c - high * s
+        turned_high = high * c + low * s
+        if head < H:
+            to_q = q + rows[:, None] * q_row + (head * D + cols)[None, :]
+            tl.store(to_q, turned_low.to(q.dtype.element_ty), mask=ok)
+            tl.store(to_q + HALF, turned_high.to(q.dtype.element_ty), mask=ok)
+        else:
+            to_k = k + rows[:, None] * k_row + ((head - H) * D + cols)[None, :]
+            tl.store(to_k, turned_low.to(k.dtype.element_ty), mask=ok)
+            tl.store(to_k + HALF, turned_high.to(k.dtype.element_ty), mask=ok)
+    else:
+        to_v = v + rows[:, None] * v_row + ((head - H - KV) * D + cols)[None, :]
+        tl.store(to_v, low.to(v.dtype.element_ty), mask=ok)
+        tl.store(to_v + HALF, high.to(v.dtype.element_ty), mask=ok)
+
+
+@kernel
 def rope_kernel(
     packed,  # [M, (H + 2 Hkv) * D]
     bias,  # [(H + 2 Hkv) * D] or None
@@ -48,24 +90,7 @@ def rope_kernel(
     if bias is not None:
         low += tl.load(bias + head * D + cols, mask=cols < HALF, other=0.0).to(tl.float32)[None, :]
         high += tl.load(bias + head * D + HALF + cols, mask=cols < HALF, other=0.0).to(tl.float32)[None, :]
-    if head < H + KV:
-        table = rows[:, None] * HALF + cols[None, :]
-        c = tl.load(cos + table, mask=ok, other=0.0)
-        s = tl.load(sin + table, mask=ok, other=0.0)
-        turned_low = low * c - high * s
-        turned_high = high * c + low * s
-        if head < H:
-            to_q = q + rows[:, None] * q_row + (head * D + cols)[None, :]
-            tl.store(to_q, turned_low.to(q.dtype.element_ty), mask=ok)
-            tl.store(to_q + HALF, turned_high.to(q.dtype.element_ty), mask=ok)
-        else:
-            to_k = k + rows[:, None] * k_row + ((head - H) * D + cols)[None, :]
-            tl.store(to_k, turned_low.to(k.dtype.element_ty), mask=ok)
-            tl.store(to_k + HALF, turned_high.to(k.dtype.element_ty), mask=ok)
-    else:
-        to_v = v + rows[:, None] * v_row + ((head - H - KV) * D + cols)[None, :]
-        tl.store(to_v, low.to(v.dtype.element_ty), mask=ok)
-        tl.store(to_v + HALF, high.to(v.dtype.element_ty), mask=ok)
+    write_turned(low, high, cos, sin, q, k, v, rows, cols, ok, head, q_row, k_row, v_row, H, KV, D)
 
 
 def prepare(

@@ -113,10 +113,11 @@ def cache_file(device: torch.device) -> Path:
 @lru_cache
 def digest(kernel: str) -> str:
     """Of what the tuned time depends on besides the problem: Triton's version and the kernel's text."""
-    from sinew.engine.kernels import KERNELS, fp8_quantize, lang, norm_linear
+    from sinew.engine.kernels import KERNELS, fp8_quantize, lang, norm_linear, rope
 
     version = "none" if triton is None else triton.__version__
-    shared = (lang.dot, norm_linear.given_squares, fp8_quantize.to_e4m3)  # helpers of several kernels
+    # The files with helpers of several kernels.
+    shared = (lang.dot, norm_linear.given_squares, fp8_quantize.to_e4m3, rope.write_turned)
     text = "\n".join(source_of(each) for each in (KERNELS[kernel].kernel, *shared))
     return hashlib.sha256(f"{version}\n{text}".encode()).hexdigest()[:12]
 
