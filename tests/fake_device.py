@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sinew.bundle.schema import Normalization
@@ -118,6 +119,9 @@ def stand_in(folder: Path) -> None:
     }
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
+    fake_tensor.init_gpu_context = torch.cuda._lazy_init = lambda *_: (
+        None
+    )  # of builds for CUDA, which would look
     Launch.__call__ = launch  # type: ignore[method-assign]
     fp8.quantize_weight = quantized
     kinds = {torch.bool: bool, torch.int64: np.int64, torch.uint8: np.uint8}
