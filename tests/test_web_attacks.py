@@ -137,7 +137,9 @@ def test_decompression_bombs(server, observed):
         assert (status, json.loads(answer)["error"]["code"]) == (400, "bad_request")
         status, answer = post(server.http + "/v1/actions", {"images": pictures, "state": [0.0] * 8})
         assert "pixels in all frames together" in json.loads(answer)["error"]["message"]
-        with pytest.raises(ConnectionClosed, match="1009"), connected(server.address) as attacker:
+        # Who is still sending when the server closes may get a reset instead of what the server said.
+        ended = "1009|no close frame received"
+        with pytest.raises(ConnectionClosed, match=ended), connected(server.address) as attacker:
             ask_with(attacker, b"\0" * (LIMIT + 1))
 
 
