@@ -35,7 +35,6 @@ from sinew.engine.kernels.tuning import tile_for
 from sinew.layers.decoder import KeyValue
 
 Prepare = Callable[[Tile | None], Launch]
-Result = Tensor | tuple[Tensor, ...]
 
 
 class Kernels(Ops):
