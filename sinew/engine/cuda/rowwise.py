@@ -1,8 +1,8 @@
 """Layers made of products and the row-wise passes between them: the vision tower's, and all that are in FP8.
 
 Classes for ``rewrite.become``, as in :mod:`.layers`; they add ``rows``. A norm takes the residual sum before it along
-(in the vision tower also across layers; a decoder layer adds its MLP in a pass of its own), and leaves its result as the
-next product reads it, in e4m3 if that is what it multiplies.
+(in the vision tower also across layers; a decoder layer adds its MLP in a pass of its own), and leaves its result as
+the next product reads it, in e4m3 if that is what it multiplies.
 """
 
 from __future__ import annotations
