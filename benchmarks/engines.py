@@ -35,8 +35,8 @@ from sinew.cli.bench_roofline import sgemm_gflops  # noqa: E402
 from sinew.core import Observation  # noqa: E402
 from sinew.engine.plan import REWRITES, Plan  # noqa: E402
 from sinew.engine.plan.cost import Shapes  # noqa: E402
-from sinew.engine.planned import ON_CPU, PlannedEngine  # noqa: E402
-from sinew.perf.calibration import work  # noqa: E402
+from sinew.engine.plan.engine import ON_CPU, PlannedEngine  # noqa: E402
+from sinew.perf.machine.fit import work  # noqa: E402
 from sinew.perf.program import Program, of_engine  # noqa: E402
 from sinew.policy import Policy, load  # noqa: E402
 

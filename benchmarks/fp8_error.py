@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from sinew.convert import convert
+from sinew.engine.cuda.fp8 import scales as calibration
 from sinew.engine.eager import EagerEngine
-from sinew.engine.kernels import fp8_calibration as calibration
 from sinew.engine.plan import Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.policy import Policy, load

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cyclopts import run
 
-from sinew.testing.pi_checkpoint import Architecture, write_pi_checkpoint
+from sinew.presets.pi_checkpoint import Architecture, write_pi_checkpoint
 
 
 def phase(target, *args) -> dict:

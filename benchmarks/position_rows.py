@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sinew.eval import stats
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import InProcess
+from sinew.eval.report import stats
 from sinew.eval.runner import Conduct, run_episode
 from sinew.layers import vit
 from sinew.policy import Policy, load

@@ -24,10 +24,10 @@ machine.limit_spinning()  # before torch
 
 import torch  # noqa: E402
 
-from sinew.perf import calibration  # noqa: E402
-from sinew.perf.calibrate import loaded, measure_samples, with_work  # noqa: E402
-from sinew.perf.calibration import Sample  # noqa: E402
-from sinew.perf.measure import Request, Speeds, StageTime, measure_speeds  # noqa: E402
+from sinew.perf.machine import fit as calibration  # noqa: E402
+from sinew.perf.machine.calibrate import loaded, measure_samples, with_work  # noqa: E402
+from sinew.perf.machine.fit import Sample  # noqa: E402
+from sinew.perf.machine.measure import Request, Speeds, StageTime, measure_speeds  # noqa: E402
 from sinew.perf.program import preset  # noqa: E402
 
 # Fitted on these, checked on those; no stage of a checked request is shared with a fitted one.

@@ -120,7 +120,7 @@ class Http:
 
 class Groot:
     def __init__(self, address: str, api_key: str = ""):
-        from tests.groot_client import PolicyClient
+        from tests.serve.groot_client import PolicyClient
 
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.client = PolicyClient(host, int(port), api_key, timeout_ms=int(1e3 * TIMEOUT_S))
@@ -146,7 +146,7 @@ class LeRobot:
     """The protocol has no place for a seed or for timing; every observation must be answered."""
 
     def __init__(self, address: str, _api_key: str = "", policy: str = "blocks"):
-        from tests.test_lerobot_wire import Robot
+        from tests.serve.test_lerobot_wire import Robot
 
         self.robot, self.policy = Robot(address), policy
         self.ready = False
@@ -154,7 +154,7 @@ class LeRobot:
     def ask(
         self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
     ) -> Answer:
-        from tests.test_lerobot_wire import features, rows
+        from tests.serve.test_lerobot_wire import features, rows
 
         joints = tuple(f"joint{index}.pos" for index in range(len(state)))
         if not self.ready:
@@ -171,7 +171,7 @@ class LeRobot:
         return Answer(rows(actions), None, None)
 
     def _send(self, raw: dict[str, Any]) -> None:
-        from tests.test_safe_pickle import TimedObservation, as_lerobot
+        from tests.serve.test_safe_pickle import TimedObservation, as_lerobot
 
         step = self.robot.timestep
         self.robot.send(as_lerobot(TimedObservation(1000.0 + step, step, raw, True)))

@@ -289,9 +289,9 @@ def loopback() -> Check:
 
 def golden() -> list[Check]:
     """Compare a small policy with the reference implementation's stored outputs."""
-    if _absent("sinew.golden"):
+    if _absent("sinew.presets.golden"):
         return [Check("golden", "warn", "this installation carries no golden fixture", "reinstall sinew")]
-    from sinew import golden as fixture
+    from sinew.presets import golden as fixture
 
     return [
         Check(

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from sinew.convert.lerobot import LeRobotCheckpoint, read_json
-from sinew.convert.smolvla import bundle_name, model_config
+from sinew.convert.families.lerobot import LeRobotCheckpoint, read_json
+from sinew.convert.families.smolvla import bundle_name, model_config
 from sinew.models.smolvla import SmolVLA, SmolVLAConfig
 
 PAD, UNKNOWN = "<|im_end|>", "<unk>"

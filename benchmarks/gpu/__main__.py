@@ -152,7 +152,7 @@ def facts(device: str) -> Record:
     """Of the machine and of this run."""
     import torch
 
-    from sinew.engine.kernels.lang import triton
+    from sinew.engine.cuda.kernels.lang import triton
 
     found: Record = {
         "schema": "sinew.gpu/1",
@@ -190,7 +190,7 @@ def lacking(device: str) -> list[str]:
         import torch
     except ImportError:
         return ["torch is not installed"]
-    from sinew.engine.kernels.lang import triton
+    from sinew.engine.cuda.kernels.lang import triton
 
     found = ["triton is not installed"] if triton is None else []
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -29,12 +29,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout is enough
 
-from sinew.engine.cuda.timing import graph_ms
-from sinew.engine.kernels import KERNELS, tuning
-from sinew.engine.kernels.lang import kernel, tl, triton, wait_for_input
-from sinew.engine.kernels.launch import Launch, Tile
-from sinew.engine.kernels.shapes import Problem, arguments, cost, launch, problems
-from sinew.engine.kernels.tiles import candidates
+from sinew.engine.cuda.kernels import KERNELS
+from sinew.engine.cuda.kernels.lang import kernel, tl, triton, wait_for_input
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.kernels.shapes import Problem, arguments, cost, launch, problems
+from sinew.engine.cuda.tune import tuning
+from sinew.engine.cuda.tune.tiles import candidates
+from sinew.engine.cuda.tune.timing import graph_ms
 
 FLOPS, BANDWIDTH = 785e12, 4.30e12  # H200: measured ceilings that the rooflines are computed from
 DEVICE = "cuda"

@@ -25,9 +25,9 @@ from benchmarks.gpu.models import (
 )
 from benchmarks.gpu.rungs import Eager, Engine, cuda_engine, distance, end_to_end, plan_of, stages
 from benchmarks.gpu.session import Row, Session, shrunk, still_there
-from sinew.engine.cuda.timing import on
-from sinew.engine.cuda.trials import Trials
-from sinew.engine.cuda.tuner import tune
+from sinew.engine.cuda.tune.timing import on
+from sinew.engine.cuda.tune.trials import Trials
+from sinew.engine.cuda.tune.tuner import tune
 from sinew.models.base import FlowModel
 
 INPUTS = 4  # that rotate
@@ -161,7 +161,7 @@ def _stages(case: Case, name: str, rung: Any, inputs: list[Sample], session: Ses
 
 def calibrated(plan: Any, recipe: Any, inputs: Sequence[Sample], session: Session) -> dict[str, float]:
     """Scales of the inputs of vision and language, from the same random frames that are timed."""
-    from sinew.engine.kernels import fp8_calibration
+    from sinew.engine.cuda.fp8 import scales as fp8_calibration
 
     layers = fp8_calibration.linears(plan.model, NARROW)
     rung = Eager(plan.model, recipe, session.device)

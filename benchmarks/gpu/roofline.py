@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.models import MODELS, STEPS, Case, with_chunk
-from sinew.engine.cuda.fuse import ON_CUDA
+from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import Shapes
 from sinew.models import build_on_meta

@@ -21,8 +21,8 @@ from torch import Tensor
 from benchmarks.gpu.models import ACTIONS, STEPS, Sample
 from sinew.bundle.schema import Processing
 from sinew.core import Timing
-from sinew.engine.kernels import preprocess
-from sinew.engine.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels import preprocess
+from sinew.engine.cuda.kernels.resize_tables import Resize
 from sinew.models.base import FlowModel
 from sinew.processing.normalize import Normalizer
 from sinew.solvers import euler
@@ -85,7 +85,7 @@ class Engine:
 
 def plan_of(model: FlowModel) -> Any:
     """The plan that all engines of a model start from; they leave it as it is. It folds weights: as much memory."""
-    from sinew.engine.cuda.fuse import ON_CUDA
+    from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.plan import Plan
 
     return Plan.of(model, STEPS, ON_CUDA)

@@ -77,7 +77,7 @@ def _each(session: Session, call: Callable[[], Any]) -> float:
 
 def checks(session: Session) -> None:
     """Every kernel against its twin, with the bounds of a GPU (in the interpreter without one)."""
-    from tests import kernel_checks
+    from tests.engine.cuda import kernel_checks
 
     failed = 0
     for name, dtype, sizes in kernel_checks.all_checks():

@@ -37,7 +37,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         return {"reason": "the cuda engine's twins are no program that a CPU was calibrated for"}
     try:
         from sinew.engine.plan.cost import Shapes
-        from sinew.perf import calibration
+        from sinew.perf.machine import fit as calibration
     except ImportError as error:
         return {"reason": f"counting operations needs {error.name}"}
     try:

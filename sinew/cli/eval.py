@@ -20,14 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from sinew import machine
 from sinew.cli.options import Engine
 from sinew.core import SinewError
-from sinew.eval import stats, suites
-from sinew.eval.gate import Gate, read_gate
+from sinew.eval import suites
+from sinew.eval.report import stats
+from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.eval.settings import sweep as parse_sweep
 
 if TYPE_CHECKING:
-    from sinew.eval.foreign import Foreign
+    from sinew.eval.foreign.run import Foreign
 
 ENV, EPISODES, SEED, REPLAN = "sinew/Blocks-v0", 100, 5000, "8"
 
@@ -218,7 +219,7 @@ def _json_object(flag: str, text: str | None) -> dict[str, Any] | None:
 
 
 def _set_up(simulator: str) -> int:
-    from sinew.eval import foreign
+    from sinew.eval.foreign import run as foreign
 
     python = foreign.set_up(simulator)
     if note := suites.SIMULATORS[simulator].after:
@@ -232,7 +233,7 @@ def _elsewhere(task: Task, interpreter: Path | None, out: Path | None) -> Foreig
     found = suites.find(task.env)
     if found is None and interpreter is None:
         return None
-    from sinew.eval import foreign
+    from sinew.eval.foreign import run as foreign
 
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -262,7 +263,7 @@ def _run(
     try:
         from sinew.eval import campaign
         from sinew.eval.adapters import make_env
-        from sinew.eval.report import document
+        from sinew.eval.report.report import document
     except ModuleNotFoundError as error:
         raise SinewError(f"evaluation needs {error.name}: pip install 'sinew[sim]'") from error
     if elsewhere is not None:
@@ -305,9 +306,9 @@ def _judge(gate: Gate, report: dict[str, Any]) -> bool:
 
 
 def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -> None:
-    from sinew.eval.gate import record
-    from sinew.eval.plots import write_plots
-    from sinew.eval.report import markdown
+    from sinew.eval.report.gate import record
+    from sinew.eval.report.plots import write_plots
+    from sinew.eval.report.report import markdown
     from sinew.eval.suites import table
 
     shown = {name: value for name, value in report.items() if name != "episodes"}
@@ -322,7 +323,7 @@ def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -
 
 
 def _terminal(report: dict[str, Any]) -> list[Any]:
-    from sinew.eval.report import terminal
+    from sinew.eval.report.report import terminal
     from sinew.eval.suites import table
 
     return terminal(report) + (table.terminal(report) if suites.find(report["task"]["env"]) else [])

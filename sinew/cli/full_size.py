@@ -21,7 +21,7 @@ from rich.table import Table
 from sinew import machine
 from sinew.core import BundleError, SinewError
 from sinew.eval.server import serving
-from sinew.testing.smolvla_layout import TINY, Widths
+from sinew.presets.smolvla_layout import TINY, Widths
 
 if TYPE_CHECKING:
     from sinew_client import ActionChunk, Client
@@ -63,7 +63,7 @@ def photographs() -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
 def prepare_bundle(workdir: Path, console: Console, widths: Widths) -> Path:
     """Write checkpoint and bundle unless they are there; returns the bundle."""
     from sinew.convert import convert
-    from sinew.testing.random_checkpoint import write_checkpoint
+    from sinew.presets.random_checkpoint import write_checkpoint
 
     bundle = workdir / "policy.gguf"
     if is_current(bundle):

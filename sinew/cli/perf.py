@@ -23,7 +23,7 @@ from sinew.cli.perf_scenario import scenario
 
 if TYPE_CHECKING:
     from sinew.perf.hardware import Hardware
-    from sinew.perf.published import Row
+    from sinew.perf.paper.published import Row
     from sinew.perf.roofline import Timing
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
@@ -107,8 +107,8 @@ def paper(
         plot: a folder for figures.json, the data behind figures 5 to 9, and for drawings like figures 5, 8 and 9.
     """
     from sinew.perf import plots
-    from sinew.perf.defects import defects
-    from sinew.perf.published import CORRECTIONS, compare, corrected_study, corrections
+    from sinew.perf.paper.defects import defects
+    from sinew.perf.paper.published import CORRECTIONS, compare, corrected_study, corrections
 
     names = list(CORRECTIONS) if correct == ["all"] else correct or []
     console, study = Console(), corrected_study(names)
@@ -132,7 +132,7 @@ def paper(
         plots.placements(bars, plot / "placements.png")
         (plot / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     record = {
-        "schema": "sinew.perf.paper/1",
+        "schema": "sinew.perf.paper.study/1",
         "numbers": len(rows),
         "corrected": names,
         "statuses": dict(Counter(row.status for row in rows)),

@@ -18,7 +18,7 @@ from sinew import machine
 from sinew.core import SinewError
 
 if TYPE_CHECKING:
-    from sinew.perf.calibration import Calibration
+    from sinew.perf.machine.fit import Calibration
     from sinew.perf.memory import Fit
 
 Positive = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
@@ -121,7 +121,7 @@ def calibrate(
         runs: of each stage; their median counts.
         directory: where to store it; $XDG_CONFIG_HOME/sinew/calibration if absent.
     """
-    from sinew.perf.calibrate import calibrate as measure
+    from sinew.perf.machine.calibrate import calibrate as measure
 
     errors = Console(stderr=True)
     found, path = measure(
@@ -164,7 +164,7 @@ def predict(
         engine: as calibrated.
         directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
     """
-    from sinew.perf import calibration
+    from sinew.perf.machine import fit as calibration
     from sinew.perf.program import Program
 
     count = threads or machine.recommended_threads()[0]
@@ -201,7 +201,7 @@ def predict(
 
 
 def print_calibration(found: Calibration, console: Console) -> None:
-    from sinew.perf.calibrate import errors_by_stage
+    from sinew.perf.machine.calibrate import errors_by_stage
 
     speeds = found.speeds
     peaks = ", ".join(f"{dtype} {value / 1e9:.1f} GFLOP/s" for dtype, value in speeds.peak_flops.items())

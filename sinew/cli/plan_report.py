@@ -24,7 +24,7 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     from sinew.engine.loading import load_model
     from sinew.engine.plan import REWRITES, Plan
     from sinew.engine.plan.cost import Shapes, savings
-    from sinew.engine.planned import ON_CPU
+    from sinew.engine.plan.engine import ON_CPU
     from sinew.policy import choose_dtype
     from sinew.processing import Processor
 

@@ -99,11 +99,11 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
 def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
     import torch
 
-    from sinew.engine.cuda.calibration import calibrate
     from sinew.engine.cuda.engine import CudaEngine
-    from sinew.engine.cuda.fuse import ON_CUDA
+    from sinew.engine.cuda.fp8.calibrate import calibrate
+    from sinew.engine.cuda.fp8.scales import component_of
+    from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.cuda.options import CudaOptions
-    from sinew.engine.kernels.fp8_calibration import component_of
     from sinew.engine.plan import Plan
     from sinew.policy import Policy
 

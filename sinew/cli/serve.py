@@ -13,8 +13,8 @@ from cyclopts import Parameter, validators
 from sinew import __version__, machine
 from sinew.cli.options import Engine, Providers, precision
 from sinew.core import BundleError, SinewError, VectorSpec
-from sinew.serve.listen import Listen, reachable
 from sinew.serve.process import GRACE_S, Process
+from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.wires import open_wires, parse
 
 if TYPE_CHECKING:

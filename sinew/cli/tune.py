@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.cuda.engine import CudaEngine
     from sinew.engine.cuda.options import CudaOptions
-    from sinew.engine.cuda.timing import Measure
+    from sinew.engine.cuda.tune.timing import Measure
     from sinew.engine.plan import Plan
     from sinew.processing import ModelInputs
 
@@ -66,7 +66,7 @@ def tune(
     """
     from sinew.bundle import Bundle
     from sinew.engine.cuda.device import require
-    from sinew.engine.cuda.timing import on
+    from sinew.engine.cuda.tune.timing import on
     from sinew.engine.loading import cuda_options, parse_device
     from sinew.policy import choose_dtype
 
@@ -122,7 +122,7 @@ class Session:
         again: bool = False,
         whole: Callable[[Callable[[], Any]], float] | None = None,
     ):
-        from sinew.engine.cuda.timing import wall_ms
+        from sinew.engine.cuda.tune.timing import wall_ms
 
         self.bundle, self.device, self.dtype, self.options = bundle, device, dtype, options
         self.measure, self.whole, self.again = measure, whole or wall_ms, again
@@ -152,8 +152,8 @@ class Session:
                     self.launch = self._variants(plan, length)
 
     def _problems(self, plan: Plan, length: int, show: Callable[[str], None]) -> None:
-        from sinew.engine.cuda.trials import Trials
-        from sinew.engine.cuda.tuner import tune as tune_engine
+        from sinew.engine.cuda.tune.trials import Trials
+        from sinew.engine.cuda.tune.tuner import tune as tune_engine
 
         engine = self._engine(plan, replace(self.options, graph=False))
         (sample, *_) = self._samples(engine, length)
@@ -166,7 +166,7 @@ class Session:
             self.lengths[length] = trials.summary()
 
     def _variants(self, plan: Plan, length: int) -> Row:
-        from sinew.engine.cuda.variants import settle
+        from sinew.engine.cuda.tune.variants import settle
 
         steps = self.bundle.manifest.spec.solver_steps
 
@@ -209,7 +209,7 @@ class Session:
         return found
 
     def result(self, interrupted: bool) -> Row:
-        from sinew.engine.kernels import choices, tuning
+        from sinew.engine.cuda.tune import choices, tuning
 
         failed = sum(summary["failed"] for summary in self.lengths.values())
         return {

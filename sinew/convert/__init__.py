@@ -6,16 +6,16 @@ from importlib import import_module
 from pathlib import Path
 
 from sinew.bundle.writer import Progress
-from sinew.convert import openpi
 from sinew.convert.conversion import Conversion, Options
-from sinew.convert.lerobot import LeRobotCheckpoint
+from sinew.convert.families import openpi
+from sinew.convert.families.lerobot import LeRobotCheckpoint
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError
 
 FAMILIES = {  # config.json "type" -> reader
-    "smolvla": "sinew.convert.smolvla",
-    "pi0": "sinew.convert.pi",
-    "pi05": "sinew.convert.pi",
+    "smolvla": "sinew.convert.families.smolvla",
+    "pi0": "sinew.convert.families.pi",
+    "pi05": "sinew.convert.families.pi",
 }
 COMPAT = ("lerobot-0.4", "lerobot-0.6", "openpi")
 CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer/*"]
@@ -60,7 +60,7 @@ def read(source: str | Path, options: Options) -> Conversion:
             raise ConvertError(f"{source}: no such file or directory")
         path = download(str(source), CHECKPOINT_FILES, "download it and give the directory")
     if path.is_file():
-        return import_module("sinew.convert.vlacpp").read(path, options)
+        return import_module("sinew.convert.families.vlacpp").read(path, options)
     if openpi.is_checkpoint(path):
         return openpi.read(path, options)
     checkpoint = LeRobotCheckpoint(path, options.stats)

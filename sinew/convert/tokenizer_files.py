@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from sinew.convert.lerobot import read_json
-from sinew.convert.sentencepiece_file import tokenizer_json
+from sinew.convert.families.lerobot import read_json
+from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
 
 

@@ -12,7 +12,7 @@ from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, SinewError
 from sinew.engine.eager import EagerEngine
 from sinew.engine.plan import Plan
-from sinew.engine.planned import ON_CPU, PlannedEngine
+from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import FlowModel
 from sinew.processing.normalize import Normalizer
@@ -56,10 +56,10 @@ def cuda_engine(
 ) -> CudaEngine:
     """options: :func:`cuda_options` if absent. plan: :func:`cuda_plan` if absent; it is left as it is. FP8 components
     use the scales of the recipe, or those that ``calibration.py`` keeps for this bundle."""
-    from sinew.engine.cuda.calibration import scales
     from sinew.engine.cuda.device import require
     from sinew.engine.cuda.engine import CudaEngine
-    from sinew.engine.cuda.variants import UNTUNED
+    from sinew.engine.cuda.fp8.calibrate import scales
+    from sinew.engine.cuda.tune.variants import UNTUNED
 
     options = options or cuda_options(bundle)
     require(device, options)  # before gigabytes are read
@@ -87,7 +87,7 @@ def cuda_options(bundle: Bundle) -> CudaOptions:
 
 
 def cuda_plan(bundle: Bundle, device: torch.device, dtype: str) -> Plan:
-    from sinew.engine.cuda.fuse import ON_CUDA
+    from sinew.engine.cuda.fused.fuse import ON_CUDA
 
     return Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
 

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from sinew.core import SinewError
-from sinew.eval import stats
 from sinew.eval.adapters import make_env
-from sinew.eval.animation import write_gif
-from sinew.eval.plots import write_plots
 from sinew.eval.policies import Remote
-from sinew.eval.report import document, success_cells
+from sinew.eval.report import stats
+from sinew.eval.report.animation import write_gif
+from sinew.eval.report.plots import write_plots
+from sinew.eval.report.report import document, success_cells
+from sinew.eval.report.view import View
 from sinew.eval.server import serving
 from sinew.eval.settings import Task, Variant, sweep
-from sinew.eval.view import View
 
 BUNDLE = Path(__file__).resolve().parents[1] / "assets" / "blocks.gguf"
 ENV, FIRST_SEED, FILMED = "sinew/Blocks-v0", 5000, 4

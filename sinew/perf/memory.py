@@ -29,8 +29,8 @@ Device = Literal["cpu", "cuda"]
 # measured; give the number of your own board where it matters.
 RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
 # What libraries take beside torch's allocator. CPU: the peak of anonymous memory of the model in
-# tests/test_perf_calibration.py rose 12 MB (1 thread) and 38 MB (2 threads) above the traced peak; it grows with the
-# threads, not with the model. CUDA: cuBLAS's largest default workspace, 32 MiB, not measured.
+# tests/perf/test_perf_calibration.py rose 12 MB (1 thread) and 38 MB (2 threads) above the traced peak; it grows
+# with the threads, not with the model. CUDA: cuBLAS's largest default workspace, 32 MiB, not measured.
 WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 
 AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}  # what `fits` searches

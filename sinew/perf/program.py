@@ -23,7 +23,7 @@ from sinew.engine.eager import EagerEngine
 from sinew.engine.loading import load_model
 from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import Shapes, on_meta
-from sinew.engine.planned import PlannedEngine
+from sinew.engine.plan.engine import PlannedEngine
 from sinew.models import build_on_meta
 from sinew.models.base import FlowModel
 from sinew.perf.operators import Component, Operator, Residency, Tensor
@@ -68,7 +68,7 @@ class Program:
         What is not given is the policy's own: all its cameras, its longest prompt, its chunk and steps.
         dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bfloat16 for
         presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out
-        (:data:`sinew.engine.planned.ON_CPU`), and :func:`of_engine` traces what runs there.
+        (:data:`sinew.engine.plan.engine.ON_CPU`), and :func:`of_engine` traces what runs there.
         Raises :class:`SinewError` for what is not there.
         """
         given = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
@@ -236,18 +236,18 @@ def preset(name: str) -> Program:
 
 
 def _pi(name: str) -> tuple[Any, dict[str, Any]]:
-    from sinew.convert.pi import model_config
-    from sinew.testing.pi_checkpoint import policy_config
+    from sinew.convert.families.pi import model_config
+    from sinew.presets.pi_checkpoint import policy_config
 
     record = policy_config("pi0" if name == "pi0" else "pi05", cameras=PRESET_CAMERAS, dim=7)
     return model_config(record, {}, name), record
 
 
 def _smolvla() -> tuple[Any, dict[str, Any]]:
-    from sinew.convert.lerobot import LeRobotCheckpoint
-    from sinew.convert.smolvla import model_config
-    from sinew.testing.random_checkpoint import policy_config, vlm_config
-    from sinew.testing.smolvla_layout import Widths
+    from sinew.convert.families.lerobot import LeRobotCheckpoint
+    from sinew.convert.families.smolvla import model_config
+    from sinew.presets.random_checkpoint import policy_config, vlm_config
+    from sinew.presets.smolvla_layout import Widths
 
     record = policy_config(Widths(), "bf16-vlm", {"action": {}})
     with tempfile.TemporaryDirectory() as folder:  # the converter reads its configuration from a file

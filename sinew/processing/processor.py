@@ -12,7 +12,7 @@ from sinew.core import Observation, ObservationError, SinewError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import Normalizer
 from sinew.processing.prompt import Prompter
-from sinew.processing.vector_steps import apply_steps
+from sinew.processing.vectors import apply_steps
 
 MAX_SOLVER_STEPS = 100
 

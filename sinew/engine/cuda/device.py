@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sinew.core import SinewError
+from sinew.engine.cuda.kernels.lang import triton
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.kernels.lang import triton
 
 OLDEST = (8, 0)  # compute capability: bfloat16 tensor cores and asynchronous copies
 NARROW = (8, 9)  # e4m3 products
@@ -41,7 +41,7 @@ def require(device: torch.device, options: CudaOptions) -> None:
             "engine cuda: its kernels need triton, which is not installed: pip install 'triton>=3.6'"
         )
     if options.fp8:
-        from sinew.engine.kernels import fp8
+        from sinew.engine.cuda.fp8 import linear as fp8
 
         fine, reason = fp8.supported(device)
         if not fine:
@@ -60,7 +60,8 @@ def describe(device: torch.device) -> str:
     """What the engine would run on ``device``: one line for people."""
     if device.type != "cuda":
         return "the kernels' PyTorch twins, no graph"
-    from sinew.engine.kernels import fp8, tuning
+    from sinew.engine.cuda.fp8 import linear as fp8
+    from sinew.engine.cuda.tune import tuning
 
     capability = torch.cuda.get_device_capability(device)
     parts = [f"capability {_dotted(capability)}", f"triton {triton.__version__ if triton else 'absent'}"]

@@ -19,14 +19,14 @@ from sinew.bundle.schema import Processing
 from sinew.core import CancelledError, Timing
 from sinew.engine.cuda.device import require
 from sinew.engine.cuda.frames import fits
-from sinew.engine.cuda.fuse import fuse
+from sinew.engine.cuda.fused.fuse import fuse
+from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.fused.ops import Ops, Plain, Twins
 from sinew.engine.cuda.graphs import Calls, Graphs, Kept, Recorder
-from sinew.engine.cuda.launches import Kernels
-from sinew.engine.cuda.ops import Ops, Plain, Twins
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
+from sinew.engine.cuda.tune.variants import resolve
 from sinew.engine.cuda.units import WorldUnits
-from sinew.engine.cuda.variants import resolve
 from sinew.engine.plan import Plan
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer

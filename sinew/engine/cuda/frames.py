@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sinew.bundle.schema import ImageRecipe
-from sinew.engine.cuda.ops import Ops
-from sinew.engine.kernels.resize_tables import Resize
+from sinew.engine.cuda.fused.ops import Ops
+from sinew.engine.cuda.kernels.resize_tables import Resize
 
 Size = tuple[int, int]  # height, width
 

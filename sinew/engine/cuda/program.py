@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sinew.bundle.schema import Processing
 from sinew.engine.cuda.frames import Patches, Size
+from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.cuda.graphs import Recorded, Recorder
-from sinew.engine.cuda.ops import Ops
 from sinew.engine.cuda.staging import Field, Staging
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.plan import Plan

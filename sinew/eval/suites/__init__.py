@@ -30,7 +30,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class SimulatorSetup:
-    """How ``sinew eval --setup`` makes an interpreter. Versions are in ``sinew/eval/simulators/NAME.txt``.
+    """How ``sinew eval --setup`` makes an interpreter. Versions are in ``sinew/eval/foreign/simulators/NAME.txt``.
 
     packages: installed with what they need. data: installed alone, for the files that they carry.
     by_hand: why this cannot be installed, and what to do instead; nothing is installed then.

@@ -10,7 +10,7 @@ TITLE = "Success by suite, % [95 % interval]"
 
 
 def rows(report: dict[str, Any]) -> list[list[str]]:
-    """Of a report of ``sinew.eval.report.document``; empty where tasks are not grouped.
+    """Of a report of ``sinew.eval.report.report.document``; empty where tasks are not grouped.
 
     Rows are the first parts of the tasks' names, which is where their benchmark or difficulty stands, and at
     last all tasks together; cells are success, its Wilson interval, and the number of episodes.

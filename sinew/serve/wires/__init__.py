@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sinew.core import SinewError
-from sinew.serve.listen import Listen
 from sinew.serve.service import Wire
+from sinew.serve.transport.listen import Listen
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ def open_wires(ports: dict[str, int], listen: Listen) -> list[Wire]:
         for name, port in ports.items():
             here = replace(listen, port=port)
             if name in ("native", "groot"):
-                from sinew.serve.zeromq import ZeroMQWire
+                from sinew.serve.transport.zeromq import ZeroMQWire
 
                 opened.append(ZeroMQWire(_codec(name), here))
             elif name == "lerobot":
-                from sinew.serve.wires.lerobot import LeRobotWire
+                from sinew.serve.wires.lerobot.wire import LeRobotWire
 
                 opened.append(LeRobotWire(here))
             elif names := web.pop(port, []):
-                from sinew.serve.web import WebServer
+                from sinew.serve.transport.web import WebServer
 
                 opened.append(WebServer(names, here))
     except BaseException:
@@ -81,6 +81,6 @@ def _codec(name: str) -> Any:
         from sinew.serve.wires.native import NativeCodec
 
         return NativeCodec()
-    from sinew.serve.wires.groot import GrootCodec
+    from sinew.serve.wires.groot.codec import GrootCodec
 
     return GrootCodec()

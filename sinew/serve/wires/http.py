@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
-from sinew.serve.listen import reachable
+from sinew.serve.decode.array import from_base64, from_json_numpy, pack, to_json_numpy, unpack
+from sinew.serve.decode.frames import PixelBudget, compressed_frame
+from sinew.serve.decode.msgpack import MAX_VALUES
+from sinew.serve.transport.listen import reachable
 from sinew.serve.wires import keys
-from sinew.serve.wires.arrays import from_base64, from_json_numpy, pack, to_json_numpy, unpack
-from sinew.serve.wires.frames import PixelBudget, compressed_frame
-from sinew.serve.wires.msgpack_view import MAX_VALUES
 from sinew.serve.wires.openpi import number, options
 
 NAME = "http"

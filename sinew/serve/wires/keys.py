@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import KeyMap, Observation, ObservationError, PolicySpec
-from sinew.serve.wires.frames import MAX_IMAGES, PixelBudget
+from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 
 MAX_DEPTH = 4  # of nested containers
 MAX_KEYS = 256  # of one observation, all containers together

@@ -24,9 +24,9 @@ from google.protobuf.message import DecodeError
 from sinew_client.schema import Image, PredictRequest, PredictResponse
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
-from sinew.serve.listen import reachable
+from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
 from sinew.serve.service import Service
-from sinew.serve.wires.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
+from sinew.serve.transport.listen import reachable
 
 Payload = bytes | memoryview
 

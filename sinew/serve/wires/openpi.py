@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
-from sinew.serve.listen import reachable
+from sinew.serve.decode.array import pack, unpack
+from sinew.serve.transport.listen import reachable
 from sinew.serve.wires import keys
-from sinew.serve.wires.arrays import pack, unpack
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")

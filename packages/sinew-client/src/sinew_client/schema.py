@@ -3,7 +3,7 @@
 Generated ``_pb2`` modules are tied to a range of protobuf releases (code from protoc 4 refuses to
 load under protobuf 3.20, code from before 3.19 under protobuf 4), and a robot has the protobuf that
 its other software needs. The descriptor API is the same from 3.20 to 7, so the few messages are
-described below and handed to it. ``tests/test_native_wire.py`` compares this table with ``sinew.proto``.
+described below and handed to it. ``tests/serve/test_native_wire.py`` compares this table with ``sinew.proto``.
 
 The descriptors live in a pool of their own: vla.cpp's client registers messages with the same full
 names in the default pool, and both must be able to live in one process.

@@ -1,0 +1,1 @@
+"""Upstream families: each module turns one published layout into a bundle."""

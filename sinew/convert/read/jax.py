@@ -1,0 +1,198 @@
+"""Reading openpi's JAX checkpoints: the ``params`` directory that orbax wrote, with tensorstore alone.
+
+Layers are stacked along the first axis and projections keep their heads apart; each tensor of the PyTorch
+layout is one slice of a stored array, transposed. Slices are read when they are written, one at a time.
+Axes: L layers, C width, N heads, K key/value heads, H head size, F hidden size of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from sinew.bundle.writer import TensorSource
+from sinew.convert.families.lerobot import read_json
+from sinew.core import ConvertError
+
+Transform = Callable[[np.ndarray], np.ndarray]
+Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
+
+STORED = {"float32": GGMLQuantizationType.F32, "bfloat16": GGMLQuantizationType.BF16}
+VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model"
+LANGUAGE = "paligemma_with_expert.paligemma.model.language_model"
+PROJECTOR = "paligemma_with_expert.paligemma.model.multi_modal_projector.linear"
+EXPERT = "paligemma_with_expert.gemma_expert.model"
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def flipped(x: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
+    return x.T
+
+
+def heads_out(x: np.ndarray) -> np.ndarray:  # [C, N, H] -> [N * H, C]
+    return x.reshape(x.shape[0], -1).T
+
+
+def heads_in(x: np.ndarray) -> np.ndarray:  # [N, H, C] -> [C, N * H]
+    return x.reshape(-1, x.shape[-1]).T
+
+
+def heads_first(x: np.ndarray) -> np.ndarray:  # [N, C, H] -> [N * H, C]
+    return x.transpose(0, 2, 1).reshape(-1, x.shape[1])
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    return x.reshape(-1)
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """One tensor's bytes, read from the store on demand."""
+
+    array: Any  # tensorstore.TensorStore
+    index: tuple[int, ...]
+    transform: Transform
+
+    def blocks(self) -> Iterable[memoryview]:
+        values = self.array[self.index].read().result() if self.index else self.array.read().result()
+        yield np.ascontiguousarray(self.transform(values)).reshape(-1).view(np.uint8).data
+
+
+class Store:
+    """The arrays of a ``params`` directory by their names, joined with dots."""
+
+    def __init__(self, path: Path):
+        try:
+            import tensorstore
+        except ImportError:
+            raise ConvertError(
+                f"{path} is a JAX checkpoint; reading it needs tensorstore (pip install 'sinew[jax]'), or make a"
+                " PyTorch one of it with openpi's examples/convert_jax_model_to_pytorch.py"
+            ) from None
+        self.path, self.tensorstore = path, tensorstore
+        metadata = read_json(path / "_METADATA")
+        try:
+            trees = metadata["tree_metadata"].values()
+            names = [".".join(part["key"] for part in tree["key_metadata"]) for tree in trees]
+            self.driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+            self.ocdbt = metadata.get("use_ocdbt", True)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConvertError(
+                f"{path / '_METADATA'}: not orbax's description of a tree ({error!r})"
+            ) from None
+        # Training runs add ".value" to every name, published checkpoints do not.
+        self.names = {name.removeprefix("params.").removesuffix(".value"): name for name in names}
+        self.arrays: dict[str, Any] = {}
+
+    def array(self, name: str) -> Any:
+        if name not in self.names:
+            raise ConvertError(f"{self.path}: the checkpoint has no {name!r}")
+        if name not in self.arrays:
+            base, inner = f"file://{self.path.resolve()}/", f"{self.names[name]}/"
+            store = (
+                {"driver": "ocdbt", "base": base, "path": inner}
+                if self.ocdbt
+                else {"driver": "file", "path": str(self.path.resolve() / inner)}
+            )
+            try:
+                opened = self.tensorstore.open({"driver": self.driver, "kvstore": store}, read=True).result()
+            except ValueError as error:
+                raise ConvertError(f"{self.path}: {name!r} cannot be read ({str(error)[:200]})") from None
+            if opened.dtype.name not in STORED:
+                raise ConvertError(f"{self.path}: {name!r} has dtype {opened.dtype.name}")
+            self.arrays[name] = opened
+        return self.arrays[name]
+
+    def source(self, entry: Entry) -> TensorSource:
+        name, stored, index, transform = entry
+        array = self.array(stored)
+        # Shapes follow from the transform of an array that takes no memory.
+        shape = transform(np.broadcast_to(np.float32(0), array.shape[len(index) :])).shape
+        itemsize = 4 if array.dtype.name == "float32" else 2
+        nbytes = int(np.prod(shape)) * itemsize
+        kind = STORED[array.dtype.name]
+        return TensorSource(name, shape, kind, nbytes, StoredSlice(array, index, transform))
+
+
+def read_params(path: Path, architecture: str) -> dict[str, TensorSource]:
+    """All tensors of a pi0 or pi0.5 ``params`` directory under openpi's PyTorch names."""
+    store = Store(path)
+    return {entry[0]: store.source(entry) for entry in _entries(store, architecture == "pi05")}
+
+
+def _entries(store: Store, adaptive: bool) -> Iterator[Entry]:
+    yield from _vision(store.array("PaliGemma.img.Transformer.encoderblock.LayerNorm_0.scale").shape[0])
+    depth = store.array("PaliGemma.llm.layers.attn.q_einsum.w").shape[0]
+    yield f"{LANGUAGE}.embed_tokens.weight", "PaliGemma.llm.embedder.input_embedding", (), same
+    yield from _gemma(LANGUAGE, "", depth, False)
+    yield from _gemma(EXPERT, "_1", depth, adaptive)
+    pi0, pi05 = ("state_proj", "action_time_mlp_in", "action_time_mlp_out"), ("time_mlp_in", "time_mlp_out")
+    for head in ("action_in_proj", "action_out_proj", *(pi05 if adaptive else pi0)):
+        yield f"{head}.weight", f"{head}.kernel", (), flipped
+        yield f"{head}.bias", f"{head}.bias", (), same
+
+
+def _vision(depth: int) -> Iterator[Entry]:
+    img = "PaliGemma.img"
+    yield f"{VISION}.embeddings.patch_embedding.weight", f"{img}.embedding.kernel", (), _patches
+    yield f"{VISION}.embeddings.patch_embedding.bias", f"{img}.embedding.bias", (), same
+    yield f"{VISION}.embeddings.position_embedding.weight", f"{img}.pos_embedding", (0,), same
+    for kind, stored in (("weight", "scale"), ("bias", "bias")):
+        yield f"{VISION}.post_layernorm.{kind}", f"{img}.Transformer.encoder_norm.{stored}", (), same
+    yield f"{PROJECTOR}.weight", f"{img}.head.kernel", (), flipped
+    yield f"{PROJECTOR}.bias", f"{img}.head.bias", (), same
+    block, attention = f"{img}.Transformer.encoderblock", "MultiHeadDotProductAttention_0"
+    for i in range(depth):
+        layer = f"{VISION}.encoder.layers.{i}"
+        for j in (0, 1):
+            yield f"{layer}.layer_norm{j + 1}.weight", f"{block}.LayerNorm_{j}.scale", (i,), same
+            yield f"{layer}.layer_norm{j + 1}.bias", f"{block}.LayerNorm_{j}.bias", (i,), same
+            yield f"{layer}.mlp.fc{j + 1}.weight", f"{block}.MlpBlock_0.Dense_{j}.kernel", (i,), flipped
+            yield f"{layer}.mlp.fc{j + 1}.bias", f"{block}.MlpBlock_0.Dense_{j}.bias", (i,), same
+        for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
+            yield (
+                f"{layer}.self_attn.{ours}_proj.weight",
+                f"{block}.{attention}.{theirs}.kernel",
+                (i,),
+                heads_out,
+            )
+            yield f"{layer}.self_attn.{ours}_proj.bias", f"{block}.{attention}.{theirs}.bias", (i,), flat
+        yield f"{layer}.self_attn.out_proj.weight", f"{block}.{attention}.out.kernel", (i,), heads_in
+        yield f"{layer}.self_attn.out_proj.bias", f"{block}.{attention}.out.bias", (i,), same
+
+
+def _patches(x: np.ndarray) -> np.ndarray:  # [height, width, 3, C] -> [C, 3, height, width]
+    return x.transpose(3, 2, 0, 1)
+
+
+def _gemma(ours: str, suffix: str, depth: int, adaptive: bool) -> Iterator[Entry]:
+    llm = "PaliGemma.llm"
+
+    def norm(name: str, stored: str, index: tuple[int, ...]) -> Iterator[Entry]:
+        if adaptive:
+            yield f"{name}.dense.weight", f"{stored}.Dense_0.kernel", index, flipped
+            yield f"{name}.dense.bias", f"{stored}.Dense_0.bias", index, same
+        else:
+            yield f"{name}.weight", f"{stored}.scale", index, same
+
+    yield from norm(f"{ours}.norm", f"{llm}.final_norm{suffix}", ())
+    attention, mlp = f"{llm}.layers.attn", f"{llm}.layers.mlp{suffix}"
+    for i in range(depth):
+        layer = f"{ours}.layers.{i}"
+        yield f"{layer}.self_attn.q_proj.weight", f"{attention}.q_einsum{suffix}.w", (i,), heads_first
+        yield f"{layer}.self_attn.k_proj.weight", f"{attention}.kv_einsum{suffix}.w", (i, 0), heads_first
+        yield f"{layer}.self_attn.v_proj.weight", f"{attention}.kv_einsum{suffix}.w", (i, 1), heads_first
+        yield f"{layer}.self_attn.o_proj.weight", f"{attention}.attn_vec_einsum{suffix}.w", (i,), heads_in
+        yield f"{layer}.mlp.gate_proj.weight", f"{mlp}.gating_einsum", (i, 0), flipped
+        yield f"{layer}.mlp.up_proj.weight", f"{mlp}.gating_einsum", (i, 1), flipped
+        yield f"{layer}.mlp.down_proj.weight", f"{mlp}.linear", (i,), flipped
+        yield from norm(f"{layer}.input_layernorm", f"{llm}.layers.pre_attention_norm{suffix}", (i,))
+        yield from norm(f"{layer}.post_attention_layernorm", f"{llm}.layers.pre_ffw_norm{suffix}", (i,))

@@ -1,0 +1,200 @@
+"""Scales of activations for FP8: the largest input that each linear layer sees over real observations.
+
+e4m3 is a floating format, so a scale twice as large costs nothing but the smallest of its numbers; inputs may
+therefore grow to ``HEADROOM`` times of what was seen before they saturate. A calibration belongs to one file of
+weights: it is kept as ``$XDG_CACHE_HOME/sinew/fp8/<fingerprint>.json`` (``~/.cache`` by default), and one that is
+damaged, or of other weights, or of layers that the model does not have, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinew.bundle.schema import COMPONENTS
+from sinew.core import SinewError
+from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
+from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
+from sinew.engine.cuda.tune import tuning
+from sinew.layers.norm import AdaRMSNorm
+
+VERSION = 1
+HEADROOM = 2.0
+VISION = ("vision", "connector")  # the modules of a model that belong to the component
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """amax: layer -> the largest absolute value of its input. ``source``: what the observations were."""
+
+    fingerprint: str
+    amax: dict[str, float]
+    observations: int
+    source: str
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Of layers' inputs. One that no observation reached has none, and is scaled per row."""
+        return {layer: max(amax, SMALLEST) * HEADROOM / LARGEST for layer, amax in self.amax.items()}
+
+
+# ----------------------------------------------------------------------------- which layers
+
+
+def linears(model: nn.Module, components: Iterable[str]) -> dict[str, nn.Linear]:
+    """The linear layers of ``components`` that can be in FP8, by name, in the order of the model.
+
+    Left out: modules that the model keeps in float32, of the head all but its layers, the modulations of
+    adaptive norms (they are tabulated), and shapes that do not fit.
+    """
+    chosen = set(components)
+    if unknown := chosen.difference(COMPONENTS):
+        raise SinewError(
+            f"fp8: expected components of {', '.join(COMPONENTS)}, got {', '.join(sorted(unknown))}"
+        )
+    wide = getattr(model, "float32_modules", ())
+    modulations = {id(norm.dense) for norm in model.modules() if isinstance(norm, AdaRMSNorm)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and component_of(name) in chosen
+        and name.split(".")[0] not in wide
+        and (component_of(name) != "head" or ".layers." in name)
+        and id(module) not in modulations
+        and unfit(module.weight) is None
+    }
+
+
+def component_of(name: str) -> str:
+    first = name.partition(".")[0]
+    return "vision" if first in VISION else "language" if first == "language" else "head"
+
+
+def use_fp8(
+    model: nn.Module, layers: Mapping[str, nn.Linear], scales: Mapping[str, float] | None = None
+) -> None:
+    """Replace ``layers`` (of :func:`linears`) of ``model`` in place. scales: of their inputs, as a calibration has
+    them; a layer without one gets a scale per row."""
+    scales = scales or {}
+    if foreign := sorted(set(scales).difference(dict(model.named_modules()))):
+        raise SinewError(f"fp8 calibration: {foreign[0]} is not a layer of this model")
+    for name, linear in layers.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, Fp8Linear.of(linear, scales.get(name)))
+
+
+# ----------------------------------------------------------------------------- measuring
+
+
+@contextmanager
+def recording(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Within the context, the largest absolute input of each layer that runs, as a float32 scalar on its device.
+
+    The layers must be called as modules; nothing is read back to the host until the caller does.
+    """
+    found: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def record(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            amax = arguments[0].detach().abs().amax().float()
+            found[name] = torch.maximum(found[name], amax) if name in found else amax
+
+        return record
+
+    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def calibrate(
+    layers: Mapping[str, nn.Module],
+    runs: Iterable[Callable[[], Any]],
+    fingerprint: str,
+    source: str,
+) -> Calibration:
+    """Call each of ``runs``, one observation through the model, and take down what the layers saw.
+
+    source: what the observations are, for people. Raises :class:`SinewError` where nothing ran, or where an
+    input is not finite.
+    """
+    count = 0
+    with recording(layers) as found:
+        for run in runs:
+            run()
+            count += 1
+    amax = {name: float(value) for name, value in found.items()}
+    if not amax:
+        raise SinewError(f"fp8 calibration: none of {len(layers)} layers ran in {count} observations")
+    for name, value in amax.items():
+        if not math.isfinite(value):
+            raise SinewError(f"fp8 calibration: expected finite inputs of {name}, got {value}")
+    return Calibration(fingerprint, amax, count, source)
+
+
+# ----------------------------------------------------------------------------- keeping
+
+
+def path_of(fingerprint: str) -> Path:
+    if not re.fullmatch(r"[0-9a-f]{8,128}", fingerprint):
+        raise SinewError(f"fp8 calibration: expected a hexadecimal fingerprint, got {fingerprint!r}")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sinew" / "fp8" / f"{fingerprint[:32]}.json"
+
+
+def store(calibration: Calibration) -> Path:
+    path = path_of(calibration.fingerprint)
+    tuning.write_json(path, {"version": VERSION, "headroom": HEADROOM, **asdict(calibration)})
+    return path
+
+
+def load(fingerprint: str) -> Calibration | None:
+    """What was stored for these weights; None if nothing was. Raises :class:`SinewError` for a file that is
+    damaged or belongs to others, naming it and what is wrong."""
+    path = path_of(fingerprint)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SinewError(f"{path}: expected an fp8 calibration, got {error}") from None
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SinewError(f"{path}: expected JSON, got {error}") from None
+    if wrong := _wrong(raw, fingerprint):
+        raise SinewError(f"{path}: {wrong}; remove the file and calibrate again")
+    return Calibration(raw["fingerprint"], raw["amax"], raw["observations"], raw["source"])
+
+
+def _wrong(raw: Any, fingerprint: str) -> str | None:
+    if not isinstance(raw, dict):
+        return f"expected an object, got {type(raw).__name__}"
+    if raw.get("version") != VERSION:
+        return f"version: expected {VERSION}, got {raw.get('version')!r}"
+    if raw.get("fingerprint") != fingerprint:
+        return f"fingerprint: expected {fingerprint}, got {raw.get('fingerprint')!r}"
+    amax = raw.get("amax")
+    if not isinstance(amax, dict) or not amax:
+        return "amax: expected values by layer, got none"
+    for name, value in amax.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            return f"amax.{name}: expected a finite number of at least 0, got {value!r}"
+    if type(raw.get("observations")) is not int or raw["observations"] < 1:
+        return f"observations: expected 1 or more, got {raw.get('observations')!r}"
+    if not isinstance(raw.get("source"), str):
+        return f"source: expected text, got {type(raw.get('source')).__name__}"
+    return None

@@ -1,0 +1,127 @@
+"""The ends of a model: patches into the vision tower, and actions out of the head, with their norms.
+
+Classes for ``rewrite.become``, as in :mod:`.layers`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.cuda.fused.layers import Modulated, carried, modulated, normed, one, stream_of
+from sinew.engine.cuda.fused.ops import Ops
+from sinew.engine.plan.norms import UnitRMSNorm
+from sinew.engine.plan.time_tables import SplitActionTime
+from sinew.layers.vit import VisionTransformer
+from sinew.models.base import FlowModel
+
+ROW = 16  # elements: rows of patches are padded to a multiple, so that a tensor core's loads are wide
+
+
+class PatchTower(VisionTransformer):
+    """The patch embedding as a matrix product over rows of patches, which ``preprocess`` writes; tables of grids
+    smaller than the position table are looked up once."""
+
+    patch_weight: Tensor  # [C, values], zeros behind 3 * patch^2
+    grids: dict[tuple[int, int], Tensor]
+
+    def encode_patches(self, patches: Tensor, rows: int, cols: int) -> Tensor:
+        """patches: [V, rows * cols, values] -> features [V, rows * cols, C]."""
+        bias = self.patch_embedding.bias
+        x = F.linear(patches, self.patch_weight, None if bias is None else bias.to(patches.dtype))
+        return self.encode(x, rows, cols)
+
+    def positions(self, rows: int, cols: int) -> Tensor:
+        if (rows, cols) not in self.grids:
+            self.grids[rows, cols] = super().positions(rows, cols)
+        return self.grids[rows, cols]
+
+
+def give_patches(tower: Any) -> None:
+    """What :class:`PatchTower` needs beside its class."""
+    weight = tower.patch_embedding.weight.detach().flatten(1)  # [C, 3 * patch^2]
+    values = weight.shape[1]
+    tower.patch_weight = F.pad(weight, (0, -values % ROW)).contiguous()
+    tower.grids = {}
+
+
+class FusedDecode(FlowModel):
+    """The expert's final norm and the projection to actions, in one product."""
+
+    ops: Ops
+    expert: Any
+    action_out_proj: Any
+
+    def decode_actions(self, h: Tensor, *modulation: Any) -> Tensor:
+        linear, norm = self.action_out_proj, self.expert.norm
+        if modulation:
+            (m,) = modulation
+            rows, options = modulated(self.ops, stream_of(h), norm.eps, m, linear)
+        else:
+            rows, options = normed(stream_of(h), norm.eps, linear)
+        return self.ops.norm_linear(rows, linear.weight, **options).float()[None]
+
+
+class FusedActionTime(SplitActionTime):
+    """The way in of pi0 and SmolVLA: two products of float32, with all that stands around them."""
+
+    ops: Ops
+    expert: Any
+
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+        last, first = self.action_time_mlp_out, self.action_part
+        mixed = self.ops.norm_linear(one(x), first.weight, bias=one(moment), silu=True)
+        dtype = self.expert.dtype
+        return carried(self.ops.stream_linear(mixed, last.weight, bias=last.bias, dtype=dtype))
+
+
+class TabulatedModulation(FusedDecode):
+    """pi0.5's table of a step, laid out for the kernels: per norm scale, shift, gate and, where the norm goes into
+    the products (``scaled``), the shift times the weights that read it."""
+
+    scaled: bool
+    action_in_proj: Any
+
+    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+        linear, (first, *_), _ = self.action_in_proj, *self.modulations(moment)
+        scale = first[0].scale if self.scaled else None
+        options = {"bias": linear.bias, "scale": scale, "dtype": self.expert.dtype}
+        return carried(self.ops.stream_linear(one(x), linear.weight, **options))
+
+    def moment(self, t: Tensor) -> Tensor:  # [1] -> float32 [1, values]
+        packed = one(super().moment(t)).float()  # type: ignore[safe-super]  # [norms, 3C]
+        pieces = []
+        for row, reader in zip(packed, self.readers(), strict=True):
+            pieces.append(row)
+            if self.scaled:
+                shift = row.chunk(3)[1]
+                bias = reader.weight.float() @ shift
+                pieces.append(bias if reader.bias is None else bias + reader.bias.float())
+        return torch.cat(pieces)[None]
+
+    def readers(self) -> list[Any]:
+        """What reads each norm, in the order of the norms."""
+        layers = [r for layer in self.expert.layers for r in (layer.attn.qkv_proj, layer.mlp.gate_up_proj)]
+        return [*layers, self.action_out_proj]
+
+    def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
+        width = self.config.expert.hidden_size
+        norms, at = [], 0
+        for reader in self.readers():
+            scale, shift, gate = one(moment)[at : at + 3 * width].chunk(3)
+            at += 3 * width
+            rows = len(reader.weight) if self.scaled else 0
+            norms.append(Modulated(scale, shift, gate, one(moment)[at : at + rows] if rows else None))
+            at += rows
+        norms = [m._replace(following=next_.scale) for m, next_ in pairwise(norms)] + norms[-1:]
+        *layers, final = norms
+        return list(zip(layers[::2], layers[1::2], strict=True)), (final,)
+
+
+def folds_away(norm: Any) -> bool:
+    """Whether a norm has nothing of its own left that a product would have to know."""
+    return isinstance(norm, UnitRMSNorm)

@@ -1,0 +1,183 @@
+"""A planned model with kernels in it: which modules are given which class, and which rewrites come before.
+
+The models know nothing of kernels. A module is fused where the plan left what its kernel reads (packed
+projections, norms without weights of their own, one precision); where it did not, the module stays as it is and the
+outcome says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sinew.engine.cuda.fp8.scales import component_of, linears, use_fp8
+from sinew.engine.cuda.fused.ends import (
+    FusedActionTime,
+    FusedDecode,
+    PatchTower,
+    TabulatedModulation,
+    folds_away,
+    give_patches,
+)
+from sinew.engine.cuda.fused.layers import FusedAdaptiveLayer, FusedAttention, FusedKeyValueLayer, FusedLayer
+from sinew.engine.cuda.fused.ops import Ops
+from sinew.engine.cuda.fused.rowwise import (
+    RowwiseAdaptiveLayer,
+    RowwiseKeyValueLayer,
+    RowwiseLayer,
+    RowwiseTower,
+    RowwiseViTLayer,
+)
+from sinew.engine.plan import REWRITES, Outcome, Plan
+from sinew.engine.plan.norms import UnitLayerNorm
+from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
+from sinew.engine.plan.prefix_end import KeyValueLayer
+from sinew.engine.plan.rewrite import become, spans, twin
+from sinew.engine.plan.time_tables import SplitActionTime
+from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer
+from sinew.layers.linear import Linear
+from sinew.layers.norm import AdaRMSNorm
+from sinew.layers.vit import VisionTransformer, ViTLayer
+
+# All rewrites that take launches or bytes away. For the state token alone, `constant-kv` would read all of the
+# expert's weights once more (0.55 GB for pi0), and 63 actions with their state are the 64 rows of a tile.
+LEFT_OUT = {
+    "constant-kv": "the state's pass would stream the expert's weights for one row",
+    "sigmoid-gelu": "it is for float32 on a CPU; the gated kernel has the activation in its epilogue",
+}
+ON_CUDA = tuple(name for name in REWRITES if name not in LEFT_OUT)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """``fits``: what is missing in a module of type ``kind``, or nothing; ``into``: the class that it gets,
+    ``rowwise``: the one that it gets where products are a library's, which is where they are in FP8."""
+
+    kind: type[nn.Module]
+    fits: Callable[[Any], str | None]
+    into: type[nn.Module] | None
+    rowwise: type[nn.Module] | None = None
+
+
+def _attention(attn: Any) -> str | None:
+    D = attn.head_dim
+    return f"head size {D}" if D < 16 or D & (D - 1) else None
+
+
+def _layer(layer: Any) -> str | None:
+    attn = layer.attn
+    if not (attn.is_cross or isinstance(attn, PackedAttention)) or not isinstance(layer.mlp, PackedMLP):
+        return "not packed"
+    norms = (layer.input_norm, layer.post_norm)
+    if not all(folds_away(norm) or isinstance(norm, AdaRMSNorm) for norm in norms):
+        return "norms not folded"
+    named = layer.named_modules()
+    own = {m.weight.dtype for name, m in named if isinstance(m, Linear) and not name.endswith(".dense")}
+    return _attention(attn) or ("mixed precision" if len(own) > 1 else None)
+
+
+def _last(layer: Any) -> str | None:
+    if not isinstance(layer.attn, PackedKeyValue):
+        return "not packed"
+    return None if folds_away(layer.input_norm) else "norm not folded"
+
+
+def _vision(layer: Any) -> str | None:
+    norms = isinstance(layer.norm1, UnitLayerNorm) and isinstance(layer.norm2, UnitLayerNorm)
+    return None if norms and isinstance(layer.attn, PackedViTAttention) else "not packed, or norms not folded"
+
+
+FUSIONS = (
+    Fusion(DecoderAttention, _attention, FusedAttention),
+    Fusion(KeyValueLayer, _last, FusedKeyValueLayer, RowwiseKeyValueLayer),
+    Fusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer, RowwiseAdaptiveLayer),
+    Fusion(DecoderLayer, _layer, FusedLayer, RowwiseLayer),
+    Fusion(ViTLayer, _vision, None, RowwiseViTLayer),
+)
+
+
+# Layers that take the vectors of a norm's modulation, as TabulatedModulation gives them, or need none.
+WITH_VECTORS = (FusedLayer, FusedAdaptiveLayer, RowwiseLayer, RowwiseAdaptiveLayer)
+
+
+@torch.no_grad()
+def fuse(
+    plan: Plan,
+    ops: Ops,
+    scaled: bool = True,
+    fp8: tuple[str, ...] = (),
+    scales: Mapping[str, float] | None = None,
+) -> Plan:
+    """A plan over a model of its own, sharing the parameters; ``plan`` is left as it is. Its tables are made anew.
+
+    scaled: as ``CudaOptions.scaled_norms``. fp8: components whose linear layers go to e4m3: products of their own,
+    with row-wise kernels between them. scales: of the inputs of those layers, by name; others: per row.
+    """
+    model: Any = twin(plan.model)
+    outcomes = [*plan.outcomes]
+    if fp8:
+        outcomes.append(_to_fp8(model, fp8, scales or {}))
+    outcomes += [_apply(fusion, model, ops, fp8) for fusion in FUSIONS]
+    if isinstance(model.vision, VisionTransformer):
+        whole = all(isinstance(layer, RowwiseViTLayer) for layer in model.vision.layers)
+        become(model.vision, RowwiseTower if whole else PatchTower)
+        give_patches(model.vision)
+        if whole:
+            model.vision.rows = ops.rows
+    outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
+    return Plan(model.eval().requires_grad_(False), tuple(outcomes))
+
+
+def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcome:
+    done, left, kinds = [], {}, set()
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, fusion.kind):
+            continue
+        rowwise = fusion.into is None or (fusion.rowwise is not None and component_of(name) in fp8)
+        into = fusion.rowwise if rowwise else fusion.into
+        if why := "no row-wise kernels" if rowwise and ops.rows is None else fusion.fits(module):
+            left[name] = why
+            continue
+        assert into is not None
+        become(module, into)
+        fused: Any = module
+        if rowwise:
+            fused.rows = ops.rows
+        else:
+            fused.ops = ops
+        kinds.add(into.__name__)
+        done.append(name)
+    name = f"fuse {fusion.kind.__name__}"
+    if not done and not left:
+        return Outcome(name, "not applicable", "the model has none")
+    reason = f"{' and '.join(sorted(kinds)) or 'left as planned,'} over {type(ops).__name__}"
+    if left:
+        reason += f"; not {', '.join(spans(list(left)))} ({', '.join(sorted(set(left.values())))})"
+    return Outcome(name, "applied" if done else "not applicable", reason, spans(done))
+
+
+def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
+    name = "fuse action projections"
+    adaptive = isinstance(model.expert.norm, AdaRMSNorm)
+    fused = all(isinstance(layer, WITH_VECTORS) for layer in model.expert.layers)
+    if not fused or not (adaptive or folds_away(model.expert.norm)):
+        return Outcome(name, "not applicable", "the head's layers are not fused")
+    become(model, TabulatedModulation if adaptive else FusedDecode)
+    model.ops = ops
+    if adaptive:
+        model.scaled = scaled
+    elif isinstance(model, SplitActionTime):
+        become(model, FusedActionTime)
+    return Outcome(name, "applied", f"both ends of a step over {type(ops).__name__}", ("expert.norm",))
+
+
+def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Outcome:
+    layers = linears(model, fp8)
+    use_fp8(model, layers, scales)
+    calibrated = sum(name in scales for name in layers)
+    reason = f"e4m3, a scale per channel; inputs of {calibrated} of {len(layers)} calibrated, of the others per row"
+    return Outcome("fp8", "applied", reason, spans(list(layers)))

@@ -1,0 +1,187 @@
+"""Decoder layers whose forward is kernels: five per layer of the language model, five per layer of the head.
+
+Classes to be given to modules of a planned model (``rewrite.become``). They add an ``ops`` and no other state, read
+the packed and folded weights where the plan left them, and take one observation (a batch of one).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.cuda.fused.ops import Ops, Stream
+from sinew.engine.plan.packing import PackedMLP
+from sinew.engine.plan.prefix_end import KeyValueLayer
+from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, KeyValue
+from sinew.layers.rope import Rotation
+
+
+class Modulated(NamedTuple):
+    """What the solver's time gives to one norm. bias: shift times the weights that read the norm, plus their own
+    bias; None where the norm has a pass of its own. following: ``scale`` of the norm behind this one."""
+
+    scale: Tensor  # [C]
+    shift: Tensor
+    gate: Tensor
+    bias: Tensor | None  # [N]
+    following: Tensor | None = None  # [C]
+
+
+class FusedAttention(DecoderAttention):
+    ops: Ops
+
+    def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
+        mine = None if own is None else pair(own, q.dtype)
+        return self.ops.packed_attention(one(q), pair(kv, q.dtype), one(mask), mine).flatten(1)[None]
+
+
+class FusedLayer(DecoderLayer):
+    """Of the language model, of pi0's expert and of SmolVLA's, self or cross. Its norms are unit norms."""
+
+    ops: Ops
+
+    def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        return project(self.ops, self.attn, stream_of(x), rotate, self.input_norm.eps)
+
+    def query(self, x: Tensor, rotate: Rotation) -> Tensor:
+        linear: Any = self.attn.q_proj
+        heads = len(linear.weight) // self.attn.head_dim, 0
+        return qkv(self.ops, linear, *normed(stream_of(x), self.input_norm.eps, linear), rotate, heads)[0]
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        stream = output(self.ops, self.attn.o_proj, one(attended), one(x))
+        eps = self.post_norm.eps
+        return carried(mlp(self.ops, self.mlp, *normed(stream, eps, self.mlp.gate_up_proj), stream.rows))
+
+
+class FusedKeyValueLayer(KeyValueLayer):
+    """The last language layer: keys and values alone."""
+
+    ops: Ops
+
+    def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
+        linear: Any = self.attn.kv_proj
+        heads = 0, len(linear.weight) // (2 * self.attn.head_dim)
+        rows, norm = normed(stream_of(x), self.input_norm.eps, linear)
+        _, k, v = qkv(self.ops, linear, rows, norm, rotate, heads)
+        return x, (k, v)
+
+
+class FusedAdaptiveLayer(AdaptiveDecoderLayer):
+    """Of pi0.5's expert: ``before`` and ``after`` come from the table of the step."""
+
+    ops: Ops
+
+    def project(self, x: Tensor, rotate: Rotation, before: Any, after: Any):
+        attn: Any = self.attn
+        rows, norm = modulated(self.ops, stream_of(x), self.input_norm.eps, before, attn.qkv_proj)
+        return qkv(self.ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
+
+    def finish(self, x: Tensor, attended: Tensor, before: Any, after: Any) -> Tensor:
+        # Where norms have passes of their own, nothing is asked of what comes before them.
+        scale, following = (None, None) if after.bias is None else (after.scale, after.following)
+        stream = output(self.ops, self.attn.o_proj, one(attended), one(x), before.gate, scale)
+        rows, norm = modulated(self.ops, stream, self.post_norm.eps, after, self.mlp.gate_up_proj)
+        return carried(mlp(self.ops, self.mlp, rows, norm, stream.rows, after.gate, following))
+
+
+# ----------------------------------------------------------------------------- streams
+
+
+def carried(stream: Stream) -> Tensor:
+    """The stream as models hand it from layer to layer, [1, M, C], with what is known of it on the tensor itself: a
+    layer that gets this very tensor uses it, and whoever makes another of it loses nothing but that."""
+    x = stream.rows[None]
+    x.stream = stream  # type: ignore[attr-defined]
+    return x
+
+
+def stream_of(x: Tensor) -> Stream:
+    return getattr(x, "stream", None) or Stream(one(x))
+
+
+Norm = dict[str, Any]
+
+
+def normed(stream: Stream, eps: float, reader: Any) -> tuple[Tensor, Norm]:
+    """The rows, and the ``norm``, with which a product reads a stream through a unit norm."""
+    return stream.rows, {"eps": eps, "bias": reader.bias, "squares": stream.squares}
+
+
+def modulated(ops: Ops, stream: Stream, eps: float, m: Modulated, reader: Any) -> tuple[Tensor, Norm]:
+    """The same through a norm that the solver's time modulates."""
+    if m.bias is None:
+        return ops.ada_rms(stream.rows, m.scale, m.shift, eps), {"bias": reader.bias}
+    if stream.scaled is None:
+        return stream.rows, {"eps": eps, "bias": m.bias, "scale": m.scale}
+    return stream.scaled, {"eps": eps, "bias": m.bias, "squares": stream.squares}
+
+
+# ----------------------------------------------------------------------------- pieces
+
+
+def project(
+    ops: Ops, attn: Any, stream: Stream, rotate: Rotation, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, norm = normed(stream, eps, attn.qkv_proj)
+    return qkv(ops, attn.qkv_proj, rows, norm, rotate, (attn.num_heads, attn.num_kv_heads))
+
+
+def qkv(
+    ops: Ops, linear: Any, x: Tensor, norm: Norm, rotate: Rotation, heads: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    cos, sin = tables(rotate)
+    q, k, v = ops.qkv_rope(x.to(linear.weight.dtype), linear.weight, cos, sin, heads, **norm)
+    return q[None], k[None], v[None]
+
+
+def output(
+    ops: Ops,
+    linear: Any,
+    x: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Stream:
+    x = x.to(linear.weight.dtype)
+    return ops.stream_linear(x, linear.weight, bias=linear.bias, gate=gate, residual=residual, scale=scale)
+
+
+def mlp(
+    ops: Ops,
+    module: Any,
+    x: Tensor,
+    norm: Norm,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Stream:
+    weight = module.gate_up_proj.weight
+    hidden = ops.gated_mlp(x.to(weight.dtype), weight, activation(module), **norm)
+    return output(ops, module.down_proj, hidden, residual, gate, scale)
+
+
+def activation(module: PackedMLP) -> Any:
+    return "silu" if module.activation is F.silu else "gelu_tanh"
+
+
+def pair(kv: KeyValue, dtype: torch.dtype) -> KeyValue:
+    """Keys and values as the kernel reads them: of the queries' precision, which differs where a bundle mixes
+    precisions, and with one distance between rows."""
+    k, v = (one(tensor).to(dtype) for tensor in kv)
+    return (k, v) if k.stride(0) == v.stride(0) else (k.contiguous(), v.contiguous())
+
+
+def tables(rotate: Rotation) -> tuple[Tensor, Tensor]:
+    """cos and sin, [1, L, 1, D / 2] -> [L, D / 2]."""
+    return one(rotate.cos)[:, 0], one(rotate.sin)[:, 0]
+
+
+def one(x: Tensor) -> Tensor:
+    """The rows of a batch of one. Kernels have no batch axis: an engine runs one observation at a time."""
+    if len(x) != 1:
+        raise ValueError(f"batch: expected one observation, got {len(x)}")
+    return x[0]

@@ -1,0 +1,235 @@
+"""The operations that fused layers are written in, and two ways to compute them in PyTorch.
+
+``Twins`` is what the kernels are defined by: float32 inside, one rounding at the end. ``Plain`` is what a model
+without kernels runs: products in the weight's precision, ``scaled_dot_product_attention``. The third way, Triton's
+kernels, is :mod:`.launches`. All of them take one observation: rows without a batch axis.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.cuda.fused.rows import RowTwins
+from sinew.engine.cuda.kernels import (
+    gated_mlp,
+    norm_linear,
+    packed_attention,
+    preprocess,
+    qkv_rope,
+    row_norm,
+    splitk_linear,
+)
+from sinew.engine.cuda.kernels.lang import MASKED
+from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.layers.decoder import KeyValue
+from sinew.layers.norm import rms_normalize
+from sinew.layers.rope import Rotation
+
+
+class Stream(NamedTuple):
+    """What one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum to those of rows^2;
+    scaled: rows * (1 + scale) of the norm that comes next. None: nobody has computed it."""
+
+    rows: Tensor
+    squares: Tensor | None = None
+    scaled: Tensor | None = None
+
+
+class Ops(ABC):
+    """``norm``: any of eps (None: no norm), scale [K], bias [N] and squares, as ``norm_linear.product`` reads them, and
+    of ``norm_linear`` also silu.
+
+    rows: what stands between products that are not part of a kernel; None: torch's own operations.
+    """
+
+    rows: Any = None  # a Rows
+
+    @abstractmethod
+    def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
+        """x: [M, K], weight: [N, K] -> [M, N] in weight's dtype."""
+
+    @abstractmethod
+    def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
+        """x: [M, K], weight: [2 N, K], gate's rows before up's -> activation(gate) * up, [M, N]."""
+
+    @abstractmethod
+    def qkv_rope(
+        self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], **norm: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [M, K], weight: [(H + 2 Hkv) D, K], cos and sin: float32 [M, D / 2] -> q [M, H, D], k, v [M, Hkv, D]."""
+
+    @abstractmethod
+    def splitk_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        gate: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + gate * (x W^T + bias): [M, N]."""
+
+    def stream_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Stream:
+        """:meth:`splitk_linear` with what the next norm asks of its result. scale: [N], of a norm that is modulated;
+        dtype: of the stream, x's if absent."""
+        rows = self.splitk_linear(x, weight, **rest)
+        return Stream(rows if dtype is None else rows.to(dtype))
+
+    @abstractmethod
+    def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
+        """q: [M, H, D] over kv [P, Hkv, D] and own [S, Hkv, D]; mask: bool [M, P + S] -> [M, H, D]."""
+
+    @abstractmethod
+    def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        """x: [M, C] -> x / rms(x) * (1 + scale) + shift."""
+
+    @abstractmethod
+    def preprocess(self, frames: Tensor, resize: Resize, patch: int, out: Tensor) -> None:
+        """frames: uint8 [V, h, w, 3] -> the first 3 * patch^2 values of each row of out, [V, patches, values]."""
+
+
+class Twins(Ops):
+    """The kernels' definitions, on any device."""
+
+    rows: Any = RowTwins()
+
+    def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
+        return norm_linear.twin(x, weight, **norm)
+
+    def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
+        return gated_mlp.twin(x, weight, activation=activation, **norm)
+
+    def qkv_rope(
+        self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], **norm: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return qkv_rope.twin(x, weight, cos, sin, heads, **norm)
+
+    def splitk_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        gate: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return splitk_linear.twin(x, weight, bias=bias, gate=gate, residual=residual)
+
+    def stream_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Stream:
+        rows = splitk_linear.twin(x, weight, dtype=dtype, **rest)
+        return Stream(rows, *splitk_linear.statistics_twin(rows, scale))
+
+    def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
+        return packed_attention.twin(q, kv, mask, own=own)
+
+    def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        return row_norm.twin(x, eps=eps, weight=scale, offset=1.0, shift=shift)[1]
+
+    def preprocess(self, frames: Tensor, resize: Resize, patch: int, out: Tensor) -> None:
+        out[..., : 3 * patch * patch] = preprocess.twin(frames, resize, dtype=out.dtype, patch=patch)
+
+
+class Plain(Twins):
+    """Torch's own operations; the resize of frames has none and stays the twin."""
+
+    rows: Any = None  # a Rows
+
+    stream_linear = Ops.stream_linear  # a product of a library knows nothing of the norm behind it
+
+    def norm_linear(self, x: Tensor, weight: Tensor, *, silu: bool = False, **norm: Any) -> Tensor:
+        y = _linear(x, weight, **norm)
+        return F.silu(y) if silu else y
+
+    def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
+        gate, up = _linear(x, weight, **norm).chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def qkv_rope(
+        self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], **norm: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        H, KV = heads
+        packed = _linear(x, weight, **norm).unflatten(-1, (H + 2 * KV, -1))  # [M, H + 2 Hkv, D]
+        turning, v = packed.split([H + KV, KV], dim=1)
+        turned = Rotation(cos[:, None], sin[:, None])(turning)
+        return turned[:, :H], turned[:, H:].contiguous(), v.contiguous()
+
+    def splitk_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        gate: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        y = _linear(x, weight, bias=bias)
+        if gate is not None:
+            y = (y * gate).to(x.dtype)
+        return y if residual is None else residual + y
+
+    def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
+        k, v = kv if own is None else (torch.cat([a, b]) for a, b in zip(kv, own, strict=True))
+        M, H, D = q.shape
+        G = H // k.shape[1]
+        # Heads of a group become rows, as in the kernel: no keys are repeated, and any backend takes it. A finite
+        # bias instead of the mask keeps rows that see nothing (padding) finite.
+        rows = q.view(M, -1, G, D).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, G * M, D]
+        bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, _masked(q.dtype))
+        bias = bias.expand(G, *bias.shape).flatten(0, 1)  # [G * M, P + S]
+        out = F.scaled_dot_product_attention(
+            rows[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=bias
+        )[0]
+        return out.unflatten(1, (G, M)).permute(2, 0, 1, 3).reshape(M, H, D)
+
+    def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        return (rms_normalize(x, eps) * (1.0 + scale.float()) + shift.float()).to(x.dtype)
+
+
+def divided(x: Tensor, squares: Tensor, eps: float | None) -> Tensor:
+    """x over the root of the mean of ``squares``, in x's dtype."""
+    assert eps is not None, "squares: expected only with a norm"
+    mean = squares.sum(-1, keepdim=True) / x.shape[-1]
+    return (x.float() * torch.rsqrt(mean + eps)).to(x.dtype)
+
+
+def _masked(dtype: torch.dtype) -> float:
+    """Far below every score, and still far from the smallest number of ``dtype``."""
+    return max(MASKED, torch.finfo(dtype).min / 4)
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    squares: Tensor | None = None,
+) -> Tensor:
+    if squares is not None:
+        x = divided(x, squares, eps)
+    elif eps is not None or scale is not None:
+        wide = x.float() if eps is None else rms_normalize(x, eps)
+        x = (wide if scale is None else wide * (1.0 + scale.float())).to(x.dtype)
+    return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))

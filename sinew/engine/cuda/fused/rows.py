@@ -1,0 +1,130 @@
+"""What stands around a product of a library: norm, activation, rotation and conversion, each one pass over rows.
+
+Where cuBLAS or an e4m3 product is the fast one (vision tower, FP8, sometimes the language model), these are all the
+launches that remain beside the products. ``RowTwins`` is what they mean, ``RowKernels`` runs them on a GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.cuda.fp8 import linear as fp8
+from sinew.engine.cuda.kernels import activate, fp8_quantize, rope, row_norm
+from sinew.engine.cuda.kernels.fp8_quantize import E4M3
+
+
+class Target(NamedTuple):
+    """What a product wants to read: a dtype, and for e4m3 the scale of the tensor (float32 scalar), or None: rows
+    find their own."""
+
+    dtype: torch.dtype
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, linear: Any) -> Target:
+        """Of a ``Linear`` or an ``Fp8Linear``."""
+        if isinstance(linear, fp8.Fp8Linear):
+            return cls(E4M3, linear.x_scale)
+        return cls(linear.weight.dtype)
+
+
+class Operand(NamedTuple):
+    """data: [M, K]; scales: float32 [M] of rows in e4m3, else None."""
+
+    data: Tensor
+    scales: Tensor | None = None
+
+
+class Rows(ABC):
+    """``to``: what the next product reads. x, branch: [M, C]; weight, shift, gate, bias: vectors of the width.
+
+    launching: options of an e4m3 product's launch.
+    """
+
+    launching: Mapping[str, Any] = MappingProxyType({})
+
+    @abstractmethod
+    def norm(
+        self, x: Tensor, to: Target, *, branch: Tensor | None = None, **norm: Any
+    ) -> tuple[Tensor, Operand]:
+        """(x + gate * branch, its norm). norm: eps, kind, weight, offset, shift, gate, as ``row_norm.twin``."""
+
+    @abstractmethod
+    def activate(
+        self, packed: Tensor, to: Target, *, activation: Any, gated: bool, bias: Tensor | None = None
+    ) -> Operand:
+        """activation(gate) * up of [M, 2 N], or activation of [M, N], after the bias."""
+
+    @abstractmethod
+    def convert(self, x: Tensor, to: Target) -> Operand:
+        """x: [M, K] as a product reads it."""
+
+    @abstractmethod
+    def rope(
+        self, packed: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """packed: [M, (H + 2 Hkv) D] -> rotated q [M, H, D] and k [M, Hkv, D], plain v."""
+
+    def product(self, operand: Operand, linear: Any, bias: bool = True) -> Tensor:
+        """[M, K] -> [M, N] in the layer's dtype, by cuBLAS or an e4m3 product; ``bias``: with the layer's."""
+        added = linear.bias if bias else None
+        if operand.scales is not None:
+            return fp8.multiply(operand.data, operand.scales, linear.weight, added, **self.launching)
+        weight: Tensor = linear.weight
+        return F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
+
+
+class RowTwins(Rows):
+    """The kernels' definitions, on any device."""
+
+    def norm(self, x, to, *, branch=None, **norm):
+        total, data, scales = row_norm.twin(x, branch=branch, dtype=to.dtype, x_scale=to.scale, **norm)
+        return total, Operand(data, scales)
+
+    def activate(self, packed, to, *, activation, gated, bias=None):
+        options = {"activation": activation, "gated": gated, "bias": bias}
+        return Operand(*activate.twin(packed, dtype=to.dtype, x_scale=to.scale, **options))
+
+    def convert(self, x, to):
+        if to.dtype != E4M3:
+            return Operand(x.to(to.dtype))
+        return Operand(*fp8_quantize.twin(x, x_scale=to.scale))
+
+    def rope(self, packed, cos, sin, heads, bias=None):
+        return rope.twin(packed, cos, sin, heads, bias=bias)
+
+
+class RowKernels(Rows):
+    """``pdl``, ``prefetch``: as of :class:`.launches.Kernels`."""
+
+    def __init__(self, pdl: bool = False, prefetch: bool = False):
+        self.pdl = pdl
+        self.launching = {"pdl": pdl, "prefetch": prefetch}
+
+    def norm(self, x, to, *, branch=None, **norm):
+        options = {"dtype": to.dtype, "x_scale": to.scale, "pdl": self.pdl, **norm}
+        total, data, scales = row_norm.row_norm(x, branch=branch, **options)
+        return total, Operand(data, scales)
+
+    def activate(self, packed, to, *, activation, gated, bias=None):
+        options = {"activation": activation, "gated": gated, "bias": bias, "pdl": self.pdl}
+        return Operand(*activate.activate(packed, dtype=to.dtype, x_scale=to.scale, **options))
+
+    def convert(self, x, to):
+        if to.dtype != E4M3:
+            return Operand(x.to(to.dtype))
+        return Operand(*fp8_quantize.fp8_quantize(x, x_scale=to.scale, pdl=self.pdl))
+
+    def rope(self, packed, cos, sin, heads, bias=None):
+        H, KV = heads
+        D = 2 * cos.shape[-1]
+        q, k, v = (packed.new_empty(len(packed), count, D) for count in (H, KV, KV))
+        rope.rope(packed, cos, sin, q, k, v, bias=bias, pdl=self.pdl)
+        return q, k, v

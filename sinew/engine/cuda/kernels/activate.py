@@ -1,0 +1,169 @@
+"""The activation between two products that a library computes: act(gate) * up, or act alone, after a bias.
+
+One pass reads what the first product wrote and writes the input of the second, as e4m3 where that one is in FP8. A
+scale per row needs the whole row in one program; any other result is split into blocks of columns, so that few rows
+fill the device too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.fp8_quantize import (
+    E4M3,
+    FLOATING,
+    check_output,
+    check_row,
+    converted,
+    new_output,
+    scale_of,
+    to_e4m3,
+)
+from sinew.engine.cuda.kernels.gated_mlp import ACTIVATIONS, Activation
+from sinew.engine.cuda.kernels.lang import check, kernel, tl, wait_for_input
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.tune.tuning import tile_for
+
+PER_WARP = 1024  # columns of a whole row that a warp holds: 32 floats a thread, twice that when gated
+MOST_WARPS = 16
+
+
+@kernel
+def activate_kernel(
+    x,  # [M, 2 N]: gate, then up; or [M, N]
+    bias,  # of x's width, or None
+    x_scale,  # float32 [1] or None: each row's own
+    out,  # [M, N]
+    scales,  # float32 [M] where out is e4m3, else None
+    x_row,
+    out_row,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N  # of one row; 1 where its scale is to be found
+    row = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok = cols < N
+    wait_for_input(PDL)
+    gate = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
+    if bias is not None:
+        gate += tl.load(bias + cols, mask=ok, other=0.0).to(tl.float32)
+    if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    else:
+        inner = gate
+    y = gate / (1.0 + tl.exp(-inner))
+    if GATED:
+        up = tl.load(x + row * x_row + N + cols, mask=ok, other=0.0).to(tl.float32)
+        if bias is not None:
+            up += tl.load(bias + N + cols, mask=ok, other=0.0).to(tl.float32)
+        y *= up
+    at = out + row * out_row + cols
+    if scales is None:
+        tl.store(at, y.to(out.dtype.element_ty), mask=ok)
+    else:
+        scale = scale_of(y, x_scale)  # beyond the row y is 0
+        tl.store(at, to_e4m3(y, scale, UPCAST), mask=ok)
+        if block == 0:
+            tl.store(scales + row, scale)
+
+
+def prepare(
+    x: Tensor,
+    out: Tensor,
+    *,
+    activation: Activation,
+    gated: bool,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    M, width = x.shape
+    if gated and width % 2:
+        raise ValueError(f"x: expected an even width, gate and up, got {width}")
+    N = width // 2 if gated else width
+    check("x", x, (M, width), rows_apart=True)
+    if x.dtype not in FLOATING:
+        raise ValueError(f"x: expected dtype float32, bfloat16 or float16, got {x.dtype}")
+    check("out", out, (M, N), rows_apart=True)
+    if bias is not None:
+        check("bias", bias, (width,))
+    check_output("out", out, scales, x_scale)
+    tile = tile or tile_for("activate", problem(M, N, gated, out.dtype), x.dtype, x.device)
+    if out.dtype == E4M3 and x_scale is None:
+        check_row("x", width)
+        block = 1 << (N - 1).bit_length()
+        tile = replace(tile, warps=max(tile.warps, min(MOST_WARPS, block // PER_WARP)))
+    else:
+        block = tile.n
+    arguments = {
+        "x": x,
+        "bias": bias,
+        "x_scale": x_scale,
+        "out": out,
+        "scales": scales,
+        "x_row": x.stride(0),
+        "out_row": out.stride(0),
+        "N": N,
+        "GATED": gated,
+        "ACTIVATION": activation,
+        "BLOCK_N": block,
+        "UPCAST": False,
+        "PDL": pdl,
+    }
+    return Launch(activate_kernel, (M * -(-N // block),), arguments, tile, pdl)
+
+
+def problem(M: int, N: int, gated: bool, out: torch.dtype) -> tuple[int, ...]:
+    """What a pass is tuned under."""
+    return M, N, int(gated), out.itemsize
+
+
+def activate(
+    x: Tensor,
+    *,
+    gated: bool,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **options,
+) -> tuple[Tensor, Tensor | None]:
+    """x: [M, 2 N] (gate's columns, then up's) or [M, N] -> ([M, N], scales) as :func:`twin`, or in ``out``."""
+    if out is None:
+        shape = len(x), x.shape[1] // 2 if gated else x.shape[1]
+        out, scales = new_output(shape, dtype or x.dtype, x.device)
+    prepare(x, out, gated=gated, scales=scales, **options)()
+    return out, scales
+
+
+def twin(
+    x: Tensor,
+    *,
+    activation: Activation,
+    gated: bool,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    x_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(activation(g) * u, scales) with [g, u] = x + bias where gated, else (activation(x + bias), scales).
+
+    Float32, rounded once, to ``dtype`` (None: x's). To e4m3 it is converted as it is, not rounded to bfloat16
+    before, with ``x_scale`` (float32 scalar) or each row's own scale; scales: float32 [M], None for another dtype.
+    """
+    wide = x.float() if bias is None else x.float() + bias.float()
+    gate, up = wide.chunk(2, dim=-1) if gated else (wide, None)
+    y = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return converted(y if up is None else y * up, dtype or x.dtype, x_scale)

@@ -1,0 +1,168 @@
+"""Activations to e4m3, for :mod:`sinew.engine.cuda.kernels.fp8_product`.
+
+e4m3 has three bits of mantissa, no infinity and 448 as its largest number. What a larger one becomes, NaN or 448,
+depends on who converts it and on PyTorch's version, so values are clamped first. The scale is the tensor's, known
+from calibration, or each row's own: the whole row lies in registers anyway, so its largest value costs no pass of
+its own. Kernels that write e4m3 themselves (:mod:`.row_norm`, :mod:`.activate`) share the conversion of this file.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.tune.tuning import capability, tile_for
+
+E4M3 = torch.float8_e4m3fn
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+NEEDS = 89  # compute capability * 10 of the conversion
+LARGEST = 448.0
+SMALLEST = 2.0**-40  # what a row of zeros is scaled by, so that nothing is divided by zero
+LONGEST_ROW = 1 << 15  # elements that one program holds in registers
+
+
+@kernel
+def on_the_grid(x):
+    """x rounded to a number of e4m3, to nearest, ties to even: its conversion then is exact.
+
+    For the interpreter alone, whose conversion does not carry out of the mantissa (127.9 becomes 64).
+    """
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent
+    step = tl.maximum(power, 0.015625) * 0.125
+    return ((x / step + 12582912.0) - 12582912.0) * step
+
+
+@kernel
+def scale_of(wide, x_scale):
+    """The scale of a row in float32, which is 0 where it is masked: the tensor's, or None: the row's own."""
+    if x_scale is None:
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), axis=0), 9.094947017729282e-13), 448.0)
+    else:
+        scale = tl.load(x_scale)
+    return scale
+
+
+@kernel
+def to_e4m3(wide, scale, UPCAST: tl.constexpr):
+    """wide / scale as e4m3: divided exactly, clamped, rounded to nearest."""
+    y = tl.minimum(tl.maximum(tl.div_rn(wide, scale), -448.0), 448.0)
+    if UPCAST:
+        y = on_the_grid(y)
+    return y.to(tl.float8e4nv)
+
+
+@kernel
+def fp8_quantize_kernel(
+    x,  # [M, K]
+    x_scale,  # float32 [1] or None: each row's own
+    data,  # e4m3 [M, K]
+    scales,  # float32 [M]
+    x_row,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_K)
+    ok = cols < K
+    wait_for_input(PDL)
+    wide = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
+    scale = scale_of(wide, x_scale)
+    tl.store(data + row * K + cols, to_e4m3(wide, scale, UPCAST), mask=ok)
+    tl.store(scales + row, scale)
+
+
+def prepare(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    *,
+    x_scale: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch:
+    M, K = x.shape
+    check("x", x, (M, K), rows_apart=True)
+    check("data", data, (M, K))
+    same_dtype("data", data, E4M3)
+    check_row("x", K)
+    check_output("data", data, scales, x_scale)
+    tile = tile or tile_for("fp8_quantize", (M, K), x.dtype, x.device)
+    arguments = {
+        "x": x,
+        "x_scale": x_scale,
+        "data": data,
+        "scales": scales,
+        "x_row": x.stride(0),
+        "K": K,
+        "BLOCK_K": 1 << (K - 1).bit_length(),
+        "UPCAST": False,
+        "PDL": pdl,
+    }
+    return Launch(fp8_quantize_kernel, (M,), arguments, tile, pdl)
+
+
+def check_row(what: str, elements: int) -> None:
+    if elements > LONGEST_ROW:
+        raise ValueError(f"{what}: expected rows of at most {LONGEST_ROW} elements, got {elements}")
+
+
+def check_output(what: str, out: Tensor, scales: Tensor | None, x_scale: Tensor | None) -> None:
+    """Raise ValueError unless ``out`` has a dtype that kernels write, and scales where that is e4m3."""
+    if out.dtype != E4M3:
+        if out.dtype not in FLOATING:
+            raise ValueError(f"{what}: expected dtype float32, bfloat16, float16 or {E4M3}, got {out.dtype}")
+        for name, tensor in (("scales", scales), ("x_scale", x_scale)):
+            if tensor is not None:
+                raise ValueError(f"{name}: expected only where {what} is {E4M3}, which is {out.dtype}")
+        return
+    if scales is None:
+        raise ValueError(f"scales: expected where {what} is {E4M3}, got none")
+    check("scales", scales, (len(out),))
+    same_dtype("scales", scales, torch.float32)
+    if x_scale is not None:
+        check("x_scale", x_scale.reshape(-1), (1,))
+        same_dtype("x_scale", x_scale, torch.float32)
+    if out.device.type == "cuda" and (found := capability(out.device)) < NEEDS:
+        raise ValueError(f"{what}: {E4M3} needs compute capability {NEEDS / 10}, got {found / 10}")
+
+
+def new_output(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Memory for (out, scales); no scales unless ``dtype`` is e4m3."""
+    scales = torch.empty(shape[0], dtype=torch.float32, device=device) if dtype == E4M3 else None
+    return torch.empty(shape, dtype=dtype, device=device), scales
+
+
+def converted(wide: Tensor, dtype: torch.dtype, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(out, scales) of float32 rows, for twins: rounded once, to ``dtype``, or to e4m3 as :func:`twin`."""
+    return twin(wide, x_scale=x_scale) if dtype == E4M3 else (wide.to(dtype), None)
+
+
+def fp8_quantize(
+    x: Tensor, *, data: Tensor | None = None, scales: Tensor | None = None, **options
+) -> tuple[Tensor, Tensor]:
+    """x: [M, K] -> (e4m3 [M, K], float32 [M]) as :func:`twin`."""
+    data = torch.empty(x.shape, dtype=E4M3, device=x.device) if data is None else data
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device) if scales is None else scales
+    prepare(x, data, scales, **options)()
+    return data, scales
+
+
+def twin(x: Tensor, *, x_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(data, scales) with ``x ~ data * scales``: values clamped to 448 and rounded to nearest, ties to even.
+
+    x_scale: float32 scalar, of the tensor. None: of each row, its largest value / 448. Values are finite.
+    """
+    wide = x.float()
+    if x_scale is None:
+        # By a tensor: a GPU turns the division by a number into a product with its reciprocal, one bit away.
+        amax = wide.abs().amax(-1).clamp(min=SMALLEST)
+        scales = amax / torch.full_like(amax, LARGEST)
+    else:
+        scales = x_scale.float().reshape(1).expand(len(x)).contiguous()
+    return (wide / scales[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), scales

@@ -1,0 +1,186 @@
+"""The upper half of a gated MLP: activation(gate(x)) * up(x), both products and their norm in one pass.
+
+One tile of the input meets two tiles of the packed weight, and only the product of the halves is written
+("Running VLAs at Real-time Speed", section 4.2). The norm is treated as in :mod:`.norm_linear`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.lang import (
+    ask_for,
+    check,
+    dot,
+    kernel,
+    let_next_start,
+    prefetched,
+    same_dtype,
+    tl,
+    wait_for_previous,
+)
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.kernels.norm_linear import given_squares, problem, product, statistics
+from sinew.engine.cuda.tune.tuning import tile_for
+
+Activation = Literal["gelu_tanh", "silu"]
+ACTIVATIONS = ("gelu_tanh", "silu")
+
+
+@kernel
+def gated_mlp_kernel(
+    x,  # [M, K]
+    weight,  # [2 * N, K]: gate, then up
+    bias,  # [2 * N] or None
+    scale,  # [K] or None
+    given,  # float32 [M, given_columns] or None, as in norm_linear
+    out,  # [M, N]
+    M,
+    eps,
+    given_columns,
+    x_row,
+    out_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    GIVEN_BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # elements of each row of the weight
+):
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    block = tl.program_id(0)
+    rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (block // blocks_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok, col_ok = rows < M, cols < N
+    depth = tl.arange(0, BLOCK_K)
+    x_tile = x + (rows[:, None] * x_row + depth[None, :])
+    gate_tile = weight + (cols[None, :] * K + depth[:, None])
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    let_next_start(PDL)
+    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if block % blocks_m == 0:  # row blocks share blocks of the weight: one asks
+            first = (block // blocks_m) * BLOCK_N
+            count = tl.minimum(N - first, BLOCK_N)
+            ask_for(weight + first * K, count, K, PREFETCH, UPCAST)
+            ask_for(weight + (N + first) * K, count, K, PREFETCH, UPCAST)
+    wait_for_previous(PDL)
+    for k in range(0, K, BLOCK_K):
+        k_ok = k + depth < K
+        w_ok = k_ok[:, None] & col_ok[None, :]
+        a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        w_gate = tl.load(gate_tile + k, mask=w_ok, other=0.0)
+        w_up = tl.load(gate_tile + N * K + k, mask=w_ok, other=0.0)
+        if NORM and given is None:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+        if scale is not None:
+            factor = 1.0 + tl.load(scale + k + depth, mask=k_ok, other=0.0).to(tl.float32)
+            a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
+        gate = dot(a, w_gate, gate, UPCAST)
+        up = dot(a, w_up, up, UPCAST)
+    if given is not None:
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
+    if NORM:
+        inverse = tl.rsqrt(squares / K + eps)[:, None]
+        gate *= inverse
+        up *= inverse
+    if bias is not None:
+        gate += tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + N + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    else:
+        inner = gate
+    hidden = gate * up / (1.0 + tl.exp(-inner))
+    at = out + (rows[:, None] * out_row + cols[None, :])
+    tl.store(at, hidden.to(out.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
+
+
+def prepare(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    activation: Activation,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    squares: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+    prefetch: bool = False,
+) -> Launch:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    M, K = x.shape
+    N = len(weight) // 2
+    check("x", x, (M, K), rows_apart=True)
+    check("weight", weight, (2 * N, K))
+    check("out", out, (M, N), rows_apart=True)
+    same_dtype("weight", weight, x.dtype)
+    if bias is not None:
+        check("bias", bias, (2 * N,))
+    if scale is not None:
+        check("scale", scale, (K,))
+    tile = tile or tile_for("gated_mlp", problem(M, N, K, squares=squares), weight.dtype, x.device)
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "scale": scale,
+        **statistics(M, eps, scale, squares),
+        "out": out,
+        "M": M,
+        "eps": 0.0 if eps is None else eps,
+        "x_row": x.stride(0),
+        "out_row": out.stride(0),
+        "N": N,
+        "K": K,
+        "NORM": eps is not None,
+        "ACTIVATION": activation,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "UPCAST": False,
+        "PDL": pdl,
+        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, K),
+    }
+    grid = (-(-M // tile.m) * -(-N // tile.n),)
+    return Launch(gated_mlp_kernel, grid, arguments, tile, pdl)
+
+
+def gated_mlp(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
+    """x: [M, K], weight: [2 N, K] (gate's rows, then up's) -> [M, N] in x's dtype; options as :func:`twin`'s."""
+    out = x.new_empty(len(x), len(weight) // 2) if out is None else out
+    prepare(x, weight, out, **options)()
+    return out
+
+
+def twin(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    activation: Activation,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    squares: Tensor | None = None,
+) -> Tensor:
+    """activation(g) * u with [g, u] = :func:`.norm_linear.product`.
+
+    Float32 until the product of the halves, which is rounded once (PyTorch's own layers round g, the
+    activation, u and the product).
+    """
+    gate, up = product(x, weight, eps, bias, scale, squares).chunk(2, dim=-1)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (active * up).to(x.dtype)

@@ -1,0 +1,145 @@
+"""A kernel launch as a value: run it, time it, or compile it for a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.lang import MissingTriton, interpreted, triton
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+INTERPRETED = {"UPCAST": True, "PDL": False}  # the interpreter runs one kernel at a time
+ALIGNMENT = 16  # bytes of a pointer, and of an integer that counts elements, that allow wide copies
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One configuration of a kernel. ``m``, ``n``, ``k``: rows, columns and depth of a program's block; what
+    they count is said in each kernel. ``split``: programs that share one output block."""
+
+    m: int = 1
+    n: int = 64
+    k: int = 64
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """``arguments``: every parameter of the kernel by name, compile-time constants among them."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    tile: Tile
+    pdl: bool = False  # programmatic dependent launch; sm_90 and newer
+
+    def __call__(self) -> None:
+        """On the current stream. Allocates nothing; the first call of a kind compiles, so warm up before
+        a graph is captured."""
+        if triton is None:
+            raise MissingTriton
+        if (found := _found.get()) is not None:
+            made = self.specialised()
+            found.setdefault(made.key(), made)
+            return
+        arguments = dict(self.arguments)
+        if interpreted(self.kernel):
+            arguments |= {name: on for name, on in INTERPRETED.items() if name in arguments}
+        self.kernel[self.grid](**arguments, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        # Fused multiply-add said aloud: Triton's default is about to change (3.10).
+        options: dict[str, Any] = {
+            "num_warps": self.tile.warps,
+            "num_stages": self.tile.stages,
+            "enable_fp_fusion": True,
+        }
+        return options | {"launch_pdl": True} if self.pdl else options
+
+    def compile(self, capability: int) -> Any:
+        """Compile for ``capability`` (80, 89, 90), with or without a GPU. The tensors may be on the meta device.
+
+        Returns Triton's compiled kernel, whose ``asm`` and ``metadata`` can be read.
+        """
+        return self.specialised().compile(capability)
+
+    def specialised(self) -> Specialised:
+        """What of the arguments the machine code depends on, exactly as a launch looks at them: types, pointers and
+        integers that are divisible by 16, integers that are one."""
+        constants = {p.name for p in self.kernel.params if p.is_constexpr}
+        signature: dict[str, str] = {}
+        values: dict[tuple[int], Any] = {}
+        aligned: dict[tuple[int], bool] = {}
+        for index, name in enumerate(self.kernel.arg_names):
+            value = self.arguments[name]
+            if name in constants or value is None or (_is_int(value) and value == 1):
+                signature[name], values[(index,)] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[name] = "*" + TYPES[value.dtype]
+                aligned[(index,)] = value.storage_offset() * value.element_size() % ALIGNMENT == 0
+            elif _is_int(value):
+                signature[name] = "i32"
+                aligned[(index,)] = value % ALIGNMENT == 0
+            else:
+                signature[name] = "fp32"
+        return Specialised(self.kernel, signature, values, aligned, self.options())
+
+
+@dataclass(frozen=True, slots=True)
+class Specialised:
+    """A launch without its tensors, to be compiled. Triton keeps the result on disk, where a launch finds it."""
+
+    kernel: Any
+    signature: dict[str, str]
+    values: dict[tuple[int], Any]  # of constants, by the position of the parameter
+    aligned: dict[tuple[int], bool]
+    options: dict[str, Any]
+
+    def key(self) -> str:
+        """Equal for what is compiled to the same."""
+        return repr((self.kernel.__name__, self.signature, self.values, self.aligned, self.options))
+
+    def compile(self, capability: int) -> Any:
+        if triton is None:
+            raise MissingTriton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        attributes = {at: [["tt.divisibility", ALIGNMENT]] if yes else [] for at, yes in self.aligned.items()}
+        source = ASTSource(self.kernel, self.signature, constexprs=self.values, attrs=attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+
+_found: ContextVar[dict[str, Specialised] | None] = ContextVar("found", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[dict[str, Specialised]]:
+    """Within the context, launches of this thread are taken down, each kind once, and not run: what they would have
+    written holds anything."""
+    found: dict[str, Specialised] = {}
+    token = _found.set(found)
+    try:
+        yield found
+    finally:
+        _found.reset(token)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,240 @@
+"""Attention of a few queries over a prefix's keys and values and their own.
+
+All query heads of one key/value head are packed into the rows of a tile (50 queries of 8 heads are 400 rows), so
+each key is read once for all of them. The keys may be split between ``tile.split`` programs per row block; the
+last one to arrive joins the parts in their order, as in :mod:`.splitk_linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.lang import LOG2E, MASKED, check, dot, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.kernels.workspace import Workspace
+from sinew.engine.cuda.tune.tuning import tile_for
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+@kernel
+def fold_keys(
+    acc,
+    peak,
+    total,
+    query,  # [BLOCK_M, D]
+    k,
+    v,
+    mask,  # of this segment's first key
+    first,  # key of this block
+    row_ok,
+    mask_rows,
+    length,
+    row,
+    scale,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One block of keys into the running softmax (base 2): numerator, largest score, denominator."""
+    keys = first + tl.arange(0, BLOCK_N)
+    key_ok = keys < length
+    inside = tl.arange(0, D)
+    k_tile = tl.load(
+        k + (keys[None, :] * row + inside[:, None]), mask=key_ok[None, :], other=0.0
+    )  # [D, BLOCK_N]
+    ok = row_ok[:, None] & key_ok[None, :]
+    sees = tl.load(mask + (mask_rows[:, None] + keys[None, :]), mask=ok, other=0)
+    scores = dot(query, k_tile, tl.zeros((query.shape[0], BLOCK_N), tl.float32), UPCAST) * scale
+    scores = tl.where(sees != 0, scores, MASKED)
+    scores = tl.where(key_ok[None, :], scores, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - highest[:, None])
+    fade = tl.exp2(peak - highest)
+    v_tile = tl.load(
+        v + (keys[:, None] * row + inside[None, :]), mask=key_ok[:, None], other=0.0
+    )  # [BLOCK_N, D]
+    acc = dot(weights.to(v_tile.dtype), v_tile, acc * fade[:, None], UPCAST)
+    return acc, highest, total * fade + tl.sum(weights, axis=1)
+
+
+@kernel
+def packed_attention_kernel(
+    q,  # [M, KV * GROUP, D]
+    k,  # [P, KV, D]
+    v,
+    own_k,  # [S, KV, D] or None
+    own_v,
+    mask,  # uint8 [M, P + S]
+    out,  # [M, KV * GROUP, D]
+    parts,  # float32 [SPLIT, tiles, BLOCK_M, D], then [SPLIT, tiles, BLOCK_M] twice
+    arrivals,  # int32 [tiles]
+    M,
+    scale,  # of the scores, times log2(e)
+    q_row,
+    kv_row,
+    own_row,
+    mask_row,
+    out_row,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    MASKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = ((P + BLOCK_N - 1) // BLOCK_N + SPLIT - 1) // SPLIT  # of the prefix, per program
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    head = tile % KV
+    packed = (tile // KV) * BLOCK_M + tl.arange(0, BLOCK_M)  # query * GROUP + head in group
+    queries = packed // GROUP
+    row_ok = queries < M
+    inside = tl.arange(0, D)
+    at = (head * GROUP + packed % GROUP) * D
+    wait_for_input(PDL)
+    query = tl.load(q + (queries * q_row + at)[:, None] + inside[None, :], mask=row_ok[:, None], other=0.0)
+    mask_rows = queries * mask_row
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)  # below MASKED and finite: no infinity minus infinity
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for block in range(BLOCKS):
+        acc, peak, total = fold_keys(
+            acc, peak, total, query, k + head * D, v + head * D, mask, (split * BLOCKS + block) * BLOCK_N,
+            row_ok, mask_rows, P, kv_row, scale, MASKED, D, BLOCK_N, UPCAST,
+        )  # fmt: skip
+    if own_k is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if split == SPLIT - 1:
+            for first in range(0, S, BLOCK_N):
+                acc, peak, total = fold_keys(
+                    acc, peak, total, query, own_k + head * D, own_v + head * D, mask + P, first,
+                    row_ok, mask_rows, S, own_row, scale, MASKED, D, BLOCK_N, UPCAST,
+                )  # fmt: skip
+    is_last = True
+    if SPLIT > 1:
+        tiles = tl.num_programs(0)
+        rows = tl.arange(0, BLOCK_M)
+        flat = rows[:, None] * D + inside[None, :]
+        peaks = parts + SPLIT * tiles * (BLOCK_M * D)
+        totals = peaks + SPLIT * tiles * BLOCK_M
+        own = split * tiles + tile
+        tl.store(parts + own * (BLOCK_M * D) + flat, acc)
+        tl.store(peaks + own * BLOCK_M + rows, peak)
+        tl.store(totals + own * BLOCK_M + rows, total)
+        tl.debug_barrier()  # every thread's part is written before one thread says so
+        is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if is_last:
+            acc = tl.zeros((BLOCK_M, D), tl.float32)
+            peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            for s in range(SPLIT):
+                part = s * tiles + tile
+                other = tl.load(peaks + part * BLOCK_M + rows, cache_modifier=".cg")
+                highest = tl.maximum(peak, other)
+                fade, rise = tl.exp2(peak - highest), tl.exp2(other - highest)
+                numerator = tl.load(parts + part * (BLOCK_M * D) + flat, cache_modifier=".cg")
+                acc = acc * fade[:, None] + numerator * rise[:, None]
+                total = total * fade + tl.load(totals + part * BLOCK_M + rows, cache_modifier=".cg") * rise
+                peak = highest
+            tl.store(arrivals + tile, 0)
+    if is_last:
+        to = out + (queries * out_row + at)[:, None] + inside[None, :]
+        tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
+
+
+def prepare(
+    q: Tensor,
+    kv: KeyValue,
+    mask: Tensor,
+    out: Tensor,
+    workspace: Workspace,
+    *,
+    own: KeyValue | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch:
+    M, H, D = q.shape
+    P, KV = kv[0].shape[:2]
+    S = 0 if own is None else len(own[0])
+    if KV < 1 or H % KV:
+        raise ValueError(f"q: expected a multiple of the {KV} key/value heads, got {H} heads")
+    if D < 16 or D & (D - 1):
+        raise ValueError(f"q: expected a head size that is a power of two, 16 or more, got {D}")
+    check("q", q, (M, H, D), rows_apart=True)
+    check("out", out, (M, H, D), rows_apart=True)
+    check("mask", mask, (M, P + S), rows_apart=True)
+    same_dtype("mask", mask, torch.bool)
+    for name, tensor in zip(("k", "v", "own k", "own v"), (*kv, *(own or ())), strict=False):
+        check(name, tensor, (S if name.startswith("own") else P, KV, D), rows_apart=True)
+        same_dtype(name, tensor, q.dtype)
+    for name, (a, b) in (("k, v", kv), ("own k, v", own or kv)):
+        if a.stride(0) != b.stride(0):
+            raise ValueError(f"{name}: expected one distance between rows, got {a.stride(0)}, {b.stride(0)}")
+    tile = tile or tile_for("packed_attention", (M * H // KV, P + S, D), q.dtype, q.device)
+    tiles = -(-M * (H // KV) // tile.m) * KV
+    if tile.split > 1:
+        workspace.require(tile.split * tiles * tile.m * (D + 2), tiles)
+    arguments = {
+        "q": q,
+        "k": kv[0],
+        "v": kv[1],
+        "own_k": None if own is None else own[0],
+        "own_v": None if own is None else own[1],
+        "mask": mask.view(torch.uint8),
+        "out": out,
+        "parts": workspace.parts,
+        "arrivals": workspace.arrivals,
+        "M": M,
+        "scale": D**-0.5 * LOG2E,
+        "q_row": q.stride(0),
+        "kv_row": kv[0].stride(0),
+        "own_row": 0 if own is None else own[0].stride(0),
+        "mask_row": mask.stride(0),
+        "out_row": out.stride(0),
+        "P": P,
+        "S": S,
+        "KV": KV,
+        "GROUP": H // KV,
+        "D": D,
+        "MASKED": MASKED,
+        "SPLIT": tile.split,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "UPCAST": False,
+        "PDL": pdl,
+    }
+    return Launch(packed_attention_kernel, (tiles, tile.split), arguments, tile, pdl)
+
+
+def packed_attention(
+    q: Tensor, kv: KeyValue, mask: Tensor, *, workspace: Workspace, out: Tensor | None = None, **options
+) -> Tensor:
+    """q: [M, H, D]; kv: k and v of the prefix, [P, Hkv, D]; mask: bool [M, P + S], True = may see -> [M, H, D].
+
+    ``own``: k and v of the queries' own tokens, [S, Hkv, D]; without it, S = 0. Rows may be strided, so all of
+    them may be views of one cache. ``tile.m`` counts packed rows (query x head), ``tile.n`` keys.
+    """
+    out = torch.empty_like(q) if out is None else out
+    prepare(q, kv, mask, out, workspace, **options)()
+    return out
+
+
+def twin(q: Tensor, kv: KeyValue, mask: Tensor, *, own: KeyValue | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over the visible keys, float32 throughout, rounded once to q's dtype.
+
+    A query that may see nothing averages all values, as ``sinew.layers.attention.attend`` does. The kernel
+    rounds the weights to v's dtype before the second product; the twin does not.
+    """
+    k, v = kv if own is None else tuple(torch.cat(pair) for pair in zip(kv, own, strict=True))
+    G = q.shape[1] // k.shape[1]
+    k, v = (tensor.float().repeat_interleave(G, dim=1) for tensor in (k, v))  # [P + S, H, D]
+    scores = torch.einsum("mhd,khd->hmk", q.float(), k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, MASKED).softmax(dim=-1)
+    return torch.einsum("hmk,khd->mhd", weights, v).to(q.dtype)

@@ -1,0 +1,213 @@
+"""Packed query, key and value projections, rotation, and the write into the cache, in one pass.
+
+The two halves of a head are rotated together (``sinew/layers/rope.py``), so a program owns the same columns of
+both: two tiles of the weight meet one tile of the input. Keys and values go where the caller says: usually rows
+of a cache, behind those of the prefix. The norm is treated as in :mod:`.norm_linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.lang import (
+    ask_for,
+    check,
+    dot,
+    kernel,
+    let_next_start,
+    prefetched,
+    same_dtype,
+    tl,
+    wait_for_previous,
+)
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.kernels.norm_linear import given_squares, problem, product, statistics
+from sinew.engine.cuda.kernels.rope import write_turned
+from sinew.engine.cuda.tune.tuning import tile_for
+
+
+@kernel
+def qkv_rope_kernel(
+    x,  # [M, K]
+    weight,  # [(H + 2 Hkv) * D, K]
+    bias,  # [(H + 2 Hkv) * D] or None
+    scale,  # [K] or None
+    given,  # float32 [M, given_columns] or None, as in norm_linear
+    cos,  # float32 [M, D / 2]
+    sin,
+    q,  # [M, H, D]
+    k,  # [M, Hkv, D], rows strided
+    v,
+    M,
+    eps,
+    given_columns,
+    x_row,
+    q_row,
+    k_row,
+    v_row,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+    GIVEN_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # columns of each half of a head
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # elements of each row of the weight
+):
+    HALF: tl.constexpr = D // 2
+    PARTS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N  # programs per head
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    block = tl.program_id(0)
+    rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = (block // blocks_m) // PARTS
+    cols = ((block // blocks_m) % PARTS) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok, col_ok = rows < M, cols < HALF
+    depth = tl.arange(0, BLOCK_K)
+    x_tile = x + (rows[:, None] * x_row + depth[None, :])
+    low_tile = weight + ((head * D + cols)[None, :] * K + depth[:, None])
+    low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    let_next_start(PDL)
+    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if block % blocks_m == 0:  # row blocks share blocks of the weight: one asks
+            first = ((block // blocks_m) % PARTS) * BLOCK_N
+            count = tl.minimum(HALF - first, BLOCK_N)
+            ask_for(weight + (head * D + first) * K, count, K, PREFETCH, UPCAST)
+            ask_for(weight + (head * D + HALF + first) * K, count, K, PREFETCH, UPCAST)
+    wait_for_previous(PDL)
+    for i in range(0, K, BLOCK_K):
+        k_ok = i + depth < K
+        w_ok = k_ok[:, None] & col_ok[None, :]
+        a = tl.load(x_tile + i, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        w_low = tl.load(low_tile + i, mask=w_ok, other=0.0)
+        w_high = tl.load(low_tile + HALF * K + i, mask=w_ok, other=0.0)
+        if NORM and given is None:
+            wide = a.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+        if scale is not None:
+            factor = 1.0 + tl.load(scale + i + depth, mask=k_ok, other=0.0).to(tl.float32)
+            a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
+        low = dot(a, w_low, low, UPCAST)
+        high = dot(a, w_high, high, UPCAST)
+    if given is not None:
+        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
+    if NORM:
+        inverse = tl.rsqrt(squares / K + eps)[:, None]
+        low *= inverse
+        high *= inverse
+    if bias is not None:
+        low += tl.load(bias + head * D + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        high += tl.load(bias + head * D + HALF + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    ok = row_ok[:, None] & col_ok[None, :]
+    write_turned(low, high, cos, sin, q, k, v, rows, cols, ok, head, q_row, k_row, v_row, H, KV, D)
+
+
+def prepare(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    squares: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+    prefetch: bool = False,
+) -> Launch:
+    M, K = x.shape
+    H, D = q.shape[-2:]
+    KV = k.shape[-2]
+    if D % 2:
+        raise ValueError(f"q: rotation needs an even head size, got {D}")
+    check("x", x, (M, K), rows_apart=True)
+    check("weight", weight, ((H + 2 * KV) * D, K))
+    check("q", q, (M, H, D), rows_apart=True)
+    check("k", k, (M, KV, D), rows_apart=True)
+    check("v", v, (M, KV, D), rows_apart=True)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check(name, table, (M, D // 2))
+        same_dtype(name, table, torch.float32)
+    for name, tensor in (("weight", weight), ("q", q), ("k", k), ("v", v)):
+        same_dtype(name, tensor, x.dtype)
+    if bias is not None:
+        check("bias", bias, (len(weight),))
+    if scale is not None:
+        check("scale", scale, (K,))
+    dims = problem(M, len(weight), K, D, squares=squares)
+    tile = tile or tile_for("qkv_rope", dims, weight.dtype, x.device)
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "scale": scale,
+        **statistics(M, eps, scale, squares),
+        "cos": cos,
+        "sin": sin,
+        "q": q,
+        "k": k,
+        "v": v,
+        "M": M,
+        "eps": 0.0 if eps is None else eps,
+        "x_row": x.stride(0),
+        "q_row": q.stride(0),
+        "k_row": k.stride(0),
+        "v_row": v.stride(0),
+        "K": K,
+        "H": H,
+        "KV": KV,
+        "D": D,
+        "NORM": eps is not None,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "UPCAST": False,
+        "PDL": pdl,
+        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, K),
+    }
+    grid = (-(-M // tile.m) * (H + 2 * KV) * -(-(D // 2) // tile.n),)
+    return Launch(qkv_rope_kernel, grid, arguments, tile, pdl)
+
+
+def qkv_rope(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, **options
+) -> None:
+    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`twin`'s.
+
+    x: [M, K]; weight: [(H + 2 Hkv) D, K], queries first, then keys, then values; cos, sin: float32 [M, D / 2],
+    one row per row of x. Hkv = 0 (tensors without heads) projects queries alone, as cross-attention does.
+    """
+    prepare(x, weight, cos, sin, q, k, v, **options)()
+
+
+def twin(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    *,
+    eps: float | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    squares: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of :func:`.norm_linear.product`, q and k rotated, each rounded once. heads: (H, Hkv)."""
+    H, KV = heads
+    D = 2 * cos.shape[-1]
+    packed = product(x, weight, eps, bias, scale, squares).unflatten(-1, (H + 2 * KV, D))  # [M, H + 2 Hkv, D]
+    turning, v = packed.split([H + KV, KV], dim=1)
+    low, high = turning.chunk(2, dim=-1)
+    c, s = cos[:, None], sin[:, None]
+    turned = torch.cat([low * c - high * s, high * c + low * s], dim=-1).to(x.dtype)
+    return turned[:, :H], turned[:, H:], v.to(x.dtype)

@@ -1,0 +1,176 @@
+"""Rotation and the write into the cache, after packed query, key and value projections that a library computes.
+
+What :mod:`.qkv_rope` does behind its product, as a pass of its own: a program owns some rows of one head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.fp8_quantize import FLOATING
+from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.tune.tuning import tile_for
+
+
+@kernel
+def write_turned(
+    low,  # float32 [BLOCK_M, BLOCK_N], of the lower half of the head
+    high,  # the same columns of the upper half
+    cos,
+    sin,
+    q,
+    k,
+    v,
+    rows,
+    cols,
+    ok,
+    head,
+    q_row,
+    k_row,
+    v_row,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Queries and keys rotated, values as they are, to where each belongs."""
+    HALF: tl.constexpr = D // 2
+    if head < H + KV:
+        table = rows[:, None] * HALF + cols[None, :]
+        c = tl.load(cos + table, mask=ok, other=0.0)
+        s = tl.load(sin + table, mask=ok, other=0.0)
+        turned_low = low * c - high * s
+        turned_high = high * c + low * s
+        if head < H:
+            to_q = q + rows[:, None] * q_row + (head * D + cols)[None, :]
+            tl.store(to_q, turned_low.to(q.dtype.element_ty), mask=ok)
+            tl.store(to_q + HALF, turned_high.to(q.dtype.element_ty), mask=ok)
+        else:
+            to_k = k + rows[:, None] * k_row + ((head - H) * D + cols)[None, :]
+            tl.store(to_k, turned_low.to(k.dtype.element_ty), mask=ok)
+            tl.store(to_k + HALF, turned_high.to(k.dtype.element_ty), mask=ok)
+    else:
+        to_v = v + rows[:, None] * v_row + ((head - H - KV) * D + cols)[None, :]
+        tl.store(to_v, low.to(v.dtype.element_ty), mask=ok)
+        tl.store(to_v + HALF, high.to(v.dtype.element_ty), mask=ok)
+
+
+@kernel
+def rope_kernel(
+    packed,  # [M, (H + 2 Hkv) * D]
+    bias,  # [(H + 2 Hkv) * D] or None
+    cos,  # float32 [M, D / 2]
+    sin,
+    q,  # [M, H, D], rows strided
+    k,  # [M, Hkv, D], rows strided
+    v,
+    M,
+    packed_row,
+    q_row,
+    k_row,
+    v_row,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # a power of two of at least D / 2
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = D // 2
+    HEADS: tl.constexpr = H + 2 * KV
+    head = tl.program_id(0) % HEADS  # heads run fastest: they share the tables of their rows
+    rows = (tl.program_id(0) // HEADS) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    ok = (rows < M)[:, None] & (cols < HALF)[None, :]
+    wait_for_input(PDL)
+    x_tile = packed + rows[:, None] * packed_row + (head * D + cols)[None, :]
+    low = tl.load(x_tile, mask=ok, other=0.0).to(tl.float32)
+    high = tl.load(x_tile + HALF, mask=ok, other=0.0).to(tl.float32)
+    if bias is not None:
+        low += tl.load(bias + head * D + cols, mask=cols < HALF, other=0.0).to(tl.float32)[None, :]
+        high += tl.load(bias + head * D + HALF + cols, mask=cols < HALF, other=0.0).to(tl.float32)[None, :]
+    write_turned(low, high, cos, sin, q, k, v, rows, cols, ok, head, q_row, k_row, v_row, H, KV, D)
+
+
+def prepare(
+    packed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch:
+    M, columns = packed.shape
+    H, D = q.shape[-2:]
+    KV = k.shape[-2]
+    if D % 2:
+        raise ValueError(f"q: rotation needs an even head size, got {D}")
+    check("packed", packed, (M, (H + 2 * KV) * D), rows_apart=True)
+    check("q", q, (M, H, D), rows_apart=True)
+    check("k", k, (M, KV, D), rows_apart=True)
+    check("v", v, (M, KV, D), rows_apart=True)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check(name, table, (M, D // 2))
+        same_dtype(name, table, torch.float32)
+    for name, tensor in (("packed", packed), ("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in FLOATING:
+            raise ValueError(f"{name}: expected dtype float32, bfloat16 or float16, got {tensor.dtype}")
+    if bias is not None:
+        check("bias", bias, (columns,))
+    tile = tile or tile_for("rope", (M, columns, D), packed.dtype, packed.device)
+    arguments = {
+        "packed": packed,
+        "bias": bias,
+        "cos": cos,
+        "sin": sin,
+        "q": q,
+        "k": k,
+        "v": v,
+        "M": M,
+        "packed_row": packed.stride(0),
+        "q_row": q.stride(0),
+        "k_row": k.stride(0),
+        "v_row": v.stride(0),
+        "H": H,
+        "KV": KV,
+        "D": D,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": 1 << (D // 2 - 1).bit_length(),
+        "PDL": pdl,
+    }
+    return Launch(rope_kernel, (-(-M // tile.m) * (H + 2 * KV),), arguments, tile, pdl)
+
+
+def rope(packed: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
+    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`twin`'s.
+
+    packed: [M, (H + 2 Hkv) D], queries first, then keys, then values; cos, sin: float32 [M, D / 2], one row per row
+    of packed. Tensors without heads: Hkv = 0 is queries alone, H = 0 is keys and values alone.
+    """
+    prepare(packed, cos, sin, q, k, v, **options)()
+
+
+def twin(
+    packed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: tuple[int, int],
+    *,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of packed + bias, q and k rotated. heads: (H, Hkv). Float32, rounded once, to ``dtype`` (None:
+    packed's). Of a float32 product this is :func:`.qkv_rope.twin`."""
+    H, KV = heads
+    wide = packed.float() if bias is None else packed.float() + bias.float()
+    turning, v = wide.unflatten(-1, (H + 2 * KV, 2 * cos.shape[-1])).split([H + KV, KV], dim=1)
+    low, high = turning.chunk(2, dim=-1)
+    c, s = cos[:, None], sin[:, None]
+    dtype = dtype or packed.dtype
+    turned = torch.cat([low * c - high * s, high * c + low * s], dim=-1).to(dtype)
+    return turned[:, :H], turned[:, H:], v.to(dtype)

@@ -1,0 +1,209 @@
+"""Gate, residual, norm and affine part in one pass over the stream, before a product that a library computes.
+
+RMSNorm and LayerNorm, with a weight (of the model, or pi0.5's modulation of a step, which comes from a table) or
+without one. The result may have another dtype than the stream, and may be e4m3 for an FP8 product: then the
+conversion of :mod:`.fp8_quantize` happens here, in the registers that hold the row anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.fp8_quantize import (
+    FLOATING,
+    check_output,
+    check_row,
+    converted,
+    new_output,
+    scale_of,
+    to_e4m3,
+)
+from sinew.engine.cuda.kernels.lang import check, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.tune.tuning import tile_for
+
+Kind = Literal["rms", "layer"]
+KINDS = ("rms", "layer")
+
+
+@kernel
+def row_norm_kernel(
+    x,  # [M, C], the stream: Triton's launch keeps that name for itself
+    branch,  # [M, C] or None
+    gate,  # [C] or None
+    weight,  # [C] or None
+    shift,  # [C] or None
+    x_scale,  # float32 [1] or None: each row's own
+    total,  # [M, C] or None: the stream after the branch
+    normed,  # [M, C]
+    scales,  # float32 [M] where normed is e4m3, else None
+    eps,
+    offset,
+    x_row,
+    branch_row,
+    total_row,
+    normed_row,
+    C: tl.constexpr,
+    LAYER: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_C)
+    ok = cols < C
+    wait_for_input(PDL)
+    h = tl.load(x + row * x_row + cols, mask=ok, other=0.0).to(tl.float32)
+    if branch is not None:
+        added = tl.load(branch + row * branch_row + cols, mask=ok, other=0.0).to(tl.float32)
+        if gate is not None:
+            added *= tl.load(gate + cols, mask=ok, other=0.0).to(tl.float32)
+        rounded = (h + added).to(total.dtype.element_ty)
+        tl.store(total + row * total_row + cols, rounded, mask=ok)
+        h = rounded.to(tl.float32)  # the norm reads what the stream holds
+    if LAYER:
+        h = tl.where(ok, h - tl.sum(h, axis=0) / C, 0.0)
+    y = h * tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)
+    if weight is not None:
+        y *= offset + tl.load(weight + cols, mask=ok, other=0.0).to(tl.float32)
+    if shift is not None:
+        y += tl.load(shift + cols, mask=ok, other=0.0).to(tl.float32)
+    at = normed + row * normed_row + cols
+    if scales is None:
+        tl.store(at, y.to(normed.dtype.element_ty), mask=ok)
+    else:
+        scale = scale_of(y, x_scale)  # beyond the row y is 0: so is all that it is made of
+        tl.store(at, to_e4m3(y, scale, UPCAST), mask=ok)
+        tl.store(scales + row, scale)
+
+
+def prepare(
+    stream: Tensor,
+    normed: Tensor,
+    *,
+    eps: float,
+    kind: Kind = "rms",
+    weight: Tensor | None = None,
+    offset: float = 0.0,
+    shift: Tensor | None = None,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+    total: Tensor | None = None,
+    scales: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch:
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    M, C = stream.shape
+    if (branch is None) != (total is None):
+        raise ValueError("total: expected exactly where there is a branch to add")
+    if gate is not None and branch is None:
+        raise ValueError("gate: expected only where there is a branch to gate")
+    for name, tensor in (("stream", stream), ("branch", branch), ("total", total), ("normed", normed)):
+        if tensor is not None:
+            check(name, tensor, (M, C), rows_apart=True)
+    for name, tensor in (("stream", stream), ("branch", branch)):
+        if tensor is not None and tensor.dtype not in FLOATING:
+            raise ValueError(f"{name}: expected dtype float32, bfloat16 or float16, got {tensor.dtype}")
+    if total is not None:
+        same_dtype("total", total, stream.dtype)
+    for name, vector in (("weight", weight), ("shift", shift), ("gate", gate)):
+        if vector is not None:
+            check(name, vector, (C,))
+    check_row("stream", C)
+    check_output("normed", normed, scales, x_scale)
+    dims = problem(M, C, kind, branch, normed.dtype)
+    tile = tile or tile_for("row_norm", dims, stream.dtype, stream.device)
+    arguments = {
+        "x": stream,
+        "branch": branch,
+        "gate": gate,
+        "weight": weight,
+        "shift": shift,
+        "x_scale": x_scale,
+        "total": total,
+        "normed": normed,
+        "scales": scales,
+        "eps": eps,
+        "offset": offset,
+        "x_row": stream.stride(0),
+        "branch_row": 0 if branch is None else branch.stride(0),
+        "total_row": 0 if total is None else total.stride(0),
+        "normed_row": normed.stride(0),
+        "C": C,
+        "LAYER": kind == "layer",
+        "BLOCK_C": 1 << (C - 1).bit_length(),
+        "UPCAST": False,
+        "PDL": pdl,
+    }
+    return Launch(row_norm_kernel, (M,), arguments, tile, pdl)
+
+
+def problem(M: int, C: int, kind: Kind, branch: Tensor | None, out: torch.dtype) -> tuple[int, ...]:
+    """What a pass is tuned under."""
+    return M, C, KINDS.index(kind), int(branch is not None), out.itemsize
+
+
+def row_norm(
+    stream: Tensor,
+    *,
+    branch: Tensor | None = None,
+    total: Tensor | None = None,
+    normed: Tensor | None = None,
+    scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **options,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """stream, branch: [M, C]; weight, shift, gate: [C] -> (total, normed, scales), as :func:`twin`.
+
+    Written to ``total``, ``normed`` and ``scales`` where they are given. ``total`` may be ``stream`` itself, and
+    ``normed`` may be ``branch``: a program owns whole rows.
+    """
+    if branch is not None and total is None:
+        total = torch.empty_like(stream)
+    if normed is None:
+        normed, scales = new_output(stream.shape, dtype or stream.dtype, stream.device)
+    prepare(stream, normed, branch=branch, total=total, scales=scales, **options)()
+    return (stream if total is None else total), normed, scales
+
+
+def twin(
+    stream: Tensor,
+    *,
+    eps: float,
+    kind: Kind = "rms",
+    weight: Tensor | None = None,
+    offset: float = 0.0,
+    shift: Tensor | None = None,
+    branch: Tensor | None = None,
+    gate: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    x_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """total = stream + gate * branch; normed = norm(total) * (offset + weight) + shift; (total, normed, scales).
+
+    norm: x / sqrt(mean(x^2) + eps), for "layer" of x - mean(x). offset: 0 for a weight as it is, 1 for one that is
+    stored as its distance from one (Gemma, pi0.5's modulation); without a weight there is no factor.
+
+    Float32, rounded at two places: total, to the stream's dtype, which the norm then reads, and normed, to
+    ``dtype`` (None: the stream's). To e4m3 it is converted as it is, not rounded to bfloat16 before, with
+    ``x_scale`` (float32 scalar) or each row's own scale; scales are float32 [M], and None for any other dtype.
+    """
+    total = stream
+    if branch is not None:
+        added = branch.float() if gate is None else branch.float() * gate.float()
+        total = (stream.float() + added).to(stream.dtype)
+    h = total.float()
+    if kind == "layer":
+        h = h - h.mean(-1, keepdim=True)
+    y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (offset + weight.float())
+    if shift is not None:
+        y = y + shift.float()
+    return total, *converted(y, dtype or stream.dtype, x_scale)

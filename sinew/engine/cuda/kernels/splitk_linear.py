@@ -1,0 +1,231 @@
+"""A linear layer for few rows, with gate and residual: it streams the weight, so all of the device should read.
+
+With 50 rows and 1,024 columns there are 16 blocks of 64 columns for 132 multiprocessors. The depth is therefore
+split between ``tile.split`` programs. Each writes its part of the sum; the last one to arrive adds the parts in
+their order, so the result does not depend on who was last, and finishes the row: bias, gate, residual.
+
+What it writes is the stream that a norm reads next. The program that finishes a block has it in registers, so it can
+sum the squares of its part of each row, and write the block once more as a modulated norm's product wants it:
+times 1 + ``scale``, which a table of the solver's step has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.kernels.lang import (
+    ask_for,
+    check,
+    dot,
+    kernel,
+    let_next_start,
+    prefetched,
+    same_dtype,
+    tl,
+    wait_for_previous,
+)
+from sinew.engine.cuda.kernels.launch import Launch, Tile
+from sinew.engine.cuda.kernels.norm_linear import product
+from sinew.engine.cuda.kernels.workspace import Workspace
+from sinew.engine.cuda.tune.tuning import tile_for
+
+
+@kernel
+def splitk_linear_kernel(
+    x,  # [M, K]
+    weight,  # [N, K]
+    bias,  # [N] or None
+    gate,  # [N] or None
+    residual,  # [M, N] or None
+    scale,  # [N] or None
+    out,  # [M, N]
+    scaled,  # [M, N] or None
+    squares,  # float32 [M, blocks of columns] or None
+    parts,  # float32 [SPLIT, tiles, BLOCK_M, BLOCK_N]
+    arrivals,  # int32 [tiles], zero before and after
+    M,
+    x_row,
+    residual_row,
+    out_row,
+    scaled_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,  # elements of each row of the weight
+):
+    DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of one program
+    WHOLE: tl.constexpr = K % (DEPTH * SPLIT) == 0  # nothing to mask, which the compiler cannot see by itself
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    rows = (tile % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (tile // blocks_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok, col_ok = rows < M, cols < N
+    depth = split * DEPTH + tl.arange(0, BLOCK_K)
+    x_tile = x + (rows[:, None] * x_row + depth[None, :])
+    w_tile = weight + (cols[None, :] * K + depth[:, None])
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    let_next_start(PDL)
+    if PREFETCH:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
+        if tile % blocks_m == 0:  # row blocks share a block of the weight: one asks
+            first = (tile // blocks_m) * BLOCK_N
+            own_depth = tl.minimum(K - split * DEPTH, PREFETCH)
+            block = weight + first * K + split * DEPTH
+            ask_for(block, tl.minimum(N - first, BLOCK_N), K, own_depth, UPCAST)
+    wait_for_previous(PDL)
+    for k in range(0, DEPTH, BLOCK_K):
+        k_ok = (k + depth < K) | WHOLE
+        a = tl.load(x_tile + k, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        b = tl.load(w_tile + k, mask=k_ok[:, None] & col_ok[None, :], other=0.0)
+        acc = dot(a, b, acc, UPCAST)
+    is_last = True
+    if SPLIT > 1:
+        tiles = tl.num_programs(0)
+        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        own = parts + (split * tiles + tile) * (BLOCK_M * BLOCK_N) + inside
+        tl.store(own, acc)
+        tl.debug_barrier()  # every thread's part is written before one thread says so
+        is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if is_last:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for s in range(SPLIT):
+                part = parts + (s * tiles + tile) * (BLOCK_M * BLOCK_N) + inside
+                acc += tl.load(part, cache_modifier=".cg")
+            tl.store(arrivals + tile, 0)
+    if is_last:
+        if bias is not None:
+            acc += tl.load(bias + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        if gate is not None:
+            acc *= tl.load(gate + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        ok = row_ok[:, None] & col_ok[None, :]
+        if residual is not None:
+            before = residual + rows[:, None] * residual_row + cols[None, :]
+            acc += tl.load(before, mask=ok, other=0.0).to(tl.float32)
+        rounded = acc.to(out.dtype.element_ty)
+        tl.store(out + (rows[:, None] * out_row + cols[None, :]), rounded, mask=ok)
+        wide = tl.where(ok, rounded.to(tl.float32), 0.0)  # the norm reads what was stored
+        if squares is not None:
+            part = squares + rows * ((N + BLOCK_N - 1) // BLOCK_N) + tile // blocks_m
+            tl.store(part, tl.sum(wide * wide, axis=1), mask=row_ok)
+        if scaled is not None:
+            factor = 1.0 + tl.load(scale + cols, mask=col_ok, other=0.0).to(tl.float32)
+            again = scaled + (rows[:, None] * scaled_row + cols[None, :])
+            tl.store(again, (wide * factor[None, :]).to(scaled.dtype.element_ty), mask=ok)
+
+
+def blocks(N: int, tile: Tile) -> int:
+    """Columns of ``squares``: one for each block of columns that a program finishes."""
+    return -(-N // tile.n)
+
+
+def prepare(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    workspace: Workspace,
+    *,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    squares: Tensor | None = None,
+    scale: Tensor | None = None,
+    scaled: Tensor | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+    prefetch: bool = False,
+) -> Launch:
+    M, K = x.shape
+    N = len(weight)
+    check("x", x, (M, K), rows_apart=True)
+    check("weight", weight, (N, K))
+    check("out", out, (M, N), rows_apart=True)
+    same_dtype("weight", weight, x.dtype)
+    for name, vector in (("bias", bias), ("gate", gate)):
+        if vector is not None:
+            check(name, vector, (N,))
+    if residual is not None:
+        check("residual", residual, (M, N), rows_apart=True)
+    if (scale is None) != (scaled is None):
+        raise ValueError("scaled: expected exactly where there is a scale")
+    if scale is not None and scaled is not None:
+        check("scale", scale, (N,))
+        check("scaled", scaled, (M, N), rows_apart=True)
+    tile = tile or tile_for("splitk_linear", (M, N, K), weight.dtype, x.device)
+    if squares is not None:
+        check("squares", squares, (M, blocks(N, tile)))
+        same_dtype("squares", squares, torch.float32)
+    tiles = -(-M // tile.m) * -(-N // tile.n)
+    if tile.split > 1:
+        workspace.require(tile.split * tiles * tile.m * tile.n, tiles)
+    depth = -(-K // tile.k // tile.split) * tile.k  # of one program
+    arguments = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "gate": gate,
+        "residual": residual,
+        "scale": scale,
+        "out": out,
+        "scaled": scaled,
+        "squares": squares,
+        "parts": workspace.parts,
+        "arrivals": workspace.arrivals,
+        "M": M,
+        "x_row": x.stride(0),
+        "residual_row": 0 if residual is None else residual.stride(0),
+        "out_row": out.stride(0),
+        "scaled_row": 0 if scaled is None else scaled.stride(0),
+        "N": N,
+        "K": K,
+        "SPLIT": tile.split,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "UPCAST": False,
+        "PDL": pdl,
+        "PREFETCH": prefetched(prefetch, pdl, weight, tile.n, depth, depth),
+    }
+    return Launch(splitk_linear_kernel, (tiles, tile.split), arguments, tile, pdl)
+
+
+def splitk_linear(
+    x: Tensor, weight: Tensor, *, workspace: Workspace, out: Tensor | None = None, **options
+) -> Tensor:
+    """x: [M, K], weight: [N, K] -> [M, N] in x's dtype, or in ``out``'s; options as :func:`twin`'s.
+
+    ``out`` may be ``residual``: each element is read by the program that writes it, before it writes.
+    """
+    out = x.new_empty(len(x), len(weight)) if out is None else out
+    prepare(x, weight, out, workspace, **options)()
+    return out
+
+
+def twin(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """residual + gate * (x W^T + bias), in float32, rounded once, to ``dtype`` (None: x's). Absent parts are left
+    out."""
+    y = product(x, weight, bias=bias)
+    if gate is not None:
+        y = y * gate.float()
+    return (y if residual is None else residual.float() + y).to(dtype or x.dtype)
+
+
+def statistics_twin(stream: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(squares, scaled) of what was written: float32 [M, 1], whose rows the kernel leaves in parts, and
+    stream * (1 + scale), float32 inside, rounded to the stream's dtype."""
+    wide = stream.float()
+    scaled = None if scale is None else (wide * (1.0 + scale.float())).to(stream.dtype)
+    return wide.pow(2).sum(-1, keepdim=True), scaled

@@ -1,0 +1,1 @@
+"""Tiles and launch forms of the kernels: defaults, timing and stored choices."""

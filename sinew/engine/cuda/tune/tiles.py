@@ -1,0 +1,207 @@
+"""Tile configurations, as data: for each kernel, architecture and regime, the default first.
+
+The other entries are what tuning tries. None of them has been timed yet: they were chosen by the shared memory
+and registers that the compiler reports (``tests/engine/cuda/kernel_compile.py``) and by the number of programs.
+
+``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
+multiprocessors (132 on an H200), each with some 23 KB of weight on its way (4.3 TB/s for 700 ns, computed).
+``many``: the prefix, limited by arithmetic, which wants large tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from sinew.engine.cuda.kernels.launch import Tile
+
+Regime = Literal["few", "many"]
+FEW_ROWS = 64
+ARCHITECTURES = (80, 89, 90)
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have
+# Compute capabilities that have another one's shared memory and instructions: A10, RTX 3090; Orin; B200; RTX 5090.
+LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 120: 89, 121: 89}
+
+_ROWWISE = {"few": [Tile(warps=4), Tile(warps=8), Tile(warps=2)]}
+_COLUMNS = {  # of one row; where its scale is to be found, all of them, and the warps that hold them
+    "few": [Tile(n=256, warps=2), Tile(n=512, warps=4), Tile(n=128, warps=1)],
+    "many": [Tile(n=1024, warps=4), Tile(n=512, warps=4), Tile(n=1024, warps=8), Tile(n=256, warps=2)],
+}
+_HEADS = {  # rows of one head
+    "few": [Tile(1, warps=1), Tile(2, warps=1), Tile(4, warps=2)],
+    "many": [Tile(8, warps=4), Tile(4, warps=2), Tile(16, warps=4), Tile(2, warps=1)],
+}
+_PIXELS = {"few": [Tile(n=128, warps=2), Tile(n=256, warps=4), Tile(n=64, warps=1)]}
+_SKINNY = [Tile(64, 32, 128, stages=3), Tile(64, 16, 128, stages=4), Tile(64, 64, 64, stages=4)]
+_PAIR_80 = [Tile(64, 32, 64, warps=8, stages=4), Tile(64, 32, 32, stages=4), Tile(64, 64, 64, stages=3)]
+_PAIR_90 = [
+    Tile(64, 32, 64, stages=4),
+    Tile(64, 32, 128, stages=4),
+    Tile(64, 32, 128, warps=8, stages=4),
+    Tile(64, 16, 128, stages=4),
+    Tile(64, 16, 64, stages=6),
+    Tile(64, 64, 64, warps=8, stages=4),
+]
+_SPLIT = [Tile(64, 64, 64, 8, stages=4), Tile(64, 32, 128, 4, stages=3), Tile(64, 64, 128, 4, stages=3)]
+_SKINNY_90 = [
+    Tile(64, 32, 128, stages=3),
+    Tile(64, 32, 128, stages=5),
+    Tile(64, 16, 128, stages=5),
+    Tile(64, 16, 256, stages=4),
+    Tile(64, 64, 64, stages=4),
+]
+_SPLIT_90 = [
+    Tile(64, 64, 64, 8, stages=4),
+    Tile(64, 32, 128, 4, stages=4),
+    Tile(64, 16, 128, 2, stages=5),
+    Tile(64, 16, 256, 4, stages=3),
+    Tile(64, 32, 128, 8, stages=3),
+    Tile(64, 64, 128, 4, stages=3),
+]
+_SMALL = [Tile(64, 32, 64, warps=8, stages=3), Tile(64, 16, 64, stages=4), Tile(64, 32, 64, stages=3)]
+_WHOLE_ROWS = {"few": [Tile(warps=8), Tile(warps=4), Tile(warps=16)]}
+_FP8_MANY_89 = [Tile(128, 128, 64, warps=8, stages=4), Tile(64, 128, 64, warps=4, stages=4)]
+_FP8_FEW_89 = [Tile(64, 32, 128, stages=4), Tile(64, 16, 128, stages=4), Tile(64, 64, 64, stages=4)]
+_FP8_89 = {"few": _FP8_FEW_89, "many": _FP8_MANY_89}
+
+TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
+    "norm_linear": {
+        80: {"few": _SKINNY, "many": [Tile(128, 128, 32, warps=8, stages=4), Tile(128, 64, 64, warps=4)]},
+        89: {"few": _SMALL, "many": [Tile(128, 128, 32, warps=8, stages=4), Tile(64, 128, 32, warps=4)]},
+        90: {
+            "few": _SKINNY_90,
+            "many": [
+                Tile(128, 128, 64, warps=8, stages=4),
+                Tile(128, 256, 64, warps=8),
+                Tile(128, 64, 64, warps=8, stages=4),
+                Tile(64, 128, 64, warps=4, stages=4),
+            ],
+        },
+    },
+    "gated_mlp": {
+        80: {"few": _PAIR_80, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 64, warps=4)]},
+        89: {"few": _SMALL, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 32, warps=4)]},
+        90: {
+            "few": _PAIR_90,
+            "many": [
+                Tile(128, 128, 64, warps=8),
+                Tile(128, 128, 64, warps=8, stages=4),
+                Tile(128, 64, 64, warps=8, stages=4),
+                Tile(64, 128, 64, warps=8, stages=4),
+                Tile(64, 128, 64, warps=4, stages=4),
+                Tile(256, 64, 64, warps=8),
+            ],
+        },
+    },
+    "qkv_rope": {
+        80: {"few": _PAIR_80, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 64, warps=4)]},
+        89: {"few": _SMALL, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 32, warps=4)]},
+        90: {
+            "few": _PAIR_90,
+            "many": [
+                Tile(128, 64, 64, warps=8, stages=4),
+                Tile(64, 64, 64, warps=4, stages=4),
+                Tile(64, 64, 64, warps=8, stages=4),
+                Tile(64, 128, 64, warps=8),
+                Tile(128, 32, 64, warps=4, stages=4),
+            ],
+        },
+    },
+    "splitk_linear": {
+        80: {"few": _SPLIT, "many": [Tile(128, 128, 32, warps=8, stages=4)]},
+        89: {
+            "few": [Tile(64, 64, 64, 8, warps=8, stages=4), Tile(64, 32, 64, 8)],
+            "many": [Tile(128, 128, 32, warps=8)],
+        },
+        90: {
+            "few": _SPLIT_90,
+            "many": [
+                Tile(128, 128, 64, warps=8, stages=4),
+                Tile(128, 128, 128, warps=8, stages=3),
+                Tile(128, 256, 64, warps=8, stages=4),
+                Tile(64, 128, 64, warps=4, stages=4),
+                Tile(128, 64, 64, 2, warps=4),
+            ],
+        },
+    },
+    "packed_attention": {
+        80: {
+            "few": [Tile(32, 32, split=8, warps=4, stages=2), Tile(64, 32, split=8, warps=8, stages=2)],
+            "many": [Tile(64, 32, warps=8, stages=2), Tile(64, 16, warps=8, stages=3)],
+        },
+        89: {
+            "few": [Tile(32, 32, split=4, warps=4, stages=2), Tile(16, 32, split=4, warps=4, stages=2)],
+            "many": [Tile(64, 16, warps=8, stages=2), Tile(64, 32, warps=8, stages=1)],
+        },
+        90: {
+            "few": [
+                Tile(32, 32, split=8, warps=4, stages=2),
+                Tile(16, 32, split=4, warps=4, stages=2),
+                Tile(64, 32, split=8, warps=8, stages=2),
+                Tile(64, 32, split=16, warps=8, stages=2),
+            ],
+            "many": [Tile(128, 32, warps=8, stages=2), Tile(64, 64, warps=8, stages=2)],
+        },
+    },
+    "row_norm": dict.fromkeys(ARCHITECTURES, _ROWWISE),
+    "activate": dict.fromkeys(ARCHITECTURES, _COLUMNS),
+    "rope": dict.fromkeys(ARCHITECTURES, _HEADS),
+    "fp8_quantize": dict.fromkeys(ARCHITECTURES, _WHOLE_ROWS),
+    "fp8_product": {
+        **dict.fromkeys((80, 89), _FP8_89),  # sm_80 cannot; launches on the meta device are made with its row
+        90: {
+            "few": [
+                Tile(64, 32, 128, stages=4),
+                Tile(64, 32, 256, stages=4),
+                Tile(64, 16, 256, stages=5),
+                Tile(64, 16, 512, stages=4),
+                Tile(64, 64, 256, stages=4),
+            ],
+            "many": [
+                Tile(128, 128, 128, warps=8, stages=4),
+                Tile(128, 256, 128, warps=8, stages=3),
+                Tile(128, 256, 128, warps=8, stages=4),
+                Tile(256, 128, 128, warps=8, stages=3),
+                Tile(64, 128, 128, warps=4, stages=4),
+            ],
+        },
+    },
+    "preprocess": dict.fromkeys(ARCHITECTURES, _PIXELS),
+}
+
+# Float32 multiplies without tensor cores and takes twice the memory: small tiles, on every architecture.
+FLOAT32: dict[str, dict[str, list[Tile]]] = {
+    "norm_linear": {  # the head's last projection, of 32 columns: blocks of 16 rows and 32 columns are 4 programs
+        "few": [
+            Tile(16, 16, 64, warps=4, stages=4),
+            Tile(16, 8, 128, warps=4, stages=3),
+            Tile(8, 16, 128, warps=4, stages=3),
+            Tile(16, 32, 64, warps=4, stages=2),
+        ],
+        "many": [Tile(16, 32, 64, warps=4, stages=2)],
+    },
+    "gated_mlp": {"few": [Tile(16, 32, 32, warps=4, stages=2)]},
+    "qkv_rope": {"few": [Tile(16, 32, 32, warps=4, stages=2)]},
+    "splitk_linear": {"few": [Tile(16, 32, 64, 4, warps=4, stages=2)]},
+    "packed_attention": {"few": [Tile(16, 16, split=4, warps=4, stages=1)]},
+}
+
+
+def architecture(capability: int) -> int:
+    """The row of the table for a compute capability (major * 10 + minor)."""
+    if capability in LIKE:
+        return LIKE[capability]
+    known = [row for row in ARCHITECTURES if row <= capability]
+    if not known:
+        raise ValueError(f"compute capability: expected 8.0 or newer, got {capability / 10}")
+    return known[-1]
+
+
+def candidates(kernel: str, rows: int, dtype: torch.dtype, capability: int) -> list[Tile]:
+    """What may run ``rows`` rows (packed rows for attention), the default first. dtype: the weight's."""
+    wide = dtype == torch.float32 and kernel in FLOAT32
+    regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
+    # Attention packs the heads of a group into its rows: 8 x 64.
+    few = FEW_ROWS * 8 if kernel == "packed_attention" else FEW_ROWS
+    return regimes["few"] if rows <= few or "many" not in regimes else regimes["many"]

@@ -1,0 +1,326 @@
+"""Tuning by running: the engine's program, call by call, with every problem that it asks for timed where it is asked.
+
+So the problems are the engine's own and no list of them has to be kept. A linear layer's weight is copied until the
+copies exceed any cache, because the next call of the real program finds its weight in memory too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cuda.fp8 import linear as fp8
+from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.fused.library import Library
+from sinew.engine.cuda.fused.ops import Ops, Stream, Twins
+from sinew.engine.cuda.fused.rows import Operand, RowKernels, Rows, RowTwins, Target
+from sinew.engine.cuda.graphs import Kept
+from sinew.engine.cuda.kernels import activate, fp8_product, fp8_quantize, preprocess, rope, row_norm
+from sinew.engine.cuda.kernels.fp8_quantize import E4M3
+from sinew.engine.cuda.kernels.launch import Specialised, Tile, collecting
+from sinew.engine.cuda.tune import choices, tuning
+from sinew.engine.cuda.tune.ahead import Gathering, compile_all
+from sinew.engine.cuda.tune.trials import Problem, Trials
+
+log = logging.getLogger(__name__)
+STREAMED = 256 << 20  # bytes of weights to rotate through
+COPIES = 64
+WITH_WEIGHT = (
+    "norm_linear",
+    "gated_mlp",
+    "qkv_rope",
+    "splitk_linear",
+    "stream_linear",
+)  # as their second argument
+
+
+class Forced(Kernels):
+    """Triton's kernels, whatever was chosen, with a given tile; notes what a call is kept under."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.tile: Tile | None = None
+        self.asked: Problem | None = None
+        self.broken: set[Problem] = set()  # their own tile does not run
+
+    def launch(self, kernel, dims, like, prepare, other, out):
+        self.asked = Problem(kernel, dims, like.dtype)
+        if self.tile is None and self.asked in self.broken:
+            raise tuning.NoTile(str(self.asked))  # and do not compile it again, layer after layer
+        prepare(self.tile)()
+        return out
+
+
+class TunedOps(Ops):
+    """In place of an engine's ``ops``: answers as the kernels do, and times each new problem once.
+
+    ways: what our kernels compete with, by the names that :attr:`Kernels.others` has; those by default. Their row-wise
+    passes are tuned before they compete.
+    """
+
+    def __init__(self, trials: Trials | Gathering, ways: Mapping[str, Ops] | None = None):
+        self.trials, self.kernels, self.twins = trials, Forced(trials.device), Twins()
+        self.rows = TunedRows(trials)
+        self.ways: Mapping[str, Ops] = self.kernels.others if ways is None else ways
+        for ops in self.ways.values():
+            if isinstance(ops, Library):
+                ops.rows = self.rows
+
+    def norm_linear(self, *args: Any, **options: Any) -> Tensor:
+        return self._tuned("norm_linear", args, options)
+
+    def gated_mlp(self, *args: Any, **options: Any) -> Tensor:
+        return self._tuned("gated_mlp", args, options)
+
+    def qkv_rope(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self._tuned("qkv_rope", args, options)
+
+    def splitk_linear(self, *args: Any, **options: Any) -> Tensor:
+        return self._tuned("splitk_linear", args, options)
+
+    def stream_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        **rest: Any,
+    ) -> Stream:
+        """Timed as a whole. What comes behind it is asked in the form that an engine would ask it in: without squares
+        where a library's product was faster."""
+        options = {"scale": scale, "dtype": dtype, **rest}
+        stream = self._tuned("stream_linear", (x, weight), options)
+        problem = self.kernels.asked
+        assert problem is not None
+        way, _ = choices.choose(*problem, self.trials.device, "triton")
+        return Stream(stream.rows) if way in self.ways else stream
+
+    def packed_attention(self, *args: Any, **options: Any) -> Tensor:
+        return self._tuned("packed_attention", args, options)
+
+    def ada_rms(self, *args: Any, **options: Any) -> Tensor:
+        return self._tuned("ada_rms", args, options)
+
+    def preprocess(self, frames: Tensor, resize: Any, patch: int, out: Tensor) -> None:
+        problem = Problem("preprocess", (len(frames), *resize.target), out.dtype)
+        if self.trials.begin(problem):
+            ours, theirs = torch.zeros_like(out), torch.zeros_like(out)
+
+            def run(tile: Tile, _: int) -> Tensor:
+                preprocess.prepare(frames, resize, ours, patch=patch, tile=tile)()
+                return ours
+
+            def wanted() -> Tensor:
+                self.twins.preprocess(frames, resize, patch, theirs)
+                return theirs
+
+            self.trials.time(problem, run, wanted)
+        self.kernels.preprocess(frames, resize, patch, out)
+
+    def _tuned(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        problem, result = self._asked(name, args, options)
+        if not self.trials.begin(problem, bool(self.ways)):
+            return result
+        sets = [args] if isinstance(self.trials, Gathering) else _sets(name, args)
+
+        def call(ops: Ops, i: int) -> Any:
+            return getattr(ops, name)(*sets[i], **options)
+
+        def run(tile: Tile, i: int) -> Any:
+            self.kernels.tile = tile
+            try:
+                return call(self.kernels, i)
+            finally:
+                self.kernels.tile = None
+
+        # A way that inherits the operation from a later one is that one.
+        own = {getattr(type(ops), name): way for way, ops in self.ways.items()}
+        others = {way: partial(call, self.ways[way]) for way in own.values()}
+        self.trials.time(problem, run, lambda: call(self.twins, 0), others, len(sets))
+        return result
+
+    def _asked(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Problem, Any]:
+        """The problem that a call is, and its answer. Where the default tile does not run, that is the twin's."""
+        self.kernels.asked = None
+        try:
+            result = getattr(self.kernels, name)(*args, **options)
+        except Exception:
+            if self.kernels.asked is None or not _answers(self.trials.device):
+                raise
+            self.kernels.broken.add(self.kernels.asked)
+            result = getattr(self.twins, name)(*args, **options)
+        assert self.kernels.asked is not None, f"{name} does not go through Kernels.launch"
+        return self.kernels.asked, result
+
+
+class TunedRows(Rows):
+    """In place of an engine's ``rows``: its passes, and products in e4m3."""
+
+    def __init__(self, trials: Trials | Gathering):
+        self.trials, self.kernels, self.twins = trials, RowKernels(), RowTwins()
+
+    def norm(self, x, to, *, branch=None, **norm):
+        options = {"branch": branch, "dtype": to.dtype, "x_scale": to.scale, **norm}
+        run = partial(row_norm.row_norm, x, **options)
+        dims = row_norm.problem(len(x), x.shape[1], norm.get("kind", "rms"), branch, to.dtype)
+        self._pass("row_norm", dims, x, run, partial(row_norm.twin, x, **options))
+        return self.kernels.norm(x, to, branch=branch, **norm)
+
+    def activate(self, packed, to, *, activation, gated, bias=None):
+        given = {"activation": activation, "gated": gated, "bias": bias}
+        options = {"dtype": to.dtype, "x_scale": to.scale, **given}
+        dims = activate.problem(len(packed), packed.shape[1] // (2 if gated else 1), gated, to.dtype)
+        run = partial(activate.activate, packed, **options)
+        self._pass("activate", dims, packed, run, partial(activate.twin, packed, **options))
+        return self.kernels.activate(packed, to, **given)
+
+    def convert(self, x, to):
+        if to.dtype == E4M3:
+            run = partial(fp8_quantize.fp8_quantize, x, x_scale=to.scale)
+            twin = partial(fp8_quantize.twin, x, x_scale=to.scale)
+            self._pass("fp8_quantize", tuple(x.shape), x, run, twin)
+        return self.kernels.convert(x, to)
+
+    def rope(self, packed, cos, sin, heads, bias=None):
+        D = 2 * cos.shape[-1]
+
+        def run(tile: Tile) -> tuple[Tensor, ...]:
+            outs = tuple(packed.new_empty(len(packed), count, D) for count in (heads[0], heads[1], heads[1]))
+            rope.rope(packed, cos, sin, *outs, bias=bias, tile=tile)
+            return outs
+
+        twin = partial(self.twins.rope, packed, cos, sin, heads, bias)
+        self._pass("rope", (*packed.shape, D), packed, run, twin)
+        return self.kernels.rope(packed, cos, sin, heads, bias)
+
+    def product(self, operand: Operand, linear: Any, bias: bool = True) -> Tensor:
+        if operand.scales is not None:
+            self._narrow(operand.data, operand.scales, linear.weight, linear.bias if bias else None)
+        return super().product(operand, linear, bias)
+
+    def _pass(
+        self, kernel: str, dims: tuple[int, ...], x: Tensor, run: Callable[..., Any], twin: Callable[[], Any]
+    ) -> None:
+        problem = Problem(kernel, dims, x.dtype)
+        if self.trials.begin(problem):
+            self.trials.time(problem, lambda tile, _: run(tile=tile), twin)
+
+    def _narrow(self, data: Tensor, scales: Tensor, weight: fp8.Fp8Weight, bias: Tensor | None) -> None:
+        problem = Problem("fp8_product", (len(data), *weight.data.shape), E4M3)
+        if not self.trials.begin(problem, has_others=True):
+            return
+        count = 1 if isinstance(self.trials, Gathering) else _copies(weight.data)
+        copies = [replace(weight, data=weight.data.clone()) for _ in range(count - 1)]
+        weights = [weight, *copies]
+        options: dict[str, Any] = {"bias": bias, "dtype": weight.dtype}
+
+        def run(tile: Tile, i: int) -> Tensor:
+            w = weights[i]
+            return fp8_product.fp8_product(data, scales, w.data, w.scale, **options, tile=tile)
+
+        def other(way: Callable[..., Tensor], i: int) -> Tensor:
+            return way(data, scales, weights[i], bias)
+
+        def twin() -> Tensor:
+            return fp8_product.twin(data, scales, weight.data, weight.scale, **options)
+
+        others = {name: partial(other, way) for name, way in fp8.WITH.items() if name != "triton"}
+        self.trials.time(problem, run, twin, others, len(weights))
+
+
+def tune(engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None) -> None:
+    """Tune everything that one call of ``run`` asks of ``engine`` (made with ``graph=False``); it is left as it was.
+
+    ways: as :class:`TunedOps`. The engine's model may have layers in FP8. On a GPU, what will be timed is compiled
+    first, on all cores.
+    """
+    if trials.device.type == "cuda" and trials.left() > 0:
+        compile_ahead(engine, run, trials, ways)
+    with _in_place(engine, TunedOps(trials, ways)):
+        run()
+
+
+def compile_ahead(
+    engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None
+) -> None:
+    """For at most half of the time that is left. Nothing depends on it: a launch compiles what it does not find."""
+    start = time.monotonic()
+    try:
+        found = gather(engine, run, trials, ways)
+        capability = tuning.capability(trials.device)
+        until = trials.left() / 2 - (time.monotonic() - start)
+        compile_all(
+            found,
+            capability,
+            max(until, 0.0),
+            lambda done, of: trials.trying(f"compiled {done} of {of} launches"),
+        )
+    except Exception as error:  # noqa: BLE001 - tuning meets it again, problem by problem
+        log.warning("not compiled ahead: %s: %s", type(error).__name__, error)
+
+
+def gather(
+    engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None
+) -> dict[str, Specialised]:
+    """What :func:`tune` would launch, each kind once. Nothing is launched, and what ``run`` returns holds anything."""
+    gathering = Gathering(trials.device, trials.again)
+    with collecting() as found, _in_place(engine, TunedOps(gathering, ways)):
+        run()
+    return found
+
+
+@contextmanager
+def _in_place(engine: Any, ops: TunedOps) -> Iterator[None]:
+    modules = list(engine.model.modules())
+    with ExitStack() as undo:
+
+        def put(holder: Any, name: str, value: Any) -> None:
+            undo.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+
+        put(engine, "programs", Kept(engine.programs.limit, engine.programs.make))  # programs keep their ops
+        put(engine, "ops", ops)
+        for module in modules:
+            for name, kind, tuned in (("ops", Ops, ops), ("rows", Rows, ops.rows)):
+                if isinstance(getattr(module, name, None), kind):
+                    put(module, name, tuned)
+            if isinstance(module, fp8.Fp8Linear):  # those that no row-wise layer multiplies
+                undo.callback(module.register_forward_pre_hook(partial(_note, ops.rows)).remove)
+        yield
+
+
+def _note(rows: TunedRows, module: Any, arguments: tuple[Any, ...]) -> None:
+    x = arguments[0].reshape(-1, module.in_features)
+    rows.product(rows.convert(x, Target.of(module)), module)
+
+
+def _sets(name: str, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The arguments, and the same with copies of the weight."""
+    if name not in WITH_WEIGHT:
+        return [args] * 8
+    weight: Tensor = args[1]
+    return [args, *((args[0], weight.clone(), *args[2:]) for _ in range(_copies(weight) - 1))]
+
+
+def _copies(weight: Tensor) -> int:
+    return max(1, min(COPIES, STREAMED // weight.nbytes))
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether the device still does: an illegal access would stay in its context."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True

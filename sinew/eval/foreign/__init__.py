@@ -1,0 +1,1 @@
+"""Simulators that live in an interpreter of their own."""

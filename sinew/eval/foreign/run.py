@@ -1,0 +1,245 @@
+"""Simulators in interpreters of their own: making them, finding them, playing episodes in them.
+
+Each is an ordinary client of a server, over the real socket. A bundle is served for as long as it is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import sinew_client
+
+from sinew.core import SinewError
+from sinew.eval import suites
+from sinew.eval.foreign import worker as foreign_worker
+from sinew.eval.policies import EXPERT
+from sinew.eval.runner import Episode
+from sinew.eval.server import serving
+from sinew.eval.settings import Task, Variant
+
+PACKAGE = Path(__file__).resolve().parents[2]
+VERSIONS = Path(__file__).parent / "simulators"
+STAMP = "sinew-versions"
+
+# ----------------------------------------------------------------------------- interpreters
+
+
+def folder() -> Path:
+    """Where the interpreters are: SINEW_SIMS, ``build/sims`` of a checkout, or the user's cache."""
+    if given := os.environ.get("SINEW_SIMS"):
+        return Path(given)
+    checkout = PACKAGE.parent
+    if (checkout / "pyproject.toml").is_file():
+        return checkout / "build" / "sims"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinew" / "sims"
+
+
+def python_of(place: Path) -> Path:
+    return place / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def set_up(simulator: str) -> Path:
+    """Make the interpreter of one simulator, or find that it is there. Returns it.
+
+    Raises :class:`SinewError` for a simulator that cannot be installed, with what to do instead, and when pip fails.
+    """
+    if simulator not in suites.SIMULATORS:
+        raise SinewError(f"--setup: expected one of {', '.join(suites.SIMULATORS)}, got {simulator!r}")
+    recipe = suites.SIMULATORS[simulator]
+    if recipe.by_hand:
+        raise SinewError(recipe.by_hand)
+    place, versions = folder() / simulator, VERSIONS / f"{simulator}.txt"
+    python = python_of(place)
+    if _stamp(place) == _recipe_stamp(simulator):
+        return python
+    (place / STAMP).unlink(missing_ok=True)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", "-c", str(versions)]
+    commands = [[sys.executable, "-m", "venv", str(place)], [*pip, *suites.CLIENT, *recipe.packages]]
+    if recipe.data:
+        commands.append([*pip, "--no-deps", *recipe.data])
+    for command in commands:
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+            raise SinewError(f"--setup {simulator} failed at: {' '.join(command)}")
+    (place / STAMP).write_text(_recipe_stamp(simulator))
+    return python
+
+
+def interpreter(simulator: str) -> Path:
+    """The interpreter of one simulator; raises :class:`SinewError` with what to do where there is none."""
+    recipe = suites.SIMULATORS[simulator]
+    place = folder() / simulator
+    stamp = _stamp(place)
+    if not stamp:
+        raise SinewError(recipe.by_hand or f"{simulator} is not installed: sinew eval --setup {simulator}")
+    if stamp != _recipe_stamp(simulator):
+        raise SinewError(f"{place} was made from other versions: sinew eval --setup {simulator}")
+    return python_of(place)
+
+
+def _stamp(place: Path) -> str:
+    return (place / STAMP).read_text() if (place / STAMP).is_file() else ""
+
+
+def _recipe_stamp(simulator: str) -> str:
+    recipe = suites.SIMULATORS[simulator]
+    text = repr((recipe.packages, recipe.data)) + (VERSIONS / f"{simulator}.txt").read_text()
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ----------------------------------------------------------------------------- episodes
+
+
+class Foreign:
+    """Plays in another interpreter; see :class:`sinew.eval.campaign.Elsewhere`. log: of the server."""
+
+    def __init__(self, python: Path, log: Path | None = None):
+        if not python.is_file():
+            raise SinewError(f"--interpreter: expected a Python interpreter, got {python}")
+        self.python, self.log = python, log
+
+    def control_hz(self, task: Task) -> float:
+        """Of an environment that is not of a suite: asked of the interpreter."""
+        if (found := suites.find(task.env)) is not None:
+            return found[0].control_hz
+        with Worker(self.python, task) as worker:
+            return worker.control_hz
+
+    def play(
+        self, task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
+    ) -> Iterator[tuple[int, Episode]]:
+        """Variants of one policy share its server; the episodes of one task follow each other, because to
+        change the task may take longer than to play it."""
+        found = suites.find(task.env)
+        tasks = len(found[1]) if found is not None else 1
+        todo = sorted(todo, key=lambda job: (job[0], job[1] % tasks, job[1]))
+
+        def policy(job: tuple[int, int]) -> tuple[str, str | None, str]:
+            variant = variants[job[0]]
+            return variant.target, variant.dtype, variant.device
+
+        with ExitStack() as stack:
+            free: SimpleQueue[Worker] = SimpleQueue()
+            count = min(workers, len(todo))
+            for worker in [stack.enter_context(Worker(self.python, task)) for _ in range(count)]:
+                free.put(worker)
+            for _, group in itertools.groupby(todo, policy):
+                jobs = list(group)
+                with self._address(variants[jobs[0][0]]) as address:
+                    yield from _share(free, count, variants, jobs, address)
+
+    @contextmanager
+    def _address(self, variant: Variant) -> Iterator[str]:
+        """What the interpreter is given as the variant's policy."""
+        if variant.target == EXPERT or "://" in variant.target:
+            yield variant.target
+            return
+        flags = ["--device", variant.device, *(["--dtype", variant.dtype] if variant.dtype else [])]
+        if variant.device == "cpu":
+            flags += ["--threads", "1"]  # as in workers of our own: the same episode gives the same bits
+        with nullcontext() if self.log else tempfile.TemporaryDirectory() as scratch:
+            log = self.log or Path(str(scratch)) / "serve.log"
+            with serving(Path(variant.target), log, *flags) as address:
+                yield address
+
+
+def _share(
+    free: SimpleQueue[Worker],
+    count: int,
+    variants: Sequence[Variant],
+    jobs: Sequence[tuple[int, int]],
+    address: str,
+) -> Iterator[tuple[int, Episode]]:
+    def play(index: int, seed: int) -> tuple[int, Episode]:
+        worker = free.get()
+        try:
+            return index, worker.play(
+                replace(variants[index], target=address, dtype=None, device="cpu"), seed
+            )
+        finally:
+            free.put(worker)
+
+    pool = ThreadPoolExecutor(count)
+    pending: set[Future[tuple[int, Episode]]] = {pool.submit(play, *job) for job in jobs}
+    try:
+        while pending:
+            done, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # episodes that still run end with their processes
+
+
+class Worker:
+    """One process of the other interpreter. Its environment has been made when this returns."""
+
+    def __init__(self, python: Path, task: Task):
+        client = Path(sinew_client.__file__).parent
+        command = [str(python), "-I", foreign_worker.__file__, str(PACKAGE), str(client)]
+        variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        if variables.get("MUJOCO_GL") == "disable":  # as our own tasks, which draw without OpenGL, want it
+            del variables["MUJOCO_GL"]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=variables,
+        )
+        try:
+            self.control_hz = float(self._ask(task.to_dict())["control_hz"])
+        except BaseException:
+            self.close()
+            raise
+
+    def play(self, variant: Variant, seed: int) -> Episode:
+        return Episode(**self._ask({"variant": variant.to_dict(), "seed": seed})["episode"])
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._process.wait()
+            self._errors.seek(0)
+            tail = "\n".join(self._errors.read().splitlines()[-15:])
+            raise SinewError(
+                f"the simulator's process ended with exit code {self._process.returncode}:\n{tail}"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SinewError(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        """Also in the middle of an episode, whose result nobody waits for."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Statistics, tables, figures, animations and gates of finished episodes."""

@@ -1,0 +1,144 @@
+"""The success gate: a recorded run of the reference, and the rule that later runs are held against.
+
+A gate file fixes the protocol (environment, seeds, replan interval, latency, hand-over), names the seeds at
+which the reference failed, and so allows paired comparison over any prefix of its seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinew.core import SinewError
+from sinew.eval.report import stats
+from sinew.eval.runner import Episode
+
+SCHEMA = "sinew.gate/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A run fails if any of these holds.
+
+    floor: the upper end of its 95 % interval is below this.
+    max_drop, alpha: its success is more than ``max_drop`` below the reference's and McNemar's p < ``alpha``.
+    inside: its success is below the lower end of the reference's interval over the same seeds.
+    """
+
+    floor: float = 0.85
+    max_drop: float = 0.05
+    alpha: float = 0.01
+    inside: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """``protocol``: fields of Task and Variant by name. ``reference``: where the recorded run comes from."""
+
+    protocol: dict[str, Any]
+    first_seed: int
+    episodes: int
+    failed_seeds: tuple[int, ...]
+    reference: dict[str, Any]
+    rule: Rule = Rule()
+
+    @property
+    def outcomes(self) -> dict[int, bool]:
+        failed = set(self.failed_seeds)
+        return {seed: seed not in failed for seed in range(self.first_seed, self.first_seed + self.episodes)}
+
+    def judge(self, episodes: Sequence[Episode]) -> tuple[bool, str]:
+        """Whether a run passes, and why. Its seeds must be among the recorded ones."""
+        run = {e.seed: e.success for e in episodes}
+        recorded = self.outcomes
+        if foreign := sorted(run.keys() - recorded.keys()):
+            last = self.first_seed + self.episodes - 1
+            raise SinewError(
+                f"gate: the record has seeds {self.first_seed} to {last}, the run has {foreign[0]}"
+            )
+        wins, count = sum(run.values()), len(run)
+        reference_wins = sum(recorded[seed] for seed in run)
+        low, high = stats.wilson(reference_wins, count)
+        upper = stats.wilson(wins, count)[1]
+        drop = (reference_wins - wins) / count
+        test = stats.mcnemar({seed: recorded[seed] for seed in run}, run)
+        text = (
+            f"{wins}/{count} against {reference_wins}/{count} recorded"
+            f" (interval {100 * low:.1f} to {100 * high:.1f} %), McNemar p = {test.p_value:.3g}"
+        )
+        faults = []
+        if upper < self.rule.floor:
+            faults.append(
+                f"the upper end of the interval, {100 * upper:.1f} %, is below {100 * self.rule.floor:g} %"
+            )
+        if drop > self.rule.max_drop and test.p_value < self.rule.alpha:
+            faults.append(f"{100 * drop:.1f} points below the reference at p < {self.rule.alpha:g}")
+        if self.rule.inside and wins / count < low:
+            faults.append("below the recorded interval")
+        return not faults, f"{'fails' if faults else 'passes'}: {'; '.join([text, *faults])}"
+
+    def write(self, path: Path) -> None:
+        low, high = stats.wilson(self.episodes - len(self.failed_seeds), self.episodes)
+        values = {
+            "schema": SCHEMA,
+            "protocol": self.protocol,
+            "first_seed": self.first_seed,
+            "episodes": self.episodes,
+            "failed_seeds": list(self.failed_seeds),
+            "success": round(
+                1 - len(self.failed_seeds) / self.episodes, 4
+            ),  # for readers; judged from the seeds
+            "interval": [round(low, 4), round(high, 4)],
+            "rule": {name: getattr(self.rule, name) for name in Rule.__slots__},
+            "reference": self.reference,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_gate(path: Path) -> Gate:
+    """Raises :class:`SinewError` for a file that is not a gate."""
+    try:
+        values = json.loads(path.read_text())
+        if values["schema"] != SCHEMA:
+            raise SinewError(f"{path}: expected schema {SCHEMA}, got {values['schema']!r}")
+        return Gate(
+            protocol=dict(values["protocol"]),
+            first_seed=int(values["first_seed"]),
+            episodes=int(values["episodes"]),
+            failed_seeds=tuple(int(seed) for seed in values["failed_seeds"]),
+            reference=dict(values["reference"]),
+            rule=Rule(**values["rule"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise SinewError(f"{path}: not a gate file ({type(error).__name__}: {error})") from error
+
+
+def record(report: dict[str, Any]) -> Gate:
+    """A gate from the first variant of a report."""
+    entry = report["variants"][0]
+    task, variant = report["task"], entry["variant"]
+    if task["realtime"]:
+        raise SinewError("a gate needs simulated latency: real time depends on the machine")
+    protocol = {
+        **{name: task[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
+        **{name: variant[name] for name in ("replan", "latency", "handover", "solver_steps")},
+    }
+    reference = {
+        "policy": entry["policy"],
+        "dtype": entry["dtype"],
+        "date": report["date"],
+        "sinew": report["sinew"],
+        "hardware": report["hardware"],
+        "command": report["command"],
+    }
+    return Gate(
+        protocol,
+        report["seeds"]["first"],
+        report["seeds"]["count"],
+        tuple(entry["failed_seeds"]),
+        reference,
+    )

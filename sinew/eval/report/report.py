@@ -1,0 +1,249 @@
+"""Episodes to numbers, and numbers to a JSON document, markdown and terminal tables."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+
+from sinew import __version__, machine
+from sinew.eval.policies import identity
+from sinew.eval.report import stats
+from sinew.eval.runner import Episode
+from sinew.eval.settings import Task, Variant
+
+SCHEMA = "sinew.eval/1"
+
+
+def document(
+    task: Task,
+    control_hz: float,
+    variants: Sequence[Variant],
+    results: Sequence[Sequence[Episode]],
+    *,
+    workers: int,
+    command: str = "",
+) -> dict[str, Any]:
+    """Everything about a run that can be put into JSON. The first variant is the baseline of comparisons."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "sinew": __version__,
+        "hardware": f"{machine.cpu_model()}, {machine.cores().physical} cores, {platform.system()}",
+        "workers": workers,
+        "task": task.to_dict(),
+        "control_hz": control_hz,
+        "seeds": {"first": results[0][0].seed, "count": len(results[0])},
+        "variants": [
+            row(variant, episodes, control_hz, variant.label(variants))
+            for variant, episodes in zip(variants, results, strict=True)
+        ],
+        "comparisons": [comparison(variants, results, index) for index in range(1, len(variants))],
+    }
+
+
+def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label: str) -> dict[str, Any]:
+    """What is known about one variant. Rates in Hz: ``chunk_rate`` of inferences back to back,
+    ``control_rate`` amortised over the actions executed per chunk, both from the median latency."""
+    latency = stats.summarize([ms for episode in episodes for ms in episode.latency_ms])
+    delays = [d for episode in episodes for d in episode.delays]
+    chunks, executed = sum(e.chunks for e in episodes), sum(e.executed for e in episodes)
+    misses = sum(e.misses for e in episodes)
+    per_chunk = executed / chunks if chunks else 0.0
+    won = [e.steps for e in episodes if e.success]
+    return {
+        "label": label,
+        "variant": variant.to_dict(),
+        "policy": identity(variant.target),
+        "dtype": dtype_of(variant),
+        **stats.success([e.success for e in episodes]),
+        "mean_steps_to_success": round(sum(won) / len(won), 2) if won else None,
+        "chunks": chunks,
+        "chunk_size": episodes[0].chunk_size,
+        "actions_per_chunk": round(per_chunk, 2),
+        "delay_steps": round(sum(delays) / len(delays), 3) if delays else 0.0,
+        "delay_ms": round(variant.latency.milliseconds(control_hz), 3),
+        "latency_ms": latency,
+        "chunk_rate_hz": round(stats.amortized_rate(1, latency["p50"]), 2) if latency else None,
+        "control_rate_hz": round(stats.amortized_rate(per_chunk, latency["p50"]), 2) if latency else None,
+        "deadline_misses": misses,
+        "deadline_miss_rate": round(misses / chunks, 4) if chunks else 0.0,
+        "held_steps": sum(e.held for e in episodes),
+        "late_ticks": sum(e.late_ticks for e in episodes),
+        "by_task": by_task(episodes),
+        "failed_seeds": [e.seed for e in episodes if not e.success],
+    }
+
+
+def dtype_of(variant: Variant) -> str:
+    """The precision that a variant computes in; empty for an expert."""
+    about = identity(variant.target)
+    if about["kind"] != "bundle":
+        return str(about.get("dtype", ""))
+    from sinew.policy import choose_dtype
+
+    return choose_dtype(variant.dtype, variant.device)[0]
+
+
+def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
+    """Per task, and per part of task names such as "red/left"; in alphabetical order, whole tasks first. A last part
+    that only one task has ("easy/reach") would say the same twice and is left out."""
+    groups: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        parts = episode.task.split("/")
+        for name in {episode.task, *(parts if len(parts) > 1 else ())}:
+            groups[name].append(episode)
+    for name in [name for name, members in groups.items() if len({e.task for e in members}) == 1]:
+        (task,) = {episode.task for episode in groups[name]}
+        if task != name and task.endswith(f"/{name}"):
+            del groups[name]
+    found = {}
+    for name in sorted(groups, key=lambda name: (name.count("/") == 0, name)):
+        won = [e.steps for e in groups[name] if e.success]
+        mean = round(sum(won) / len(won), 2) if won else None
+        found[name] = {**stats.success([e.success for e in groups[name]]), "mean_steps_to_success": mean}
+    return found
+
+
+def comparison(
+    variants: Sequence[Variant], results: Sequence[Sequence[Episode]], index: int
+) -> dict[str, Any]:
+    """McNemar's exact test of one variant against the first, seed by seed."""
+    first, second = ({e.seed: e.success for e in results[i]} for i in (0, index))
+    test = stats.mcnemar(first, second)
+    return {
+        "baseline": variants[0].label(variants),
+        "variant": variants[index].label(variants),
+        "pairs": test.pairs,
+        "only_baseline": test.only_first,
+        "only_variant": test.only_second,
+        "p_value": round(test.p_value, 6),
+    }
+
+
+# ----------------------------------------------------------------------------- tables
+
+SUCCESS_COLUMNS = ("variant", "success", "95 % interval, %", "steps to success")
+RATE_COLUMNS = (
+    "variant",
+    "delay, steps",
+    "deadline misses",
+    "p50, ms",
+    "p95",
+    "p99",
+    "chunks/s",
+    "actions/chunk",
+    "control, Hz",
+)
+TASK_COLUMNS = ("task", *SUCCESS_COLUMNS[1:])
+COMPARISON_COLUMNS = ("against the first", "pairs", "only first", "only this", "p (McNemar)")
+
+
+def rate_cells(entry: dict[str, Any]) -> list[str]:
+    latency = entry["latency_ms"]
+    return [
+        entry["label"],
+        f"{entry['delay_steps']:.3g}",
+        f"{entry['deadline_misses']}/{entry['chunks']}",
+        *(_number(latency.get(p)) for p in ("p50", "p95", "p99")),
+        _number(entry["chunk_rate_hz"]),
+        _number(entry["actions_per_chunk"]),
+        _number(entry["control_rate_hz"]),
+    ]
+
+
+def success_cells(entry: dict[str, Any]) -> list[str]:
+    low, high = entry["interval"]
+    percent = f" ({100 * entry['success']:.1f} %)" if entry["episodes"] else ""
+    return [
+        f"{entry['wins']}/{entry['episodes']}{percent}",
+        f"{100 * low:.1f} to {100 * high:.1f}",
+        _number(entry["mean_steps_to_success"]),
+    ]
+
+
+def comparison_cells(entry: dict[str, Any]) -> list[str]:
+    counts = [str(entry[name]) for name in ("pairs", "only_baseline", "only_variant")]
+    return [entry["variant"], *counts, f"{entry['p_value']:.3g}"]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def tables(report: dict[str, Any]) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """(title, columns, rows) of every table of a report."""
+    variants = report["variants"]
+    found: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        ("Success", SUCCESS_COLUMNS, [[v["label"], *success_cells(v)] for v in variants]),
+        ("Inference latency and rates", RATE_COLUMNS, [rate_cells(v) for v in variants]),
+    ]
+    first = report["variants"][0]
+    if len(first["by_task"]) > 1:
+        rows = [[name, *success_cells(entry)] for name, entry in first["by_task"].items()]
+        found.append((f"Tasks, {first['label']}", TASK_COLUMNS, rows))
+    if report["comparisons"]:
+        cells = [comparison_cells(entry) for entry in report["comparisons"]]
+        found.append(("Paired comparison", COMPARISON_COLUMNS, cells))
+    return found
+
+
+def conditions(report: dict[str, Any]) -> str:
+    """One paragraph: what was run, where, how."""
+    task, seeds = report["task"], report["seeds"]
+    variant, policy = report["variants"][0]["variant"], report["variants"][0]["policy"]
+    clock = "real time" if task["realtime"] else "simulated latency"
+    dtype = report["variants"][0]["dtype"] or "scripted"
+    return (
+        f"{task['env']} at {report['control_hz']:g} Hz, seeds {seeds['first']} to"
+        f" {seeds['first'] + seeds['count'] - 1}, {clock}, hand-over {variant['handover']};"
+        f" {variant['target']} ({dtype}, {variant['device'] if policy['kind'] == 'bundle' else policy['kind']},"
+        f" solver steps {variant['solver_steps'] or 'of the bundle'});"
+        f" {report['workers']} workers on {report['hardware']}; sinew {report['sinew']}, {report['date'][:10]}."
+    )
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a page."""
+    lines = [f"# {report['task']['env']}", "", conditions(report), ""]
+    if report["command"]:
+        lines += ["```", report["command"], "```", ""]
+    for title, columns, rows in tables(report):
+        lines += [f"## {title}", "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
+        lines += [_markdown_row(cells) for cells in rows] + [""]
+    for verdict in report.get("gate", {}).get("verdicts", []):
+        lines.append(f"* gate, {verdict['label']}: {verdict['text']}")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def terminal(report: dict[str, Any]) -> list[Any]:
+    """What to print with rich."""
+    found: list[Any] = [conditions(report)]
+    for title, columns, rows in tables(report):
+        table = Table(title=title)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index else "left")
+        for cells in rows:
+            table.add_row(*cells)
+        found.append(table)
+    found += [f"gate, {v['label']}: {v['text']}" for v in report.get("gate", {}).get("verdicts", [])]
+    return found
+
+
+def swept(report: dict[str, Any]) -> list[str]:
+    """Fields of the variants that take more than one value, in the order of their first change."""
+    names = report["variants"][0]["variant"]
+    changed = []
+    for a, b in itertools.pairwise(report["variants"]):
+        changed += [n for n in names if a["variant"][n] != b["variant"][n] and n not in changed]
+    return changed

@@ -1,0 +1,1 @@
+"""Measurements of a machine, and the parameters fitted to them."""

@@ -1,0 +1,1 @@
+"""Reproduction of the published VLA-Perf tables and figures."""

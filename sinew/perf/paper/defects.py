@@ -1,0 +1,131 @@
+"""What else is wrong in VLA-Perf's numbers, beside the costs that ``published.py`` corrects: what it sends, what it
+leaves out, which figures it takes for a machine. Each defect by name, as published and put right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sinew.core import CameraSpec, PolicySpec, VectorSpec
+from sinew.perf import events
+from sinew.perf.paper.layers import decode, parallel_decode
+from sinew.perf.paper.published import CORRECTIONS, corrected_study
+from sinew.perf.paper.study import (
+    CAMERAS,
+    CHUNK,
+    DOF,
+    GEMMA,
+    GIB,
+    LANGUAGE,
+    PATCHES,
+    PAYLOAD,
+    STEPS,
+    Study,
+)
+from sinew.perf.roofline import seconds
+from sinew.perf.scenarios import Codec, Payload, asynchronous_hz, payload, synchronous_s
+
+CONTEXT = CAMERAS * PATCHES + LANGUAGE
+VOCABULARY = 257_152  # PaliGemma's
+Values = Iterator[tuple[str, float, float]]  # quantity, as published, put right
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    name: str
+    why: str
+    quantity: str
+    published: float
+    corrected: float
+
+
+def policy() -> PolicySpec:
+    """The robot of section 4.1: three cameras of 224 x 224, two arms of seven joints, chunks of 50."""
+    cameras = tuple(CameraSpec(str(n), 224, 224) for n in range(CAMERAS))
+    return PolicySpec("pi0", "pi0", cameras, VectorSpec(DOF), VectorSpec(DOF), CHUNK, 32, STEPS, LANGUAGE)
+
+
+def sent(codec: Codec) -> Payload:
+    return payload(policy(), codec)
+
+
+def defects() -> list[Defect]:
+    """All of them, each against the published model with nothing else changed, except where it says so."""
+    study = Study()
+    return [
+        Defect(name, why, *values) for name, (why, compute) in DEFECTS.items() for values in compute(study)
+    ]
+
+
+def _payload(codec: Codec) -> Callable[[Study], Values]:
+    def values(study: Study) -> Values:
+        compute = study.e2e("b100")
+        for title, link in (("5G", "5g"), ("4G", "4g")):
+            route = [study.links[link]]
+            old, new = (1e3 * synchronous_s(compute, size, route) for size in (PAYLOAD, sent(codec)))
+            yield f"B100 over {title}, latency ms", old, new
+            old, new = (asynchronous_hz(compute, size, route) for size in (PAYLOAD, sent(codec)))
+            yield f"B100 over {title}, asynchronous Hz", old, new
+
+    return values
+
+
+def _vision(study: Study) -> Values:
+    old = study.collaboration("ethernet-10g")
+    yield "split over Ethernet 10G, ms", 1e3 * old, 1e3 * (old + study.stages("b100")[0].seconds)
+
+
+def _dual(study: Study) -> Values:
+    """The machine computes System 2 while System 1's bytes are on their way: played out in time."""
+    published = {(where, what): value for where, what, value in study.table9()}
+    vision, language, action = (stage.seconds for stage in study.stages("b100"))
+    for title, link in (("WiFi 7", "wifi7"), ("5G", "5g")):
+        network_s = synchronous_s(0.0, PAYLOAD, [study.links[link]])
+        played = events.dual_system(vision + action, language, 10, network_s=network_s)
+        yield (
+            f"B100 over {title}, System 1 beside 10 Hz, Hz",
+            published["T9", f"{title} cap10 Hz"],
+            played.fast_hz,
+        )
+
+
+def _diffusion_large(study: Study) -> Values:
+    vision, language, _ = study.stages("b100")
+    head = parallel_decode(GEMMA, CHUNK, CONTEXT, study.how, STEPS)
+    right = vision.seconds + language.seconds + seconds([head], study.machines["b100"])
+    yield "Diffusion-Large, chunk 50, ms", 1e3 * study.decoding("diffusion-large", CHUNK), 1e3 * right
+
+
+def _suffix(study: Study) -> Values:
+    vision, language, _ = study.stages("b100")
+    tokens = [decode(GEMMA, CONTEXT, n, study.how, 1) for n in range(1, DOF * CHUNK + 1)]
+    right = vision.seconds + language.seconds + seconds(tokens, study.machines["b100"])
+    yield "autoregressive, chunk 50, ms", 1e3 * study.decoding("autoregressive", CHUNK), 1e3 * right
+
+
+def _memory(study: Study) -> Values:
+    ((_, _, old), *_) = study.table6()
+    assert old is not None
+    yield "pi0, GiB", old, old + 2 * VOCABULARY * GEMMA.hidden / GIB
+
+
+def _thor(_: Study) -> Values:
+    study = corrected_study(CORRECTIONS)
+    sheet, measured = study.stages("thor"), study.stages("thor-measured")
+    for index, title in ((0, "vision"), (1, "VLM"), (2, "action")):
+        name = f"Thor {title} ms, {sheet[index].bound} to {measured[index].bound}"
+        yield name, 1e3 * sheet[index].seconds, 1e3 * measured[index].seconds
+    yield "Thor end to end, ms", 1e3 * study.e2e("thor"), 1e3 * study.e2e("thor-measured")
+
+
+DEFECTS: dict[str, tuple[str, Callable[[Study], Values]]] = {
+    "payload-jpeg": ("3 pictures of 224 x 224 at ten to one, 50 actions of 14 numbers", _payload("jpeg")),
+    "payload-raw": ("the same, pictures uncompressed", _payload("raw")),
+    "vision-in-split": ("a split policy computes its image tokens, too", _vision),
+    "network-not-machine": ("System 2 runs while System 1's bytes travel", _dual),
+    "one-token-per-action": ("a diffusion head has one token per action, not 14", _diffusion_large),
+    "growing-suffix": ("a decoder attends to what it has generated so far, not to its final length", _suffix),
+    "token-table": ("PaliGemma's table of 257,152 tokens lies in memory", _memory),
+    "measured-thor": ("122 TFLOP/s and 257 GB/s measured, not 400 and 270; corrected costs", _thor),
+}

@@ -1,0 +1,113 @@
+"""What VLA-Perf prints against what we compute, and what correcting its defects changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from decimal import ROUND_DOWN, ROUND_HALF_DOWN, ROUND_HALF_UP, Decimal
+from importlib.resources import files
+
+from sinew.core import SinewError
+from sinew.perf.hardware import Hardware
+from sinew.perf.paper.layers import PAPER, Accounting
+from sinew.perf.paper.study import GIB, MACHINES, Study, as_published
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """status: exact, ok (both say that it does not fit), the documented exception, or "differs"."""
+
+    where: str
+    quantity: str
+    printed: str
+    ours: float | None
+    status: str
+
+
+def printed() -> list[tuple[str, str, str, str]]:
+    """(where, quantity, printed text, expected status) of every number."""
+    text = (files("sinew.perf") / "data" / "paper.tsv").read_text()
+    lines = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
+    return [(where, quantity, number, expected) for where, quantity, number, expected in lines]
+
+
+def compare(study: Study | None = None) -> list[Row]:
+    ours = (study or Study()).numbers()
+    rows = []
+    for where, quantity, number, expected in printed():
+        value = ours[where, quantity]
+        if number == "N/A" or value is None:
+            status = "ok" if number == "N/A" and value is None else "differs"
+        elif rounded(value, number) == number:
+            status = "exact"
+        else:
+            status = expected if explained(value, number, expected) else "differs"
+        rows.append(Row(where, quantity, number, value, status))
+    return rows
+
+
+def rounded(value: float, like: str) -> str:
+    """``value`` with as many digits as ``like`` has, halves rounded up."""
+    places = len(like.partition(".")[2])
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
+
+
+def explained(value: float, number: str, expected: str) -> bool:
+    """Whether a documented exception is what makes ``value`` print as ``number``."""
+    unit = Decimal(1).scaleb(-len(number.partition(".")[2]))
+    if expected == "truncated":
+        return Decimal(value).quantize(unit, ROUND_DOWN) == Decimal(number)
+    if expected == "rounded twice":
+        once = Decimal(value).quantize(unit / 10, ROUND_HALF_UP)
+        return once.quantize(unit, ROUND_HALF_DOWN) == Decimal(number)
+    return expected == "of rounded values" and abs(value - float(number)) <= 0.01 * value
+
+
+# ----------------------------------------------------------------------------- corrections
+
+
+# name: (why, the change, whether bandwidth is decimal)
+Correction = tuple[str, Callable[[Accounting], Accounting], bool]
+CORRECTIONS: dict[str, Correction] = {
+    "decimal-bandwidth": ("GB/s of data sheets are decimal", lambda how: how, True),
+    "one-qkv": (
+        "an action expert projects once",
+        lambda how: replace(how, second_qkv=False, one_attention=True),
+        False,
+    ),
+    "flash-attention": ("scores stay in registers", lambda how: replace(how, scores=False), False),
+    "activations-in-memory": (
+        "what goes between products is written and read",
+        lambda how: replace(how, block_on_chip=False),
+        False,
+    ),
+    "state-token": ("pi0's expert has chunk + 1 tokens", lambda how: replace(how, state_token=True), False),
+}
+
+
+def corrected_study(names: Iterable[str]) -> Study:
+    """The paper's study with these corrections alone; all of them make the preset ``corrected``."""
+    how, decimal = PAPER, False
+    for name in names:
+        if name not in CORRECTIONS:
+            raise SinewError(f"correction {name!r}: expected one of {', '.join(CORRECTIONS)}")
+        _, change, in_decimal = CORRECTIONS[name]
+        how, decimal = change(how), decimal or in_decimal
+    return Study(how, unlimited_chip if decimal else as_published)
+
+
+def corrections() -> list[dict[str, str | float]]:
+    """E2E milliseconds of pi0 on the five machines: as published, with each correction alone, and with all."""
+
+    def row(title: str, why: str, names: Iterable[str]) -> dict[str, str | float]:
+        study = corrected_study(names)
+        return {"name": title, "why": why} | {title: 1e3 * study.e2e(m) for m, title in MACHINES}
+
+    alone = [row(name, why, [name]) for name, (why, _, _) in CORRECTIONS.items()]
+    return [row("as published", "", ()), *alone, row("corrected", "all of these", CORRECTIONS)]
+
+
+def unlimited_chip(machine: Hardware) -> Hardware:
+    """Bandwidth as the data sheet has it, beside the published on-chip memory (which the other corrections leave
+    empty)."""
+    return replace(machine, on_chip_bandwidth=18_000 * GIB)

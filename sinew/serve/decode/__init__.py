@@ -1,0 +1,1 @@
+"""Decoders from untrusted bytes to numpy arrays."""

@@ -1,0 +1,133 @@
+"""Arrays in messages: bytes, a dtype and a shape that somebody else wrote, checked before anything is made of them.
+
+Two encodings share it: msgpack-numpy (openpi's ``{b"__ndarray__": True, b"data", b"dtype", b"shape"}``, vLLM's
+``{"nd": True, "type", "kind", "shape", "data"}``) and json_numpy (``{"__numpy__": base64, "dtype", "shape"}``).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from sinew.core import ObservationError
+from sinew.serve.decode import msgpack as msgpack_view
+
+MAX_NDIM = 6
+_DTYPES = {
+    np.dtype(name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
+
+
+def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
+    """A read-only view of ``data``. Raises ObservationError where the three do not agree."""
+    if not isinstance(data, (bytes, memoryview)):
+        raise ObservationError(name, "bytes of an array", type(data).__name__)
+    text = bytes(dtype).decode("ascii", "replace") if isinstance(dtype, (bytes, memoryview)) else dtype
+    try:
+        kind = np.dtype(text) if isinstance(text, str) and len(text) <= 16 else None
+    except (TypeError, ValueError, SyntaxError):
+        kind = None
+    if kind is None or kind not in _DTYPES:
+        raise ObservationError(name, "a plain number type, little-endian", f"dtype {str(dtype)[:40]!r}")
+    if not (
+        isinstance(shape, (list, tuple))
+        and len(shape) <= MAX_NDIM
+        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 31 for n in shape)
+    ):
+        raise ObservationError(name, f"a shape of at most {MAX_NDIM} sizes", str(shape)[:80])
+    expected = math.prod(shape) * kind.itemsize
+    spread = math.prod(
+        max(1, n) for n in shape
+    )  # numpy refuses what would not fit without its axes of length 0
+    if expected != len(data) or spread > 1 << 40:
+        raise ObservationError(name, f"{expected} bytes ({list(shape)} x {kind})", f"{len(data)} bytes")
+    return np.frombuffer(data, kind).reshape(shape)
+
+
+# ----------------------------------------------------------------------------- msgpack
+
+
+def unpack(payload: bytes | memoryview) -> Any:
+    """A msgpack message with its arrays decoded: views of the message. Raises RequestError or ObservationError."""
+    return _decoded(msgpack_view.unpack(memoryview(payload)))
+
+
+def pack(tree: Any) -> bytes:
+    """The opposite, in openpi's form: arrays and numpy scalars as maps with binary keys."""
+    return msgpack.packb(tree, default=_to_map)
+
+
+def _decoded(node: Any) -> Any:
+    if isinstance(node, dict):
+        if node.get("__ndarray__") is True:
+            return array("array", node.get("data"), node.get("dtype"), node.get("shape"))
+        if node.get("__npgeneric__") is True:
+            value = node.get("data")
+            if not isinstance(value, (int, float, bool)):
+                raise ObservationError("number", "a number", type(value).__name__)
+            return value
+        if (
+            node.get("nd") is True and node.get("data") is not None
+        ):  # msgpack-numpy's own form, as vLLM sends it
+            return array("array", node.get("data"), node.get("type"), node.get("shape"))
+        return {key: _decoded(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_decoded(value) for value in node]
+    return bytes(node) if isinstance(node, memoryview) else node
+
+
+def _to_map(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        dense = np.ascontiguousarray(value)
+        return {
+            b"__ndarray__": True,
+            b"data": dense.tobytes(),
+            b"dtype": dense.dtype.str,
+            b"shape": list(dense.shape),
+        }
+    if isinstance(value, np.generic):
+        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+# ----------------------------------------------------------------------------- JSON
+
+
+def from_json_numpy(tree: Any, depth: int = 6) -> Any:
+    """Containers of a JSON message with their arrays decoded. Raises ObservationError."""
+    if depth == 0:
+        raise ObservationError("message", "fewer levels of containers", "more")
+    if isinstance(tree, Mapping):
+        if "__numpy__" in tree:
+            return array(
+                "array", from_base64("array", tree["__numpy__"]), tree.get("dtype"), tree.get("shape")
+            )
+        return {key: from_json_numpy(value, depth - 1) for key, value in tree.items()}
+    if isinstance(tree, list) and any(isinstance(value, (dict, list)) for value in tree[:1]):
+        return [from_json_numpy(value, depth - 1) for value in tree]
+    return tree
+
+
+def to_json_numpy(value: np.ndarray) -> dict[str, Any]:
+    dense = np.ascontiguousarray(value)
+    return {
+        "__numpy__": base64.b64encode(dense.data).decode(),
+        "dtype": dense.dtype.str,
+        "shape": list(dense.shape),
+    }
+
+
+def from_base64(name: str, text: Any) -> bytes:
+    if not isinstance(text, str):
+        raise ObservationError(name, "base64 text", type(text).__name__)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ObservationError(name, "base64 text", f"something else ({error})") from None

@@ -1,0 +1,1 @@
+"""Transports: sockets, connections and TLS. They move bytes and know no protocol."""

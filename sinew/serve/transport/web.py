@@ -1,0 +1,322 @@
+"""HTTP and WebSocket transport: one aiohttp server on a thread of its own, for the wires openpi and http.
+
+Always there: ``GET /healthz`` and ``GET /metrics``. The event loop only moves bytes; observations are made on the
+scheduler's decode thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from sinew.core import PolicySpec, RequestError, SinewError
+from sinew.serve.metrics import CONTENT_TYPE
+from sinew.serve.service import Inference, Service
+from sinew.serve.transport.connections import Connection, Connections
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import http, openpi
+
+logger = logging.getLogger(__name__)
+
+REQUEST_S = 10.0  # from a request's first byte to its last; a client that is slower is no robot's
+HELD_REQUESTS = 8  # of the greatest size: what all connections together may hold of unanswered requests
+PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
+CLOSE_S = 1.0  # for handing over the last answers
+PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
+
+
+class WebServer:
+    """names: which of the wires openpi and http it serves."""
+
+    def __init__(self, names: Sequence[str], listen: Listen):
+        self.name = " and ".join(names)
+        self._names = tuple(names)
+        self._listen = listen
+        self._tls = listen.tls()
+        self._socket = listen.tcp_socket()
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host or "0.0.0.0"  # noqa: S104 - shown
+        scheme = ("wss" if self._tls else "ws") if "openpi" in names else "https" if self._tls else "http"
+        self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+        logging.getLogger("aiohttp.server").addFilter(_is_ours)
+        self._thread: threading.Thread | None = None
+        self._loop = asyncio.new_event_loop()
+        self._ended: asyncio.Event | None = None
+        self._open: set[web.WebSocketResponse] = set()
+
+    def start(self, service: Service) -> None:
+        self._service = service
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._run(ready)), name="sinew-web", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+
+    def stop(self) -> None:
+        if self._thread is not None and self._ended is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+        self._loop.close()
+        self._socket.close()
+
+    def guide(self, spec: PolicySpec) -> list[str]:
+        lines = openpi.guide(spec, self.address) if "openpi" in self._names else []
+        if "http" in self._names:
+            lines += [""] * bool(lines) + http.guide(spec, self.address.replace("ws", "http", 1))
+        return lines
+
+    # ------------------------------------------------------------------------- the server
+
+    async def _run(self, ready: threading.Event) -> None:
+        self._ended = asyncio.Event()
+        app = web.Application(middlewares=[self._counted], client_max_size=self._listen.max_message_bytes)
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        if "http" in self._names:
+            app.router.add_get("/v1/metadata", self._guarded(self._metadata))
+            app.router.add_post("/v1/actions", self._guarded(self._actions))
+            app.router.add_post("/act", self._guarded(self._act))
+        if "openpi" in self._names:
+            app.router.add_get("/{path:.*}", self._websocket)
+        runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            access_log=None,
+            keepalive_timeout=60.0,
+            handler_cancellation=True,
+            auto_decompress=False,  # frames are compressed already; anything else would be a bomb
+        )
+        await runner.setup()
+        listen = self._listen
+        connections = Connections(
+            self.name, listen.max_connections, HELD_REQUESTS * listen.max_message_bytes, REQUEST_S
+        )
+        watch = asyncio.create_task(connections.watch())
+        server = await self._loop.create_server(
+            lambda: connections.accept(_protocol(runner)),
+            sock=self._socket,
+            ssl=self._tls,
+            ssl_handshake_timeout=REQUEST_S if self._tls else None,
+        )
+        ready.set()
+        await self._ended.wait()
+        watch.cancel()
+        server.close()
+        await asyncio.sleep(0)  # answers that the scheduler's end produced are on their way to their handlers
+        for socket in list(self._open):
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(socket.close(code=WSCloseCode.GOING_AWAY), CLOSE_S)
+        await runner.shutdown()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(runner.cleanup(), CLOSE_S)
+
+    @web.middleware
+    async def _counted(
+        self, request: web.Request, handler: Callable[..., Awaitable[Any]]
+    ) -> web.StreamResponse:
+        """Tells the connection when a request is there and when it is answered."""
+        connection = _connection(request)
+        if not request.can_read_body:
+            connection.whole()
+        try:
+            return await handler(request)
+        finally:
+            connection.whole()  # if nobody has read it
+            connection.answered(connection.waiting)
+
+    # ------------------------------------------------------------------------- routes
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response(text="OK\n")
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _metadata(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._service.metadata | {"health": self._service.health()})
+
+    async def _actions(self, request: web.Request) -> web.Response:
+        kind = http.MSGPACK if request.content_type == http.MSGPACK else http.JSON
+        with self._service.reading("http", request.remote or ""):
+            arrived, body = await self._body(request)
+            message = http.read(body, kind)
+        inference = Inference(
+            "http",
+            partial(http.observation, message, self._service.spec),
+            request.remote or "",
+            message.session,
+            message.deadline_ms,
+            arrived,
+        )
+        chunk = await self._service.infer(inference)
+        answer = http.answer(chunk, 1e3 * (time.perf_counter() - arrived), kind)
+        return web.Response(body=answer, content_type=kind)
+
+    async def _act(self, request: web.Request) -> web.Response:
+        with self._service.reading("http", request.remote or ""):
+            arrived, body = await self._body(request)
+            act = http.read_act(body)
+        decode = partial(http.act_observation, act, self._service.spec)
+        chunk = await self._service.infer(Inference("http", decode, request.remote or "", arrived=arrived))
+        return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
+
+    async def _body(self, request: web.Request) -> tuple[float, bytes]:
+        coding = request.headers.get("Content-Encoding", "identity")
+        if coding != "identity":
+            raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
+        body = await request.read()  # a slow one is ended by Connections.watch
+        _connection(request).whole()
+        return time.perf_counter(), body
+
+    def _guarded(
+        self, handler: Callable[[web.Request], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """``handler`` behind the key check, with errors as JSON."""
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                with self._service.reading("http", request.remote or ""):
+                    self._service.authorize(_key(request))
+                return await handler(request)
+            except SinewError as error:
+                status, body = http.error_answer(error)
+            except web.HTTPRequestEntityTooLarge:
+                too_large = RequestError(f"request: expected at most {self._listen.max_message_bytes} bytes")
+                self._service.refused("http", request.remote or "", too_large)
+                status, body = 413, http.error_answer(too_large)[1]
+            return web.Response(status=status, body=body, content_type=http.JSON)
+
+        return answer
+
+    # ------------------------------------------------------------------------- openpi
+
+    async def _websocket(self, request: web.Request) -> web.StreamResponse:
+        service, client = self._service, request.remote or ""
+        try:
+            with service.reading("openpi", client):
+                service.authorize(_key(request))
+        except SinewError as error:
+            return web.Response(status=401, text=f"{error}\n")
+        socket = web.WebSocketResponse(
+            max_msg_size=self._listen.max_message_bytes,
+            compress=False,
+            heartbeat=PING_S,
+            timeout=CLOSE_S,
+            autoping=False,  # answered below, where they are counted
+        )
+        if not socket.can_prepare(request):
+            return web.Response(
+                status=426, text="this is an openpi WebSocket; GET /healthz for a sign of life\n"
+            )
+        await socket.prepare(request)
+        self._open.add(socket)
+        service.metrics.connection("openpi", 1)
+        connection = _connection(request)
+        connection.answered(connection.waiting)
+        messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
+        # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
+        worker = asyncio.create_task(self._answer(socket, connection, messages, client))
+        try:
+            await socket.send_bytes(openpi.metadata(service.spec, service.metadata))
+            async for message in socket:
+                if message.type in (WSMsgType.PING, WSMsgType.PONG):
+                    connection.control_frame(len(message.data))
+                    if message.type == WSMsgType.PING:
+                        await socket.pong(message.data)
+                elif message.type != WSMsgType.BINARY:
+                    await _fail(socket, "expected a binary frame with a msgpack map, got text")
+                    break
+                elif messages.full():
+                    await _fail(socket, f"at most {PENDING} observations of one connection may wait")
+                    break
+                else:
+                    messages.put_nowait((time.perf_counter(), message.data, connection.whole()))
+        except (ConnectionError, asyncio.CancelledError):
+            logger.debug("a client of openpi left")
+        finally:
+            worker.cancel()
+            await asyncio.wait([worker])
+            self._open.discard(socket)
+            service.metrics.connection("openpi", -1)
+        return socket
+
+    async def _answer(
+        self,
+        socket: web.WebSocketResponse,
+        connection: Connection,
+        messages: asyncio.Queue[tuple[float, bytes, int]],
+        client: str,
+    ) -> None:
+        """One observation after the other, until the connection ends."""
+        previous_ms: float | None = None
+        while True:
+            arrived, payload, size = await messages.get()
+            try:
+                await socket.send_bytes(await self._reply(payload, arrived, previous_ms, client))
+                previous_ms = 1e3 * (time.perf_counter() - arrived)
+            except SinewError as error:
+                await _fail(socket, f"{error} [{error.code}]")
+                return
+            except ConnectionError:
+                return
+            except Exception:  # whatever it is, the other clients are served on
+                logger.exception("an openpi request could not be answered")
+                await _fail(socket, "internal error; the server's log has the details")
+                return
+            finally:
+                connection.answered(size)
+
+    async def _reply(self, payload: bytes, arrived: float, previous_ms: float | None, client: str) -> bytes:
+        service = self._service
+        with service.reading("openpi", client):
+            message = openpi.read(payload)
+        if message.endpoint == "reset":
+            service.reset(message.session)
+            return openpi.reset_answer()
+        decode = partial(openpi.observation, message, service.spec)
+        chunk = await service.infer(
+            Inference("openpi", decode, client, message.session, message.deadline_ms, arrived)
+        )
+        return openpi.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
+
+
+async def _fail(socket: web.WebSocketResponse, text: str) -> None:
+    """openpi's way to say that something is wrong: a text frame, then the end of the connection."""
+    with contextlib.suppress(ConnectionError, RuntimeError):
+        await socket.send_str(text)
+        reason = b"Internal server error. The reason is in the previous frame."
+        await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=reason)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """aiohttp writes a traceback for every message that is no HTTP; whoever sends those could fill the log."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+def _key(request: web.Request) -> str:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() in ("api-key", "bearer"):
+        return key.strip()
+    return request.headers.get("X-API-Key", "")
+
+
+def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
+    assert runner.server is not None  # after setup
+    made: asyncio.Protocol = runner.server()
+    return made
+
+
+def _connection(request: web.Request) -> Connection:
+    """What the request came through; of a client that has left already, one that counts for nothing."""
+    found = None if request.transport is None else request.transport.get_protocol()
+    return found if isinstance(found, Connection) else Connection.nobody()

@@ -1,0 +1,337 @@
+"""The Isaac-GR00T wire: MessagePack over ZeroMQ, as GR00T's own policy server speaks it.
+
+Three dialects of one protocol are in use, and every client is answered in its own:
+
+* N1.5 (``gr00t/eval/service.py``): ``data`` is the observation, keys "video.x", "state.y", "annotation.z", with or
+  without a batch axis; the reply is a flat mapping "action.k";
+* N1.6 (``gr00t/policy/server_client.py``): ``data`` is ``{"observation", "options"}``, the observation nested by
+  modality, or flat as the simulation wrapper sends it; the reply is ``[actions, info]``;
+* N1.7: the same, with arrays as the package msgpack-numpy writes them instead of embedded ``.npy`` files.
+
+Arrays: video uint8 [B, T, height, width, 3], state float32 [B, T, D], actions float32 [B, H, D]. A Sinew policy
+reads one moment, so the last of T is taken. ``options`` may carry ``seed`` (element i of a batch is drawn from
+seed + i), ``solver_steps``, ``session`` and ``deadline_ms``; GR00T's server ignores options.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.decode.msgpack import unpack
+from sinew.serve.decode.npy import dump_npy, load_npy, raw_array
+from sinew.serve.service import Service
+from sinew.serve.transport.listen import reachable
+from sinew.serve.wires.groot.names import Names
+from sinew.serve.wires.keys import frame, text
+
+MAX_BATCH = 64
+MAX_ERROR_TEXT = 1000
+ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
+JSON_TEXT_ARCHITECTURES = ("gr00t_n1_5",)  # whose clients expect a modality's configuration as JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One request, read but not yet checked against the policy.
+
+    observation: for get_action; arrays are still as they came. listed: the reply is ``[actions, info]`` (N1.6 on).
+    flat: actions are called "action.k". raw: arrays come and go in msgpack-numpy's form. batched: with an axis B.
+    """
+
+    endpoint: str = "get_action"
+    api_token: str = ""
+    observation: Mapping[str, Any] = field(default_factory=dict)
+    listed: bool = True
+    flat: bool = False
+    raw: bool = False
+    batched: bool = True
+    session: str = ""
+    deadline_ms: float | None = None
+    seed: int | None = None
+    solver_steps: int | None = None
+    error: SinewError | None = None
+
+
+class GrootCodec:
+    """The codec for one policy."""
+
+    name = "groot"
+
+    def bind(self, service: Service) -> None:
+        self.service = service
+        self.names = Names.of(service.spec)
+        self._modalities = _modalities(self.names, service.spec)
+
+    # ------------------------------------------------------------------------- requests
+
+    def peek(self, payload: memoryview) -> Header:
+        """Reads the whole message: without its arrays, which stay where they are, it is small or refused."""
+        header = Header()
+        try:
+            request = unpack(payload)
+            if not isinstance(request, dict):
+                raise RequestError(f"request: expected a map, got {type(request).__name__}")
+            endpoint, token = request.get("endpoint", "get_action"), request.get("api_token")
+            header = replace(header, api_token=token if isinstance(token, str) else "")
+            if endpoint not in ENDPOINTS:
+                raise RequestError(
+                    f"endpoint: expected one of {', '.join(ENDPOINTS)}, got {endpoint!r}"[:200]
+                )
+            if endpoint == "kill":
+                raise RequestError("kill: this server is stopped where it runs, not by its clients")
+            header = replace(header, endpoint=endpoint)
+            data = request.get("data")
+            if endpoint in ("get_action", "reset"):
+                if not isinstance(data, (dict, type(None))):
+                    raise RequestError(f"data: expected a map, got {type(data).__name__}")
+                header = _read_data(header, data or {})
+        except SinewError as error:
+            return replace(header, error=error)
+        return header
+
+    def authorize(self, header: Header) -> None:
+        self.service.authorize(header.api_token)
+
+    def control(self, header: Header) -> bytes | None:
+        if header.endpoint == "get_action":
+            return None
+        if header.endpoint == "get_modality_config":
+            return self._modalities
+        if header.endpoint == "ping":
+            return msgpack.packb({"status": "ok", "message": "Server is running"})
+        self.service.reset(header.session)
+        return msgpack.packb({})
+
+    def decoders(self, header: Header, _payload: memoryview) -> Sequence[Callable[[], Observation]]:
+        batch = self._batch(header)
+        return [partial(self._element, header, batch, index) for index in range(batch.size)]
+
+    def _batch(self, header: Header) -> _Batch:
+        """The parts of the observation that the policy reads, all with a batch axis."""
+        videos, states, prompts = self.names.select(header.observation)
+        frames = {camera: _array(key, value) for camera, (key, value) in videos.items()}
+        vectors = [_array(key, value) for key, value in states]
+        sizes = {}
+        for axes, arrays in (
+            (("batch", "time", "height", "width", "3"), {videos[name][0]: a for name, a in frames.items()}),
+            (("batch", "time", "dim"), {key: a for (key, _), a in zip(states, vectors, strict=True)}),
+        ):
+            for key, array in arrays.items():
+                if array.ndim != len(axes) - (not header.batched):
+                    wanted = axes if header.batched else axes[1:]
+                    raise ObservationError(key, f"[{', '.join(wanted)}]", f"shape {list(array.shape)}")
+                if array.shape[header.batched] < 1:
+                    raise ObservationError(key, "at least one moment", f"shape {list(array.shape)}")
+                sizes[key] = array.shape[0] if header.batched else 1
+        (first, size), *_ = sizes.items()
+        for key, other in sizes.items():
+            if other != size:
+                raise ObservationError(key, f"a batch of {size}, as in {first}", str(other))
+        if not 1 <= size <= MAX_BATCH:
+            raise ObservationError(first, f"a batch of 1 to {MAX_BATCH}", str(size))
+        if not header.batched:
+            frames = {camera: array[None] for camera, array in frames.items()}
+            vectors = [array[None] for array in vectors]
+        return _Batch(size, frames, vectors, _prompts(prompts, size), PixelBudget())
+
+    def _element(self, header: Header, batch: _Batch, index: int) -> Observation:
+        return Observation(
+            images={
+                camera: frame(camera, frames[index, -1], batch.budget, channels_first=False)
+                for camera, frames in batch.frames.items()
+            },
+            state=np.concatenate([vector[index, -1] for vector in batch.vectors]),
+            prompt=batch.prompts[index],
+            seed=None if header.seed is None else header.seed + index,
+            solver_steps=header.solver_steps,
+            session=header.session,
+        )
+
+    # ------------------------------------------------------------------------- replies
+
+    def encode(self, header: Header, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
+        actions = np.stack([np.asarray(chunk.actions, np.float32) for chunk in chunks])  # [B, H, D]
+        if not header.batched:
+            actions = actions[0]
+        pack = _raw if header.raw else _npy
+        prefix = "action." if header.flat else ""
+        found = {f"{prefix}{key}": pack(actions[..., part]) for key, part in self.names.actions.items()}
+        if not header.listed:
+            return msgpack.packb(found)
+        timing = [
+            {
+                "queue_ms": chunk.timing.queue_ms,
+                "vision_ms": chunk.timing.vision_ms,
+                "prefix_ms": chunk.timing.prefix_ms,
+                "solver_ms": chunk.timing.solver_ms,
+                "total_ms": chunk.timing.total_ms,
+            }
+            for chunk in chunks
+        ]
+        info = {"server_ms": server_ms, "timing": timing, "seed": [chunk.seed for chunk in chunks]}
+        return msgpack.packb([found, info])
+
+    def encode_error(self, header: Header | None, error: SinewError) -> bytes:
+        message = str(error)
+        if len(message) > MAX_ERROR_TEXT:  # it may quote what came
+            message = message[:MAX_ERROR_TEXT] + " ..."
+        return msgpack.packb({"error": f"{error.code}: {message}"})
+
+    def guide(self, spec: PolicySpec, address: str) -> list[str]:
+        names = Names.of(spec)
+        host, _, port = reachable(address).removeprefix("tcp://").rpartition(":")
+        video = [
+            f'        "{key}": np.zeros((1, 1, {camera.height}, {camera.width}, 3), np.uint8),'
+            for key, camera in names.videos(spec).items()
+        ]
+        parts = names.state_parts or dict.fromkeys(names.states, slice(0, spec.state.dim))
+        state = [
+            f'        "{key}": np.zeros((1, 1, {part.stop - part.start}), np.float32),'
+            for key, part in parts.items()
+        ]
+        return [
+            "import numpy as np",
+            "from gr00t.policy.server_client import PolicyClient",
+            "",
+            "observation = {",
+            '    "video": {',
+            *video,
+            "    },",
+            '    "state": {',
+            *state,
+            "    },",
+            f'    "language": {{"{names.prompt}": [["pick up the red cube"]]}},',
+            "}",
+            f'policy = PolicyClient(host="{host}", port={port})',
+            "actions, info = policy.get_action(observation)",
+            "print(actions)  # float32 [1, " + f"{spec.chunk_size}, dim] under {', '.join(names.actions)}",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """frames: [B, T, height, width, 3] by camera. vectors: parts of the state, each [B, T, dim]."""
+
+    size: int
+    frames: dict[str, np.ndarray]
+    vectors: list[np.ndarray]
+    prompts: list[str]
+    budget: PixelBudget
+
+
+def _read_data(header: Header, data: dict[str, Any]) -> Header:
+    listed = "observation" in data or header.endpoint == "reset"
+    observation = data.get("observation", {}) if listed else data
+    if not isinstance(observation, dict):
+        raise ObservationError("observation", "a map", type(observation).__name__)
+    flat = any(key.startswith(("video.", "state.")) for key in observation)
+    leaves = [leaf for part in observation.values() for leaf in (part, *_values(part))]
+    states = [value for key, value in observation.items() if key.startswith("state.")]
+    options = data.get("options") if listed else None
+    if not isinstance(options, (dict, type(None))):
+        raise RequestError(f"options: expected a map or nothing, got {type(options).__name__}")
+    options = options or {}
+    return replace(
+        header,
+        observation=observation,
+        listed=listed,
+        flat=flat,
+        raw=any(isinstance(leaf, dict) and "nd" in leaf for leaf in leaves),
+        # N1.5's own rule: without a batch axis if any state has fewer than three axes
+        batched=listed or not any(_array("state", value).ndim < 3 for value in states),
+        session=_option(options, "session", str) or "",
+        deadline_ms=_option(options, "deadline_ms", (int, float)),
+        seed=_option(options, "seed", int),
+        solver_steps=_option(options, "solver_steps", int),
+    )
+
+
+def _option(options: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    value = options.get(name)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        expected = "text" if kind is str else "a number"
+        raise RequestError(f"options.{name}: expected {expected}, got {type(value).__name__}")
+    return value
+
+
+def _values(node: Any) -> Sequence[Any]:
+    return list(node.values()) if isinstance(node, dict) else ()
+
+
+def _array(key: str, value: Any) -> np.ndarray:
+    """An array in either of its forms on the wire."""
+    if isinstance(value, dict):
+        if isinstance(data := value.get("as_npy"), memoryview):
+            return load_npy(key, data)
+        if "nd" in value:
+            dtype, shape, data = _text(value.get("type")), value.get("shape", []), value.get("data")
+            sizes = isinstance(shape, list) and all(type(each) is int and each >= 0 for each in shape)
+            if dtype and sizes and isinstance(data, memoryview) and not _text(value.get("kind")):
+                return raw_array(key, data, dtype, shape)
+            raise ObservationError(key, "an array of numbers", "another kind of msgpack-numpy value")
+    raise ObservationError(key, "an array", type(value).__name__)
+
+
+def _text(value: Any) -> str:
+    """msgpack-numpy writes a dtype as text and a kind as bytes."""
+    if isinstance(value, memoryview):
+        value = bytes(value[:20]).decode("latin-1")
+    return value if isinstance(value, str) else ""
+
+
+def _prompts(found: tuple[str, Any] | None, size: int) -> list[str]:
+    """The instruction of each element: one for all, or a list with one for each."""
+    if found is None:
+        return [""] * size
+    key, value = found
+    if isinstance(value, dict):
+        value = _array(key, value).tolist()
+    if isinstance(value, list) and len(value) == size:
+        return [text(key, each) for each in value]
+    if isinstance(value, list) and len(value) != 1:
+        raise ObservationError(key, f"{size} instructions, one for each of the batch", str(len(value)))
+    return [text(key, value)] * size
+
+
+def _npy(array: np.ndarray) -> dict[str, Any]:
+    return {"__ndarray_class__": True, "as_npy": dump_npy(array)}
+
+
+def _raw(array: np.ndarray) -> dict[bytes, Any]:
+    array = np.ascontiguousarray(array)
+    return {
+        b"nd": True,
+        b"type": array.dtype.str,
+        b"kind": b"",
+        b"shape": list(array.shape),
+        b"data": array.tobytes(),
+    }
+
+
+def _modalities(names: Names, spec: PolicySpec) -> bytes:
+    """The reply to get_modality_config: what is sampled when, by modality. N1.7 has its own marker, and its clients
+    take either form; N1.5's want JSON text where N1.6's want a map, and nothing in the request tells them apart."""
+    as_text = spec.architecture in JSON_TEXT_ARCHITECTURES
+    reply = {}
+    for modality, keys, moments in (
+        ("video", names.cameras, [0]),
+        ("state", names.states, [0]),
+        ("action", names.actions, list(range(spec.chunk_size))),
+        ("language", [names.prompt], [0]),
+    ):
+        config = {"delta_indices": moments, "modality_keys": list(keys)}
+        reply[modality] = {
+            "__ModalityConfig_class__": True,
+            "__ModalityConfig__": True,
+            "as_json": json.dumps(config) if as_text else config,
+        }
+    return msgpack.packb(reply)

@@ -1,0 +1,1 @@
+"""The wire of LeRobot's asynchronous RobotClient."""

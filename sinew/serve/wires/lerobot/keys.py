@@ -1,0 +1,197 @@
+"""What a LeRobot client and the served policy agree on, and observations by that agreement.
+
+The client names a policy, a device and the features of its robot before its first observation. A robot's raw
+observation is flat: a number per joint, a frame per camera, and the task; the features say which of the keys are
+the state, and in which order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinew.core import Observation, ObservationError, PolicySpec
+from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
+from sinew.serve.wires import keys
+from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HZ = 30.0  # of upstream's server, for bundles that do not say
+MAX_NAME = 256  # characters of a joint's or a camera's name
+_STATE = "observation.state"
+_IMAGES = "observation.images."
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """state: raw keys in the policy's order. images: (raw key, camera). prompt: the raw key of the instruction.
+
+    actions: rows of a chunk that the client wants. helpers: the module of the client's classes.
+    """
+
+    state: tuple[str, ...]
+    images: tuple[tuple[str, str], ...]
+    prompt: str
+    channels_first: bool | None
+    actions: int
+    helpers: str
+
+
+def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
+    """Raises ObservationError with the field in which the client's wishes do not fit the served policy."""
+    _same_policy(config, spec)
+    if config.actions_per_chunk < 1:
+        raise ObservationError("actions_per_chunk", "a number above 0", str(config.actions_per_chunk))
+    bundle = next(iter(keys.key_maps(spec, "lerobot")), None)
+    features = _renamed(config)
+    state = _state_names(features, spec)
+    if bundle is not None and not set(bundle.state) <= {_STATE}:
+        missing = [name for name in bundle.state if name not in state]
+        if missing:
+            raise ObservationError(f"lerobot_features.{_STATE}", _names(bundle.state), _names(state))
+        state = bundle.state
+    if len(state) != spec.state.dim:
+        expected = f"{spec.state.dim} names" + (f" ({_names(spec.state.names)})" if spec.state.names else "")
+        raise ObservationError(f"lerobot_features.{_STATE}", expected, f"{len(state)} ({_names(state)})")
+    if sorted(state) == sorted(spec.state.names) and state != spec.state.names:
+        # The actions go back in the policy's order, so re-ordering the state alone would not do.
+        raise ObservationError(
+            f"lerobot_features.{_STATE}", f"the order {_names(spec.state.names)}", _names(state)
+        )
+    cameras = _cameras(features, spec, bundle.images if bundle is not None else {})
+    return Agreement(
+        state=state,
+        images=tuple(cameras.items()),
+        prompt=bundle.prompt if bundle is not None else "task",
+        channels_first=bundle.channels_first if bundle is not None else None,
+        actions=min(config.actions_per_chunk, spec.chunk_size),
+        helpers=config.helpers,
+    )
+
+
+def observation(timed: TimedObservation, agreement: Agreement) -> Observation:
+    """A raw observation as the policy takes it; frames in the size that the camera has. Raises ObservationError."""
+    raw = timed.observation
+    budget = PixelBudget()
+    images = {}
+    for key, camera in agreement.images:
+        frame = _value(raw, key)
+        if not isinstance(frame, np.ndarray):
+            raise ObservationError(key, "an array [height, width, 3]", type(frame).__name__)
+        frame = keys.frame(key, frame, budget, agreement.channels_first)
+        images[camera] = np.require(frame, requirements="A")
+    task = raw.get(agreement.prompt, raw.get("task", ""))
+    if not isinstance(task, str):
+        raise ObservationError(agreement.prompt, "text", type(task).__name__)
+    return Observation(
+        images=images,
+        state=np.array([_number(key, _value(raw, key)) for key in agreement.state], np.float32),
+        prompt=keys.text(agreement.prompt, task),
+        time=timed.timestamp,
+    )
+
+
+# ----------------------------------------------------------------------------- the agreement's parts
+
+
+def _same_policy(config: RemotePolicyConfig, spec: PolicySpec) -> None:
+    """The client names a checkpoint; it gets the one that is served, or an error that says which that is."""
+    served = f"{spec.name!r} of type {spec.architecture!r}, the policy that this server serves"
+    if config.policy_type != spec.architecture:
+        raise ObservationError("policy_type", f"{spec.architecture!r} ({served})", repr(config.policy_type))
+    name = config.pretrained_name_or_path
+    if spec.name not in (name, name.rstrip("/").rpartition("/")[2]):
+        raise ObservationError("pretrained_name_or_path", served, repr(name))
+
+
+def _renamed(config: RemotePolicyConfig) -> dict[str, tuple[str, Any]]:
+    """Features by the names that the policy knows them by: {name: (the client's key, feature)}."""
+    found: dict[str, tuple[str, Any]] = {}
+    for key, feature in config.lerobot_features.items():
+        name = config.rename_map.get(key, key)
+        if not _is_name(key) or not _is_name(name):
+            raise ObservationError("lerobot_features", f"names of at most {MAX_NAME} characters", "others")
+        if name in found:
+            raise ObservationError("rename_map", "one feature for each name", f"two for {name}")
+        found[name] = (key, feature)
+    return found
+
+
+def _state_names(features: Mapping[str, tuple[str, Any]], spec: PolicySpec) -> tuple[str, ...]:
+    _key, feature = features.get(_STATE, ("", None))
+    names = feature.get("names") if isinstance(feature, dict) else None
+    if not isinstance(names, (list, tuple)) or not all(map(_is_name, names)):
+        got = "none, or others than short text" if isinstance(feature, (dict, PolicyFeature)) else "nothing"
+        raise ObservationError(f"lerobot_features.{_STATE}", f"the names of {spec.state.dim} numbers", got)
+    return tuple(names)
+
+
+def _cameras(
+    features: Mapping[str, tuple[str, Any]], spec: PolicySpec, by_bundle: Mapping[str, str]
+) -> dict[str, str]:
+    """Raw key -> camera. By the bundle's key map where it names the key, else by name.
+
+    Cameras that the policy does not read are left alone if it gets all of its own. A name that fits nothing while
+    the policy still lacks a camera is refused: guessing by order would swap views unnoticed.
+    """
+    known = [camera.name for camera in spec.cameras]
+    found: dict[str, str] = {}
+    strange = []
+    for name, (key, _feature) in features.items():
+        if not name.startswith(_IMAGES):
+            continue
+        short, raw = name.removeprefix(_IMAGES), key.removeprefix(_IMAGES)
+        camera = by_bundle.get(name, by_bundle.get(short, short))
+        if camera not in known:
+            strange.append(short)
+        elif camera in found.values():
+            raise ObservationError("lerobot_features", f"one camera as {camera}", f"two, {raw} the second")
+        else:
+            found[raw] = camera
+    if len(found) > MAX_IMAGES:
+        raise ObservationError("lerobot_features", f"at most {MAX_IMAGES} cameras", str(len(found)))
+    if len(found) < len(known) and (strange or not found):
+        wanted = {camera: key.removeprefix(_IMAGES) for key, camera in by_bundle.items()}
+        raise ObservationError(
+            "lerobot_features",
+            f"cameras {_names([wanted.get(name, name) for name in known])} (name the robot's cameras so,"
+            f" or send a rename_map such as {{'{_IMAGES}{(strange or ['top'])[0][:40]}': '{_IMAGES}{known[0]}'}})",
+            f"cameras {_names([*found, *strange])}",
+        )
+    if strange:
+        logger.info("the policy does not read the robot's cameras %s", _names(strange))
+    return found
+
+
+# ----------------------------------------------------------------------------- values
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_NAME
+
+
+def _value(raw: Mapping[str, Any], key: str) -> Any:
+    if key not in raw:
+        raise ObservationError(key, "a value, as the features announced", f"nothing; keys are {_names(raw)}")
+    return raw[key]
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "fiub":
+        value = value.reshape(())[()]
+    if not isinstance(value, (bool, int, float, np.number, np.bool_)):
+        raise ObservationError(key, "a number", type(value).__name__)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ObservationError(key, "a number", "an integer beyond any float") from None
+
+
+def _names(names: Any) -> str:
+    shown = [str(name)[:40] for name in names]
+    return ", ".join(shown[:16]) + (", ..." if len(shown) > 16 else "") if shown else "none"

@@ -1,0 +1,189 @@
+"""Who is connected to the LeRobot wire, what was agreed with each, and the observations that wait or arrive.
+
+Everything here is touched on the wire's event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from sinew.core import BusyError, Observation, RequestError, SinewError
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires.lerobot.keys import Agreement
+from sinew.serve.wires.lerobot.messages import BEGIN, END, MIDDLE, parse
+
+logger = logging.getLogger(__name__)
+
+RECEIVE_S = 10.0  # how long an observation may take to arrive
+PREDICTED = 4096  # timesteps remembered per client
+MAX_PIECES = 1024  # of one observation
+HELD = 4  # times the largest observation: what all clients together may have in memory before their turn
+
+
+class NoPolicyError(SinewError):
+    """The client has not said which policy it wants."""
+
+    code = "no_policy"
+
+
+class TooSlowError(SinewError):
+    """An observation did not arrive to its end in time."""
+
+    code = "too_slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An observation whose turn has not come. size: bytes that it keeps in memory."""
+
+    timestep: int
+    observation: Observation
+    size: int
+    arrived: float
+
+
+@dataclass(slots=True)
+class Session:
+    """One connection."""
+
+    agreement: Agreement | None = None
+    waiting: Waiting | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    predicted: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+    def offer(self, waiting: Waiting, must_go: bool) -> bool:
+        """Let it wait in place of an older one; False where a chunk for its timestep was computed already."""
+        if waiting.timestep in self.predicted and not must_go:
+            return False
+        self.waiting = waiting
+        self.news.set()
+        return True
+
+    def take(self) -> Waiting | None:
+        """The newest observation; from now on its timestep counts as predicted."""
+        waiting, self.waiting = self.waiting, None
+        self.news.clear()
+        if waiting is not None:
+            self.predicted[waiting.timestep] = None
+            while len(self.predicted) > PREDICTED:
+                self.predicted.popitem(last=False)
+        return waiting
+
+
+class Sessions:
+    """The sessions of all connections, the least recently used ones forgotten beyond ``listen.max_connections``."""
+
+    def __init__(self, listen: Listen):
+        self._limit = listen.max_message_bytes
+        self._most = listen.max_connections
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._agreed: OrderedDict[str, set[Agreement]] = OrderedDict()  # by host, for clients that reconnect
+        self._arriving = 0  # bytes of observations that are being received or decoded
+
+    def begin(self, client: str) -> Session:
+        """A client starts: nothing of what it sent before counts, but for the policy it named."""
+        known = self._sessions.pop(client, None)
+        session = self._sessions[client] = Session(known.agreement if known is not None else None)
+        while len(self._sessions) > self._most:
+            self._sessions.popitem(last=False)
+        return session
+
+    def agree(self, client: str, agreement: Agreement) -> None:
+        session = self._sessions.get(client) or self.begin(client)
+        session.agreement = agreement
+        host = _host(client)
+        agreed = self._agreed.setdefault(host, set())
+        if len(agreed) < 2:  # which the others are makes no difference
+            agreed.add(agreement)
+        self._agreed.move_to_end(host)
+        while len(self._agreed) > self._most:
+            self._agreed.popitem(last=False)
+
+    def find(self, client: str) -> tuple[Session, Agreement]:
+        """The session of a client that has named its policy. Raises NoPolicyError.
+
+        The stock client does so once. When its connection breaks, gRPC makes another one below it, which is a
+        stranger here; it gets what was agreed with its host before, unless that was more than one thing.
+        """
+        session = self._sessions.get(client)
+        if session is None and len(agreed := self._agreed.get(_host(client), set())) == 1:
+            logger.info("lerobot: %s has not introduced itself; taken for a client that reconnects", client)
+            session = self.begin(client)
+            (session.agreement,) = agreed
+        if session is None or session.agreement is None:
+            raise NoPolicyError(
+                "expected SendPolicyInstructions on this connection first; start the client again"
+            )
+        self._sessions.move_to_end(client)
+        return session, session.agreement
+
+    def wake(self) -> None:
+        """Whoever waits for an observation is to look again."""
+        for session in self._sessions.values():
+            session.news.set()
+
+    # ------------------------------------------------------------------------- receiving
+
+    @contextlib.contextmanager
+    def held(self, size: int) -> Iterator[None]:
+        """Inside, so many more bytes are in memory. Raises BusyError where that is too much."""
+        self._arriving += size
+        try:
+            self._make_room()
+            yield
+        finally:
+            self._arriving -= size
+
+    async def receive(self, pieces: AsyncIterator[bytes]) -> bytes:
+        """The bytes of one observation, of a stream of pieces: one END, or BEGIN, any number of MIDDLE, END."""
+        received: list[bytes] = []
+        size = 0
+        began = False
+        with contextlib.ExitStack() as memory:
+            try:
+                async with asyncio.timeout(RECEIVE_S):
+                    async for piece in pieces:
+                        message = parse("Observation", piece)
+                        state, data = message.transfer_state, message.data
+                        if state not in (BEGIN, MIDDLE, END):
+                            raise RequestError(f"transfer_state: expected BEGIN, MIDDLE or END, got {state}")
+                        if state == MIDDLE and not began:
+                            raise RequestError("transfer_state: expected BEGIN before MIDDLE")
+                        if state == BEGIN:
+                            began, size = True, 0
+                            received.clear()
+                            memory.close()
+                        memory.enter_context(self.held(len(data)))
+                        received.append(data)
+                        size += len(data)
+                        if size > self._limit or len(received) > MAX_PIECES:
+                            most = f"{self._limit} bytes in {MAX_PIECES} pieces"
+                            raise RequestError(f"observation: expected at most {most}, got more")
+                        if state == END:
+                            return received[0] if len(received) == 1 else b"".join(received)
+            except TimeoutError:
+                raise TooSlowError(f"an observation took longer than {RECEIVE_S:g} s to arrive") from None
+        raise RequestError("transfer_state: expected END, and the stream ended without")
+
+    def _make_room(self) -> None:
+        """Drop the observations that have waited longest where too much is in memory. Raises BusyError."""
+        limit = HELD * self._limit
+        waiting = [(each.waiting, each) for each in self._sessions.values() if each.waiting is not None]
+        size = self._arriving + sum(each.size for each, _session in waiting)
+        for each, session in sorted(waiting, key=lambda pair: pair[0].arrived):
+            if size <= limit:
+                return
+            size -= each.size
+            session.waiting = None
+        if size > limit:
+            raise BusyError("too many large observations are arriving at once")
+
+
+def _host(client: str) -> str:
+    """Of a peer such as ``ipv4:127.0.0.1:40000``."""
+    return client.rpartition(":")[0]

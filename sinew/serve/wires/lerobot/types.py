@@ -1,0 +1,197 @@
+"""The messages of LeRobot's asynchronous inference: what its pickles contain, and the reply in the same form.
+
+LeRobot is not needed for it. The client's dataclasses are read into the ones below, and the reply is written so that
+``pickle.loads`` on the client's side makes its own ``TimedAction`` with torch tensors of it.
+
+Source: ``lerobot/async_inference/helpers.py`` of LeRobot 0.4.4, the same at 0.6.1; before 0.4 the module was
+``lerobot/scripts/server/helpers.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
+from sinew.serve.decode.pickle.machine import Built, Machine, Name, SafePickleError, load
+
+HELPERS = "lerobot.async_inference.helpers"
+OLD_HELPERS = "lerobot.scripts.server.helpers"  # before LeRobot 0.4
+T = TypeVar("T")
+_FEATURE_TYPES = ("STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePolicyConfig:
+    """What the client wants to be served. helpers: the module that its classes come from."""
+
+    policy_type: str
+    pretrained_name_or_path: str
+    lerobot_features: dict[str, Any]
+    actions_per_chunk: int
+    device: str = "cpu"
+    rename_map: dict[str, Any] = field(default_factory=dict)
+    helpers: str = HELPERS
+
+
+@dataclass(frozen=True, slots=True)
+class TimedObservation:
+    """A robot's raw observation. timestamp: seconds of the client's clock. timestep: of its control loop."""
+
+    timestamp: float
+    timestep: int
+    observation: dict[str, Any]
+    must_go: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFeature:
+    """May stand in place of a dictionary in the features."""
+
+    type: str
+    shape: tuple[int, ...]
+
+
+# ----------------------------------------------------------------------------- reading
+
+
+class _Instance(Built):
+    """An instance of one of the classes above, from the ``__dict__`` that the client's had."""
+
+    def __init__(self, kind: type, **known: Any):
+        self._kind = kind
+        self._known = known
+        self._state: dict[Any, Any] = {}
+
+    def build(self, state: Any) -> None:
+        if type(state) is not dict:
+            raise SafePickleError(f"pickle: expected fields for {self._kind.__name__}")
+        self._state = state
+
+    def finish(self, plain: Callable[[Any], Any]) -> Any:
+        """Fields that this version does not know are left out: later ones may bring more."""
+        values = dict(self._known)
+        for each in fields(self._kind):
+            if each.name in self._known:
+                continue
+            name = f"{self._kind.__name__}.{each.name}"
+            if each.name in self._state:
+                values[each.name] = _checked(name, str(each.type), plain(self._state[each.name]))
+            elif each.default is MISSING and each.default_factory is MISSING:
+                raise SafePickleError(f"{name}: expected a value, got nothing")
+        return self._kind(**values)
+
+
+def _checked(name: str, wanted: str, value: Any) -> Any:
+    """``value`` if it is of the field's type, written as in the classes above."""
+    if wanted == "float" and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if wanted == "int" and type(value) is int and -(1 << 63) <= value < 1 << 63:
+        return value
+    kinds = {"str": str, "bool": bool, "dict[str, Any]": dict, "tuple[int, ...]": tuple}
+    if wanted in kinds and type(value) is kinds[wanted]:
+        return value
+    got = f"{value}" if type(value) in (int, float) else type(value).__name__
+    raise SafePickleError(f"{name}: expected {wanted.partition('[')[0]}, got {got}")
+
+
+def _feature_type(_machine: Machine, name: Any) -> str:
+    if type(name) is not str or name not in _FEATURE_TYPES:
+        raise SafePickleError(f"pickle: expected a FeatureType, one of {', '.join(_FEATURE_TYPES)}")
+    return name
+
+
+_NAMES = {
+    **ARRAY_NAMES,
+    ("lerobot.configs.types", "PolicyFeature"): Name("PolicyFeature", new=partial(_Instance, PolicyFeature)),
+    ("lerobot.configs.types", "FeatureType"): Name("FeatureType", _feature_type),
+}
+for _helpers in (HELPERS, OLD_HELPERS):
+    _NAMES[_helpers, "TimedObservation"] = Name("TimedObservation", new=partial(_Instance, TimedObservation))
+    _NAMES[_helpers, "RemotePolicyConfig"] = Name(
+        "RemotePolicyConfig", new=partial(_Instance, RemotePolicyConfig, helpers=_helpers)
+    )
+
+
+def read_policy_config(data: bytes) -> RemotePolicyConfig:
+    """Of the bytes of SendPolicyInstructions. Raises SafePickleError."""
+    return _read(data, RemotePolicyConfig)
+
+
+def read_observation(data: bytes) -> TimedObservation:
+    """Of the bytes of SendObservations. Arrays and bytes in it are views of ``data``."""
+    return _read(data, TimedObservation)
+
+
+def _read(data: bytes, kind: type[T]) -> T:
+    value = load(data, _NAMES)
+    if not isinstance(value, kind):
+        raise SafePickleError(f"pickle: expected a {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+# ----------------------------------------------------------------------------- writing
+
+
+def write_actions(
+    actions: np.ndarray, timestamp: float, timestep: int, interval_s: float, helpers: str = HELPERS
+) -> bytes:
+    """The reply to GetActions: ``list[TimedAction]``, one per row, in protocol 3.
+
+    actions: float32 [H, D]. The rows become tensors that share one storage, as the rows of upstream's chunk do.
+    Row ``i`` is for ``timestep + i`` at ``timestamp + i * interval_s``.
+    """
+    rows, width = actions.shape
+    out = bytearray(b"\x80\x03")
+    out += _global(helpers, "TimedAction") + b"q\x00"
+    out += _global("torch._utils", "_rebuild_tensor_v2") + b"q\x01"
+    out += _global("collections", "OrderedDict") + b"q\x02"
+    out += _global("torch.storage", "_load_from_bytes") + _bytes(_storage(actions)) + b"\x85Rq\x03"
+    shape = b"(" + _integer(width) + b"tq\x04"
+    out += shape + b"0" * 5  # all five are in the memo now
+    out += b"]("
+    for row in range(rows):
+        tensor = (
+            b"h\x01(h\x03" + _integer(row * width) + b"h\x04" + b"K\x01\x85" + b"\x89" + b"h\x02)R" + b"tR"
+        )
+        out += b"h\x00)\x81}("
+        out += _text("timestamp") + b"G" + struct.pack(">d", timestamp + row * interval_s)
+        out += _text("timestep") + _integer(timestep + row)
+        out += _text("action") + tensor
+        out += b"ub"
+    return bytes(out + b"e.")
+
+
+def _storage(numbers: np.ndarray) -> bytes:
+    """A torch FloatStorage as a file, the way torch pickles one."""
+    import torch
+
+    flat = torch.from_numpy(np.array(numbers, np.float32).reshape(-1))  # a copy of its own: no strides
+    storage = flat.__reduce_ex__(2)[1][0]
+    (data,) = storage.__reduce__()[1]
+    return bytes(data)
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode("ascii")
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _integer(value: int) -> bytes:
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+
+
+def _bytes(data: bytes) -> bytes:
+    return b"B" + struct.pack("<I", len(data)) + data

@@ -1,0 +1,339 @@
+"""LeRobot's asynchronous inference: the server that its ``RobotClient`` expects, over gRPC.
+
+A client says ``Ready``, names the policy and its robot's features, and then streams observations while another
+thread of it asks for actions. The newest observation waits, older ones are dropped; a chunk is computed when the
+client asks. Upstream's server has one state for everybody; here each connection has its own.
+
+The payloads are pickles. They are read by :mod:`sinew.serve.decode.pickle.machine` and never by Python's.
+Source: ``lerobot/transport/services.proto`` and ``lerobot/async_inference/policy_server.py`` of LeRobot 0.4.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import unquote
+
+from sinew.core import BusyError, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.serve.scheduler import DeadlineError, ShuttingDownError, SupersededError
+from sinew.serve.service import Inference, Service, UnauthorizedError, printable
+from sinew.serve.transport.listen import AddressError, Listen, reachable
+from sinew.serve.wires import keys
+from sinew.serve.wires.lerobot.keys import DEFAULT_HZ, Agreement, agree, observation
+from sinew.serve.wires.lerobot.messages import SERVICE, actions_message, parse
+from sinew.serve.wires.lerobot.sessions import NoPolicyError, Session, Sessions, TooSlowError, Waiting
+from sinew.serve.wires.lerobot.types import read_observation, read_policy_config, write_actions
+
+logger = logging.getLogger(__name__)
+
+NAME = "lerobot"
+MAX_PIECE = 4 << 20  # bytes of one gRPC message, upstream's limit; clients send pieces of 2 MiB
+OBSERVATION_WAIT_S = 2.0  # how long GetActions waits for an observation, as upstream does
+REFUSAL_PAUSE_S = 0.5  # before GetActions is refused for good: the stock client asks again at once
+GRACE_S = 0.3
+
+
+class LeRobotWire:
+    """Claims its port when created, on an event loop and thread of its own; requests wait until :meth:`start`."""
+
+    name = NAME
+
+    def __init__(self, listen: Listen):
+        try:
+            import grpc
+            import grpc.aio
+        except ImportError as error:
+            raise SinewError(f"--wire {NAME} needs grpcio: pip install 'sinew[lerobot]' ({error})") from error
+        self._grpc = grpc
+        self._listen = listen
+        self._sessions = Sessions(listen)
+        self._stopping = False
+        self._service: Service | None = None
+        listen.tls()  # files that do not do are told here
+        if listen.port:
+            listen.tcp_socket().close()  # gRPC does not say why it cannot have an address
+        self._decoder = ThreadPoolExecutor(2, "sinew-lerobot-decode")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sinew-lerobot", daemon=True)
+        self._thread.start()
+        try:
+            self._server, port = self._call(self._claim())
+        except BaseException:
+            self._end_loop()
+            raise
+        host = listen.numeric_host()
+        scheme = "grpc" if listen.tls_cert is None else "grpcs"
+        self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def start(self, service: Service) -> None:
+        self._service = service
+        if not self._listen.is_loopback:
+            logger.warning(
+                "lerobot: for networks whose every machine you trust: clients unpickle the replies without"
+                " restriction, so whoever answers in this server's place runs programs on the robots"
+            )
+        if service.wants_key:
+            logger.warning(
+                "lerobot: LeRobot's own client cannot send a key and will be refused;"
+                " accepted are clients that send it as gRPC metadata `authorization`"
+            )
+        self._call(self._server.start())
+
+    def stop(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._call(self._stop())
+        self._end_loop()
+
+    def guide(self, spec: PolicySpec) -> Sequence[str]:
+        """The stock client's command line; the robot's type, port and camera indices are the user's to fill in."""
+        hz = max(1, round(spec.control_hz or DEFAULT_HZ))
+        cameras = ", ".join(
+            f"{name}: {{type: opencv, index_or_path: {index}, width: {camera.width}, height: {camera.height},"
+            f" fps: {hz}}}"
+            for index, (camera, name) in enumerate(zip(spec.cameras, _robot_names(spec), strict=True))
+        )
+        return [
+            "python -m lerobot.async_inference.robot_client \\",
+            "    --robot.type=so101_follower --robot.port=/dev/ttyACM0 --robot.id=arm \\",
+            f"    --robot.cameras={shlex.quote(f'{{{cameras}}}')} \\",
+            '    --task="pick up the red cube" \\',
+            f"    --server_address={reachable(self.address).partition('//')[2]} \\",
+            f"    --policy_type={spec.architecture} --pretrained_name_or_path={shlex.quote(spec.name)} \\",
+            f"    --actions_per_chunk={spec.chunk_size} --fps={hz}",
+        ]
+
+    # ------------------------------------------------------------------------- the server
+
+    async def _claim(self) -> tuple[Any, int]:
+        grpc, listen = self._grpc, self._listen
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=4 * listen.max_connections,
+            options=[
+                ("grpc.so_reuseport", 0),  # or a second server on the same port would share it silently
+                ("grpc.max_receive_message_length", MAX_PIECE),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.max_metadata_size", 8192),
+                ("grpc.max_concurrent_streams", 16),  # of one connection
+                ("grpc.compression_enabled_algorithms_bitset", 1),  # none: nothing to unpack, no bombs
+                ("grpc.server_handshake_timeout_ms", 5_000),
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.http2.max_ping_strikes", 3),
+            ],
+        )
+        one, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        handlers = {
+            "Ready": one(self._handler(self._ready)),
+            "SendPolicyInstructions": one(self._handler(self._instructions)),
+            "SendObservations": stream(self._handler(self._observations)),
+            "GetActions": one(self._handler(self._actions)),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        host = listen.numeric_host()
+        address = f"[{host}]:{listen.port}" if ":" in host else f"{host}:{listen.port}"
+        try:
+            if listen.tls_cert is None:
+                return server, server.add_insecure_port(address)
+            key = (listen.tls_key or listen.tls_cert).read_bytes()
+            pair = grpc.ssl_server_credentials([(key, listen.tls_cert.read_bytes())])
+            return server, server.add_secure_port(address, pair)
+        except (RuntimeError, OSError) as error:
+            raise AddressError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
+
+    async def _stop(self) -> None:
+        self._stopping = True
+        self._sessions.wake()
+        if self._service is None:
+            await self._server.start()  # one that never ran would keep its port
+        await self._server.stop(GRACE_S)
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(_awaited(work), self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._decoder.shutdown(wait=False, cancel_futures=True)
+
+    def _handler(
+        self, method: Callable[[Any, Any, str], Awaitable[bytes]]
+    ) -> Callable[[Any, Any], Awaitable[bytes]]:
+        """A gRPC method that answers failures with a status and a sentence, and counts them."""
+
+        async def handle(request: Any, context: Any) -> bytes:
+            client = unquote(context.peer())
+            try:
+                if self._service is None or self._stopping:
+                    raise ShuttingDownError
+                self._service.authorize(_key(context))
+                return await method(request, context, client)
+            except _InferenceFailedError as failure:
+                error = failure.error  # counted where it was computed
+            except SinewError as refusal:
+                error = refusal
+                if self._service is not None:
+                    self._service.refused(NAME, client, error)
+            except Exception as unexpected:
+                logger.exception("lerobot: a request failed unexpectedly")
+                error = SinewError(
+                    f"internal error ({type(unexpected).__name__}); the server's log has the details"
+                )
+            try:
+                await context.abort(self._status(error), f"[{error.code}] {printable(error)}")
+            except self._grpc.aio.AbortError:
+                raise
+            except Exception as gone:  # noqa: BLE001 - gRPC has no name for it: the call had ended before
+                logger.debug("lerobot: %s has left before its error: %s", client, gone)
+            raise asyncio.CancelledError
+
+        return handle
+
+    def _status(self, error: SinewError) -> Any:
+        """gRPC's word for it. The stock client repeats UNAVAILABLE and DEADLINE_EXCEEDED by itself, unseen: only a
+        server that stops is worth that."""
+        codes = self._grpc.StatusCode
+        for kinds, code in (
+            ((ObservationError, RequestError), codes.INVALID_ARGUMENT),
+            ((UnauthorizedError,), codes.UNAUTHENTICATED),
+            ((BusyError,), codes.RESOURCE_EXHAUSTED),
+            ((ShuttingDownError,), codes.UNAVAILABLE),
+            ((NoPolicyError,), codes.FAILED_PRECONDITION),
+            ((DeadlineError, SupersededError, TooSlowError), codes.ABORTED),
+        ):
+            if isinstance(error, kinds):
+                return code
+        return codes.INTERNAL
+
+    # ------------------------------------------------------------------------- the four methods
+
+    async def _ready(self, request: bytes, _context: Any, client: str) -> bytes:
+        """A client begins: nothing of what it sent before counts."""
+        parse("Empty", request)
+        self._sessions.begin(client)
+        self._ready_service.reset(client)
+        return b""
+
+    async def _instructions(self, request: bytes, _context: Any, client: str) -> bytes:
+        config = read_policy_config(parse("PolicySetup", request).data)
+        agreement = agree(config, self._ready_service.spec)
+        self._sessions.agree(client, agreement)
+        logger.info(
+            "lerobot: %s drives %s with cameras %s and %d actions per chunk (it asked for device %s)",
+            *(
+                client,
+                config.policy_type,
+                dict(agreement.images),
+                agreement.actions,
+                ascii(config.device)[:40],
+            ),
+        )
+        return b""
+
+    async def _observations(self, pieces: AsyncIterator[bytes], _context: Any, client: str) -> bytes:
+        session, agreement = self._sessions.find(client)
+        data = await self._sessions.receive(pieces)
+        arrived = time.perf_counter()
+        with self._sessions.held(len(data)):
+            decode = self._loop.run_in_executor(self._decoder, _decode, data, agreement)
+            timed, seen = await decode
+        if not session.offer(Waiting(timed.timestep, seen, len(data), arrived), timed.must_go):
+            logger.debug("lerobot: %s: timestep %d has its actions already", client, timed.timestep)
+        return b""
+
+    async def _actions(self, request: bytes, context: Any, client: str) -> bytes:
+        parse("Empty", request)
+        try:
+            session, agreement = self._sessions.find(client)
+        except NoPolicyError:
+            await asyncio.sleep(REFUSAL_PAUSE_S)
+            raise
+        waiting = await self._next(session)
+        if waiting is None:
+            return b""  # upstream's Empty, and Actions without data: the same bytes
+        inference = Inference(
+            NAME,
+            lambda: waiting.observation,
+            client=client,
+            session=client,
+            deadline_ms=self._deadline_ms(context, waiting.arrived),
+            arrived=waiting.arrived,
+        )
+        chunk = None
+        try:
+            chunk = await self._ready_service.infer(inference)
+        except SinewError as error:
+            raise _InferenceFailedError(error) from None
+        finally:
+            if chunk is None:  # failed or cancelled: the next observation of this timestep may try again
+                session.predicted.pop(waiting.timestep, None)
+        interval_s = 1 / (self._ready_service.spec.control_hz or DEFAULT_HZ)
+        rows = chunk.actions[: agreement.actions]
+        taken = waiting.observation.time or 0.0
+        return actions_message(write_actions(rows, taken, waiting.timestep, interval_s, agreement.helpers))
+
+    # ------------------------------------------------------------------------- parts of them
+
+    @property
+    def _ready_service(self) -> Service:
+        assert self._service is not None  # every method is called after that check
+        return self._service
+
+    def _deadline_ms(self, context: Any, arrived: float) -> float | None:
+        """From the observation's arrival: the server's limit, or the end of the client's call if that is earlier."""
+        limit = self._ready_service.deadline_ms
+        left = context.time_remaining()
+        if left is None:
+            return limit
+        call = max(1e3 * (time.perf_counter() - arrived + left), 1e-3)
+        return call if limit is None else min(call, limit)
+
+    async def _next(self, session: Session) -> Waiting | None:
+        """The newest observation, as soon as there is one; None after a while without."""
+        try:
+            async with asyncio.timeout(OBSERVATION_WAIT_S):
+                while (waiting := session.take()) is None:
+                    if self._stopping:
+                        raise ShuttingDownError
+                    await session.news.wait()
+                return waiting
+        except TimeoutError:
+            return None
+
+
+class _InferenceFailedError(Exception):
+    """Carries an error that the service has counted already."""
+
+    def __init__(self, error: SinewError):
+        self.error = error
+
+
+async def _awaited(work: Any) -> Any:
+    return await work
+
+
+def _decode(data: bytes, agreement: Agreement) -> tuple[Any, Observation]:
+    timed = read_observation(data)
+    return timed, observation(timed, agreement)
+
+
+def _key(context: Any) -> str | bytes | None:
+    """What the client sent as metadata `authorization`, alone or after the name of a scheme."""
+    for name, value in context.invocation_metadata() or ():
+        if name == "authorization":
+            return value.rpartition(" ")[2] if isinstance(value, str) else value
+    return None
+
+
+def _robot_names(spec: PolicySpec) -> list[str]:
+    """What the robot should call the policy's cameras."""
+    by_bundle = keys.camera_keys(spec, NAME) if keys.key_maps(spec, NAME) else {}
+    return [by_bundle.get(each.name, each.name).removeprefix("observation.images.") for each in spec.cameras]

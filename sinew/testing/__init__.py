@@ -1,1 +1,0 @@
-"""Things that tests, benchmarks and the demo share and that no running policy needs."""

@@ -1,0 +1,183 @@
+"""The whole CUDA engine, at full size, on tensors that say they are on a GPU: PyTorch's fake tensors.
+
+They hold nothing, and every operation over them checks what a GPU would refuse: operands of two devices, a host
+tensor where a device's belongs. ``torch.cuda``'s streams and graphs are stand-ins here, which count. Kernel
+launches look at the devices of their arguments.
+
+A CPU build of PyTorch lacks one piece for that, the guard that switches between devices; ``GUARD`` is compiled to
+stand in for it. ``python -m tests.engine.cuda.fake_device FOLDER`` prints a line per case; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sinew.bundle.schema import Normalization
+from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fp8 import linear as fp8
+from sinew.engine.cuda.fused.fuse import ON_CUDA
+from sinew.engine.cuda.kernels.launch import Launch
+from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.plan import Plan
+from sinew.perf.program import preset
+from sinew.processing import ModelInputs
+from sinew.processing.normalize import Normalizer
+from tests.engine.cuda.test_cuda_full_size import processing_of
+
+GPU = torch.device("cuda", 0)
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>); }
+"""
+MODELS = {"pi05": (3, 200, 224), "pi0": (2, 0, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("pi05", {}),
+    ("pi05", {"scaled_norms": False, "stages": True}),
+    ("pi05", {"fp8": ("vision", "language", "head")}),
+    ("pi0", {}),
+    ("smolvla", {"stages": True}),
+    ("smolvla", {"kernels": False}),
+    ("smolvla", {"fp8": ("vision", "language")}),
+]
+counted: Counter[str] = Counter()
+
+
+class Stream:
+    def __init__(self, device: Any = None):
+        self.device = GPU
+
+    def synchronize(self) -> None:
+        counted["synchronize"] += 1
+
+
+class Graph:
+    def replay(self) -> None:
+        counted["replay"] += 1
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+
+@contextmanager
+def capture(
+    graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    assert capture_error_mode in ("global", "thread_local", "relaxed")
+    before = counted["synchronize"]
+    yield
+    assert counted["synchronize"] == before, "a wait in the middle of a capture"
+    counted["capture"] += 1
+
+
+def launch(made: Launch) -> None:
+    for name, value in made.arguments.items():
+        if isinstance(value, torch.Tensor):
+            assert value.device == GPU, f"{made.kernel}: {name} on {value.device}"
+    counted["launch"] += 1
+
+
+def quantized(weight: torch.Tensor) -> fp8.Fp8Weight:
+    """Without the look at the values."""
+    data, scale = fp8.fp8_quantize.twin(weight)
+    return fp8.Fp8Weight(data.contiguous(), scale.contiguous(), torch.bfloat16)
+
+
+def stand_in(folder: Path) -> None:
+    """Compile and load the guard, and replace what would ask a driver."""
+    source, library = folder / "guard.cpp", folder / "guard.so"
+    source.write_text(GUARD)
+    home = Path(torch.__file__).parent
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library)]
+    command += [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10"]
+    subprocess.run(command, check=True)
+    torch.ops.load_library(str(library))
+    torch._C._set_only_lift_cpu_tensors(True)
+    stand_ins = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "a GPU that is not there",
+        "synchronize": lambda device=None: None,
+        "stream": lambda stream: nullcontext(),
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+        "graph": capture,
+    }
+    for name, value in stand_ins.items():
+        setattr(torch.cuda, name, value)
+    fake_tensor.init_gpu_context = torch.cuda._lazy_init = lambda *_: (
+        None
+    )  # of builds for CUDA, which would look
+    Launch.__call__ = launch  # type: ignore[method-assign]
+    fp8.quantize_weight = quantized
+    kinds = {torch.bool: bool, torch.int64: np.int64, torch.uint8: np.uint8}
+    kinds |= {torch.float32: np.float32, torch.float64: np.float64}
+    # The host's blocks are written and read through numpy, which fake tensors do not have.
+    torch.Tensor.numpy = lambda self, **_: np.zeros(tuple(self.shape), kinds[self.dtype])  # type: ignore[method-assign]
+
+
+def on_the_gpu(name: str) -> Any:
+    """The published model, in bfloat16 but for what it keeps in float32."""
+    model = preset(name).model
+    for part, module in model.named_modules():
+        wide = part.split(".")[0] in model.float32_modules
+        for key, tensor in list(module._parameters.items()):
+            if tensor is not None:
+                made = torch.empty(tensor.shape, dtype=torch.float32 if wide else torch.bfloat16, device=GPU)
+                module._parameters[key] = nn.Parameter(made, requires_grad=False)
+        for key, tensor in list(module._buffers.items()):
+            if tensor is not None:
+                module._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=GPU)
+    return model
+
+
+def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    views, tokens, side = MODELS[name]
+    statistics = {"mean": (0.0,) * 7, "std": (1.0,) * 7}
+    actions = Normalizer(Normalization("mean_std", statistics, convention="openpi"), 7, "action")
+    plan = Plan.of(on_the_gpu(name), rewrites=ON_CUDA)
+    shape = SimpleNamespace(noise=plan.model.noise_shape, state=plan.model.state_size)
+    engine = CudaEngine(
+        plan, GPU, processing=processing_of(side), actions=actions, options=CudaOptions(**options)
+    )
+    inputs = ModelInputs(
+        np.zeros((0, 3, side, side), np.float32),
+        np.ones(views, bool),
+        np.ones(tokens, np.int64),
+        np.ones(tokens, bool),
+        np.zeros(shape.state, np.float32),
+        tuple(np.zeros((480, 640, 3), np.uint8) for _ in range(views)),
+    )
+    counted.clear()
+    chunk, _ = engine.run(inputs, np.zeros(shape.noise, np.float32), 10)
+    program = engine.programs[engine.programs.keys()[-1]]
+    assert program.actions.device == GPU
+    return {"shape": chunk.shape, **counted}
+
+
+def main(folder: Path) -> list[dict[str, Any]]:
+    stand_in(folder)
+    reports = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        for name, options in CASES:
+            reports.append({"model": name, "options": options, **case(name, options)})
+            print(reports[-1], flush=True)
+    return reports
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

@@ -1,0 +1,168 @@
+"""Whole programs of the published models through Triton's own launch path, for a GPU that is not there.
+
+A driver that has a GPU's properties and runs nothing stands below it; everything above is the real thing: the
+binding of arguments, the specialisation on values and alignment, the cache of compiled kernels, the compiler and
+``ptxas``. What is compiled is therefore what a GPU would be given, for every launch of a chunk at full size.
+
+``python -m tests.engine.cuda.fake_gpu CAPABILITY`` prints a line per case; the last line is JSON. It wants
+TRITON_CACHE_DIR to be an empty folder, and TRITON_INTERPRET not to be 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.fused.rows import Target
+from sinew.engine.cuda.kernels import row_norm
+from sinew.engine.cuda.tune import tuner, tuning
+from sinew.engine.cuda.tune.ahead import compile_all
+from sinew.engine.cuda.tune.trials import Trials
+from tests.engine.cuda.kernel_compile import resource_usage
+from tests.engine.cuda.test_cuda_full_size import META, program
+
+SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a program may have
+MODELS = {"pi05": (3, 200, 224), "pi0": (2, 16, 224), "smolvla": (2, 48, 512)}  # views, prompt, image
+NARROW = ("vision", "language", "head")
+VARIANTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "bfloat16": ({}, ()),
+    "dependent launch": ({"pdl": True, "prefetch": True}, ()),
+    "FP8, dependent launch": ({"pdl": True, "prefetch": True}, NARROW),
+    "FP8": ({}, NARROW),
+}
+CASES = {  # what differs between architectures and models, and not all that there is: each takes seconds
+    80: {"bfloat16": ("pi05", "smolvla")},
+    89: {"bfloat16": ("pi05", "smolvla"), "FP8": ("pi05",)},
+    90: {
+        "bfloat16": tuple(MODELS),
+        "dependent launch": ("pi05", "smolvla"),
+        "FP8": ("pi05", "smolvla"),
+        "FP8, dependent launch": ("pi05",),
+    },
+}
+
+
+class FakeGpu:
+    """``launches``: of each kernel; ``compiled``: each specialisation's name, machine code and shared memory."""
+
+    def __init__(self, capability: int):
+        self.capability, self.dependent = capability, 0
+        self.launches: Counter[str] = Counter()
+        self.compiled: list[tuple[str, bytes, int]] = []
+        self.utils, self.launcher_cls = self, self.launcher
+
+    def launcher(self, source: Any, metadata: Any) -> Any:
+        name = source.fn.__name__.removesuffix("_kernel")
+
+        def launch(x: int, y: int, z: int, *rest: Any) -> None:
+            assert 1 <= x < 2**31, f"{name}: grid {x}"
+            assert all(1 <= size < 2**16 for size in (y, z)), f"{name}: grid {x}, {y}, {z}"
+            self.launches[name] += 1
+            self.dependent += bool(metadata.launch_pdl)
+
+        return launch
+
+    # What Triton asks a driver.
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED[self.capability] << 10, "warpSize": 32}
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        self.compiled.append((name.removesuffix("_kernel"), code, shared))
+        return 1, 1, 0, 0, 1024
+
+
+def ahead(gpu: FakeGpu) -> dict[str, Any]:
+    """What tuning pi0.5 would launch: its row-wise kernels are compiled ahead, and then launched."""
+    with torch.no_grad():
+        made = program("pi05", *MODELS["pi05"], Kernels(META))
+        programs = SimpleNamespace(limit=1, make=None)
+        engine = SimpleNamespace(device=META, model=made.model, ops=made.ops, programs=programs)
+
+        def run() -> None:
+            made.ops = engine.ops
+            made.chunk()
+
+        trials = Trials(META, lambda calls: 0.0, lambda: 1.0, lambda row: None, again=True)
+        found = tuner.gather(engine, run, trials)
+        kinds = Counter(each.kernel.__name__.removesuffix("_kernel") for each in found.values())
+        some = {key: each for key, each in found.items() if each.kernel is row_norm.row_norm_kernel}
+        row_norm.row_norm_kernel.device_caches.clear()
+        compiled = compile_all(some, gpu.capability)
+        before = machine_code()
+        for layer in (made.model.vision.layers[0].norm1, made.model.vision.layers[0].norm2):
+            made.ops.rows.norm(
+                torch.empty(768, 1152, dtype=torch.bfloat16, device=META),
+                Target(torch.bfloat16),
+                eps=layer.eps,
+                kind="layer",
+            )
+    return {"kinds": kinds, "asked": len(some), "compiled": compiled, "missed": machine_code() - before}
+
+
+def machine_code() -> int:
+    """Files of it that Triton has kept."""
+    return len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
+
+
+def main(capability: int) -> dict[str, Any]:
+    from triton.runtime import driver
+
+    driver.set_active(gpu := FakeGpu(capability))
+    tuning.capability = lambda device: capability  # of the meta device, whose tensors have no memory
+    return {"chunks": chunks(gpu), "ahead": ahead(gpu) if capability == 90 else None}
+
+
+def chunks(gpu: FakeGpu) -> list[dict[str, Any]]:
+    rows, capability = [], gpu.capability
+    for variant, models in CASES[capability].items():
+        options, fp8 = VARIANTS[variant]
+        for name in models:
+            gpu.launches.clear()
+            gpu.compiled.clear()
+            gpu.dependent = 0
+            start = time.perf_counter()
+            with torch.no_grad():
+                program(name, *MODELS[name], Kernels(META, **options), fp8=fp8).chunk()
+            seconds = time.perf_counter() - start
+            usage = [(kernel, resource_usage(code), shared) for kernel, code, shared in gpu.compiled]
+            rows.append(
+                {
+                    "model": name,
+                    "variant": variant,
+                    "capability": capability,
+                    "seconds": round(seconds, 1),
+                    "launches": dict(gpu.launches),
+                    "dependent": gpu.dependent,
+                    "compiled": len(usage),
+                    "spilled": {kernel: use["spilled"] for kernel, use, _ in usage if use["spilled"]},
+                    "registers": max(use["registers"] for _, use, _ in usage) if usage else 0,
+                    "shared": max(shared for *_, shared in usage) if usage else 0,
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]))))

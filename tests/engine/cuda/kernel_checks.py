@@ -1,0 +1,342 @@
+"""One check per kernel: run it on awkward tensors, compare with the twin, look at what it should not have touched.
+
+``module`` is the kernel's file, or a broken copy of it; the twin is always the real one. The checks of the
+kernels that own whole rows are in ``kernel_row_checks.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinew.bundle.schema import ImageRecipe
+from sinew.engine.cuda.kernels import KERNELS, Workspace
+from sinew.engine.cuda.kernels.fp8_quantize import NEEDS
+from sinew.engine.cuda.kernels.lang import triton
+from sinew.engine.cuda.kernels.launch import Tile
+from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.cuda.kernels.splitk_linear import statistics_twin
+from sinew.engine.cuda.tune.tuning import capability
+from sinew.processing.image import prepare_frame
+from tests.engine.cuda import kernel_row_checks
+from tests.engine.cuda.kernel_tensors import (
+    DEVICE,
+    EPS,
+    SENTINEL,
+    Source,
+    around_nan,
+    close,
+    guarded_parts,
+    inside,
+    target,
+    untouched,
+)
+
+try:
+    import pytest
+except ImportError:  # on a machine with a GPU, `make gpu` runs the checks without it
+    pytest = None  # type: ignore[assignment]
+
+needs_triton = pytest and pytest.mark.skipif(
+    triton is None, reason="triton is not installed (it exists for Linux alone)"
+)
+SMALL = Tile(16, 16, 16, stages=2)
+DEEPER = Tile(16, 16, 32, stages=2)
+SPLIT = Tile(16, 16, 16, 3)
+
+
+def loaded(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def norm_of(s: Source, M: int, K: int, columns: int, norm: bool, affine: bool, given: int) -> dict[str, Any]:
+    """Options of a product over a norm. given: columns of squares, which are not those of x."""
+    options: dict[str, Any] = {"eps": EPS} if norm else {}
+    options |= {"bias": s.random(columns)} if affine else {}
+    if given:
+        return options | {"squares": s.parts(M, given)}
+    return options | ({"scale": s.random(K)} if affine else {})
+
+
+def norm_linear(
+    module: ModuleType,
+    dtype,
+    device,
+    M=17,
+    K=50,
+    N=37,
+    norm=True,
+    affine=True,
+    wide=False,
+    given=0,
+    silu=False,
+    tile=SMALL,
+) -> None:
+    s = Source(dtype, device)
+    x, weight = s.rows(M, K), s.weight(N, K)
+    weight = weight.float() if wide else weight
+    options = norm_of(s, M, K, N, norm, affine, given) | {"silu": silu}
+    out = target(M, N, dtype=weight.dtype, device=device)
+    module.norm_linear(x, weight, out=out, tile=tile, **options)
+    close(module, "norm_linear", out, KERNELS["norm_linear"].twin(x, weight, **options))
+    untouched(out)
+
+
+def gated_mlp(
+    module: ModuleType,
+    dtype,
+    device,
+    M=17,
+    K=50,
+    N=37,
+    activation="gelu_tanh",
+    norm=True,
+    affine=True,
+    given=0,
+    tile=SMALL,
+) -> None:
+    s = Source(dtype, device)
+    x, weight = s.rows(M, K), s.weight(2 * N, K)
+    options = {"activation": activation, **norm_of(s, M, K, 2 * N, norm, affine, given)}
+    out = target(M, N, dtype=dtype, device=device)
+    module.gated_mlp(x, weight, out=out, tile=tile, **options)
+    close(module, "gated_mlp", out, KERNELS["gated_mlp"].twin(x, weight, **options))
+    untouched(out)
+
+
+def qkv_rope(
+    module: ModuleType,
+    dtype,
+    device,
+    M=17,
+    K=50,
+    H=3,
+    KV=2,
+    D=24,
+    norm=True,
+    affine=True,
+    given=0,
+    tile=SMALL,
+) -> None:
+    s = Source(dtype, device)
+    columns = (H + 2 * KV) * D
+    x, weight = s.rows(M, K), s.weight(columns, K)
+    angle = s.random(M, D // 2, dtype=torch.float32) * 3
+    options = norm_of(s, M, K, columns, norm, affine, given)
+    q, k, v = (target(M, heads, D, dtype=dtype, device=device) for heads in (H, KV, KV))
+    module.qkv_rope(x, weight, angle.cos(), angle.sin(), q, k, v, tile=tile, **options)
+    twins = KERNELS["qkv_rope"].twin(x, weight, angle.cos(), angle.sin(), (H, KV), **options)
+    for got, want in zip((q, k, v), twins, strict=True):
+        if want.numel():
+            close(module, "qkv_rope", got, want)
+        untouched(got)
+
+
+def splitk_linear(
+    module: ModuleType,
+    dtype,
+    device,
+    M=17,
+    K=150,
+    N=37,
+    full=True,
+    norm=False,
+    scaled=False,
+    to=None,
+    tile=SPLIT,
+) -> None:
+    """norm: with the squares of what is written, scaled: and once more times a scale. Both are of the values that
+    were stored."""
+    s = Source(dtype, device)
+    x, weight = s.rows(M, K), s.weight(N, K)
+    options = {"bias": s.random(N), "gate": s.random(N), "residual": s.rows(M, N)} if full else {}
+    workspace = Workspace(1 << 16, 64, device)
+    workspace.parts.fill_(float("nan"))
+    to = to or dtype
+    want, outs = KERNELS["splitk_linear"].twin(x, weight, **options, dtype=to), []
+    scale = s.vector(N) if scaled else None
+    for _ in range(2):  # a graph replays the launch: the counters have to be zero again
+        outs.append(target(M, N, dtype=to, device=device))
+        again = target(M, N, dtype=to, device=device) if scaled else None
+        squares = guarded_parts(M, module.blocks(N, tile), device) if norm else None
+        extra = {"squares": squares, "scale": scale, "scaled": again}
+        module.splitk_linear(x, weight, workspace=workspace, out=outs[-1], tile=tile, **options, **extra)
+        close(module, "splitk_linear", outs[-1], want)
+        untouched(outs[-1])
+        total, other = statistics_twin(outs[-1], scale)
+        if squares is not None:
+            sums = squares.sum(-1, keepdim=True)
+            assert torch.allclose(sums, total, rtol=2e-6, atol=0), "squares"
+            around = squares._base
+            assert (around[0] == SENTINEL).all(), "squares: written before"
+            assert (around[M + 1 :] == SENTINEL).all(), "squares: written behind"
+        if again is not None:
+            close(module, "splitk_linear", again, other)
+            untouched(again)
+    assert torch.equal(outs[0], outs[1]), "two launches differ"
+    assert not workspace.arrivals.any(), "counters are not zero after the launch"
+
+
+def packed_attention(
+    module: ModuleType, dtype, device, M=5, H=6, KV=2, D=16, P=37, S=5, loud=1.0, tile=SPLIT
+) -> None:
+    s = Source(dtype, device)
+    q = (s.rows(M, H, D).float() * loud).to(dtype)
+    kv = s.rows(P, KV, D), s.rows(P, KV, D)
+    own = (s.rows(S, KV, D), s.rows(S, KV, D)) if S else None
+    mask = s.random(M, P + S, dtype=torch.float32) > -0.5
+    mask[M // 2] = False  # a query that may see nothing
+    workspace = Workspace(1 << 16, 64, device)
+    workspace.parts.fill_(float("nan"))
+    want, outs = KERNELS["packed_attention"].twin(q, kv, mask, own=own), []
+    for _ in range(2):
+        outs.append(target(M, H, D, dtype=dtype, device=device))
+        module.packed_attention(q, kv, mask, own=own, workspace=workspace, out=outs[-1], tile=tile)
+        close(module, "packed_attention", outs[-1], want)
+        untouched(outs[-1])
+    assert torch.equal(outs[0], outs[1]), "two launches differ"
+    assert not workspace.arrivals.any(), "counters are not zero after the launch"
+
+
+def preprocess(
+    module: ModuleType, dtype, device, size=(11, 14), to=(8, 12), exact=True, pad="center", patch=4, views=1
+) -> None:
+    """Against the twin and against ``sinew.processing``: for float32 the bound there is 1e-6 of a unit range."""
+    recipe = ImageRecipe(
+        height=to[0],
+        width=to[1],
+        interpolation="pil_bilinear" if exact else "bilinear",
+        pad=pad,
+        pad_value=0.0 if exact else -1.0,
+        mean=(0.5, 0.4, 0.3),
+        std=(0.5, 0.6, 0.7),
+    )
+    frames = np.random.default_rng(0).integers(0, 256, (views, *size, 3), dtype=np.uint8)
+    resize = Resize.of(*size, recipe, device)
+    images = torch.from_numpy(frames).to(device)
+    for patches in (None, patch):
+        twin = KERNELS["preprocess"].twin(images, resize, dtype=dtype, patch=patches)
+        out = target(*twin.shape, dtype=dtype, device=device)
+        module.preprocess(images, resize, out=out, patch=patches, tile=Tile(n=16))
+        close(module, "preprocess", out, twin)
+        untouched(out)
+        if patches is None and dtype == torch.float32:
+            reference = np.stack([prepare_frame(frame, recipe) for frame in frames])
+            error = np.abs(out.cpu().numpy() - reference).max()
+            assert error <= 1e-6, f"preprocess: {error} from sinew.processing"
+
+
+def fp8_product(module: ModuleType, dtype, device, M=17, K=80, N=37, bias=True, tile=DEEPER) -> None:
+    s = Source(dtype, device)
+    x, weight = (around_nan(s.random(size, K, dtype=torch.float32) * 8) for size in (M, N))
+    scales = [inside(s.random(1, size, dtype=torch.float32), float("nan"))[0] for size in (M, N)]
+    options = {"bias": s.random(N)} if bias else {}
+    out = target(M, N, dtype=dtype, device=device)
+    module.fp8_product(x, scales[0], weight, scales[1], out=out, tile=tile, **options)
+    close(
+        module,
+        "fp8_product",
+        out,
+        KERNELS["fp8_product"].twin(x, scales[0], weight, scales[1], dtype=dtype, **options),
+    )
+    untouched(out)
+
+
+CHECKS = {
+    "norm_linear": norm_linear,
+    "gated_mlp": gated_mlp,
+    "qkv_rope": qkv_rope,
+    "splitk_linear": splitk_linear,
+    "packed_attention": packed_attention,
+    "preprocess": preprocess,
+    "fp8_product": fp8_product,
+    **kernel_row_checks.CHECKS,
+}
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Beside the default shapes, none of whose sizes divides into tiles: the edges of every kernel.
+EDGES = {
+    "norm_linear": [
+        {"M": 1, "K": 16, "N": 16},  # one row, whole tiles
+        {"norm": False, "affine": False},
+        {"wide": True},
+        {"M": 33, "tile": Tile(16, 32, 64)},  # tiles larger than the problem
+        {"given": 5},
+        {"given": 1, "affine": False},
+        {"norm": False, "affine": False, "silu": True},
+    ],
+    "gated_mlp": [
+        {"M": 1, "activation": "silu"},
+        {"norm": False, "affine": False, "K": 32, "N": 32},
+        {"given": 3},
+    ],
+    "qkv_rope": [
+        {"KV": 0, "H": 2, "D": 32},  # queries alone
+        {"H": 0, "KV": 1, "D": 32},  # keys and values alone
+        {"M": 1, "norm": False, "affine": False},
+        {"given": 4},
+    ],
+    "splitk_linear": [
+        {"norm": True, "scaled": True},
+        {"norm": True, "scaled": True, "to": torch.bfloat16, "K": 32},  # the way in: a narrower stream
+        {"norm": True, "M": 33, "N": 16, "full": False, "tile": Tile(16, 16, 16)},
+        {"scaled": True, "tile": Tile(16, 32, 32, 1)},
+        {"M": 1, "full": False},
+        {"K": 20, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
+        {"tile": Tile(16, 32, 32, 1)},
+    ],
+    "packed_attention": [
+        {"S": 0, "tile": Tile(16, 16)},
+        {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # programs without any key
+        {"loud": 40.0},  # scores whose exponentials overflow unless the largest is taken off
+        {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
+    ],
+    "preprocess": [
+        {"exact": False, "pad": "top_left", "views": 2},
+        {"exact": False, "size": (5, 5), "to": (12, 8)},  # enlarged
+        {"size": (8, 12)},  # already of the size
+        {"size": (1, 1)},
+    ],
+    "fp8_product": [
+        {"M": 1, "N": 16, "bias": False},
+        {"M": 33, "K": 48, "tile": Tile(16, 32, 128)},  # tiles larger than the problem
+    ],
+    **kernel_row_checks.EDGES,
+}
+
+
+def module_of(name: str) -> ModuleType:
+    return importlib.import_module(f"sinew.engine.cuda.kernels.{name}")
+
+
+def all_checks() -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
+    """(kernel, dtype, sizes) of every check that can hold on any machine."""
+    for name in CHECKS:
+        for dtype in DTYPES:
+            yield name, dtype, {}
+            for sizes in EDGES[name]:
+                if DEVICE == "cuda" or dtype == torch.float32:  # the interpreter takes its time
+                    yield name, dtype, sizes
+
+
+def run(name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    """Raise AssertionError where the kernel is not its twin."""
+    CHECKS[name](module_of(name), dtype, DEVICE, **sizes)
+
+
+def runs_here(name: str, sizes: dict[str, Any]) -> bool:
+    """Whether the device has the instructions of a check; the interpreter has all of them."""
+    needed = NEEDS if sizes.get("eighths") else KERNELS[name].capability
+    return DEVICE == "cpu" or capability(torch.device(DEVICE)) >= needed

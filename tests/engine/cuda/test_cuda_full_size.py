@@ -1,0 +1,162 @@
+"""Published models at full size through the fused program, on tensors without memory: what would be launched, and
+that every launch is one that the kernels accept. Nothing is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
+from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
+from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.graphs import Calls
+from sinew.engine.cuda.kernels.launch import Launch
+from sinew.engine.cuda.program import Key, Program
+from sinew.engine.cuda.tune import tuning
+from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY
+from sinew.engine.plan import Plan
+from sinew.perf.program import preset
+
+pytest.importorskip("triton")
+META = torch.device("meta")
+IDENTITY = Normalization("identity")
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Counter[str]:
+    """Of every kernel. Launches are made, with all of their checks, and none is run."""
+    counted: Counter[str] = Counter()
+
+    def count(launch: Launch) -> None:
+        assert all(size > 0 for size in launch.grid)
+        kernel = getattr(launch.kernel, "fn", launch.kernel)
+        counted[kernel.__name__.removesuffix("_kernel")] += 1
+
+    monkeypatch.setattr(Launch, "__call__", count)
+    return counted
+
+
+class Asked(Kernels):
+    """Takes down the rows of what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(META)
+        self.problems: set[tuple[str, int]] = set()
+        self.given: Counter[str] = Counter()
+
+    def launch(self, kernel, dims, *rest):
+        self.problems.add((kernel, dims[0]))
+        self.given[kernel] += dims[-1] == 0  # squares of the input, from the kernel that wrote it
+        return super().launch(kernel, dims, *rest)
+
+    def preprocess(self, frames, resize, patch, out) -> None:
+        assert (patch, out.shape[2]) in ((14, 592), (16, 768))
+        super().preprocess(frames, resize, patch, out)
+
+
+def program(
+    name: str,
+    views: int,
+    tokens: int,
+    side: int,
+    ops: Kernels,
+    dtype: torch.dtype = torch.bfloat16,
+    fp8: tuple[str, ...] = (),
+) -> Program:
+    model = preset(name).model
+    for part, parameter in model.named_parameters():
+        if part.split(".")[0] not in model.float32_modules:
+            parameter.data = parameter.data.to(dtype)
+    plan = fuse(Plan.of(model, rewrites=ON_CUDA), ops, fp8=fp8)
+    key = Key(views, ((480, 640),) * views, tokens, 10)
+    return Program(key, plan, ops, processing_of(side), Calls(), META)
+
+
+def processing_of(side: int) -> Processing:
+    """As the published checkpoints have it: openpi's resize for 224, LeRobot's for 512."""
+    exact, pad = ("pil_bilinear", "center") if side == 224 else ("bilinear", "top_left")
+    prompt = PromptRecipe(max_tokens=256, vocab_size=100, pad_token_id=0)
+    image = ImageRecipe(side, side, interpolation=exact, pad=pad)
+    return Processing(image, prompt, IDENTITY, IDENTITY, 32, 32)
+
+
+@pytest.fixture
+def architecture(monkeypatch):
+    def pretend(capability: int) -> None:
+        monkeypatch.setattr(tuning, "capability", lambda device: capability)
+        tuning.choose.cache_clear()
+
+    yield pretend
+    tuning.choose.cache_clear()
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "views", "tokens", "side", "layers"),
+    [("pi05", 3, 200, 224, 18), ("pi0", 2, 16, 224, 18), ("smolvla", 2, 48, 512, 16)],
+)
+@torch.no_grad()
+def test_every_launch_of_a_chunk_is_accepted(
+    launches, architecture, name, views, tokens, side, layers, capability
+):
+    architecture(capability)
+    ops = Asked()
+    made = program(name, views, tokens, side, ops)
+    made.chunk()
+    assert capability in SHARED_MEMORY
+    language, head = layers - 1, 10 * layers  # the last language layer leaves its keys and values alone
+    vision = len(made.model.vision.layers)
+    assert launches == {
+        "row_norm": 2 * vision + 1,
+        "activate": vision,
+        "preprocess": 1,
+        "qkv_rope": language + 1 + head,
+        "packed_attention": language + head,
+        "gated_mlp": language + head,
+        "splitk_linear": 2 * (language + head) + 10,
+        "norm_linear": 10 if name == "pi05" else 20,
+    }
+    per_image = {224: 256, 512: 64}[side]
+    prefix = views * per_image + tokens + (name == "smolvla")
+    actions = made.model.config.chunk_size
+    assert ops.problems >= {("gated_mlp", prefix), ("gated_mlp", actions + (name == "pi0"))}
+    assert ("norm_linear", actions) in ops.problems
+    # The first layer of the language model has to look for itself. pi0 puts its state before the actions.
+    assert ops.given["qkv_rope"] == language + head - (10 if name == "pi0" else 0)
+    assert ops.given["gated_mlp"] == language + head
+    assert ops.given["norm_linear"] == (0 if name == "pi0" else 10)
+
+
+@pytest.mark.parametrize(("name", "layers", "tokens"), [("pi05", 18, 200), ("smolvla", 16, 48)])
+@torch.no_grad()
+def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens):
+    """Of the four inputs of a layer one is converted in a pass of its own: what attention leaves. The connector is
+    not here: as a module of its own it asks for the device, and this one is not a GPU."""
+    architecture(90)
+    side = 512 if name == "smolvla" else 224
+    made = program(name, 2, tokens, side, Asked(), fp8=("vision", "language"))
+    made.chunk()
+    language, vision, head = layers - 1, len(made.model.vision.layers), 10 * layers
+    assert launches == {
+        "preprocess": 1,
+        "row_norm": 2 * vision + 1 + 2 * language + 1,
+        "activate": vision + language,
+        "fp8_quantize": vision + language,
+        "fp8_product": 4 * vision + 4 * language + 1,
+        "rope": language + 1,
+        "packed_attention": language + head,
+        "qkv_rope": head,
+        "gated_mlp": head,
+        "splitk_linear": 2 * head + 10,
+        "norm_linear": 10 if name == "pi05" else 20,
+    }
+
+
+@torch.no_grad()
+def test_float32_and_four_views_fit_the_workspace(launches):
+    for dtype, views in ((torch.float32, 3), (torch.bfloat16, 4)):
+        launches.clear()
+        program("pi05", views, 200, 224, Kernels(META), dtype).chunk()
+        assert sum(launches.values()) == 997 + 10 + 3 * 27 + 1

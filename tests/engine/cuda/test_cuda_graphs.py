@@ -1,0 +1,311 @@
+"""Recording and replaying: static memory, keys, eviction, and what a capture would refuse. No GPU: a recorder that
+runs the program again on the same memory, and a device that is not the host."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sinew.engine.cuda.frames import runs
+from sinew.engine.cuda.graphs import Calls, Kept
+from sinew.engine.cuda.program import Program
+from sinew.engine.cuda.staging import ALIGNMENT, Staging
+from sinew.layers.linear import rounded
+from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, Frozen, asset_case, golden_case, shaken
+
+ONE_PER_MODEL = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+
+
+@pytest.fixture
+def open_case(golden, smolvla_bundle, pi_bundle):
+    def make(name: str) -> Case:
+        return golden_case(golden, pi_bundle if name.startswith("pi") else smolvla_bundle, name)
+
+    return make
+
+
+def rotated(case: Case, seed: int):
+    """Another observation of the same key: other frames, tokens, state and noise, a shorter prompt."""
+    rng = np.random.default_rng(seed)
+    inputs = case.inputs()
+    length = int(rng.integers(2, 16))
+    return replace(
+        inputs,
+        frames=tuple(rng.integers(0, 256, frame.shape, dtype=np.uint8) for frame in inputs.frames),
+        tokens=rng.integers(1, 60, length),
+        token_mask=np.ones(length, bool),
+        state=rng.standard_normal(inputs.state.shape).astype(np.float32),
+    ), rng.standard_normal(case.noise.shape).astype(np.float32)
+
+
+# ----------------------------------------------------------------------------- replays
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+def test_replays_read_what_was_written_last(open_case, name, stages):
+    """Rotating inputs through one recording: each result is that of an engine which never saw the others."""
+    case = shaken(open_case(name))
+    recorder = Frozen()
+    engine = case.engine(recorder, stages=stages)
+    fresh = case.engine()
+    for seed in range(4):
+        inputs, noise = rotated(case, seed)
+        got, _ = engine.run(inputs, noise, 2)
+        wanted, _ = fresh.run(inputs, noise, 2)
+        assert np.array_equal(got, wanted)
+        case.noise = noise
+        assert case.gap(engine, inputs, 2) <= BOUND
+    parts = ["vision", "read", "step"] if stages else ["chunk"]
+    assert [entry for entry in recorder.log if entry.startswith("record")] == [f"record {p}" for p in parts]
+    assert recorder.log.count(f"replay {parts[-1]}") == 4 * 2 * (2 if stages else 1)
+    assert len(engine.programs) == 1
+
+
+def test_a_key_is_views_sizes_bucket_and_steps(open_case):
+    case = open_case("pi0-2cam")
+    engine = case.engine(Frozen(), prompt_buckets=(16, 32), max_graphs=3)
+    inputs = case.inputs()
+
+    def run(inputs, steps=2):
+        assert case.gap(engine, inputs, steps) <= BOUND
+        return engine.programs.keys()[-1]
+
+    short = replace(inputs, tokens=np.arange(1, 6), token_mask=np.ones(5, bool))
+    first = run(short)
+    assert run(replace(inputs, tokens=np.arange(1, 9), token_mask=np.ones(8, bool))) == first
+    longer = run(replace(inputs, tokens=np.arange(1, 21), token_mask=np.ones(20, bool)))
+    assert (first.tokens, longer.tokens) == (16, 32)
+    alone = run(replace(short, frames=short.frames[:1], camera_mask=np.ones(1, bool)))
+    assert (alone.views, len(alone.sizes)) == (1, 1)
+    assert engine.programs.keys() == (first, longer, alone)
+    assert run(short) == first  # used: the longer prompt is the oldest now
+    pixels = run(replace(case.prepared(short), tokens=short.tokens, token_mask=short.token_mask))
+    assert (pixels.views, pixels.sizes) == (2, ())
+    assert engine.programs.keys() == (alone, first, pixels)
+    assert run(short, steps=3).steps == 3
+    assert engine.programs.keys()[:2] == (first, pixels)
+
+
+def test_keys_that_alternate_keep_their_own_memory(open_case):
+    """Vision, prefix and steps of two keys in turns: what one left for its next stage, the other leaves alone."""
+    case = shaken(open_case("pi05-2cam"))
+    engine, fresh = case.engine(Frozen()), case.engine()
+    two, noise = rotated(case, 1)
+    one = replace(two, frames=two.frames[:1], camera_mask=np.ones(1, bool))
+    programs = []
+    with torch.inference_mode():
+        for inputs in (two, one):
+            engine.run(inputs, noise, 2)
+            program = engine.programs[engine.programs.keys()[-1]]
+            program.write(inputs, noise)
+            programs.append(program)
+        for stage in ("vision", "read"):
+            for program in programs:
+                program.recorded(stage).replay()
+        for program in programs:
+            program.begin()
+        for step in range(2):
+            for program in reversed(programs):
+                program.moment.copy_(program.moments[step])
+                program.recorded("step").replay()
+    for program, inputs in zip(programs, (two, one), strict=True):
+        assert np.array_equal(program.x[0].numpy(), fresh.run(inputs, noise, 2)[0])
+
+
+def test_a_recording_that_keeps_an_input_is_caught(open_case, monkeypatch):
+    """The proof can fail: a program that reads the host's arrays instead of its static memory."""
+    case = shaken(open_case("pi0-2cam"))
+    engine, fresh = case.engine(Frozen()), case.engine()
+    first, noise = rotated(case, 1)
+    engine.run(first, noise, 2)
+    (key,) = engine.programs.keys()
+    program = engine.programs[key]
+    monkeypatch.setattr(program.staging, "upload", lambda: None)  # what was written does not arrive
+    second, noise = rotated(case, 2)
+    assert not np.array_equal(engine.run(second, noise, 2)[0], fresh.run(second, noise, 2)[0])
+
+
+def test_preparing_records_before_the_first_observation(open_case):
+    case = open_case("pi05-2cam")
+    recorder = Frozen()
+    engine = case.engine(recorder)
+    inputs = case.inputs()
+    wanted, _ = case.engine().run(inputs, case.noise, 3)
+    fresh = case.engine()
+    fresh.run(inputs, case.noise, 3)
+    engine.prepare(fresh.programs.keys()[0])
+    assert recorder.log == ["record chunk"]
+    assert np.array_equal(engine.run(inputs, case.noise, 3)[0], wanted)
+    assert recorder.log == ["record chunk", "replay chunk"]
+
+
+# ----------------------------------------------------------------------------- parts
+
+
+def test_what_was_not_used_for_longest_goes():
+    made = []
+    kept = Kept(2, lambda key: made.append(key) or key.upper())
+    assert [kept[key] for key in "abab"] == list("ABAB")
+    assert made == ["a", "b"]
+    assert kept["c"] == "C"
+    assert kept.keys() == ("b", "c")
+    assert "a" not in kept
+    assert kept["b"] == "B"
+    assert kept["a"] == "A"
+    assert (kept.keys(), made, len(kept)) == (("b", "a"), ["a", "b", "c", "a"], 2)
+
+
+def test_what_fails_to_be_made_is_not_kept():
+    def make(key):
+        raise ValueError(key)
+
+    kept = Kept(2, make)
+    with pytest.raises(ValueError, match="a"):
+        kept["a"]
+    assert len(kept) == 0
+
+
+def test_calls_run_each_time():
+    calls = []
+    recorded = Calls().record(lambda: calls.append(1) or len(calls))
+    assert calls == []
+    for wanted in (1, 2):
+        recorded.replay()
+        assert recorded.result == wanted
+
+
+def test_staging_is_one_block_with_a_copy_between():
+    fields = {"a": ((3,), torch.bool), "b": ((2, 2), torch.float32), "c": ((5,), torch.int64)}
+    staging = Staging(fields, CPU)
+    assert staging.nbytes == 3 * ALIGNMENT
+    places = {name: tensor.data_ptr() for name, tensor in staging.device.items()}
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in staging.device.values())
+    b = np.arange(4, dtype=np.float32).reshape(2, 2)
+    staging.write("b", b)
+    staging.write("a", np.array([True, False, True]))
+    assert not staging.device["b"].any()
+    staging.upload()
+    assert np.array_equal(staging.device["b"].numpy(), b)
+    assert staging.device["a"].tolist() == [True, False, True]
+    assert not staging.device["c"].any()
+    assert {name: tensor.data_ptr() for name, tensor in staging.device.items()} == places
+    with pytest.raises(ValueError, match=r"b: expected shape \[2, 2\], got \[2\]"):
+        staging.write("b", np.zeros(2, np.float32))
+    with pytest.raises(TypeError):
+        staging.write("c", np.zeros(5, np.float32))
+
+
+def test_neighbours_of_one_size_are_one_launch():
+    assert [tuple(run) for run in runs([(4, 6), (4, 6), (8, 8), (4, 6)])] == [
+        (0, 2, (4, 6)),
+        (2, 1, (8, 8)),
+        (3, 1, (4, 6)),
+    ]
+    assert runs([(4, 6)] * 2)[0].shape == (2, 4, 6, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounded_is_what_the_dtype_holds(dtype):
+    rng = np.random.default_rng(0)
+    for value in (2048**0.5, 960**0.5, 64**0.5, 1.0, 0.99999, *rng.uniform(1e-3, 1e3, 200)):
+        assert rounded(value, dtype) == torch.tensor(value, dtype=dtype).item()
+
+
+# ----------------------------------------------------------------------------- what a capture would refuse
+
+
+class FromTheHost(TorchDispatchMode):
+    """Collects operators that read host memory for a device tensor, or wait for a device's value: neither can be
+    recorded. ``count``: operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        read = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = {t.device.type for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+        waits = func is torch.ops.aten._local_scalar_dense.default
+        if waits or ("cpu" in read and "meta" in made) or ("meta" in read and "cpu" in made):
+            self.found.append(str(func))
+        self.count += not func.is_view
+        return out
+
+
+def without_memory(program: Program) -> Program:
+    """The same program on the device that is neither host nor GPU and computes nothing."""
+    model, vision = program.model, program.model.vision
+    held = [*model.parameters(), *model.buffers(), vision.patch_weight, *vision.grids.values()]
+    held += [*program.moments, program.x, program.moment, *program.staging.device.values()]
+    if program.patches is not None:
+        held.append(program.patches.rows)
+        for table in program.patches.tables:
+            held += [table.rows.first, table.rows.weights, table.columns.first, table.columns.weights]
+            held.append(table.affine)
+    memo = {id(t): t.detach().to("meta") for t in held}
+    for parameter in model.parameters():  # modules accept nothing else in its place
+        memo[id(parameter)] = torch.nn.Parameter(memo[id(parameter)], requires_grad=False)
+    return copy.deepcopy(program, memo)
+
+
+@torch.no_grad()  # not inference_mode: it would hand over composite operators whole
+def audit(case: Case, pixels: bool, spoil=lambda model: None, **options) -> FromTheHost:
+    engine = case.engine(**options)
+    engine.run(case.inputs(pixels=pixels), case.noise, 2)  # fills what a warm-up fills
+    (key,) = engine.programs.keys()
+    spoil(engine.model)
+    program = without_memory(engine.programs[key])
+    make = torch.tensor
+
+    def of_constants(*arguments, **options):  # no operator of its own on a device without memory
+        if str(options.get("device", "cpu")) != "cpu":
+            found.found.append("torch.tensor")
+        return make(*arguments, **options)
+
+    with FromTheHost() as found, mock.patch.object(torch, "tensor", of_constants):
+        program.chunk()
+    assert found.count > 100
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": False}], ids=["twins", "plain"])
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+def test_nothing_is_read_from_the_host_inside_a_program(open_case, name, options):
+    case = open_case(name)
+    assert audit(case, pixels=False, **options).found == []
+    assert audit(case, pixels=True, **options).found == []
+
+
+def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
+    case = asset_case("blocks")
+    scale = case.model.config.language.hidden_size**0.5
+
+    def with_a_constant(value, dtype):
+        return torch.tensor(value, dtype=dtype, device="meta") if value == scale else rounded(value, dtype)
+
+    assert audit(case, pixels=True).found == []
+
+    def spoil(model):
+        monkeypatch.setattr("sinew.models.smolvla.rounded", with_a_constant)
+
+    assert audit(case, True, spoil).found
+
+
+def test_the_audit_finds_rows_that_are_looked_up_again(open_case):
+    case = open_case("smolvla-2cam")
+    case.model.config.vision.__dict__["image_size"] = 256  # a table of a larger grid than the frames'
+    vision = case.model.vision
+    rows = vision.position_embedding.weight
+    vision.position_embedding.weight = torch.nn.Parameter(rows.repeat(4, 1), requires_grad=False)
+    assert audit(case, pixels=True).found == []
+    assert audit(case, True, lambda model: model.vision.grids.clear()).found

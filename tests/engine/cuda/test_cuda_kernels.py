@@ -1,0 +1,221 @@
+"""The engine over the kernels themselves: in Triton's interpreter on a CPU, and, marked ``gpu``, on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.bundle.schema import COMPONENTS
+from sinew.engine.cuda import engine as cuda_engine
+from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fused.fuse import ON_CUDA
+from sinew.engine.cuda.fused.launches import Kernels
+from sinew.engine.cuda.kernels.lang import interpreted
+from sinew.engine.cuda.kernels.launch import Launch
+from sinew.engine.cuda.kernels.norm_linear import norm_linear_kernel
+from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.cuda.tune import choices
+from sinew.engine.eager import EagerEngine
+from sinew.engine.loading import load_model
+from sinew.engine.plan import Plan
+from tests.conftest import GOLDEN
+from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, asset_case, golden_case, shaken
+from tests.golden import relative_l2
+
+pytest.importorskip("triton")
+INTERPRETED = interpreted(norm_linear_kernel)
+in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+ON_A_GPU = torch.cuda.is_available() and not INTERPRETED
+
+
+@pytest.fixture
+def open_case(request):
+    def make(name: str) -> Case:
+        if name in ("pen", "blocks"):
+            return asset_case(name)
+        if ON_A_GPU and not GOLDEN.is_dir():
+            pytest.skip(f"no fixtures at {GOLDEN}")  # a GPU machine may have the checkout alone
+        bundle = "pi_bundle" if name.startswith("pi") else "smolvla_bundle"
+        return golden_case(GOLDEN, request.getfixturevalue(bundle), name)
+
+    return make
+
+
+def small(case: Case) -> Case:
+    """A chunk of a few actions: the interpreter takes milliseconds per block."""
+    config = case.model.config
+    object.__setattr__(config, "chunk_size", 4)
+    case.noise = case.noise[:4]
+    return shaken(case)
+
+
+def one_view(case: Case, tokens: int = 3):
+    frames = (np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8),)
+    return replace(
+        case.inputs(),
+        frames=frames,
+        camera_mask=np.ones(1, bool),
+        tokens=np.arange(1, 1 + tokens),
+        token_mask=np.ones(tokens, bool),
+    )
+
+
+# ----------------------------------------------------------------------------- interpreted
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("pen", {}), ("pi0-2cam", {}), ("pi05-2cam", {}), ("pi05-2cam", {"scaled_norms": False})],
+    ids=["smolvla", "pi0", "pi05", "pi05, norms apart"],
+)
+def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, name, options):
+    """Every launch of a chunk, from raw frames, with the arguments, strides and masks that the engine gives it."""
+    asked: set[str] = set()
+
+    class Noted(Kernels):
+        def launch(self, kernel, *rest):
+            asked.add(kernel)
+            return super().launch(kernel, *rest)
+
+    monkeypatch.setattr(cuda_engine, "Twins", lambda: Noted(CPU))
+    case = small(open_case(name))
+    engine = case.engine(prompt_buckets=(4,), **options)
+    assert case.gap(engine, one_view(case), steps=1) <= BOUND
+    wanted = {"norm_linear", "gated_mlp", "qkv_rope", "splitk_linear", "packed_attention"}
+    assert asked == wanted | ({"row_norm"} if "scaled_norms" in options else set())
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("name", ["pen", "pi05-2cam"])
+def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
+    """All components in e4m3: conversions, norms, activations and rotations by the kernels, against their twins. The
+    interpreter's sums differ in their last bits, which moves some values to the next number of e4m3."""
+    launched: Counter[str] = Counter()
+    launch = Launch.__call__
+
+    def counting(self):
+        launched[self.kernel.fn.__name__.removesuffix("_kernel")] += 1
+        launch(self)
+
+    case = small(open_case(name))
+    engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
+    wanted, _ = engine.run(one_view(case), case.noise, 1)
+    monkeypatch.setattr(cuda_engine, "Twins", lambda: Kernels(CPU))
+    monkeypatch.setattr(Launch, "__call__", counting)
+    engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
+    got, _ = engine.run(one_view(case), case.noise, 1)
+    assert relative_l2(torch.from_numpy(got), torch.from_numpy(wanted)) <= 1e-2
+    model = case.model
+    language, head, vision = (len(part.layers) for part in (model.language, model.expert, model.vision))
+    layers = language - 1 + head
+    assert launched["rope"] == language + head
+    assert launched["activate"] == layers + vision
+    assert launched["fp8_quantize"] == layers + vision  # what attention leaves
+    assert launched["row_norm"] >= 2 * layers + 2 * vision + 2
+    assert launched["packed_attention"] == layers
+    assert launched["splitk_linear"] == 1  # the way in of a step
+    assert launched.keys().isdisjoint({"gated_mlp", "qkv_rope"})
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("way", ["torch", "library"])
+def test_what_was_measured_to_be_faster_is_used(open_case, monkeypatch, way):
+    """A choice for a library's products replaces the kernel, one problem at a time."""
+    monkeypatch.setattr(cuda_engine, "Twins", lambda: Kernels(CPU))
+    case = small(open_case("pen"))
+    seen = []
+
+    def choose(kernel, dims, dtype, device, default):
+        seen.append((kernel, dims, default))
+        return way if kernel != "norm_linear" else default, "as this test says"
+
+    monkeypatch.setattr(choices, "choose", choose)
+    monkeypatch.setattr("sinew.engine.cuda.kernels.gated_mlp.prepare", None)  # would not be callable
+    engine = case.engine(prompt_buckets=(4,))
+    assert case.gap(engine, one_view(case), steps=1) <= BOUND
+    assert {default for _, _, default in seen} == {"triton"}
+    assert len({kernel for kernel, _, _ in seen}) == 5
+
+
+# ----------------------------------------------------------------------------- on a GPU
+
+
+@pytest.fixture
+def on_gpu(open_case):
+    if not ON_A_GPU:
+        pytest.skip("needs a CUDA device and TRITON_INTERPRET=0")
+    device = torch.device("cuda", 0)
+
+    def make(name: str, **options) -> tuple[Case, CudaEngine]:
+        case = open_case(name)
+        plan = Plan.of(load_model(case.policy.bundle, device, "bfloat16"), rewrites=ON_CUDA)
+        processing = case.policy.manifest.processing
+        return case, CudaEngine(plan, device, processing=processing, options=CudaOptions(**options))
+
+    return make
+
+
+def rotating(case: Case, count: int):
+    rng = np.random.default_rng(3)
+    inputs = case.inputs()
+    for _ in range(count):
+        frames = tuple(rng.integers(0, 256, frame.shape, dtype=np.uint8) for frame in inputs.frames)
+        state = rng.standard_normal(inputs.state.shape).astype(np.float32)
+        yield (
+            replace(inputs, frames=frames, state=state),
+            rng.standard_normal(case.noise.shape).astype(np.float32),
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"graph": False}, {"kernels": False}, {"stages": True}])
+@pytest.mark.parametrize("name", ["blocks", "pi0-2cam", "pi05-2cam"])
+def test_a_gpu_computes_what_eager_does(on_gpu, name, options):
+    """Relative L2 of the chunk against float32 eager with the same noise. The fixtures' random weights leave
+    eager itself at 1.8e-2 in bfloat16 for pi0 (test_plan.py): its bound is 1.5 times eager's own there."""
+    case, engine = on_gpu(name, **options)
+    half = EagerEngine(load_model(case.policy.bundle, engine.device, "bfloat16"), engine.device)
+    for inputs, noise in rotating(case, 3):
+        case.noise = noise
+        pixels = case.prepared(inputs)
+        exact = torch.from_numpy(case.eager(pixels))
+        own = relative_l2(torch.from_numpy(half.run(pixels, noise, 10)[0]), exact)
+        got = torch.from_numpy(engine.run(inputs, noise, 10)[0])
+        assert relative_l2(got, exact) <= max(1e-2, 1.5 * own)
+
+
+@pytest.mark.gpu
+def test_a_thousand_calls_do_not_drift(on_gpu):
+    """Rotating inputs through one graph: the same answer to the bit every time, in a time that does not vary."""
+    case, engine = on_gpu("blocks")
+    observations = list(rotating(case, 7))
+    first = [engine.run(*observation, 10)[0] for observation in observations]
+    times = []
+    for call in range(1000):
+        start = time.perf_counter()
+        got, _ = engine.run(*observations[call % 7], 10)
+        times.append(time.perf_counter() - start)
+        assert np.array_equal(got, first[call % 7]), call
+    assert len(engine.programs) == 1
+    p50, p99 = np.percentile(times, [50, 99])
+    # Of a policy this small most is the host's; `make gpu` asks for 1.1 at full size.
+    assert p99 <= 1.5 * p50, f"p50 {1e3 * p50:.2f} ms, p99 {1e3 * p99:.2f} ms"
+
+
+@pytest.mark.gpu
+def test_graphs_that_were_evicted_leave_no_memory(on_gpu):
+    case, engine = on_gpu("blocks", max_graphs=2)
+    inputs, noise = next(rotating(case, 1))
+    wanted = {steps: engine.run(inputs, noise, steps)[0] for steps in (1, 2, 3)}
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_reserved()
+    for _ in range(10):
+        for steps, chunk in wanted.items():  # each evicts the one that comes after the next
+            assert np.array_equal(engine.run(inputs, noise, steps)[0], chunk)
+    assert torch.cuda.memory_reserved() <= held + (64 << 20)

@@ -1,0 +1,301 @@
+"""The CUDA engine as its callers meet it, on a CPU: stages, cancelling, memory, FP8, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.bundle.schema import Normalization
+from sinew.core import CancelledError, SinewError
+from sinew.engine.cuda.device import require
+from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fp8.calibrate import calibrate
+from sinew.engine.cuda.fused.fuse import LEFT_OUT, ON_CUDA
+from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.cuda.program import Key
+from sinew.engine.cuda.units import WorldUnits
+from sinew.engine.eager import EagerEngine
+from sinew.engine.loading import cuda_engine
+from sinew.engine.plan import REWRITES, Plan
+from sinew.policy import choose_dtype, load
+from sinew.processing.normalize import Normalizer
+from tests.engine.cuda.cuda_cases import ASSETS, BOUND, CPU, ONE_PER_MODEL, Frozen, asset_case, golden_case
+from tests.golden import relative_l2
+
+
+@pytest.fixture
+def open_case(golden, smolvla_bundle, pi_bundle):
+    def make(name: str, dtype: str = "float32"):
+        bundle = pi_bundle if name.startswith("pi") else smolvla_bundle
+        return golden_case(golden, bundle, name, dtype)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+def test_stages_are_the_whole_to_the_bit(open_case, name):
+    case = open_case(name)
+    engine = case.engine()
+    whole, timing = engine.run(case.inputs(), case.noise, 4)
+    assert len(timing.step_ms) == 1
+    assert timing.vision_ms == timing.prefix_ms == 0
+    engine.stages = True
+    apart, timing = engine.run(case.inputs(), case.noise, 4)
+    assert len(timing.step_ms) == 4
+    assert min(timing.vision_ms, timing.prefix_ms, *timing.step_ms) > 0
+    assert np.array_equal(whole, apart)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_cancelling(open_case, stages):
+    case = open_case("pi05-2cam")
+    engine, cancel = case.engine(stages=stages), threading.Event()
+    engine.run(case.inputs(), case.noise, 3, cancel)
+    steps = []
+    step = engine.model.step
+
+    def counting(*arguments):
+        steps.append(1)
+        cancel.set()
+        return step(*arguments)
+
+    engine.model.step = counting
+    with pytest.raises(CancelledError):
+        engine.run(case.inputs(), case.noise, 3, cancel)
+    assert len(steps) == (1 if stages else 3)  # a whole graph is not stopped, its result is dropped
+    with pytest.raises(CancelledError):
+        engine.run(case.inputs(), case.noise, 3, cancel)
+    assert len(steps) == (1 if stages else 3)
+
+
+def test_the_plan_is_left_as_it_is(open_case):
+    case = open_case("pi05-2cam")
+    plan = Plan.of(case.model, 4, ON_CUDA)
+    kinds = [type(module) for module in plan.model.modules()]
+    table = plan.moments(4)
+    engine = CudaEngine(plan, CPU, processing=case.policy.manifest.processing)
+    engine.run(case.inputs(), case.noise, 4)
+    assert [type(module) for module in plan.model.modules()] == kinds
+    assert plan.moments(4) is table
+    assert engine.plan.moments(4)[0].shape != table[0].shape
+    mine = {id(p) for p in engine.model.parameters()}
+    assert mine == {id(p) for p in plan.model.parameters()}
+    assert engine.weights_nbytes == sum(p.nbytes for p in plan.model.parameters())
+    assert (engine.recipe, engine.threads) == ({}, torch.get_num_threads())
+
+
+def test_outcomes_say_what_was_fused(open_case):
+    assert set(ON_CUDA) | set(LEFT_OUT) == set(REWRITES)
+    case = open_case("pi0-2cam")
+    outcomes = {o.name: o for o in case.engine().plan.outcomes}
+    assert outcomes["constant-kv"].status == "off"
+    assert outcomes["fuse DecoderLayer"].where == ("language.layers.0,1", "expert.layers.0-2")
+    assert outcomes["fuse AdaptiveDecoderLayer"].status == "not applicable"
+    bare = CudaEngine(Plan.of(case.model, rewrites=()), CPU, processing=case.policy.manifest.processing)
+    outcomes = {o.name: o for o in bare.plan.outcomes}
+    assert outcomes["fuse DecoderLayer"].status == "not applicable"
+    assert "not packed" in outcomes["fuse DecoderLayer"].reason
+    assert case.gap(bare) <= BOUND  # what is not fused runs all the same
+
+
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+@pytest.mark.parametrize("fp8", [("vision", "language"), ("head",)])
+def test_fp8_components(open_case, name, fp8):
+    """Emulated by the twin. The fixtures' weights are random, so errors do not average out as trained ones do."""
+    case = open_case(name, "bfloat16")
+    exact = torch.from_numpy(open_case(name).eager())
+    engine = case.engine(fp8=fp8)
+    assert engine.recipe == dict.fromkeys(fp8, "fp8")
+    got, _ = engine.run(case.inputs(), case.noise, 10)
+    error = relative_l2(torch.from_numpy(got), exact)
+    plain, _ = case.engine().run(case.inputs(), case.noise, 10)
+    assert relative_l2(torch.from_numpy(plain), exact) < error < 0.2
+    assert engine.weights_nbytes < case.engine().weights_nbytes
+    outcome = next(o for o in engine.plan.outcomes if o.name == "fp8")
+    assert any(where.startswith("expert" if "head" in fp8 else "vision") for where in outcome.where)
+
+
+def test_a_calibrated_bundle_needs_no_scale_per_row(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    case, options = asset_case("pen"), CudaOptions(fp8=("vision", "language"))
+    bundle = case.policy.bundle
+    exact = torch.from_numpy(case.policy.processor.action_normalizer.unnormalize(case.eager()[:, :2]))
+    errors, outcomes = [], []
+    for _ in range(2):
+        engine = cuda_engine(bundle, CPU, "bfloat16", options)
+        got, _ = engine.run(case.inputs(), case.noise, 10)
+        errors.append(relative_l2(torch.from_numpy(got), exact))
+        outcomes.append(next(o.reason for o in engine.plan.outcomes if o.name == "fp8"))
+        observations = [(case.inputs(pixels=True), case.noise)]
+        made, path = calibrate(bundle, case.model, observations, "grey frames")
+        assert path.is_relative_to(tmp_path)
+        assert made.observations == 1
+    assert "not calibrated for FP8" in caplog.text
+    (before, layers), (after, same) = (
+        re.search(r"inputs of (\d+) of (\d+) calibrated", text).groups() for text in outcomes
+    )
+    assert (before, after) == ("0", layers)
+    assert layers == same != "0"
+    assert len({*errors}) == 2
+    assert max(errors) < 0.1
+
+
+def test_warm_up_prepares_every_length_of_prompt():
+    policy = load(ASSETS / "blocks.gguf", engine="cuda")
+    policy.warm_up()
+    sizes = tuple((camera.height, camera.width) for camera in policy.spec.cameras)
+    longest, kept = policy.spec.max_prompt_tokens, policy.engine.programs.keys()
+    assert {key.tokens for key in kept} == set(policy.engine.options.buckets(longest))
+    assert {(key.sizes, key.steps) for key in kept} == {(sizes, policy.spec.solver_steps)}
+    before = len(kept)
+    policy.infer(replace(policy.dummy_observation(), prompt="put the green block into the right bin"))
+    assert len(policy.engine.programs) == before
+
+
+def test_lengths_of_prompts():
+    options = CudaOptions(prompt_buckets=(16, 32, 48))
+    assert [options.bucket(n) for n in (0, 1, 16, 17, 48, 49, 97)] == [0, 16, 16, 32, 48, 96, 144]
+    assert options.buckets(40) == [16, 32, 48]
+    assert options.buckets(48) == [16, 32, 48]
+    assert options.buckets(10) == [16]
+    assert options.buckets(50) == [16, 32, 48, 96]
+
+
+# ----------------------------------------------------------------------------- refusals
+
+
+def test_devices_that_cannot_run_it_are_refused(monkeypatch):
+    bundle = ASSETS / "pen.gguf"
+    if not torch.cuda.is_available():
+        with pytest.raises(SinewError, match="engine cuda on cuda:0: torch .* finds no CUDA device"):
+            load(bundle, device="cuda:0", engine="cuda")
+    with pytest.raises(SinewError, match="expected device cuda:N .* got mps"):
+        load(bundle, device="mps", engine="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    with pytest.raises(SinewError, match="expected compute capability 8.0 or newer, got 7.5"):
+        load(bundle, device="cuda:0", engine="cuda")
+    with pytest.raises(SinewError, match="on cuda:3: expected one of 1 devices"):
+        load(bundle, device="cuda:3", engine="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(SinewError, match="pdl: expected compute capability 9.0 or newer, got 8.0"):
+        require(torch.device("cuda", 0), CudaOptions(pdl=True))
+    with pytest.raises(SinewError, match="fp8 on cuda:0: compute capability 8.0, FP8 needs 8.9"):
+        require(torch.device("cuda", 0), CudaOptions(fp8=("vision",)))
+    monkeypatch.setattr("sinew.engine.cuda.device.triton", None)
+    with pytest.raises(SinewError, match="kernels need triton"):
+        load(bundle, device="cuda:0", engine="cuda")
+
+
+def test_options_that_cannot_be_are_refused(open_case):
+    with pytest.raises(SinewError, match="fp8: expected some of vision, language, head, got expert"):
+        CudaOptions(fp8=("expert",))
+    with pytest.raises(SinewError, match="prompt_buckets: expected lengths that grow"):
+        CudaOptions(prompt_buckets=(32, 16))
+    with pytest.raises(SinewError, match="max_graphs: expected 1 or more, got 0"):
+        CudaOptions(max_graphs=0)
+    with pytest.raises(SinewError, match="pdl: .* needs a GPU, got device cpu"):
+        asset_case("pen").engine(pdl=True)
+    options = CudaOptions(prompt_buckets=(16, 48))
+    assert [options.bucket(n) for n in (1, 16, 17, 48, 49, 97)] == [16, 16, 48, 48, 96, 144]
+
+
+def test_bfloat16_is_the_engines_own_choice_on_a_gpu():
+    assert choose_dtype(None, "cuda:0", "cuda")[0] == "bfloat16"
+    assert choose_dtype(None, "cuda:0", "eager")[0] == "native"
+    assert choose_dtype(None, "cpu", "cuda")[0] == "float32"
+
+
+def test_a_batch_is_refused(open_case):
+    case = open_case("pi0-2cam")
+    model = case.engine().model
+    q = torch.zeros(2, 3, 8, 16)
+    with pytest.raises(ValueError, match="batch: expected one observation, got 2"):
+        model.expert.layers[0].attn.attend(
+            q, (q[:, :, :1], q[:, :, :1]), torch.ones(2, 3, 3, dtype=torch.bool)
+        )
+
+
+def test_eager_is_still_what_nobody_asked_to_change(open_case):
+    """The engine is chosen by name alone, and the loaded model is not touched."""
+    case = asset_case("pen")
+    assert isinstance(case.policy.engine, EagerEngine)
+    before = case.eager()
+    case.engine().run(case.inputs(), case.noise, 10)
+    assert np.array_equal(case.eager(), before)
+    assert Key.of(case.inputs(), 16, 10) == Key(2, ((64, 64), (64, 64)), 16, 10)
+
+
+# ----------------------------------------------------------------------------- world units
+
+STATISTICS = {
+    "identity": (),
+    "mean_std": ("mean", "std"),
+    "min_max": ("min", "max"),
+    "quantiles": ("q01", "q99"),
+    "quantile10": ("q10", "q90"),
+}
+
+
+@pytest.mark.parametrize("convention", ["lerobot", "openpi"])
+@pytest.mark.parametrize("mode", STATISTICS)
+def test_world_units_are_those_of_the_normalizer(mode, convention):
+    """Every formula, with one dimension whose range is zero."""
+    rng = np.random.default_rng(7)
+    low = rng.uniform(-3, 3, 6).round(3)
+    stats = dict(zip(STATISTICS[mode], (low, low + np.array([0.0, 0.1, 1.0, 2.0, 5.0, 40.0])), strict=False))
+    recipe = Normalization(mode, {name: tuple(v) for name, v in stats.items()}, 1e-6, convention)
+    normalizer = Normalizer(recipe, 6, "action")
+    units = WorldUnits(normalizer, CPU)
+    x = torch.from_numpy(rng.standard_normal((9, 8)).astype(np.float32))
+    out = torch.full((9, 6), torch.nan, dtype=units.dtype)
+    units.write(x, out)
+    wanted = normalizer.unnormalize(x[:, :6].numpy())
+    assert out.numpy().dtype == wanted.dtype
+    ulp = np.finfo(wanted.dtype).eps
+    assert np.abs(out.numpy() - wanted).max() <= 4 * ulp * max(1.0, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", ONE_PER_MODEL)
+def test_a_loaded_policy_leaves_the_engine_in_world_units(open_case, name):
+    """Once: on the device, and not again by the processor."""
+    case = open_case(name)
+    policy = load(case.policy.bundle.path, engine="cuda")
+    normalizer, engine = policy.processor.action_normalizer, policy.engine
+    assert engine.unnormalizes
+    inputs = policy.processor.inputs(case.observation, pixels=False)
+    got, _ = engine.run(inputs, case.noise, 4)
+    wanted = normalizer.unnormalize(case.eager(steps=4)[:, : normalizer.dim])
+    assert got.shape == wanted.shape
+    assert got.dtype == wanted.dtype
+    assert np.abs(got - wanted).max() <= BOUND * np.abs(wanted).max()
+    assert (
+        np.abs(wanted - case.eager(steps=4)[:, : normalizer.dim]).max() > 1e-2
+    )  # the statistics do something
+    engine.stages = True
+    assert np.array_equal(got, engine.run(inputs, case.noise, 4)[0])
+    model_units, _ = case.engine().run(inputs, case.noise, 4)
+    assert model_units.shape == case.noise.shape
+
+
+def test_world_units_are_recorded_with_the_chunk(open_case):
+    """A graph that replays has to un-normalise what it just computed."""
+    case, recorder = open_case("pi05-2cam"), Frozen()
+    manifest = case.policy.manifest
+    actions = Normalizer(manifest.processing.action, manifest.spec.action.dim, "action")
+    plan = Plan.of(case.model, rewrites=ON_CUDA)
+    engine = CudaEngine(plan, CPU, processing=manifest.processing, actions=actions, recorder=recorder)
+    for seed in range(3):
+        noise = np.random.default_rng(seed).standard_normal(case.noise.shape).astype(np.float32)
+        got, _ = engine.run(case.inputs(), noise, 2)
+        wanted = actions.unnormalize(
+            case.policy.engine.run(case.inputs(pixels=True), noise, 2)[0][:, : actions.dim]
+        )
+        assert np.abs(got - wanted).max() <= BOUND * np.abs(wanted).max()
+    assert recorder.log.count("record chunk") == 1

@@ -1,0 +1,82 @@
+"""Every launch of the published models' chunks, as Triton would hand it to a GPU. Nothing is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.engine.cuda.fake_gpu import CASES, MODELS, SHARED
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module", params=sorted(SHARED))
+def found(request, tmp_path_factory) -> dict:
+    """From a process of its own: Triton decides at import whether it compiles or interprets."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    command = [sys.executable, "-m", "tests.engine.cuda.fake_gpu", str(request.param)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_tuning_needs_is_compiled_ahead(found) -> None:
+    """A launch then finds on disk what was compiled from the same arguments on another thread."""
+    ahead = found["ahead"]
+    if ahead is None:
+        pytest.skip("for one GPU")
+    assert ahead["kinds"].keys() >= {
+        "gated_mlp",
+        "qkv_rope",
+        "splitk_linear",
+        "activate",
+        "rope",
+        "preprocess",
+    }
+    assert sum(ahead["kinds"].values()) > 60
+    assert ahead["compiled"] == ahead["asked"] >= 6
+    assert ahead["missed"] == 0
+
+
+def test_all_cases_reach_the_driver(found) -> None:
+    """Bound, specialised, compiled, within the shared memory of the device, and out of no registers."""
+    reports = found["chunks"]
+    capability = reports[0]["capability"]
+    cases = {(report["model"], report["variant"]) for report in reports}
+    assert cases == {(name, variant) for variant, models in CASES[capability].items() for name in models}
+    for report in reports:
+        case = report["model"], report["variant"]
+        assert not report["spilled"], case
+        assert 0 < report["registers"] <= 255, case
+        assert 0 < report["shared"] <= SHARED[capability] << 10, case
+        launches = sum(report["launches"].values())
+        assert launches > 850, case
+        assert 8 <= report["compiled"] <= 64, case  # kinds of launches; more would compile for minutes
+        # Programmatic dependent launch is for all kernels of a chain or for none.
+        assert report["dependent"] == (launches if "dependent" in report["variant"] else 0), case
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_everything_is_on_the_device(tmp_path) -> None:
+    """Of the engine's own torch operations, whose operands could lie on two devices."""
+    command = [sys.executable, "-m", "tests.engine.cuda.fake_device", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert {report["model"] for report in reports} == set(MODELS)
+    for report in reports:
+        options = report["options"]
+        stages = "stages" in options
+        assert report["shape"] == [50, 7], options
+        # A graph of the whole, or of vision, prefix and a step; the last is replayed ten times.
+        assert report["capture"] == (3 if stages else 1), options
+        assert report["replay"] == (12 if stages else 1), options
+        assert ("launch" in report) == options.get("kernels", True), options

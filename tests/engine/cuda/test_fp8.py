@@ -1,0 +1,413 @@
+"""FP8: conversion at its edges, the layer, the choice between two products, calibration, and what it costs a chunk.
+
+The kernels' own checks and wrong variants are in test_kernels.py, what the compiler makes of them in
+test_kernel_launches.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinew.bundle.schema import COMPONENTS
+from sinew.core import SinewError
+from sinew.engine.cuda.fp8 import linear as fp8
+from sinew.engine.cuda.fp8 import scales as calibration
+from sinew.engine.cuda.kernels.fp8_quantize import E4M3, fp8_quantize, twin
+from sinew.engine.cuda.tune import choices, tuning
+from sinew.engine.eager import EagerEngine
+from sinew.engine.plan import Plan
+from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.rewrite import twin as twin_of_model
+from sinew.layers.linear import Linear
+from sinew.policy import load
+from tests.engine.cuda.kernel_checks import DEVICE, needs_triton
+from tests.golden import Golden
+
+CPU = torch.device("cpu")
+PRINT = "0123456789abcdef" * 4
+# Relative L2 of the chunk with vision and language in FP8, and what bfloat16 alone costs there. Measured on the
+# CPU with the twin (2026-11-21), per-row and calibrated scales, eager and planned model, in that order:
+#   SmolVLA 1.8e-3 2.1e-3 2.7e-3 3.2e-3, bf16 1.0e-3;  pi0 1.1e-1 9.7e-2 8.9e-2 1.2e-1, bf16 1.8e-2
+#   pi0.5   4.0e-3 3.4e-3 3.8e-3 4.1e-3, bf16 1.0e-3
+# The random pi0 fixture multiplies any error: 1 % of noise on its vision weights moves the chunk by 5.7 %.
+BOUNDS = {"smolvla-2cam": 6e-3, "pi0-2cam": 0.2, "pi05-2cam": 8e-3}
+
+
+def takes_a_scale_per_row() -> bool:
+    """Whether torch's product does on this device: on a CPU, 2.11 does not and 2.13 does."""
+    data, scale = torch.zeros(16, 16, device=DEVICE).to(E4M3), torch.ones(16, 1, device=DEVICE)
+    try:
+        torch._scaled_mm(data, data.T, scale, scale.T, out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+ROWWISE = takes_a_scale_per_row()
+
+
+def relative(a, b) -> float:
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+# ----------------------------------------------------------------------------- conversion
+
+
+def every_number() -> torch.Tensor:
+    """All finite numbers of e4m3, what lies a quarter, half and three quarters between two of them, and beyond."""
+    codes = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    steps = codes[1:] - codes[:-1]
+    between = [codes[:-1] + steps * part for part in (0.25, 0.5, 0.75)]
+    positive = torch.cat([codes, *between, torch.tensor([449.0, 463.9, 464.0, 465.0, 480.0, 1e4, 3e38])])
+    return torch.cat([positive, -positive])
+
+
+@needs_triton
+def test_conversion_is_to_nearest_even_and_saturates() -> None:
+    x = every_number()[None].to(DEVICE)
+    one = torch.ones((), device=DEVICE)
+    wanted = x.clamp(-448, 448).to(E4M3).float()
+    assert wanted.abs().max() == 448
+    for convert in (fp8_quantize, twin):
+        data, scales = convert(x, x_scale=one)
+        assert torch.equal(data.float(), wanted)
+        assert scales.tolist() == [1.0]
+
+
+def test_rows_of_zeros_and_tiny_rows_stay_finite() -> None:
+    weight = torch.randn(5, 32)
+    weight[1] = 0
+    weight[3] *= 1e-42  # numbers that float32 itself holds imprecisely
+    made = fp8.quantize_weight(weight)
+    assert torch.isfinite(made.wide()).all()
+    assert not made.wide()[1].any()
+    out = fp8.fp8_linear(torch.zeros(3, 32), made)
+    assert out.dtype == torch.float32
+    assert not out.any()
+
+
+@given(st.integers(0, 2**31), st.floats(-12, 12))
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_error_of_each_weight(seed: int, exponent: float) -> None:
+    """Half a step of the mantissa, or of the subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(7, 48, generator=generator) * 10**exponent
+    made = fp8.quantize_weight(weight)
+    assert made.data.is_contiguous()
+    assert made.data.shape == weight.shape
+    largest = weight.abs().amax(1, keepdim=True)
+    bound = torch.maximum(weight.abs() * 2**-4, largest / 448 * 2**-10) * 1.00001
+    assert ((made.wide() - weight).abs() <= bound).all()
+    assert (made.data.float().abs().amax(1) == 448).all()
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (torch.zeros(4, 24), "weight: expected an input size that is a multiple of 16, got 24"),
+        (torch.zeros(4), r"weight: expected \[out, in\], got 1 axes"),
+        (torch.zeros(1, 1 << 16), "weight: expected an input size of at most 32768, got 65536"),
+        (torch.full((4, 32), float("nan")), "weight: expected finite numbers"),
+        (torch.full((4, 32), float("inf")), "weight: expected finite numbers"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weight: torch.Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fp8.quantize_weight(weight)
+
+
+def test_arguments_are_checked() -> None:
+    weight = fp8.quantize_weight(torch.randn(8, 32))
+    with pytest.raises(ValueError, match=r"x: expected shape \[rows, 32\], got \[3, 16\]"):
+        fp8.fp8_linear(torch.zeros(3, 16), weight)
+    with pytest.raises(ValueError, match="x: expected bfloat16, float16 or float32, got torch.int64"):
+        fp8.fp8_linear(torch.zeros(3, 32, dtype=torch.int64), weight)
+    with pytest.raises(ValueError, match=r"out: expected shape \[3, 8\], got \[3, 9\]"):
+        fp8.fp8_linear(torch.zeros(3, 32), weight, out=torch.zeros(3, 9))
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="x_scale: expected a finite number above 0"):
+            fp8.Fp8Linear.of(Linear(32, 8), scale)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fine"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_devices_without_fp8_are_refused(
+    capability: tuple[int, int], fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda:0")
+    assert fp8.supported(device)[0] is fine
+    assert f"{capability[0]}.{capability[1]}" in fp8.supported(device)[1]
+    if not fine:
+        with pytest.raises(
+            ValueError, match=rf"compute capability {capability[0]}\.{capability[1]}, FP8 needs 8\.9"
+        ):
+            fp8._require(device)
+
+
+# ----------------------------------------------------------------------------- the layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_layer_stands_in_for_a_linear_layer(bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear = Linear(64, 24, bias=bias).to(dtype).requires_grad_(False)
+    x = torch.randn(2, 5, 64) * torch.logspace(-4, 2, 5)[:, None]  # rows of very different size
+    wanted = linear(x)
+    for scale in (None, float(x.abs().max()) / 448):
+        layer = fp8.Fp8Linear.of(linear, scale)
+        got = layer(x)
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        assert layer.weight.dtype == dtype
+        assert 1e-3 < relative(got.float(), wanted.float()) < 0.05
+    if not bias:  # the smallest row: a scale of its own keeps what one for the tensor rounds away
+        own, shared = (
+            relative(fp8.Fp8Linear.of(linear, s)(x)[0, 0].float(), wanted[0, 0].float())
+            for s in (None, scale)
+        )
+        assert own < 0.06 < 0.2 < shared
+
+
+@needs_triton
+@pytest.mark.parametrize("scale", [None, 0.02])
+def test_both_products_are_the_twin(scale: float | None) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(9, 64, device=DEVICE).bfloat16(), torch.randn(32, device=DEVICE).bfloat16()
+    weight = fp8.quantize_weight(torch.randn(32, 64, device=DEVICE).bfloat16())
+    x_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
+    wanted = fp8.twin(x, weight, x_scale, bias).float()
+    for with_ in (fp8.with_triton, *([fp8.with_scaled_mm] if ROWWISE else [])):
+        for out in (None, torch.empty(9, 32, dtype=torch.bfloat16, device=DEVICE)):
+            got = with_(*fp8_quantize(x, x_scale=x_scale), weight, bias, out)
+            assert got.dtype == torch.bfloat16
+            assert out is None or got is out
+            assert relative(got.float().cpu(), wanted.cpu()) < 2**-6  # the interpreter cuts bfloat16 off
+    with pytest.raises(ValueError, match="expected bfloat16 products"):
+        fp8.with_scaled_mm(*twin(x), replace(weight, dtype=torch.float32))
+
+
+# ----------------------------------------------------------------------------- the choice
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choices.choose.cache_clear()
+    tuning.choose.cache_clear()
+    yield tmp_path
+    choices.choose.cache_clear()
+    tuning.choose.cache_clear()
+
+
+@pytest.fixture
+def gpu(cache, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that choosing takes for a GPU: what is tested is the choice and its file, not the timing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    return torch.device("cuda:0")
+
+
+DIMS = (9, 32, 64)
+
+
+def pick(device: torch.device, times: dict[str, float]) -> dict:
+    def way(name: str):
+        def run() -> float:
+            if times[name] < 0:
+                raise RuntimeError("no such product")
+            return times[name]
+
+        return run
+
+    return choices.pick("fp8_product", DIMS, E4M3, device, {n: way(n) for n in times}, lambda call: call())
+
+
+def test_the_faster_product_is_kept_with_its_reason(gpu: torch.device) -> None:
+    assert choices.choose("fp8_product", DIMS, E4M3, gpu, "triton") == (
+        "triton",
+        "default: not measured on this device",
+    )
+    pick(gpu, {"triton": 0.5, "scaled_mm": 0.25})
+    choices.choose.cache_clear()  # as in another process
+    way, reason = choices.choose("fp8_product", DIMS, E4M3, gpu, "triton")
+    assert (way, reason) == ("scaled_mm", "measured: scaled_mm 0.2500 ms, triton 0.5000 ms")
+    assert choices.choose("fp8_product", (10, 32, 64), E4M3, gpu, "triton")[0] == "triton"
+    entry = pick(gpu, {"triton": 0.5, "scaled_mm": -1})
+    assert (entry["way"], entry["failed"]) == ("triton", {"scaled_mm": "RuntimeError: no such product"})
+    assert "scaled_mm does not run" in choices.choose("fp8_product", DIMS, E4M3, gpu, "triton")[1]
+    with pytest.raises(RuntimeError, match="nothing runs on cuda:0"):
+        pick(gpu, {"triton": -1})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"KEY": 3}', '{"KEY": {"way": "x", "ms": {}, "reason": ""}}'])
+def test_a_broken_file_of_choices_is_reported_and_not_used(gpu: torch.device, text: str, caplog) -> None:
+    path = choices.cache_file(gpu)
+    path.parent.mkdir(parents=True)
+    path.write_text(text.replace("KEY", choices.key("fp8_product", DIMS, E4M3)))
+    assert (
+        choices.choose("fp8_product", DIMS, E4M3, gpu, "triton")[1] == "default: not measured on this device"
+    )
+    assert "measured choices" in caplog.text
+
+
+# ----------------------------------------------------------------------------- calibration
+
+
+def two_layers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.vision = torch.nn.Sequential(Linear(32, 32), Linear(32, 16))
+    model.language = torch.nn.ModuleDict({"unused": Linear(16, 16), "odd": Linear(24, 8)})
+    return model.requires_grad_(False)
+
+
+def test_calibration_takes_the_largest_input_of_all_observations(cache) -> None:
+    model = two_layers()
+    layers = calibration.linears(model, ("vision", "language"))
+    assert list(layers) == ["vision.0", "vision.1", "language.unused"]  # 24 inputs do not fit
+    inputs = [torch.randn(3, 32) * size for size in (1, 5, 2)]
+    made = calibration.calibrate(layers, [lambda x=x: model.vision(x) for x in inputs], PRINT, "noise")
+    assert made.observations == 3
+    assert made.amax["vision.0"] == float(max(x.abs().max() for x in inputs))
+    assert made.amax["vision.1"] == float(max(model.vision[0](x).abs().max() for x in inputs))
+    assert "language.unused" not in made.scales
+    assert made.scales["vision.0"] == pytest.approx(made.amax["vision.0"] * calibration.HEADROOM / 448)
+    assert not model.vision[0]._forward_pre_hooks
+    assert calibration.store(made).is_relative_to(cache)
+    assert calibration.load(PRINT) == made
+    calibration.use_fp8(model, layers, made.scales)
+    assert float(model.vision[0].x_scale) == pytest.approx(made.scales["vision.0"])
+    assert model.language["unused"].x_scale is None
+    assert isinstance(model.language["odd"], Linear)
+
+
+def test_headroom_saturates_late_and_costs_nothing() -> None:
+    linear, x = Linear(64, 16), torch.randn(20, 64)
+    wanted = linear(x)
+    tight = float(x.abs().max()) / 448
+    errors = {
+        name: relative(
+            fp8.Fp8Linear.of(linear, scale)(x * size).detach(),
+            (wanted * size - linear.bias * (size - 1)).detach(),
+        )
+        for name, scale, size in (
+            ("seen", tight, 1),
+            ("room", 2 * tight, 1),
+            ("twice", 2 * tight, 2),
+            ("cut", tight, 2),
+        )
+    }
+    assert errors["room"] < 1.05 * errors["seen"]
+    assert errors["twice"] < 0.05 < errors["cut"]
+
+
+def test_calibration_says_what_is_wrong(cache) -> None:
+    model = two_layers()
+    layers = calibration.linears(model, ("vision",))
+    with pytest.raises(SinewError, match="none of 2 layers ran in 1 observations"):
+        calibration.calibrate(layers, [lambda: None], PRINT, "nothing")
+    with pytest.raises(SinewError, match=r"expected finite inputs of vision\.0, got nan"):
+        calibration.calibrate(layers, [lambda: model.vision(torch.full((1, 32), float("nan")))], PRINT, "nan")
+    with pytest.raises(SinewError, match="expected components of vision, language, head, got visoin"):
+        calibration.linears(model, ("visoin",))
+    foreign = calibration.Calibration(PRINT, {"vision.7": 1.0}, 1, "another model")
+    with pytest.raises(SinewError, match=r"vision\.7 is not a layer of this model"):
+        calibration.use_fp8(model, layers, foreign.scales)
+    for bad in ("../../etc", "", "XYZ"):
+        with pytest.raises(SinewError, match="expected a hexadecimal fingerprint"):
+            calibration.load(bad)
+    assert calibration.load(PRINT) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: "{", "expected JSON"),
+        (lambda d: "[1]", "expected an object, got list"),
+        (lambda d: d | {"version": 2}, "version: expected 1, got 2"),
+        (lambda d: d | {"fingerprint": "f" * 64}, "fingerprint: expected 0123"),
+        (lambda d: d | {"amax": {}}, "amax: expected values by layer"),
+        (
+            lambda d: d | {"amax": {"vision.0": -1.0}},
+            r"amax\.vision\.0: expected a finite number of at least 0",
+        ),
+        (lambda d: d | {"amax": {"vision.0": float("inf")}}, r"amax\.vision\.0: expected a finite number"),
+        (lambda d: d | {"amax": {"vision.0": "1"}}, r"amax\.vision\.0: expected a finite number"),
+        (lambda d: d | {"observations": 0}, "observations: expected 1 or more"),
+        (lambda d: d | {"source": None}, "source: expected text"),
+    ],
+)
+def test_damaged_and_foreign_files_are_refused(cache, change, words: str) -> None:
+    path = calibration.store(calibration.Calibration(PRINT, {"vision.0": 1.0}, 4, "frames"))
+    changed = change(json.loads(path.read_text()))
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(SinewError, match=words) as caught:
+        calibration.load(PRINT)
+    assert str(path) in str(caught.value)
+
+
+# ----------------------------------------------------------------------------- what it costs a chunk
+
+
+@pytest.fixture(scope="module", params=BOUNDS)
+def case(request, golden, smolvla_bundle, pi_bundle):
+    """(name, policy in float32, its inputs, noise, its chunk)."""
+    name = request.param
+    policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name))
+    g = Golden(golden / name)
+    inputs = policy.processor.inputs(replace(policy.dummy_observation(), **g.observation()))
+    noise = g.numpy("noise")[0]
+    return name, policy, inputs, noise, policy.engine.run(inputs, noise, 10)[0]
+
+
+def engine_in_fp8(policy, inputs, noise, planned: bool, calibrated: bool, components) -> EagerEngine:
+    model = policy.engine.model
+    engine = PlannedEngine(Plan.of(model, 10), CPU) if planned else EagerEngine(twin_of_model(model), CPU)
+    layers = calibration.linears(engine.model, components)
+    scales = None
+    if calibrated:
+        runs = [lambda: engine.run(inputs, noise, 10)]
+        scales = calibration.calibrate(layers, runs, PRINT, "the fixture").scales
+    calibration.use_fp8(engine.model, layers, scales)
+    return engine
+
+
+@pytest.mark.parametrize("calibrated", [False, True], ids=["per-row", "calibrated"])
+@pytest.mark.parametrize("planned", [False, True], ids=["eager", "plan"])
+def test_a_chunk_with_vision_and_language_in_fp8(case, planned: bool, calibrated: bool) -> None:
+    name, policy, inputs, noise, wanted = case
+    engine = engine_in_fp8(policy, inputs, noise, planned, calibrated, ("vision", "language"))
+    error = relative(engine.run(inputs, noise, 10)[0], wanted)
+    assert 1e-4 < error < BOUNDS[name]  # not at all would mean that nothing was converted
+
+
+def test_the_head_can_be_in_fp8_too(case) -> None:
+    name, policy, inputs, noise, wanted = case
+    engine = engine_in_fp8(policy, inputs, noise, True, True, COMPONENTS)
+    kinds = {type(module).__name__ for layer in engine.model.expert.layers for module in layer.modules()}
+    assert "Fp8Linear" in kinds
+    assert relative(engine.run(inputs, noise, 10)[0], wanted) < BOUNDS[name]
+
+
+def test_a_wrong_scale_of_one_channel_is_seen(case, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, policy, inputs, noise, wanted = case
+    right = fp8.quantize_weight
+
+    def wrong(weight: torch.Tensor) -> fp8.Fp8Weight:
+        made = right(weight)
+        made.scale[0] *= 4
+        return made
+
+    monkeypatch.setattr(fp8, "quantize_weight", wrong)
+    engine = engine_in_fp8(policy, inputs, noise, False, False, ("vision", "language"))
+    assert relative(engine.run(inputs, noise, 10)[0], wanted) > BOUNDS[name]

@@ -1,0 +1,347 @@
+"""``make gpu`` without a GPU: budgets, failures that stay where they happen, tables, and what it needs installed.
+Its models, sections and tuning: test_gpu_ladder.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.models import MODELS, TARGETS
+from benchmarks.gpu.roofline import work
+from benchmarks.gpu.sections import SECTIONS, run_tests
+from benchmarks.gpu.table import joined, markdown, table
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# ----------------------------------------------------------------------------- budgets and processes
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_with(sections: dict[str, float | Exception], budget: float) -> tuple[dict, list[dict], list[float]]:
+    """sections: name -> seconds that it takes, or what it raises. Returns document, what was saved, times given."""
+    clock, saved, given = Clock(), [], []
+
+    def run(name: str, seconds: float) -> dict:
+        given.append(seconds)
+        takes = sections[name]
+        if isinstance(takes, Exception):
+            raise takes
+        clock.now += min(takes, seconds)
+        return {"status": "done" if takes <= seconds else "partial", "reason": "", "rows": [{"name": name}]}
+
+    def save(document: dict) -> None:
+        saved.append(json.loads(json.dumps(document)))
+
+    document = gpu.run_all(list(sections), budget, dict.fromkeys(sections, 50.0), run, save, {}, clock)
+    return document, saved, given
+
+
+def test_each_section_has_its_own_time_and_all_have_one() -> None:
+    document, saved, given = run_with({"a": 20.0, "b": 80.0, "c": 10.0, "d": 1.0}, 80)
+    assert {name: s["status"] for name, s in document["sections"].items()} == {
+        "a": "done",
+        "b": "partial",
+        "c": "done",
+        "d": "skipped",
+    }
+    assert given == [50.0, 50.0, 10.0]
+    assert document["sections"]["d"]["reason"] == "0 s were left of 80"
+    assert [list(each["sections"]) for each in saved] == [
+        ["a"],
+        ["a", "b"],
+        ["a", "b", "c"],
+        ["a", "b", "c", "d"],
+    ]
+
+
+def test_the_default_budget_is_ten_minutes_at_worst() -> None:
+    """The last section begins in time, does not end in time, and its process does not die; 15 s to start and print."""
+    assert gpu.BUDGET + gpu.GRACE + gpu.STUCK + 15 <= 600
+
+
+def test_a_section_that_fails_costs_only_itself() -> None:
+    document, saved, _ = run_with({"a": 5.0, "b": RuntimeError("lost the device"), "c": 5.0}, 100)
+    assert document["sections"]["b"] == {
+        "status": "failed",
+        "reason": "RuntimeError: lost the device",
+        "rows": [],
+    }
+    assert document["sections"]["a"]["rows"] == [{"name": "a"}]
+    assert document["sections"]["c"]["status"] == "done"
+    assert len(saved) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "killed", "code", "status", "rows"),
+    [
+        ('{"row": {"a": 1}}\n{"status": "done", "reason": ""}\n', False, 0, "done", 1),
+        ('{"row": {"a": 1}}\n{"row": {"a', True, -9, "partial", 1),
+        ("", True, -9, "partial", 0),
+        ('{"row": {"a": 1}}\n', False, -11, "failed", 1),
+    ],
+)
+def test_rows_outlive_their_process(
+    tmp_path: Path, text: str, killed: bool, code: int, status: str, rows: int
+) -> None:
+    path = tmp_path / "rows"
+    path.write_text(text)
+    record = gpu.read_rows(path, killed, code)
+    assert (record["status"], len(record["rows"])) == (status, rows)
+    assert record["reason"] or status == "done"
+
+
+def test_sections_run_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    record = gpu.run_section("machine", 60, "cpu", True)
+    assert record["status"] == "done"
+    assert len(record["rows"]) == 2
+    assert gpu.run_section("first", 60, "cpu", True)["reason"] == "the first measurements need a GPU"
+    monkeypatch.setattr(gpu, "GRACE", 0.5)
+    record = gpu.run_section("ladder pi0.5", 0.1, "cpu", True)
+    assert (record["status"], record["reason"]) == ("partial", "cut off: its time was used up")
+    assert record["seconds"] < 10
+
+
+def test_a_section_counts_from_when_its_process_began(tmp_path: Path) -> None:
+    """What importing took is gone. Without a GPU and at full size: ``bounds`` alone may run so."""
+    rows = tmp_path / "rows"
+    asked = ["--device", "cpu", "--section", "bounds", "--rows", str(rows)]
+    assert gpu.main([*asked, "--deadline", str(time.monotonic() - 1)]) == 0
+    (end,) = map(json.loads, rows.read_text().splitlines())
+    assert end["status"] == "partial"
+    assert end["reason"].startswith("time was used up: pi0.5")
+
+
+def test_a_process_that_does_not_die_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the driver cannot be interrupted, not even by SIGKILL."""
+    waited, killed = [], []
+
+    class Stuck:
+        pid = 123456789
+
+        def __init__(self, *args: object, **options: object) -> None:
+            pass
+
+        def wait(self, timeout: float) -> int:
+            waited.append(timeout)
+            raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(gpu.os, "killpg", lambda pid, signal: killed.append(pid))
+    record = gpu.run_section("machine", 30, "cuda", False)
+    assert record["status"] == "partial"
+    assert waited == [30 + gpu.GRACE, gpu.STUCK]
+    assert killed == [Stuck.pid]
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "row"),
+    [
+        ("print('x\\n3 passed, 1 skipped in 2 s')", 60, {"returncode": 0, "passed": 3, "skipped": 1}),
+        ("print('1 failed, 2 passed in 2 s'); exit(1)", 60, {"returncode": 1, "failed": 1, "passed": 2}),
+        ("import time; print('..', flush=True); time.sleep(60)", 2, {"returncode": None, "tail": ".."}),
+    ],
+)
+def test_runs_of_pytest_are_counted(program: str, seconds: float, row: dict) -> None:
+    found = run_tests([sys.executable, "-c", program], seconds)
+    assert row.items() <= found.items()
+    json.dumps(found)
+
+
+# ----------------------------------------------------------------------------- the table
+
+
+@pytest.fixture
+def document() -> dict:
+    case = TARGETS["smolvla"].name
+    rung = {"case": case, "target_ms": 3.5, "p95_ms": 3.2, "calls": 100, "l2": 4e-3, "drift": 0.0}
+    sections = {
+        "machine": [
+            {"what": "product, bfloat16", "flops": 785e12},
+            {"what": "copy", "bandwidth": 4.3e12},
+            {"what": "product, e4m3", "flops": 1570e12},
+        ],
+        "checks": [
+            {"kernel": "row_norm", "dtype": "torch.float32", "sizes": "{}", "error": ""},
+            {"kernel": "gated_mlp", "dtype": "torch.float32", "sizes": "{}", "error": "L2 | of\n0.5"},
+        ],
+        "first": [{"what": "(a) chain of 1000, plain", "us": 2.5}, {"what": "(b)", "error": "out of memory"}],
+        "ladder smolvla": [
+            {
+                **rung,
+                "rung": "engine",
+                "p50_ms": 2.0,
+                "p99_ms": 2.1,
+            },
+            {"case": case, "rung": "engine", "vision_ms": 1.1, "language_ms": 0.2, "action_ms": 0.9},
+            {**rung, "rung": "fp8", "p50_ms": 4.0, "p99_ms": 6.0},
+            {**rung, "rung": "engine, dependent launch", "p50_ms": 3.6, "p99_ms": None},
+            {"case": case, "rung": "engine, dependent launch", "error": "its stages failed"},
+            {"case": case, "rung": "graph", "error": "illegal access"},
+            {
+                "kernel": "qkv_rope",
+                "dims": [50, 2560, 1024, 256],
+                "tile": {"m": 64},
+                "way": "triton",
+                "reason": "measured: x",
+            },
+        ],
+        "bounds": [{"case": case, "work": work(TARGETS["smolvla"])}],
+        "compile pi0.5": [],
+    }
+    return {
+        "gpu": "NVIDIA H200",
+        "date": "2026-11-21T00:00:00Z",
+        "seconds": 300.0,
+        "sections": {
+            name: {"status": "done", "seconds": 1.0, "rows": rows} for name, rows in sections.items()
+        },
+    }
+
+
+def test_the_table_says_what_was_measured(document: dict) -> None:
+    text = markdown(document)
+    lines = text.splitlines()
+    assert lines[0] == "# NVIDIA H200, 2026-11-21"
+    case = TARGETS["smolvla"].name
+    assert f"| {case} | engine | 3.5 | 2.000 | 5 % | yes | 4.0e-03 |" in lines
+    assert f"| {case} | fp8 | 3.5 | 4.000 | 50 % | no | 4.0e-03 |" in lines
+    assert f"| {case} | engine, dependent launch | 3.5 | 3.600 | - | no | 4.0e-03 |" in lines
+    kept = f"| {case} | engine, dependent launch | 3.600 | 3.200 | - | 100 | 4.0e-03 | 0.0e+00 | its stages failed |"
+    assert kept in lines
+    stage = next(line for line in lines if line.startswith(f"| {case} | engine") and "(" in line)
+    assert stage == f"| {case} | engine | 1.100 (50 %) | 0.200 (36 %) | 0.900 (51 %) | 2.000 (54 %) |"
+    assert "1 of 2 kernel checks hold, 0 do not apply." in text
+    assert "| gated_mlp | torch.float32 | {} | L2 / of 0.5 |" in lines
+    assert "| (b) | - | - | - | out of memory |" in lines
+    assert "| qkv_rope | 50x2560x1024x256 | m 64 | measured: x |" in lines
+    assert "785 TFLOP/s" in text
+    assert "illegal access" in text
+
+
+def test_the_table_of_what_there_is(document: dict) -> None:
+    del document["sections"]["machine"]
+    assert "Ceilings were not measured" in markdown(document)
+    assert "illegal access" in markdown(document)
+    document["sections"] = {"machine": {"status": "failed", "reason": "no | device", "rows": []}}
+    assert "| machine | failed | 0 | 0 | no / device |" in markdown(document).splitlines()
+    assert table(("a",), []) == ""
+    assert "none of these numbers measures anything" in markdown(document | {"tiny": True})
+
+
+def test_one_table_of_several_calls(document: dict) -> None:
+    """The rooflines are counted at home, the ceilings are measured on the machine."""
+    counted = {"gpu": "cpu", "sections": {"bounds": document["sections"]["bounds"]}}
+    whole = markdown(document)
+    del document["sections"]["bounds"]
+    assert "(54 %)" in whole
+    assert "(54 %)" not in markdown(document)
+    assert "2.000 (54 %)" in markdown(joined([document, counted]))
+
+
+def test_results_are_written_whole(tmp_path: Path, document: dict) -> None:
+    gpu.save_to(tmp_path)(document)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "nvidia-h200-2026-11-21.json",
+        "nvidia-h200-2026-11-21.md",
+    ]
+    assert json.loads((tmp_path / document["file"]).read_text())["gpu"] == "NVIDIA H200"
+
+
+# ----------------------------------------------------------------------------- the command
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "nothing was measured" in said.err
+    assert "sees no CUDA device" in said.err
+    assert json.loads(said.out.splitlines()[-1])["status"] == "nothing was measured"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "cpu"], "--device cpu: expected --tiny"),
+        (["--device", "cpu", "--tiny", "--only", "machine,laddr"], "got laddr"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], words: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_the_whole_command_in_a_bare_environment(tmp_path: Path) -> None:
+    """With torch, triton and numpy alone: what a machine without the project's environment has."""
+    others = {
+        "PIL",
+        "cyclopts",
+        "gguf",
+        "hypothesis",
+        "msgspec",
+        "onnxruntime",
+        "pytest",
+        "rich",
+        "safetensors",
+        "tokenizers",
+    }
+    hook = tmp_path / "sitecustomize.py"
+    hook.write_text(f"import sys\nsys.modules.update(dict.fromkeys({sorted(others)!r}))\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    command += ["--only", "machine,tests,ladder pi0,bounds"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["sections"] == {"machine": "done", "tests": "skipped", "ladder pi0": "done", "bounds": "done"}
+    made = json.loads((tmp_path / "out" / last["file"]).read_text())
+    assert made["sections"]["tests"]["reason"].startswith("not installed: pytest, msgspec, gguf, tokenizers")
+    assert made["tiny"] is True
+    assert "Stages against the roofline" in (tmp_path / "out" / last["file"]).with_suffix(".md").read_text()
+
+
+def test_the_make_target_needs_no_environment() -> None:
+    done = subprocess.run(
+        ["make", "-n", "gpu", "PYTHON_GPU=some-python"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "some-python -m benchmarks.gpu" in done.stdout
+    assert "pip" not in done.stdout
+    assert "venv" not in done.stdout
+
+
+def test_what_ten_minutes_are_for_comes_first() -> None:
+    """Together at their longest, what must not be missing fits; compiling the large models is what is left out."""
+    names = list(SECTIONS)
+    needed = names[: names.index("tests")]
+    assert set(needed) >= {"machine", "checks", "first", *(f"ladder {name}" for name in MODELS)}
+    assert sum(SECTIONS[name][1] for name in needed) <= 540  # the first call of docs/gpu.md
+    assert gpu.BUDGET + gpu.GRACE < 600
+    assert names[-2:] == ["compile pi0.5", "compile pi0"]

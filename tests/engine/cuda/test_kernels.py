@@ -1,0 +1,289 @@
+"""The Triton kernels against their twins, without a GPU in Triton's interpreter; that the checks can fail; the
+twins against the models' own layers.
+
+``tests/conftest.py`` sets TRITON_INTERPRET; with TRITON_INTERPRET=0 on a machine with a GPU the same checks
+run there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinew.bundle.schema import ImageRecipe
+from sinew.engine.cuda.kernels import KERNELS
+from sinew.engine.cuda.kernels.launch import Tile
+from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.layers.attention import attend
+from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderConfig, GatedMLP
+from sinew.layers.norm import AdaRMSNorm, Modulation, rms_normalize
+from sinew.layers.rope import Rotation
+from sinew.processing.image import prepare_frame
+from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, DTYPES, EDGES, loaded, module_of, needs_triton
+
+few = settings(max_examples=4, deadline=None, derandomize=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernel_equals_twin(name: str, dtype: torch.dtype) -> None:
+    CHECKS[name](module_of(name), dtype, DEVICE)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "sizes"), [(name, sizes) for name, edges in EDGES.items() for sizes in edges], ids=str
+)
+def test_kernel_equals_twin_at_the_edges(name: str, sizes: dict) -> None:
+    CHECKS[name](module_of(name), torch.float32, DEVICE, **sizes)
+
+
+@needs_triton
+@few
+@given(M=st.integers(1, 40), K=st.integers(1, 70), N=st.integers(1, 40), split=st.integers(1, 4))
+def test_linear_kernels_of_any_size(M: int, K: int, N: int, split: int) -> None:
+    tile = Tile(16, 32, 32, split, stages=2)
+    for name in ("norm_linear", "gated_mlp", "splitk_linear"):
+        CHECKS[name](module_of(name), torch.float32, DEVICE, M=M, K=K, N=N, tile=tile)
+
+
+@needs_triton
+@few
+@given(
+    M=st.integers(1, 9), KV=st.integers(1, 2), G=st.integers(1, 4), P=st.integers(1, 50), S=st.integers(0, 9)
+)
+def test_attention_of_any_size(M: int, KV: int, G: int, P: int, S: int) -> None:
+    CHECKS["packed_attention"](
+        module_of("packed_attention"), torch.float32, DEVICE, M=M, H=KV * G, KV=KV, P=P, S=S
+    )
+
+
+# A line of a kernel, what it is changed into, and the sizes that show it.
+MUTANTS = [
+    ("norm_linear", "squares / K + eps", "squares / BLOCK_K + eps", {}),
+    ("norm_linear", "1.0 + tl.load(scale", "tl.load(scale", {}),
+    ("norm_linear", "mask=row_ok[:, None] & k_ok[None, :]", "mask=row_ok[:, None]", {}),
+    ("norm_linear", "mask=row_ok[:, None] & col_ok[None, :])", "mask=row_ok[:, None])", {}),
+    ("gated_mlp", "1.5957691216057308", "1.702", {}),
+    ("gated_mlp", "gate_tile + N * K + k", "gate_tile + k", {}),
+    ("gated_mlp", "inner = gate\n", "inner = up\n", {"activation": "silu"}),
+    ("qkv_rope", "rows, cols, ok, head, q_row", "rows, cols, ok, 0, q_row", {}),
+    ("qkv_rope", "weight + ((head * D + cols)", "weight + ((cols)", {}),
+    ("qkv_rope", "low_tile + HALF * K + i", "low_tile + K + i", {}),
+    ("splitk_linear", "for s in range(SPLIT)", "for s in range(SPLIT - 1)", {}),
+    ("splitk_linear", "tl.store(arrivals + tile, 0)", "tl.store(arrivals + tile, 1)", {}),
+    ("splitk_linear", "acc *= tl.load(gate", "acc += tl.load(gate", {}),
+    ("splitk_linear", "factor = 1.0 + tl.load(scale", "factor = tl.load(scale", {"scaled": True}),
+    ("splitk_linear", "(wide * factor[None, :])", "(acc * 2.0 * factor[None, :])", {"scaled": True}),
+    ("splitk_linear", "+ tile // blocks_m\n", "+ 0\n", {"norm": True}),
+    (
+        "splitk_linear",
+        "tl.sum(wide * wide, axis=1), mask=row_ok)",
+        "tl.sum(wide * wide, axis=1))",
+        {"norm": True},
+    ),
+    ("norm_linear", "tl.exp(-acc)", "tl.exp(acc)", {"silu": True}),
+    ("norm_linear", "squares + rows[:, None] * columns", "squares + rows[:, None]", {"given": 3}),
+    ("norm_linear", "(at < columns)[None, :]", "(at < columns + 1)[None, :]", {"given": 3}),
+    (
+        "gated_mlp",
+        "given_squares(given, rows, row_ok",
+        "given_squares(given, rows // 2, row_ok",
+        {"given": 3},
+    ),
+    ("qkv_rope", "given_squares(given, rows, row_ok", "given_squares(given, rows // 2, row_ok", {"given": 3}),
+    ("packed_attention", "v_tile, acc * fade[:, None], UPCAST", "v_tile, acc, UPCAST", {"loud": 4.0}),
+    ("packed_attention", 'scores, float("-inf"))', "scores, MASKED)", {}),
+    ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
+    ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
+    ("row_norm", "added *= tl.load(gate", "added += tl.load(gate", {}),
+    ("row_norm", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
+    (
+        "row_norm",
+        "tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)",
+        "(tl.rsqrt(tl.sum(h * h, axis=0) / C) + eps)",
+        {"affine": False, "quiet": 1e-4, "branch": False},
+    ),
+    ("row_norm", "axis=0) / C + eps", "axis=0) / BLOCK_C + eps", {}),
+    ("row_norm", "h - tl.sum(h, axis=0) / C, 0.0)", "h, 0.0)", {"kind": "layer"}),
+    (
+        "row_norm",
+        "tl.where(ok, h - tl.sum(h, axis=0) / C, 0.0)",
+        "h - tl.sum(h, axis=0) / C",
+        {"kind": "layer"},
+    ),
+    ("row_norm", "y *= offset + tl.load", "y *= tl.load", {}),
+    ("row_norm", "y += tl.load(shift", "y += tl.load(weight", {}),
+    ("row_norm", "y = h * tl.rsqrt(", "h = h.to(tl.bfloat16).to(tl.float32)\n    y = h * tl.rsqrt(", {}),
+    (
+        "row_norm",
+        "tl.store(scales + row, scale)",
+        "tl.store(scales + (row + 1) % 5, scale)",
+        {"eighths": True},
+    ),
+    (
+        "row_norm",
+        "to_e4m3(y, scale",
+        "to_e4m3(y.to(tl.bfloat16).to(tl.float32), scale",
+        {"eighths": True, "scale": 0.02, "M": 40, "C": 100},
+    ),
+    ("row_norm", "scale_of(y, x_scale)", "scale_of(h, x_scale)", {"eighths": True}),
+    ("row_norm", "normed_row + cols", "normed_row + cols + 1", {"eighths": True}),
+    ("activate", "1.5957691216057308", "1.702", {}),
+    ("activate", "y *= up", "y *= up * 0 + gate", {}),
+    ("activate", "tl.load(x + row * x_row + N + cols", "tl.load(x + row * x_row + cols", {}),
+    (
+        "activate",
+        "y = gate / (1.0 + tl.exp(-inner))\n    if GATED:\n        up =",
+        """if GATED:
+        y = tl.load(x + row * x_row + N + cols, mask=ok, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y))
+        up = gate
+        gate =""",
+        {"activation": "silu", "bias": False},
+    ),
+    ("activate", "up += tl.load(bias + N + cols", "up += 0 * tl.load(bias + N + cols", {}),
+    ("activate", "bias + N + cols", "bias + cols", {}),
+    ("activate", "gate += tl.load(bias", "gate += 0 * tl.load(bias", {"gated": False}),
+    ("activate", "inner = gate\n", "inner = 2 * gate\n", {"activation": "silu"}),
+    ("activate", "tl.program_id(0) % BLOCKS", "0 * BLOCKS", {}),
+    ("activate", "tl.store(scales + row, scale)", "tl.store(scales + row * 0, scale)", {"eighths": True}),
+    ("activate", "if block == 0:", "if block == 99:", {"eighths": True}),
+    ("activate", "ok = cols < N", "ok = cols < BLOCK_N * BLOCKS", {}),
+    (
+        "activate",
+        "to_e4m3(y, scale",
+        "to_e4m3(y.to(tl.bfloat16).to(tl.float32), scale",
+        {"eighths": True, "M": 40, "N": 100},
+    ),
+    ("rope", "high * c + low * s", "high * c - low * s", {}),
+    ("rope", "low * c - high * s", "low * c + high * s", {}),
+    ("rope", "tl.store(to_k, turned_low", "tl.store(to_k, low", {}),
+    ("rope", "(head - H) * D", "head * D", {}),
+    ("rope", "((head - H - KV) * D + cols)", "cols", {}),
+    ("rope", "table = rows[:, None] * HALF", "table = rows[:, None] * D", {}),
+    ("rope", "bias + head * D + HALF + cols", "bias + head * D + cols", {}),
+    ("rope", "cols < HALF)[None, :]", "cols < BLOCK_N)[None, :]", {}),
+    ("preprocess", "y_first + ty", "y_first", {}),
+    ("preprocess", "value.to(tl.float32) * factor", "(value.to(tl.float32) + 0.5) * factor", {}),
+    (
+        "fp8_quantize",
+        "tl.maximum(tl.div_rn(wide, scale), -448.0)",
+        "tl.div_rn(wide, scale)",
+        {"scale": 0.005},
+    ),
+    ("fp8_quantize", ", -448.0), 448.0)", ", -448.0), 512.0)", {"scale": 0.005}),
+    ("fp8_quantize", "mask=ok, other=0.0", "mask=cols < BLOCK_K, other=0.0", {}),
+    ("fp8_quantize", "tl.max(tl.abs(wide), axis=0)", "tl.max(wide, axis=0)", {}),
+    ("fp8_quantize", "9.094947017729282e-13", "0.0", {}),
+    ("fp8_product", "acc *= tl.load(w_scale", "acc += tl.load(w_scale", {}),
+    ("fp8_product", "tl.load(x_scale + rows", "tl.load(x_scale + rows * 0", {}),
+    ("fp8_product", "k + depth < K", "k + depth < K + BLOCK_K", {}),
+    ("preprocess", "across = tl.full((BLOCK,), HALF", "across = tl.full((BLOCK,), 0", {}),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("name", "line", "wrong", "sizes"), MUTANTS, ids=lambda value: str(value)[:40])
+def test_a_wrong_kernel_is_caught(name: str, line: str, wrong: str, sizes: dict, tmp_path: Path) -> None:
+    text = Path(module_of(name).__file__ or "").read_text()
+    assert text.count(line) >= 1, "the kernel no longer has this line"
+    path = tmp_path / f"{name}.py"
+    path.write_text(text.replace(line, wrong))
+    broken = loaded(f"broken_{name}", path)
+    with pytest.raises(AssertionError, match=r"\w"):
+        CHECKS[name](broken, torch.float32, DEVICE, **sizes)
+
+
+# The twins against the layers that they stand for, in float32: the same mathematics in another order.
+
+
+def test_twins_of_products_are_the_layers() -> None:
+    torch.manual_seed(0)
+    x, gamma = torch.randn(7, 24), torch.rand(24) + 0.5
+    norm = rms_normalize(x, 1e-6)
+    weight = torch.randn(10, 24)
+    folded = KERNELS["norm_linear"].twin(x, weight * gamma, eps=1e-6)
+    torch.testing.assert_close(folded, (norm * gamma) @ weight.T)
+    for family, activation in (("gemma", "gelu_tanh"), ("llama", "silu")):
+        mlp = GatedMLP(DecoderConfig(24, 40, 1, 2, 1, 12, 1e-6, 1e4, family))  # type: ignore[arg-type]
+        packed = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        hidden = KERNELS["gated_mlp"].twin(x, packed, activation=activation, eps=1e-6)
+        out = KERNELS["splitk_linear"].twin(hidden, mlp.down_proj.weight, residual=x)
+        torch.testing.assert_close(out, x + mlp(norm))
+    q_and_k = torch.randn(7, 3, 8)
+    rotate = Rotation.at(torch.arange(7)[None], 8, 1e4)
+    tables = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
+    unprojected = torch.cat([q_and_k.flatten(1), torch.zeros(7, 8)], 1)  # two query heads, a key, a value
+    q, k, _ = KERNELS["qkv_rope"].twin(unprojected, torch.eye(32), *tables, (2, 1))
+    torch.testing.assert_close(torch.cat([q, k], 1), rotate(q_and_k[None])[0])
+
+
+def test_twin_of_the_adaptive_norm_is_the_layer_and_folds_into_the_product() -> None:
+    torch.manual_seed(0)
+    stream, branch, weight = torch.randn(7, 24), torch.randn(7, 24), torch.randn(10, 24)
+    m = Modulation.of(torch.randn(1, 72))
+    scale, shift, gate = (part.flatten() for part in m)
+    total, normed, _ = KERNELS["row_norm"].twin(
+        stream, eps=1e-6, weight=scale, offset=1.0, shift=shift, branch=branch, gate=gate
+    )
+    torch.testing.assert_close(total, stream + branch * gate)
+    torch.testing.assert_close(normed, AdaRMSNorm(24, 1e-6)(total[None], m)[0])
+    folded = KERNELS["norm_linear"].twin(total, weight, eps=1e-6, scale=scale, bias=weight @ shift)
+    torch.testing.assert_close(folded, normed @ weight.T)
+
+
+def test_five_twins_in_a_row_are_a_layer_of_the_head() -> None:
+    """pi0.5: both norms inside the products, their modulation from a table; nothing else between the launches."""
+    torch.manual_seed(0)
+    config = DecoderConfig(24, 40, 1, 4, 1, 16, 1e-6, 1e4, "gemma")
+    layer = AdaptiveDecoderLayer(config).requires_grad_(False)
+    x, prefix = torch.randn(5, 24), (torch.randn(11, 1, 16), torch.randn(11, 1, 16))
+    mask = torch.rand(5, 16) > 0.3
+    modulations = [Modulation.of(torch.randn(1, 72)) for _ in "ab"]
+    rotate = Rotation.at(11 + torch.arange(5)[None], 16, 1e4)
+    q, k, v = layer.project(x[None], rotate, *modulations)
+    keys, values = (torch.cat([a[None], b], dim=1) for a, b in zip(prefix, (k, v), strict=True))
+    want = layer.finish(x[None], attend(q, keys, values, mask[None]), *modulations)[0]
+
+    def table(weight: torch.Tensor, m: Modulation) -> dict:
+        return {"eps": 1e-6, "scale": m.scale.flatten(), "bias": weight @ m.shift.flatten()}
+
+    before, after = modulations
+    qkv = torch.cat([layer.attn.q_proj.weight, layer.attn.k_proj.weight, layer.attn.v_proj.weight])
+    gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    twins = {name: kernel.twin for name, kernel in KERNELS.items()}
+    cos, sin = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
+    q, k, v = twins["qkv_rope"](x, qkv, cos, sin, (4, 1), **table(qkv, before))
+    attended = twins["packed_attention"](q, prefix, mask, own=(k, v)).flatten(1)
+    linear = twins["splitk_linear"]
+    h = linear(attended, layer.attn.o_proj.weight, gate=before.gate.flatten(), residual=x)
+    hidden = twins["gated_mlp"](h, gate_up, activation="gelu_tanh", **table(gate_up, after))
+    got = linear(hidden, layer.mlp.down_proj.weight, gate=after.gate.flatten(), residual=h)
+    torch.testing.assert_close(got, want)
+
+
+def test_twin_of_the_attention_is_the_layer() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 6, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    mask = torch.rand(5, 12) > 0.4
+    mask[2] = False
+    got = KERNELS["packed_attention"].twin(q, (k[:7], v[:7]), mask, own=(k[7:], v[7:]))
+    torch.testing.assert_close(got.flatten(1), attend(q[None], k[None], v[None], mask[None])[0])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("size", [(480, 640), (720, 1280), (37, 21), (224, 224), (5, 300)])
+def test_twin_of_the_preprocessing_is_the_processor(size: tuple[int, int], exact: bool) -> None:
+    """Pillow's part to the bit: an error of one in 255 would be 8e-3."""
+    interpolation = "pil_bilinear" if exact else "bilinear"
+    recipe = ImageRecipe(height=224, width=224, interpolation=interpolation, pad_value=0.0 if exact else 0.25)  # type: ignore[arg-type]
+    frame = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
+    twin = KERNELS["preprocess"].twin(torch.from_numpy(frame[None]), Resize.of(*size, recipe))
+    assert np.abs(twin[0].numpy() - prepare_frame(frame, recipe)).max() <= 1e-6

@@ -1,0 +1,347 @@
+"""Selective int8: what is replaced, how far the chunk moves, what the bundle says, and that the engine does it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+from sinew.bundle import Bundle
+from sinew.bundle.schema import Manifest
+from sinew.cli import main
+from sinew.core import BundleError, SinewError
+from sinew.engine.onnx import quantize
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
+from sinew.policy import load
+from tests.golden import Golden
+
+DATA = Path(__file__).resolve().parents[2] / "sinew" / "assets"
+CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+ALL = {"vision": "int8", "language": "int8", "head": "int8"}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, smolvla_bundle, pi_bundle, tmp_path_factory):
+    """Policy with its float32 graphs, and the fixture."""
+    name, path = request.param, tmp_path_factory.mktemp("bundle") / "policy.gguf"
+    shutil.copyfile((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), path)
+    return load(path, engine="onnx", threads=1), Golden(golden / name)
+
+
+def chunk(engine: OnnxEngine, policy, g) -> np.ndarray:
+    observation = replace(policy.dummy_observation(), **g.observation())
+    return engine.run(policy.processor.inputs(observation), g.numpy("noise")[0], 10)[0]
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def products(path: Path) -> tuple[int, int]:
+    """Constant matrix products of a graph: in float32, in int8."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    wide = sum(n.op_type == "MatMul" and n.input[1] in constants for n in graph.node)
+    return wide, sum(n.op_type in ("MatMulInteger", "MatMulIntegerToFloat") for n in graph.node)
+
+
+def one_product(x: np.ndarray, weights: np.ndarray, precision: str, bits: int = 8) -> np.ndarray:
+    """x @ weights by a graph of one product of the language component, quantised and run."""
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    node.metadata_props.add(key="sinew.component", value="language")
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xy"]
+    graph = helper.make_graph([node], "one", values[:1], values[1:], [numpy_helper.from_array(weights, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    recipe = {} if precision == "fp32" else {"language": precision}
+    assert quantize._quantize(model, recipe, bits) == bool(recipe)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-rows"])
+@pytest.mark.parametrize("component", ["vision", "language", "head"])
+def test_one_component_alone(case, component, precision, tmp_path):
+    """Only its products change, and the chunk moves a little: not at all would mean that nothing happened."""
+    policy, g = case
+    source = policy.engine.directory
+    quantize_graphs(source, tmp_path, parse_recipe(f"{component}={precision}"), 7)
+    changed = {stage for stage in ("vision", "read", "step") if products(tmp_path / f"{stage}.onnx")[1]}
+    for stage in ("vision", "read", "step"):
+        wide, narrow = products(tmp_path / f"{stage}.onnx")
+        assert wide + narrow == products(source / f"{stage}.onnx")[0]
+    expected = {"vision": {"vision"}, "language": {"read"}, "head": {"step"}}[component]
+    if component == "head" and policy.spec.architecture != "pi05":
+        expected = {"step", "read"}  # keys and values that the head projects from the prefix
+    assert changed == expected
+    engine = OnnxEngine(tmp_path, threads=1)
+    assert engine.recipe == {component: precision}
+    moved = distance(chunk(engine, policy, g), chunk(policy.engine, policy, g))
+    assert 1e-6 < moved < 0.1
+
+
+def test_all_components_and_no_component(case, tmp_path):
+    policy, g = case
+    wanted = chunk(policy.engine, policy, g)
+    quantize_graphs(policy.engine.directory, tmp_path / "none", parse_recipe("head=fp32"), 8)
+    assert np.array_equal(chunk(OnnxEngine(tmp_path / "none", threads=1), policy, g), wanted)
+    quantize_graphs(policy.engine.directory, tmp_path / "all", ALL, 7)
+    assert all(products(tmp_path / "all" / f"{stage}.onnx")[0] == 0 for stage in ("vision", "read", "step"))
+    assert distance(chunk(OnnxEngine(tmp_path / "all", threads=1), policy, g), wanted) < 0.1
+    with pytest.raises(SinewError, match="expected graphs in float32, got"):
+        quantize_graphs(tmp_path / "all", tmp_path / "again", ALL, 7)
+
+
+def test_two_kinds_side_by_side(case, tmp_path):
+    """Components that read the same activations, one with a scale per tensor, one with a scale per row."""
+    policy, g = case
+    wanted = chunk(policy.engine, policy, g)
+    mixed = parse_recipe("vision=int8-rows,language=int8,head=int8-rows")
+    quantize_graphs(policy.engine.directory, tmp_path, mixed, 7)
+    engine = OnnxEngine(tmp_path, threads=1)
+    assert engine.recipe == mixed
+    assert 1e-6 < distance(chunk(engine, policy, g), wanted) < 0.1
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_rows_hold_where_a_tensor_saturates(bits):
+    """Three tokens of 60 are 40 times as large as the rest. One scale for all leaves the others 3 of 127 steps."""
+    rng = np.random.default_rng(bits)
+    weights = (rng.standard_normal((96, 48)) / 96**0.5).astype(np.float32)
+    x = rng.standard_normal((2, 60, 96)).astype(np.float32)
+    x[:, 7] = 0
+    x[:, ::20] *= 40
+    exact = x.astype(np.float64) @ weights
+
+    def worst_row(precision: str) -> float:
+        got = one_product(x, weights, precision, bits)
+        assert np.isfinite(got).all()
+        assert not got[:, 7].any()
+        rows = np.delete(
+            np.linalg.norm(got - exact, axis=-1) / np.linalg.norm(exact, axis=-1).clip(1e-9), 7, 1
+        )
+        return float(rows.max())
+
+    assert worst_row("fp32") < 1e-6
+    assert worst_row("int8") > 0.1
+    assert 1e-3 < worst_row("int8-rows") < 0.03
+    small = x[:, 1:7]  # without the outliers the two are alike
+    for precision in ("int8", "int8-rows"):
+        assert 1e-3 < distance(one_product(small, weights, precision, bits), small @ weights) < 0.03
+
+
+def test_a_lost_scale_is_seen(case, tmp_path, monkeypatch):
+    """The bounds above notice one output channel of every product that is off by a factor of four."""
+    policy, g = case
+
+    def wrong(weights, bits):
+        values, scales = round_weights(weights, bits)
+        scales[0] *= 4
+        return values, scales
+
+    monkeypatch.setattr(quantize, "round_weights", wrong)
+    quantize_graphs(policy.engine.directory, tmp_path, ALL, 7)
+    assert distance(chunk(OnnxEngine(tmp_path, threads=1), policy, g), chunk(policy.engine, policy, g)) > 0.1
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_rounding_of_weights(bits):
+    rng = np.random.default_rng(bits)
+    weights = (rng.standard_normal((33, 5)) * np.array([1e-4, 1, 30, 0, 1e4])).astype(np.float32)
+    values, scales = round_weights(weights, bits)
+    assert values.dtype == np.int8
+    assert np.abs(values.astype(int)).max() == 2 ** (bits - 1) - 1
+    assert (np.abs(values * scales - weights) <= scales / 2 * 1.0001).all()
+    assert not values[:, 3].any()
+    assert np.isfinite(scales).all()
+
+
+def test_bits_follow_the_instruction_set(monkeypatch):
+    for flags, bits in (
+        ({"avx2"}, 7),
+        ({"avx2", "avx512_vnni"}, 8),
+        ({"avx2", "avx_vnni"}, 8),
+        ({"asimddp"}, 8),
+    ):
+        monkeypatch.setattr(quantize.machine, "cpu_flags", lambda flags=flags: frozenset(flags))
+        assert quantize.weight_bits()[0] == bits
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("visoin=int8", "expected a component of vision, language, head, got 'visoin'"),
+        ("vision=int4", "vision: expected int8, int8-rows, fp8, fp32, got 'int4'"),
+        ("vision", "vision: expected int8, int8-rows, fp8, fp32, got ''"),
+        ("head=int8_rows", "head: expected int8, int8-rows, fp8, fp32, got 'int8_rows'"),
+        ("vision=fp8,head=int8", "expected one engine's precisions, got fp8 .cuda. and int8 .onnx."),
+        ("head=int8,head=int8-rows", "head: expected once, got int8 and int8-rows"),
+    ],
+)
+def test_wrong_recipes(text, message):
+    with pytest.raises(SinewError, match=message):
+        parse_recipe(text)
+
+
+# ----------------------------------------------------------------------------- the verb and the bundle
+
+
+@pytest.fixture(scope="module")
+def quantised(smolvla_bundle, tmp_path_factory) -> tuple[Path, Path]:
+    """A bundle and what ``sinew quantize`` makes of it."""
+    folder = tmp_path_factory.mktemp("verb")
+    source, out = folder / "policy.gguf", folder / "int8.gguf"
+    shutil.copyfile(smolvla_bundle("smolvla-2cam"), source)
+    assert main(["quantize", str(source), "--out", str(out), "--observations", "3"]) == 0
+    return source, out
+
+
+def test_the_bundle_carries_recipe_and_error(quantised, capsys):
+    source, out = (Bundle(path) for path in quantised)
+    record = out.manifest.quantization
+    assert record.recipe == {"vision": "int8", "language": "int8", "head": "fp32"}
+    assert 0 < record.error <= record.error_max < 0.05
+    assert (record.observations, record.source) == (3, "random frames")
+    assert record.engine.startswith("onnxruntime ")
+    assert replace(out.manifest, quantization=None) == source.manifest
+    for name, info in source.infos.items():
+        assert bytes(out.tensor(name).view(-1).numpy().tobytes()) == source.tensor(name).numpy().tobytes(), (
+            info
+        )
+    assert main(["inspect", str(out.path)]) == 0
+    assert "vision int8" in capsys.readouterr().out
+
+
+def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
+    """From the cache, from a fresh export, and from an exported folder: the same actions, not those of float32."""
+    source, out = quantised
+    g = Golden(golden / "smolvla-2cam")
+    policy = load(out, engine="onnx", threads=1)
+    assert policy.recipe == {"vision": "int8", "language": "int8"}
+    actions = policy.infer(g.observation()).actions
+    wide = load(source, engine="onnx", threads=1).infer(g.observation()).actions
+    assert 1e-6 < distance(actions, wide) < 0.05
+    fresh = tmp_path / "fresh.gguf"
+    shutil.copyfile(out, fresh)
+    assert np.array_equal(load(fresh, engine="onnx", threads=1).infer(g.observation()).actions, actions)
+    assert main(["export", str(out), "--onnx", str(tmp_path / "robot")]) == 0
+    assert np.array_equal(load(tmp_path / "robot", threads=1).infer(g.observation()).actions, actions)
+    assert np.array_equal(
+        load(out, engine="eager").infer(g.observation()).actions,
+        load(source, engine="eager").infer(g.observation()).actions,
+    )
+
+
+def test_rows_from_recipe_to_engine(quantised, golden, tmp_path, capsys):
+    """The verb, the bundle, `sinew inspect` and a fresh export agree."""
+    source, _ = quantised
+    out, g = tmp_path / "rows.gguf", Golden(golden / "smolvla-2cam")
+    recipe = ["--recipe", "vision=int8,language=int8-rows"]
+    assert main(["quantize", str(source), "--out", str(out), "--observations", "2", *recipe]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["recipe"]["language"] == "int8-rows"
+    record = Bundle(out).manifest.quantization
+    assert record.recipe == {"vision": "int8", "language": "int8-rows", "head": "fp32"}
+    assert 0 < record.error < 0.05
+    assert main(["inspect", str(out)]) == 0
+    assert "language int8-rows" in " ".join(capsys.readouterr().out.split())
+    policy = load(out, engine="onnx", threads=1)
+    assert policy.recipe == {"vision": "int8", "language": "int8-rows"}
+    actions = policy.infer(g.observation()).actions
+    fresh = tmp_path / "fresh.gguf"
+    shutil.copyfile(out, fresh)
+    assert np.array_equal(load(fresh, engine="onnx", threads=1).infer(g.observation()).actions, actions)
+
+
+def test_what_quantize_refuses(quantised, tmp_path, capsys):
+    source, out = quantised
+    for arguments, words in (
+        ([out, "--out", tmp_path / "x.gguf"], "without a recipe"),
+        ([source, "--out", source], "expected another file"),
+        (
+            [source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"],
+            "expected int8, int8-rows, fp8, fp32",
+        ),
+    ):
+        assert main(["quantize", *map(str, arguments)]) == 1
+        assert words in capsys.readouterr().err.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_record_of_a_bundle_is_checked(quantised):
+    metadata = Bundle(quantised[1]).file.metadata
+    assert (
+        Manifest.from_metadata({k: v for k, v in metadata.items() if k != "sinew.quantization"}).quantization
+        is None
+    )
+    record = json.loads(metadata["sinew.quantization"])
+    for change, words in (
+        ({"recipe": {"vision": "int3"}}, "int3"),
+        ({"bits": 9}, "bits"),
+        ({"speed": 1}, "unknown field 'speed'"),
+    ):
+        text = json.dumps(record | change)
+        with pytest.raises(BundleError, match=f"sinew.quantization.*{words}"):
+            Manifest.from_metadata({**metadata, "sinew.quantization": text})
+
+
+def test_error_over_episodes_of_an_embedded_task(tmp_path):
+    pytest.importorskip("mujoco")
+    shutil.copyfile(DATA / "pen.gguf", tmp_path / "pen.gguf")
+    out = tmp_path / "int8.gguf"
+    assert main(["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), "--observations", "4"]) == 0
+    record = Bundle(out).manifest.quantization
+    assert (record.observations, record.source) == (4, "episodes of sinew/Pen-v0")
+
+
+# ----------------------------------------------------------------------------- FP8, which the CUDA engine follows
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("narrow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        arguments = ["--recipe", "vision=fp8,language=fp8", "--out", str(folder / "fp8.gguf")]
+        assert main(["quantize", str(DATA / "pen.gguf"), *arguments, "--observations", "4"]) == 0
+    return folder / "fp8.gguf"
+
+
+def test_a_recipe_in_fp8_carries_its_scales(narrow, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another machine
+    record = Bundle(narrow).manifest.quantization
+    assert record.fp8 == ("vision", "language")
+    assert record.recipe["head"] == "fp32"
+    assert record.source == "episodes of sinew/Pen-v0"
+    assert 1e-4 < record.error <= record.error_max
+    assert record.scales
+    assert {name.partition(".")[0] for name in record.scales} <= {"vision", "connector", "language"}
+    assert all(0 < scale < 100 for scale in record.scales.values())
+    assert main(["inspect", str(narrow)]) == 0
+    assert "vision fp8" in capsys.readouterr().out
+
+    policy = load(narrow, engine="cuda")
+    assert policy.recipe == {"vision": "fp8", "language": "fp8"}
+    (outcome,) = (o for o in policy.engine.plan.outcomes if o.name == "fp8")
+    layers = len(record.scales)
+    assert f"inputs of {layers} of {layers} calibrated" in outcome.reason
+    plain = load(DATA / "pen.gguf", engine="cuda")
+    observation = plain.dummy_observation()
+    a, b = (each.infer(observation).actions for each in (policy, plain))
+    assert 1e-6 < distance(a, b) < 0.5
+
+
+def test_other_engines_and_a_recipe_in_fp8(narrow):
+    observation = load(narrow).dummy_observation()
+    wide = load(DATA / "pen.gguf").infer(observation).actions
+    np.testing.assert_array_equal(
+        load(narrow).infer(observation).actions, wide
+    )  # eager has its own precision
+    with pytest.raises(SinewError, match="vision, language in fp8, which engine 'onnx' does not compute"):
+        load(narrow, engine="onnx")

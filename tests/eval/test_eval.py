@@ -1,0 +1,568 @@
+"""The evaluation harness: statistics, exact hand-over semantics, pairing, resumption, gate, server, demo."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
+pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
+
+from sinew.cli import main  # noqa: E402
+from sinew.core import SinewError  # noqa: E402
+from sinew.eval import campaign  # noqa: E402
+from sinew.eval.adapters import Mapped, Mapping, make_env, read_mapping  # noqa: E402
+from sinew.eval.policies import Remote  # noqa: E402
+from sinew.eval.report import stats  # noqa: E402
+from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
+from sinew.eval.runner import Conduct, chunk_seed, run_episode  # noqa: E402
+from sinew.eval.server import serving  # noqa: E402
+from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
+
+PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
+BLOCKS, PEN = PACKAGE / "assets" / "blocks.gguf", PACKAGE / "assets" / "pen.gguf"
+GATES = PACKAGE / "eval" / "gates"
+HOLD = -1.0
+
+needs_blocks = pytest.mark.skipif(not BLOCKS.exists(), reason="no trained policy at sinew/assets/blocks.gguf")
+needs_pen = pytest.mark.skipif(not PEN.exists(), reason="no trained policy at sinew/assets/pen.gguf")
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    """Run the verb in this process; returns the exit code and the JSON of the last line."""
+    code = main(["eval", *map(str, arguments)])
+    lines = capsys.readouterr().out.splitlines()
+    return code, json.loads(lines[-1]) if lines else {}
+
+
+# ----------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(
+    ("wins", "count", "low", "high"),
+    [
+        (45, 50, 0.786, 0.957),
+        (41, 50, 0.692, 0.902),  # these and the next: table 8 of the vla.cpp supplement
+        (43, 50, 0.738, 0.930),
+        (47, 50, 0.838, 0.979),
+        (44, 50, 0.762, 0.944),
+        (49, 50, 0.895, 0.996),
+        (40, 50, 0.670, 0.888),
+        (19, 50, 0.259, 0.518),
+    ],
+)
+def test_wilson(wins: int, count: int, low: float, high: float) -> None:
+    assert stats.wilson(wins, count) == pytest.approx((low, high), abs=6e-4)
+
+
+def test_wilson_at_the_ends() -> None:
+    assert stats.wilson(0, 10)[0] == 0.0
+    assert stats.wilson(10, 10)[1] == 1.0
+    assert stats.wilson(0, 0) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="wins"):
+        stats.wilson(11, 10)
+
+
+@pytest.mark.parametrize(("b", "c", "p"), [(0, 0, 1.0), (5, 0, 0.0625), (10, 2, 0.038574), (3, 3, 1.0)])
+def test_mcnemar_is_the_exact_binomial(b: int, c: int, p: float) -> None:
+    first = {seed: seed < b or seed >= b + c for seed in range(b + c + 7)}
+    second = {seed: seed >= b for seed in range(b + c + 7)}
+    found = stats.mcnemar(first, second)
+    assert (found.only_first, found.only_second, found.pairs) == (b, c, b + c + 7)
+    assert found.p_value == pytest.approx(p, abs=1e-6)
+
+
+def test_amortized_rate_is_that_of_table_8() -> None:
+    for steps, latency, rate in ((1, 358.4, 2.8), (8, 391.7, 20.4), (50, 457.0, 109.4)):
+        assert stats.amortized_rate(steps, latency) == pytest.approx(rate, abs=0.05)
+
+
+def test_percentiles_are_observed_values() -> None:
+    assert stats.summarize([1.0, 2.0, 10.0]) == {
+        "mean": 4.3333,
+        "p50": 2.0,
+        "p95": 10.0,
+        "p99": 10.0,
+        "max": 10.0,
+    }
+    assert stats.summarize([]) == {}
+
+
+# ----------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("text", "hz", "steps"),
+    [("0", 20, {0}), ("3", 20, {3}), ("50ms", 20, {1}), ("60ms", 20, {2}), ("100ms", 60, {6})],
+)
+def test_fixed_latency_in_control_steps(text: str, hz: float, steps: set[int]) -> None:
+    assert {Latency(text).steps(np.random.default_rng(0), hz)} == steps
+
+
+def test_latency_distributions() -> None:
+    def draws(text: str) -> list[int]:
+        return [Latency(text).steps(np.random.default_rng([0, i]), 20.0) for i in range(200)]
+
+    assert set(draws("uniform:1-4")) == {1, 2, 3, 4}
+    assert set(draws("uniform:60-140ms")) == {2, 3}
+    assert 1.5 < np.mean(draws("normal:80,20ms")) < 2.5
+    assert Latency("uniform:1-4").milliseconds(20) == 125
+
+
+@pytest.mark.parametrize("text", ["x", "1.5", "-1", "uniform:4-1", "uniform:3", "3-4", "normal:1", ""])
+def test_bad_latency_is_refused(text: str) -> None:
+    with pytest.raises(SinewError, match="latency"):
+        Latency(text)
+
+
+def test_sweeps_are_combinations() -> None:
+    base = Variant("x.gguf")
+    found = sweep(base, ["handover=aligned,naive", "latency=0,50,normal:80,20ms"])
+    assert [(v.handover, v.latency.text) for v in found] == [
+        (handover, latency)
+        for handover in ("aligned", "naive")
+        for latency in ("0ms", "50ms", "normal:80,20ms")
+    ]
+    assert [v.show("replan") for v in sweep(base, ["replan=1,full"])] == ["1", "full"]
+    for bad in ("replan", "replan=", "replan=x", "speed=1", "handover=late"):
+        with pytest.raises(SinewError):
+            sweep(base, [bad])
+
+
+# ----------------------------------------------------------------------------- hand-over, row by row
+
+
+class World(gymnasium.Env):
+    """Writes down what it is told to do; every frame is ``age`` steps old."""
+
+    action_space = gymnasium.spaces.Box(-1e9, 1e9, (1,), np.float32)
+
+    def __init__(self, steps: int, age: int = 0):
+        self.steps, self.age = steps, age
+        self.actions: list[float] = []
+
+    def reset(self, *, seed=None, options=None):
+        self.actions = []
+        return {}, {"frame_age": self.age / 20.0}
+
+    def step(self, action):
+        self.actions.append(float(action[0]))
+        done = len(self.actions) >= self.steps
+        return {}, 0.0, False, done, {"frame_age": self.age / 20.0, "is_success": True}
+
+
+class Coded:
+    """Row r of chunk c is 100 c + r. ``seconds``: how long an inference takes on the clock."""
+
+    def __init__(self, chunk_size: int, seconds: float = 0.0):
+        self.chunk_size, self.seconds, self.calls = chunk_size, seconds, 0
+        self.seeds: list[int] = []
+
+    def start(self, env: object) -> None:
+        self.calls = 0
+
+    def infer(self, observation: object, seed: int) -> tuple[np.ndarray, float]:
+        time.sleep(self.seconds)
+        self.seeds.append(seed)
+        rows = 100.0 * self.calls + np.arange(self.chunk_size, dtype=np.float32)
+        self.calls += 1
+        return rows[:, None], 1e3 * self.seconds
+
+    def close(self) -> None: ...
+
+
+def adapter_of(env: World) -> Any:
+    return SimpleNamespace(
+        control_hz=20.0,
+        max_steps=env.steps,
+        observation=lambda raw: raw,
+        action=lambda row: row,
+        hold=lambda last: np.array([HOLD]),
+        success=lambda info, terminated, reward: info["is_success"],
+        task=lambda info: "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("handover", "size", "replan", "latency", "age", "expected"),
+    [
+        ("aligned", 8, 4, "0", 0, [0, 1, 2, 3, 100, 101, 102, 103, 200, 201]),
+        ("naive", 8, 4, "0", 0, [0, 1, 2, 3, 100, 101, 102, 103, 200, 201]),
+        ("freeze", 8, 4, "0", 0, [0, 1, 2, 3, 100, 101, 102, 103, 200, 201]),
+        # asked at 0, 4, 8; there at 2, 6, 10; the old chunk goes on meanwhile
+        ("aligned", 8, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 102, 103, 104, 105, 202]),
+        ("aligned", 8, 4, "100ms", 0, [HOLD, HOLD, 0, 1, 2, 3, 102, 103, 104, 105, 202]),
+        ("naive", 8, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 100, 101, 102, 103, 200]),
+        ("freeze", 8, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, HOLD, HOLD, 100, 101, 102, 103, HOLD]),
+        # a chunk as long as the replan interval leaves nothing to execute while the next one is under way
+        ("aligned", 4, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 102, 103, HOLD, HOLD, 202, 203, HOLD]),
+        ("naive", 4, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 100, 101, 102, 103]),
+        # a frame that is one step old starts its chunk one row later, and only in aligned mode
+        ("aligned", 8, 4, "0", 1, [1, 2, 3, 4, 101, 102, 103, 104, 201]),
+        ("aligned", 8, 4, "1", 1, [HOLD, 1, 2, 3, 4, 102, 103, 104, 105]),
+        ("naive", 8, 4, "0", 1, [0, 1, 2, 3, 100]),
+        # slower than the replan interval: the next request waits for the answer
+        ("aligned", 8, 2, "4", 0, [HOLD, HOLD, HOLD, HOLD, 0, 1, 2, 3, 104, 105, 106, 107, 204]),
+        # the full chunk
+        ("aligned", 3, 0, "0", 0, [0, 1, 2, 100, 101, 102, 200]),
+        # a chunk that is over before it arrives
+        ("aligned", 2, 2, "3", 0, [HOLD, HOLD, HOLD, 0, 1, HOLD, HOLD, HOLD, HOLD]),
+    ],
+)
+def test_handover(
+    handover: str, size: int, replan: int, latency: str, age: int, expected: list[float]
+) -> None:
+    env = World(len(expected), age)
+    conduct = Conduct(replan, Latency(latency), handover)
+    episode = run_episode(env, adapter_of(env), Coded(size), conduct, seed=3)
+    assert env.actions == expected
+    assert episode.executed == sum(value != HOLD for value in expected)
+    assert episode.steps == len(expected)
+
+
+def test_misses_count_chunks_that_came_too_late() -> None:
+    for handover, size, misses, held in (("aligned", 8, 0, 0), ("aligned", 4, 1, 2), ("freeze", 8, 1, 2)):
+        env = World(12)
+        episode = run_episode(env, adapter_of(env), Coded(size), Conduct(4, Latency("2"), handover), seed=3)
+        assert (episode.misses, episode.held) == (misses, held)
+        assert set(episode.delays) == {2}
+
+
+def test_luck_depends_on_seed_and_chunk_only() -> None:
+    seeds = {}
+    for handover, latency in (("aligned", "0"), ("freeze", "uniform:0-3")):
+        env, policy = World(40), Coded(8)
+        run_episode(env, adapter_of(env), policy, Conduct(4, Latency(latency), handover), seed=7)
+        seeds[handover] = policy.seeds
+    count = min(map(len, seeds.values()))
+    assert seeds["aligned"][:count] == seeds["freeze"][:count] == [chunk_seed(0, 7, k) for k in range(count)]
+    assert len({chunk_seed(n, s, k) for n in range(2) for s in range(5) for k in range(5)}) == 50
+    assert all(0 <= chunk_seed(0, 7, k) < 2**63 for k in range(100))
+
+
+def test_real_time_measures_instead_of_simulating() -> None:
+    env = World(16)
+    policy = Coded(16, seconds=0.12)  # between two and three periods of 50 ms
+    episode = run_episode(env, adapter_of(env), policy, Conduct(8, realtime=True), seed=0)
+    assert 0.7 < episode.wall_s < 3.0
+    assert min(episode.delays) >= 2
+    first = episode.delays[0]
+    assert env.actions[:first] == [HOLD] * first
+    assert env.actions[first] == 0
+    later = next(value for value in env.actions if value >= 100)
+    assert later == 100 + episode.delays[1]  # aligned: the row of the present
+
+
+# ----------------------------------------------------------------------------- environments
+
+
+def test_expert_solves_the_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = evaluate(capsys, "expert", "--episodes", 6, "--workers", 1)
+    assert code == 0
+    assert report["variants"][0]["wins"] == 6
+    assert set(report["variants"][0]["by_task"]) >= {"red", "left"}
+
+
+def test_timestamps_save_the_pen_from_latency(capsys: pytest.CaptureFixture[str]) -> None:
+    """An expert that knows no more than its newest frame: 100 ms late, only the right row still catches."""
+    options = ("--env", "sinew/Pen-v0", "--replan", 2, "--latency", "100ms", "--episodes", 8, "--workers", 1)
+    _, report = evaluate(capsys, "expert", *options, "--compare", "handover=naive")
+    aligned, naive = report["variants"]
+    assert (aligned["wins"], naive["wins"]) == (8, 0)
+    assert report["comparisons"][0]["p_value"] == pytest.approx(2 / 2**8, abs=1e-6)
+    assert aligned["delay_steps"] == 6
+
+
+def test_mapped_environment() -> None:
+    env = SimpleNamespace(
+        action_space=gymnasium.spaces.Box(-1, 1, (2,), np.float32),
+        metadata={"render_fps": 10},
+        spec=SimpleNamespace(max_episode_steps=9),
+    )
+    env.unwrapped = SimpleNamespace(task_description="push")
+    adapter = Mapped(env, Mapping({"top": "pixels/top"}, ("pos", "extra/vel")))
+    frame = np.zeros((4, 4, 3), np.uint8)
+    raw = {"pixels": {"top": frame}, "pos": np.array([0.5]), "extra": {"vel": 0.25}}
+    observation = adapter.observation(raw)
+    assert observation["images"]["top"] is frame
+    assert observation["state"].tolist() == [0.5, 0.25]
+    assert observation["prompt"] == "push"
+    assert (adapter.control_hz, adapter.max_steps) == (10, 9)
+    assert adapter.action(np.array([3.0, 0.0])).tolist() == [1.0, 0.0]
+    assert adapter.hold(None).tolist() == [0.5, 0.25]  # absolute actions: stay where the state is
+    with pytest.raises(SinewError, match="pixels/top"):
+        adapter.observation({"pos": np.zeros(1)})
+
+
+def test_mapping_file(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(
+        '{"images": {"front": "images/front"}, "state": ["state"], "prompt": "p", "hold": "zero"}'
+    )
+    assert read_mapping(path).state == ("state",)
+    _, adapter = make_env("sinew/Blocks-v0", str(path))
+    assert adapter.control_hz == 20
+    path.write_text('{"images": {}, "state": [], "sate": 1}')
+    with pytest.raises(SinewError, match="expected an object with images and state"):
+        read_mapping(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.gguf",), "no such bundle"),
+        (("expert", "--env", "Nowhere-v0"), "cannot make the environment"),
+        (("expert", "--env", "sinew/Blocks-v0", "--env-options", "[1]"), "expected a JSON object"),
+        (("expert", "--replan", "often"), "--replan"),
+        (("expert", "--adapter", "nope"), "adapter: expected one of direct"),
+        (("expert", "--realtime", "--latency", "3"), "--latency is simulated"),
+        (("tcp://127.0.0.1:1", "--dtype", "float32"), "belong to the server"),
+        (("expert", "--compare", "replan=8"), "already there"),
+    ],
+)
+def test_mistakes_are_named(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert main(["eval", *arguments, "--episodes", "1"]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+# ----------------------------------------------------------------------------- many episodes
+
+
+def content(episodes: list[Any]) -> list[dict[str, Any]]:
+    """Without what the clock says."""
+    return [{k: v for k, v in e.to_dict().items() if k not in ("latency_ms", "wall_s")} for e in episodes]
+
+
+@needs_pen
+def test_the_same_twice_and_in_parallel() -> None:
+    task = Task("sinew/Pen-v0")
+    variants = [Variant(str(PEN), 2, Latency("uniform:0-4")), Variant(str(PEN), 4, Latency("67ms"), "naive")]
+    once, twice = (campaign.run(task, variants, range(4), workers=workers) for workers in (1, 2))
+    for a, b in zip(once, twice, strict=True):
+        assert content(a) == content(b)
+    assert [e.seed for e in once[0]] == list(range(4))
+
+
+@needs_pen
+def test_killed_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--env", "sinew/Pen-v0", "--replan", "2", "--latency", "3", "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "sinew",
+        "eval",
+        str(PEN),
+        *options,
+        "--episodes",
+        "4000",
+        "--out",
+        str(tmp_path),
+    ]
+    log = tmp_path / campaign.LOG
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not log.is_file() or log.read_bytes().count(b"\n") < 6:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = children(process.pid)
+        process.send_signal(signal.SIGKILL)
+    with log.open("a") as file:
+        file.write('{"key": "cut sho')
+    before = campaign.read_log(log)
+    assert len(before) >= 6
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "workers outlive a killed parent"
+        time.sleep(0.1)
+
+    episodes = len(before) + 2  # two workers: every finished seed is below this, or nearly
+    code, report = evaluate(capsys, PEN, *options, "--episodes", episodes, "--out", tmp_path)
+    assert code == 0
+    assert report["variants"][0]["episodes"] == episodes
+    lines = log.read_text().splitlines()
+    assert sum(line.startswith('{"key": "cut') for line in lines) == 1
+    played = len(lines) - 1 - len(before)
+    assert 0 < played <= 6  # not from the beginning
+    task, variant = Task("sinew/Pen-v0"), Variant(str(PEN), 2, Latency("3"))
+    fresh = campaign.run(task, [variant], range(5000, 5003))
+    resumed = campaign.run(task, [variant], range(5000, 5003), out=tmp_path)
+    assert content(fresh[0]) == content(resumed[0])
+    assert len(log.read_text().splitlines()) == len(lines)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return found
+
+
+@needs_pen
+def test_a_changed_bundle_is_played_anew(tmp_path: Path) -> None:
+    copy = tmp_path / "other.gguf"
+    copy.write_bytes(PEN.read_bytes())
+    task = Task("sinew/Pen-v0")
+    same = campaign.key(task, Variant(str(copy)))
+    assert same == campaign.key(task, Variant(str(PEN)))  # the bytes count, not the name
+    other = tmp_path / "changed.gguf"
+    other.write_bytes(PEN.read_bytes() + b"\0")
+    assert campaign.key(task, Variant(str(other))) != same
+    assert campaign.key(task, Variant(str(copy), replan=3)) != same
+
+
+@needs_pen
+def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    code, report = evaluate(
+        capsys, PEN, "--env", "sinew/Pen-v0", "--episodes", 2, "--workers", 1, "--out", tmp_path,
+        "--sweep", "replan=2,full", "--sweep", "latency=0,100ms", "--solver-steps", 2,
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert {path.name for path in tmp_path.glob("*.png")} == {"success_replan.png", "success_latency.png"}
+    page = (tmp_path / "report.md").read_text()
+    for text in ("| replan full, latency 100ms |", "McNemar", "control, Hz", "deadline misses"):
+        assert text in page
+    entry = report["variants"][0]
+    assert entry["policy"]["kind"] == "bundle"
+    assert entry["dtype"] == "float32"
+    assert entry["latency_ms"]["p99"] >= entry["latency_ms"]["p50"] > 0
+    assert math.isclose(
+        entry["control_rate_hz"], entry["chunk_rate_hz"] * entry["actions_per_chunk"], rel_tol=0.01
+    )
+
+
+@needs_pen
+def test_server_plays_the_same_episodes(tmp_path: Path) -> None:
+    task, seeds = Task("sinew/Pen-v0"), range(3)
+    here = campaign.run(task, [Variant(str(PEN), 2)], seeds)[0]
+    with serving(PEN, tmp_path / "serve.log", "--threads", "1") as address:
+        there = campaign.run(task, [Variant(address, 2)], seeds, out=tmp_path)[0]
+    assert content(here) == content(there)
+    assert "server" not in content(there)[0]
+    lines = (tmp_path / campaign.LOG).read_text().splitlines()
+    assert "smolvla" in json.loads(lines[0])["key"]
+
+
+def test_unreachable_server() -> None:
+    with pytest.raises(SinewError, match="no answer"):
+        Remote("tcp://127.0.0.1:1", None, timeout=0.2)
+
+
+# ----------------------------------------------------------------------------- gate
+
+
+def gate_of(failed: tuple[int, ...], episodes: int = 200) -> Gate:
+    return Gate({}, 0, episodes, failed, {})
+
+
+def episodes_with(failures: int, count: int) -> list[Any]:
+    return [SimpleNamespace(seed=seed, success=seed >= failures) for seed in range(count)]
+
+
+def test_gate_rules(tmp_path: Path) -> None:
+    gate = gate_of(failed=(50, 60))  # 198/200, interval 96.4 to 99.7 %
+    assert gate.judge(episodes_with(2, 200))[0]
+    assert gate.judge(episodes_with(7, 200))[0]  # 96.5 %
+    passed, text = gate.judge(episodes_with(8, 200))  # 96.0 %
+    assert not passed
+    assert "below the recorded interval" in text
+    assert "p < 0.01" in gate.judge(episodes_with(20, 200))[1]
+    assert "is below 85 %" in gate.judge(episodes_with(60, 200))[1]
+    # fewer episodes are compared with the record of just these seeds: 20/20, lower end 83.9 %
+    assert gate.judge(episodes_with(3, 20))[0]
+    assert not gate.judge(episodes_with(4, 20))[0]
+    with pytest.raises(SinewError, match="the record has seeds 0 to 199"):
+        gate.judge(episodes_with(0, 201))
+    gate.write(tmp_path / "gate.json")
+    assert read_gate(tmp_path / "gate.json") == gate
+    (tmp_path / "gate.json").write_text("{}")
+    with pytest.raises(SinewError, match="not a gate file"):
+        read_gate(tmp_path / "gate.json")
+
+
+@needs_pen
+def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gate = tmp_path / "pen.json"
+    options = ("--env", "sinew/Pen-v0", "--replan", 2, "--episodes", 10, "--solver-steps", 4, "--workers", 1)
+    assert evaluate(capsys, PEN, *options, "--record-gate", gate)[0] == 0
+    recorded = read_gate(gate)
+    assert (recorded.protocol["env"], recorded.protocol["replan"]) == ("sinew/Pen-v0", 2)
+    code, report = evaluate(capsys, PEN, "--gate", gate, "--episodes", 6, "--workers", 1)
+    assert (code, report["gate"]["passed"]) == (0, True)
+    late = ("--latency", "200ms", "--handover", "naive")
+    code, report = evaluate(capsys, PEN, "--gate", gate, *late, "--workers", 1)
+    assert (code, report["gate"]["passed"]) == (1, False)
+    assert main(["eval", str(PEN), "--gate", str(gate), "--env", "sinew/Blocks-v0"]) == 1
+    assert "--env: the gate's is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bundle", "count"), [(BLOCKS, 20), (PEN, 20)], ids=["blocks", "pen"])
+def test_embedded_policies_pass_their_gates(
+    capsys: pytest.CaptureFixture[str], bundle: Path, count: int
+) -> None:
+    if not bundle.exists():
+        pytest.skip(f"no trained policy at sinew/assets/{bundle.name}")
+    gate = GATES / f"{bundle.stem}.json"
+    code, report = evaluate(capsys, bundle, "--gate", gate, "--episodes", count, "--workers", 1)
+    assert code == 0, report["gate"]
+
+
+@pytest.mark.slow
+@needs_blocks
+def test_embedded_policy_passes_the_whole_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = evaluate(capsys, BLOCKS, "--gate", GATES / "blocks.json")
+    assert code == 0, report["gate"]
+
+
+@needs_blocks
+def test_instruction_decides() -> None:
+    """The same scenes with another instruction end in another bin: a policy that ignored it would fail these."""
+    for color, side in (("red", "right"), ("blue", "left")):
+        task = Task(reset_options={"color": color, "side": side})
+        episodes = campaign.run(task, [Variant(str(BLOCKS))], range(5000, 5004))[0]
+        assert {e.task for e in episodes} == {f"{color}/{side}"}
+        assert sum(e.success for e in episodes) >= 3
+
+
+# ----------------------------------------------------------------------------- demo
+
+
+@needs_blocks
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    from PIL import Image
+    from rich.console import Console
+
+    from sinew.eval import demo
+
+    monkeypatch.setattr(demo, "SWEEP", ("handover=aligned,naive", "latency=0,100ms"))
+    text = io.StringIO()
+    report = demo.run(tmp_path, 3, Console(file=text, width=120), sweep_episodes=1)
+    assert report["variants"][0]["episodes"] == 3
+    assert "95 % interval" in text.getvalue()
+    assert "round trip" in text.getvalue()
+    with Image.open(tmp_path / demo.GIF) as film:
+        assert film.n_frames > 60  # three episodes of at least twenty steps
+        assert film.size == (384, 300)
+    assert (tmp_path / "success_latency.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "report.json").read_text())["injected_latency"]["variants"]

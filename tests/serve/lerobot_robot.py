@@ -1,0 +1,94 @@
+"""A robot without hardware for LeRobot's own client, and that client's command line.
+
+``python tests/serve/lerobot_robot.py FLAGS`` is ``python -m lerobot.async_inference.robot_client FLAGS`` with one
+more robot type, ``without_hardware``, in an environment made of packages/clients.txt. Nothing of LeRobot is
+changed. The robot writes what it saw and did to the file named in ROBOT_LOG and leaves after ROBOT_STEPS actions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# PyPI's torchvision is compiled against CUDA's torch. Beside a CPU build of torch its operators cannot be loaded, and
+# its import wants two of their names; the client never calls any.
+_operators = torch.library.Library("torchvision", "FRAGMENT")
+if not hasattr(torch.ops.torchvision, "nms"):
+    for _name in ("nms", "qnms"):
+        _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+from lerobot.cameras import CameraConfig  # noqa: E402
+from lerobot.robots import Robot, RobotConfig  # noqa: E402
+
+JOINTS = [f"joint{index}.pos" for index in range(int(os.environ.get("ROBOT_JOINTS", "6")))]
+
+
+@RobotConfig.register_subclass("without_hardware")
+@dataclass
+class WithoutHardwareConfig(RobotConfig):
+    port: str = ""
+    cameras: dict[str, CameraConfig] = field(default_factory=dict)
+
+
+class WithoutHardware(Robot):
+    config_class = WithoutHardwareConfig
+    name = "without_hardware"
+
+    def __init__(self, config: WithoutHardwareConfig):
+        super().__init__(config)
+        self.config = config
+        self.rng = np.random.default_rng(0)
+        self.executed: list[list[float]] = []
+        self.seen: list[dict[str, Any]] = []
+
+    @property
+    def observation_features(self) -> dict:
+        frames = {name: (camera.height, camera.width, 3) for name, camera in self.config.cameras.items()}
+        return {**dict.fromkeys(JOINTS, float), **frames}
+
+    @property
+    def action_features(self) -> dict:
+        return dict.fromkeys(JOINTS, float)
+
+    def get_observation(self) -> dict[str, Any]:
+        frames = {
+            name: self.rng.integers(0, 256, (camera.height, camera.width, 3), dtype=np.uint8)
+            for name, camera in self.config.cameras.items()
+        }
+        joints = self.rng.uniform(-1, 1, len(JOINTS)).tolist()
+        # The client numbers an observation with the step of the last action that it executed.
+        self.seen.append({"joints": joints, "timestep": max(len(self.executed) - 1, 0)})
+        return {**dict(zip(JOINTS, joints, strict=True)), **frames}
+
+    def send_action(self, action: dict[str, float]) -> dict[str, float]:
+        self.executed.append([action[name] for name in JOINTS])
+        if len(self.executed) >= int(os.environ["ROBOT_STEPS"]):
+            raise KeyboardInterrupt  # as a user would; the client then stops in order
+        return action
+
+    def disconnect(self) -> None:
+        log = {"executed": self.executed, "seen": self.seen}
+        Path(os.environ["ROBOT_LOG"]).write_text(json.dumps(log))
+
+    is_connected = True
+    is_calibrated = True
+
+    def connect(self, calibrate: bool = True) -> None: ...
+    def calibrate(self) -> None: ...
+    def configure(self) -> None: ...
+
+
+if __name__ == "__main__":
+    # LeRobot looks the robot up in the module of its configuration, and this one will not be __main__ any more.
+    sys.modules["lerobot_robot"] = sys.modules["__main__"]
+    WithoutHardwareConfig.__module__ = "lerobot_robot"
+
+    runpy.run_module("lerobot.async_inference.robot_client", run_name="__main__", alter_sys=True)
