@@ -1,0 +1,210 @@
+"""A JPEG round trip, in numpy: what a frame looks like after TensorFlow has written and read it.
+
+OpenVLA-OFT's evaluation encodes every frame with ``tf.image.encode_jpeg`` (quality 95, chroma halved both ways,
+accurate forward transform) and reads it back with ``tf.io.decode_image``, whose inverse transform is libjpeg's *fast*
+one. Pillow reads with the accurate inverse and differs from that in most pixels. Entropy coding loses nothing, so it
+is left out. Every value equals TensorFlow's (fixture ``tf_preprocess``).
+
+Source of the arithmetic: libjpeg (IJG) jccolor, jcsample, jfdctint, jcdctmgr, jddctmgr, jidctfst, jdsample, jdcolor.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+SCALE_BITS = 16  # fixed point of the colour transforms
+HALF = 1 << (SCALE_BITS - 1)
+FORWARD_BITS, PASS_BITS = 13, 2  # fixed point of the forward transform, and of what its first pass keeps
+INVERSE_BITS, DESCALE_BITS = 8, 5  # of the inverse; 5: two of its own and three of the transform's gain
+
+LUMA = np.array(  # Annex K of ITU-T T.81, table K.1
+    [
+        [16, 11, 10, 16, 24, 40, 51, 61],
+        [12, 12, 14, 19, 26, 58, 60, 55],
+        [14, 13, 16, 24, 40, 57, 69, 56],
+        [14, 17, 22, 29, 51, 87, 80, 62],
+        [18, 22, 37, 56, 68, 109, 103, 77],
+        [24, 35, 55, 64, 81, 104, 113, 92],
+        [49, 64, 78, 87, 103, 121, 120, 101],
+        [72, 92, 95, 98, 112, 100, 103, 99],
+    ]
+)
+CHROMA = np.full((8, 8), 99)  # table K.2
+CHROMA[:4, :4] = [[17, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66, 99, 99]]
+
+
+def jpeg_round_trip(frame: np.ndarray, quality: int = 95) -> np.ndarray:
+    """Return ``frame`` as TensorFlow reads it back from a JPEG file of it: uint8 [h, w, 3] to the same."""
+    height, width = frame.shape[:2]
+    right, bottom = -width % 16, -height % 16
+    y, cb, cr = _to_ycc(np.pad(frame, ((0, 0), (0, right), (0, 0)), mode="edge").astype(np.int32))
+    luma = _code(np.pad(y, ((0, bottom), (0, 0)), mode="edge"), LUMA, quality)[:height, :width]
+    rows, cols = -(-height // 2), -(-width // 2)
+    chroma = []
+    for plane in (cb, cr):
+        half = _halve(np.pad(plane, ((0, height % 2), (0, 0)), mode="edge"))
+        # The bottom is extended after the averaging, the right edge was before it.
+        half = np.pad(half, ((0, -rows % 8), (0, 0)), mode="edge")
+        chroma.append(_double(_code(half, CHROMA, quality)[:rows, :cols])[:height, :width])
+    return _to_rgb(luma, *chroma)
+
+
+def _fixed(x: float, bits: int = SCALE_BITS) -> int:
+    return int(x * (1 << bits) + 0.5)
+
+
+def _to_ycc(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """int32 [h, w, 3] -> Y, Cb, Cr, each int32 [h, w] in 0 .. 255."""
+    r, g, b = rgb[..., 0], rgb[..., 1], rgb[..., 2]
+    offset = (128 << SCALE_BITS) + HALF - 1
+    half = _fixed(0.5)
+    return (
+        (_fixed(0.299) * r + _fixed(0.587) * g + _fixed(0.114) * b + HALF) >> SCALE_BITS,
+        (half * b - _fixed(0.16874) * r - _fixed(0.33126) * g + offset) >> SCALE_BITS,
+        (half * r - _fixed(0.41869) * g - _fixed(0.08131) * b + offset) >> SCALE_BITS,
+    )
+
+
+def _to_rgb(y: np.ndarray, cb: np.ndarray, cr: np.ndarray) -> np.ndarray:
+    """Planes int32 [h, w] -> uint8 [h, w, 3]."""
+    cb, cr = cb - 128, cr - 128
+    out = np.empty((*y.shape, 3), np.uint8)
+    red = (_fixed(1.402) * cr + HALF) >> SCALE_BITS
+    green = (-_fixed(0.34414) * cb - _fixed(0.71414) * cr + HALF) >> SCALE_BITS
+    blue = (_fixed(1.772) * cb + HALF) >> SCALE_BITS
+    for channel, part in enumerate((red, green, blue)):
+        part += y
+        out[..., channel] = np.clip(part, 0, 255, out=part)
+    return out
+
+
+def _halve(plane: np.ndarray) -> np.ndarray:
+    """Mean of each 2 x 2 square, rounded down and up by turns: [h, w] -> [h / 2, w / 2]."""
+    total = plane[::2, ::2] + plane[::2, 1::2] + plane[1::2, ::2] + plane[1::2, 1::2]
+    return (total + 1 + np.arange(total.shape[1]) % 2) >> 2
+
+
+def _double(plane: np.ndarray) -> np.ndarray:
+    """libjpeg's "fancy" triangle filter, weights 3 and 1: int32 [h, w] -> [2 h, 2 w]."""
+    near = 3 * plane
+    above, below = np.concatenate([plane[:1], plane[:-1]]), np.concatenate([plane[1:], plane[-1:]])
+    rows = np.stack([near + above, near + below], axis=1).reshape(-1, plane.shape[1])  # [2 h, w]
+    near = 3 * rows
+    left = np.concatenate([rows[:, :1], rows[:, :-1]], axis=1)
+    right = np.concatenate([rows[:, 1:], rows[:, -1:]], axis=1)
+    out = np.empty((rows.shape[0], 2 * rows.shape[1]), np.int32)
+    out[:, ::2] = (near + left + 8) >> 4
+    out[:, 1::2] = (near + right + 7) >> 4
+    return out
+
+
+def _code(plane: np.ndarray, table: np.ndarray, quality: int) -> np.ndarray:
+    """Transform, quantise and restore a plane whose sides are multiples of 8: int32 [h, w] in 0 .. 255 to the same."""
+    height, width = plane.shape
+    quant = _quantiser(table.tobytes(), quality)
+    # [v, u, blocks]: what a pass does to a lane is one operation on a long row.
+    blocks = (plane - 128).reshape(height // 8, 8, width // 8, 8).transpose(1, 3, 0, 2).reshape(8, 8, -1)
+    levels = _quantise(_forward(blocks.astype(np.float64)), quant)
+    values = _inverse(levels * _dequantiser(table.tobytes(), quality)[:, :, None])
+    values = values.reshape(8, 8, height // 8, width // 8).transpose(2, 0, 3, 1)
+    return values.reshape(height, width)
+
+
+@lru_cache
+def _quantiser(table: bytes, quality: int) -> np.ndarray:
+    """Steps of the quantiser, int64 [8, 8] (``jpeg_quality_scaling`` of libjpeg)."""
+    scale = 200 - 2 * quality if quality >= 50 else 5000 // quality
+    return np.clip((np.frombuffer(table, np.int64).reshape(8, 8) * scale + 50) // 100, 1, 255)
+
+
+@lru_cache
+def _dequantiser(table: bytes, quality: int) -> np.ndarray:
+    """The same steps with the factors that the fast inverse takes out of its butterflies, int32 [8, 8]."""
+    gain = np.sqrt(2) * np.cos(np.arange(8) * np.pi / 16)
+    gain[0] = 1.0
+    factors = np.rint(np.outer(gain, gain) * (1 << 14)).astype(np.int64)
+    return ((_quantiser(table, quality) * factors + (1 << 11)) >> 12).astype(np.int32)
+
+
+@lru_cache
+def _forward_matrix() -> np.ndarray:
+    """The accurate forward transform of eight values before its rounding, float64 [8, 8] of integers.
+
+    libjpeg factors it into butterflies (Loeffler, Ligtenberg and Moschytz 1989) with constants of 13 bits; up to the
+    rounding at the end they are exact integer arithmetic, so their product is the same transform.
+    """
+    c = {x: _fixed(x, FORWARD_BITS) for x in (0.298631336, 0.390180644, 0.541196100, 0.765366865)}
+    c |= {x: _fixed(x, FORWARD_BITS) for x in (0.899976223, 1.175875602, 1.501321110, 1.847759065)}
+    c |= {x: _fixed(x, FORWARD_BITS) for x in (1.961570560, 2.053119869, 2.562915447, 3.072711026)}
+    eye = np.eye(8)
+    s0, s1, s2, s3 = (eye[i] + eye[7 - i] for i in range(4))
+    d0, d1, d2, d3 = (eye[i] - eye[7 - i] for i in range(4))
+    one = 1 << FORWARD_BITS
+    z1 = (s1 - s2 + s0 - s3) * c[0.541196100]
+    z5 = (d3 + d1 + d2 + d0) * c[1.175875602]
+    a, b = -(d3 + d0) * c[0.899976223], -(d2 + d1) * c[2.562915447]
+    e, f = z5 - (d3 + d1) * c[1.961570560], z5 - (d2 + d0) * c[0.390180644]
+    return np.stack(
+        [
+            (s0 + s3 + s1 + s2) * one,
+            d0 * c[1.501321110] + a + f,
+            z1 + (s0 - s3) * c[0.765366865],
+            d1 * c[3.072711026] + b + e,
+            (s0 + s3 - s1 - s2) * one,
+            d2 * c[2.053119869] + b + f,
+            z1 - (s1 - s2) * c[1.847759065],
+            d3 * c[0.298631336] + a + e,
+        ]
+    )
+
+
+def _forward(blocks: np.ndarray) -> np.ndarray:
+    """Integers as float64 [8, 8, n] -> coefficients times 8, the same. Rows, then columns; exact below 2^53."""
+    matrix = _forward_matrix()
+    rows = np.matmul(matrix, blocks)  # over u: [8 v, 8, n]
+    rows = np.floor(rows * 2.0 ** (PASS_BITS - FORWARD_BITS) + 0.5)
+    columns = np.matmul(matrix, rows.reshape(8, -1)).reshape(blocks.shape)
+    return np.floor(columns * 2.0 ** (-PASS_BITS - FORWARD_BITS) + 0.5)
+
+
+def _quantise(coefficients: np.ndarray, quant: np.ndarray) -> np.ndarray:
+    """Nearest multiple of the step, halves away from zero: int32 [8, 8, n]."""
+    scaled = coefficients / (8 * quant[:, :, None])
+    return (scaled + np.copysign(0.5, scaled)).astype(np.int32)  # truncated
+
+
+def _inverse(c: np.ndarray) -> np.ndarray:
+    """The fast inverse (Arai, Agui and Nakajima 1988) of int32 [8, 8, n], columns then rows -> 0 .. 255.
+
+    Products keep eight bits and are cut, not rounded: that is what tells this one from the accurate inverse.
+    """
+    columns = _butterflies(*c)  # eight of [8 u, n]
+    rows = _butterflies(*np.stack(columns).transpose(1, 0, 2))  # eight of [8 v, n], by u
+    return np.clip((np.stack(rows, axis=1) >> DESCALE_BITS) + 128, 0, 255)
+
+
+def _butterflies(*c: np.ndarray) -> list[np.ndarray]:
+    def times(x: np.ndarray, factor: float) -> np.ndarray:
+        return (x * _fixed(factor, INVERSE_BITS)) >> INVERSE_BITS
+
+    a, b, d = c[0] + c[4], c[0] - c[4], c[2] + c[6]
+    e = times(c[2] - c[6], 1.414213562) - d
+    even = a + d, b + e, b - e, a - d
+    z13, z10, z11, z12 = c[5] + c[3], c[5] - c[3], c[1] + c[7], c[1] - c[7]
+    z5 = times(z10 + z12, 1.847759065)
+    o7 = z11 + z13
+    o6 = times(-z10, 2.613125930) + z5 - o7
+    o5 = times(z11 - z13, 1.414213562) - o6
+    o4 = times(z12, 1.082392200) - z5 + o5
+    return [
+        even[0] + o7,
+        even[1] + o6,
+        even[2] + o5,
+        even[3] - o4,
+        even[3] + o4,
+        even[2] - o5,
+        even[1] - o6,
+        even[0] - o7,
+    ]

@@ -1,0 +1,135 @@
+"""Resize and crop as TensorFlow computes them, in numpy and equal in every float32 value.
+
+Policies trained on RLDS data (OpenVLA and its descendants) see frames that ``tf.image.resize`` and
+``tf.image.crop_and_resize`` made, at training and at inference.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+F32 = np.float32
+RADIUS = F32(3)
+PI = F32(3.14159265359)
+
+
+def resize_lanczos3(frame: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return ``tf.image.resize(frame, lanczos3, antialias)`` in floats: uint8 [h, w, 3] -> float32 [height, width, 3].
+
+    Rows first, then columns; taps are added one after another in float32, without fused operations, because the
+    last bit decides which way a value is rounded. Source: TensorFlow, scale_and_translate_op.cc.
+    """
+    image = frame.astype(F32)
+    rows = _gather(image.reshape(len(image), -1), *_taps(len(image), height)).reshape(height, -1, 3)
+    columns = np.ascontiguousarray(rows.transpose(1, 0, 2)).reshape(rows.shape[1], -1)
+    out = _gather(columns, *_taps(rows.shape[1], width)).reshape(width, height, 3)
+    return np.ascontiguousarray(out.transpose(1, 0, 2))
+
+
+def to_uint8(image: np.ndarray) -> np.ndarray:
+    """Round floats in 0 .. 255 to the nearest uint8, halves to even, clipped."""
+    return np.clip(np.rint(image), 0, 255).astype(np.uint8)
+
+
+def _gather(lines: np.ndarray, first: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted sums of neighbouring lines: [n, k], first line int [m], weights [m, taps] -> [m, k]."""
+    out = np.zeros((len(first), lines.shape[1]), F32)
+    product = np.empty_like(out)
+    for tap in range(weights.shape[1]):
+        # Beyond a row's taps the weight is zero, and adding zero changes nothing.
+        np.take(lines, np.minimum(first + tap, len(lines) - 1), axis=0, out=product, mode="clip")
+        product *= weights[:, tap, None]
+        out += product
+    return out
+
+
+@lru_cache(maxsize=64)
+def _taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
+    """First source pixel and normalised weights of each target pixel: int64 [target], float32 [target, taps]."""
+    scale = F32(target) / F32(size)
+    inverse = F32(1) / scale
+    kernel_scale = max(inverse, F32(1))
+    shrink = F32(1) / kernel_scale
+    centre = (np.arange(target, dtype=F32) + F32(0.5)) * inverse
+    reach = RADIUS * kernel_scale
+    first = np.clip(np.ceil(centre - reach - F32(0.5)), 0, size - 1).astype(np.int64)
+    last = np.clip(np.floor(centre + reach - F32(0.5)), 0, size - 1).astype(np.int64)
+    index = first[:, None] + np.arange((last - first).max() + 1)
+    distance = np.abs((index.astype(F32) + F32(0.5) - centre[:, None]) * shrink)
+    weights = np.where(index <= last[:, None], lanczos3(distance), F32(0))
+    total = np.zeros(target, F32)
+    for tap in range(weights.shape[1]):
+        total += weights[:, tap]
+    return first, weights * (F32(1) / total)[:, None]
+
+
+def lanczos3(x: np.ndarray) -> np.ndarray:
+    """3 sin(pi x) sin(pi x / 3) / (pi x)^2 for float32 x >= 0, zero beyond 3, in float32 step by step."""
+    safe = np.maximum(x, F32(1e-3))
+    angle = PI * safe
+    value = RADIUS * sinf(angle) * sinf(angle / RADIUS) / (PI * PI * safe * safe)
+    value = np.where(x <= F32(1e-3), F32(1), value)
+    return np.where(x > RADIUS, F32(0), value)
+
+
+def sinf(x: np.ndarray) -> np.ndarray:
+    """Return the sine as glibc's ``sinf`` rounds it: float32 in [0, 120) to float32.
+
+    It is not the correctly rounded sine, and numpy's is a third one. Source: ARM optimized routines, sincosf, whose
+    double-precision polynomials glibc has used since 2.28: a quarter turn is taken off, then sine or cosine.
+    """
+    wide = x.astype(np.float64)
+    turns = np.where(x < F32(np.pi / 4), 0, np.rint(wide * (2 / np.pi))).astype(np.int64)
+    rest = wide - turns * float.fromhex("0x1.921FB54442D18p0")
+    s1, s2, s3 = map(
+        float.fromhex, ("-0x1.555545995a603p-3", "0x1.1107605230bc4p-7", "-0x1.994eb3774cf24p-13")
+    )
+    c1, c2 = map(float.fromhex, ("-0x1.ffffffd0c621cp-2", "0x1.55553e1068f19p-5"))
+    c3, c4 = map(float.fromhex, ("-0x1.6c087e89a359dp-10", "0x1.99343027bf8c3p-16"))
+    y = rest * rest
+    cube, fourth = rest * y, y * y
+    sine = (rest + cube * s1) + cube * y * (s2 + y * s3)
+    cosine = ((1.0 + y * c1) + fourth * c2) + fourth * y * (c3 + y * c4)
+    value = np.where(turns % 2 == 0, sine, cosine)
+    return np.where(turns % 4 < 2, value, -value).astype(F32)
+
+
+def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
+    """Cut the middle ``area`` of a frame and resize it: uint8 [h, w, 3] -> uint8 [height, width, 3].
+
+    OpenVLA's ``crop_and_resize`` keeps the aspect ratio: both sides of the box are the square root of ``area``.
+    """
+    return to_uint8_saturated(crop_and_resize(frame, area, height, width))
+
+
+def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
+    """The crop in floats, [0, 1], before it is rounded: float32 [height, width, 3].
+
+    Bilinear between corner pixels, no antialiasing. Source: TensorFlow, crop_and_resize_op.cc.
+    """
+    image = frame.astype(F32) * F32(1 / 255)
+    side = np.sqrt(F32(area))
+    start = (F32(1) - side) / F32(2)
+    end = start + side
+    y0, y1, fy = _corners(image.shape[0], height, start, end)
+    x0, x1, fx = _corners(image.shape[1], width, start, end)
+    fy, fx = fy[:, None, None], fx[None, :, None]
+    top, bottom = image[y0], image[y1]
+    top = top[:, x0] + (top[:, x1] - top[:, x0]) * fx
+    bottom = bottom[:, x0] + (bottom[:, x1] - bottom[:, x0]) * fx
+    return np.clip(top + (bottom - top) * fy, F32(0), F32(1))
+
+
+def to_uint8_saturated(image: np.ndarray) -> np.ndarray:
+    """``tf.image.convert_image_dtype(image, uint8, saturate=True)``: x * 255.5, cut."""
+    return np.clip(image * F32(255.5), 0, 255).astype(np.uint8)
+
+
+def _corners(size: int, target: int, start: np.float32, end: np.float32):
+    """Lower and upper neighbour, int64 [target], and the weight of the upper, float32 [target]."""
+    scale = (end - start) * F32(size - 1) / F32(target - 1)
+    position = start * F32(size - 1) + np.arange(target, dtype=F32) * scale
+    low = np.floor(position)
+    return low.astype(np.int64), np.ceil(position).astype(np.int64), position - low

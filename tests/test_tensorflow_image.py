@@ -1,0 +1,107 @@
+"""Frames as TensorFlow's functions change them, equal in every value. The fixture says which version was recorded."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from sinew.processing.jpeg import jpeg_round_trip
+from sinew.processing.tensorflow_image import (
+    centre_crop,
+    crop_and_resize,
+    resize_lanczos3,
+    sinf,
+    to_uint8,
+)
+
+FIXTURE = Path(__file__).parent / "fixtures" / "tf_preprocess.safetensors"
+SIDE, AREA = 224, 0.9
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    with safe_open(FIXTURE, framework="np") as file:
+        yield {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def test_stages_of_one_frame(recorded):
+    """Compared pixel by pixel, so that a failure says where."""
+    arrays, _ = recorded
+    np.testing.assert_array_equal(jpeg_round_trip(arrays["0.frame"]), arrays["0.jpeg_decoded"])
+    resized = to_uint8(resize_lanczos3(arrays["0.jpeg_decoded"], SIDE, SIDE))
+    np.testing.assert_array_equal(resized, arrays["0.resized_u8"])
+    cropped = centre_crop(arrays["0.resized_u8"], AREA, SIDE, SIDE)
+    np.testing.assert_array_equal(cropped, arrays["0.cropped_u8"])
+
+
+@pytest.mark.parametrize("image", [0, 1, 2])
+def test_every_stage(recorded, image):
+    arrays, hashes = recorded
+    channels = 3 if image == 0 else 1
+    decoded = jpeg_round_trip(arrays[f"{image}.frame"])
+    floats = resize_lanczos3(decoded, SIDE, SIDE)
+    resized = to_uint8(floats)
+    cropped = crop_and_resize(resized, AREA, SIDE, SIDE)
+    found = {
+        "jpeg_decoded": decoded,
+        "resized_float": floats[..., :channels],
+        "resized_u8": resized,
+        "crop_float": cropped[..., :channels],
+        "cropped_u8": centre_crop(resized, AREA, SIDE, SIDE),
+    }
+    wrong = [name for name, array in found.items() if sha256(array) != hashes[f"{image}.{name}"]]
+    assert not wrong
+
+
+def test_a_correct_sine_is_not_the_one(recorded):
+    """The sine matters: the correctly rounded one gives other float weights somewhere in these ranges."""
+    x = np.linspace(0, 9.5, 1_000_001, dtype=np.float32)
+    correct = np.sin(x.astype(np.float64)).astype(np.float32)
+    differs = sinf(x) != correct
+    assert differs.any()
+    steps = np.abs(sinf(x).view(np.int32).astype(np.int64) - correct.view(np.int32))[differs]
+    assert steps.max() <= 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    height=st.integers(1, 40),
+    width=st.integers(1, 40),
+    seed=st.integers(0, 1 << 32),
+    level=st.integers(0, 255),
+)
+def test_any_size(height, width, seed, level):
+    """Sides that are no multiple of a block, down to one pixel; a flat frame stays flat through every stage."""
+    frame = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    assert jpeg_round_trip(frame).shape == frame.shape
+    assert to_uint8(resize_lanczos3(frame, 8, 9)).shape == (8, 9, 3)
+    assert centre_crop(frame, AREA, 8, 9).shape == (8, 9, 3)
+    flat = np.full_like(frame, level)
+    assert np.abs(jpeg_round_trip(flat).astype(int) - level).max() <= 1
+    assert (to_uint8(resize_lanczos3(flat, 8, 9)) == level).all()
+    assert (centre_crop(flat, AREA, 8, 9) == level).all()
+
+
+@pytest.mark.parametrize("quality", [1, 50, 100])
+def test_quality_of_jpeg(quality):
+    """A lower quality strays further; Pillow's own encoder and decoder stay close at each."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    y, x = np.mgrid[:48, :64]
+    frame = np.stack([4 * x, 5 * y, 2 * (x + y)], axis=-1).astype(np.uint8)
+    file = BytesIO()
+    Image.fromarray(frame).save(file, "jpeg", quality=quality)
+    pillow = np.asarray(Image.open(file)).astype(int)
+    assert np.abs(jpeg_round_trip(frame, quality).astype(int) - pillow).mean() < 1.5
