@@ -1,0 +1,90 @@
+"""OpenCV's area resize against stored values, torch's antialiased kernels against torch itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinew.processing.resample import resize_antialias, resize_area
+from tests.golden import Golden
+
+GROOT = Path(__file__).resolve().parents[1] / "fixtures" / "groot-n17"
+CAMERAS = ("exterior_image_1_left", "wrist_image_left")
+
+
+def short_side(image: np.ndarray, edge: int) -> np.ndarray:
+    scale = edge / min(image.shape[:2])
+    return resize_area(image, *(round(side * scale) for side in image.shape[:2]))
+
+
+def crop(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+    return image[top : top + height, left : left + width]
+
+
+def letterbox(image: np.ndarray) -> np.ndarray:
+    height, width = image.shape[:2]
+    side = max(height, width)
+    out = np.zeros((side, side, 3), np.uint8)
+    top, left = (side - height) // 2, (side - width) // 2
+    out[top : top + height, left : left + width] = image
+    return out
+
+
+@pytest.fixture(scope="module")
+def stored() -> Golden:
+    return Golden(GROOT)
+
+
+@pytest.mark.parametrize("camera", CAMERAS)
+@pytest.mark.parametrize("square", [False, True], ids=["as-it-is", "letterbox"])
+def test_area_equals_opencv_shrinking_and_growing(stored, camera, square):
+    """The fixture's pipeline shrinks 240 x 300 by area, crops 95 %, and grows the rest again."""
+    frame = stored.numpy(f"frame.{camera}")
+    reduced = short_side(letterbox(frame) if square else frame, 96)
+    height, width = (int(side * 0.95) for side in reduced.shape[:2])
+    found = short_side(crop(reduced, height, width), 96)
+    expected = stored.numpy(f"{'alt.area_letterbox' if square else 'image_uint8'}.{camera}")
+    assert (found == expected.transpose(1, 2, 0)).all()
+
+
+@pytest.mark.parametrize("camera", CAMERAS)
+@pytest.mark.parametrize("square", [False, True], ids=["as-it-is", "letterbox"])
+def test_antialias_equals_torchvision(stored, camera, square):
+    frame = stored.numpy(f"frame.{camera}")
+    squeezed = resize_antialias(letterbox(frame) if square else frame, 96, 96, "bicubic")
+    found = resize_antialias(crop(squeezed, 86, 86), 96, 96, "bicubic")
+    expected = stored.numpy(f"alt.{'torch_letterbox' if square else 'torch'}.{camera}")
+    assert (found == expected.transpose(1, 2, 0)).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.tuples(*[st.integers(1, 90)] * 4), st.sampled_from(["bilinear", "bicubic"]), st.integers(0, 2**32))
+def test_antialias_equals_torch(sizes, method, seed):
+    height, width, to_height, to_width = sizes
+    image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    tensor = torch.from_numpy(image).permute(2, 0, 1)[None]
+    expected = torch.nn.functional.interpolate(tensor, (to_height, to_width), mode=method, antialias=True)
+    found = resize_antialias(image, to_height, to_width, method)
+    assert (found == expected[0].permute(1, 2, 0).numpy()).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.tuples(*[st.integers(1, 90)] * 4), st.integers(0, 255))
+def test_area_keeps_a_flat_image_flat(sizes, value):
+    height, width, to_height, to_width = sizes
+    flat = np.full((height, width, 3), value, np.uint8)
+    found = resize_area(flat, to_height, to_width)
+    assert found.shape == (to_height, to_width, 3)
+    assert np.abs(found.astype(int) - value).max() <= 1  # OpenCV's weights are rounded, too
+
+
+def test_area_averages_whole_blocks():
+    image = np.random.default_rng(0).integers(0, 256, (12, 18, 3), dtype=np.uint8)
+    means = image.reshape(4, 3, 9, 2, 3).mean(axis=(1, 3))
+    assert np.abs(resize_area(image, 4, 9).astype(float) - means).max() <= 0.5 + 1e-4
