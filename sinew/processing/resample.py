@@ -71,7 +71,7 @@ def _overlaps(size: int, target: int) -> tuple[tuple[np.ndarray, np.ndarray], ..
         found = [(low - 1, (low - start) / cell)] if low - start > 1e-3 else []
         found += [(source, 1.0 / cell) for source in range(low, high)]
         if end - high > 1e-3:
-            found.append((high, min(min(end - high, 1.0), cell) / cell))
+            found.append((high, min(end - high, 1.0, cell) / cell))
         taps.append(found)
     deepest = max(map(len, taps))
     padded = [found + [(0, 0.0)] * (deepest - len(found)) for found in taps]
