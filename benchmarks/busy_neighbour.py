@@ -31,10 +31,11 @@ while os.getppid() == parent:
 
 
 def one_engine(bundle: Path, engine: str, runs: int, threads: int | None, spin: bool) -> dict[str, object]:
-    if not spin:
-        machine.limit_spinning()  # before torch
-    elif engine == "onnx":
-        _let_onnxruntime_spin()
+    if spin:  # `import sinew` has limited it, and torch is not imported yet
+        for name in machine.WAITING:
+            os.environ.pop(name, None)
+        if engine == "onnx":
+            _let_onnxruntime_spin()
     from sinew.cli.bench import PROMPT, make_observation, summarize
     from sinew.policy import load
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sinew import machine
+
 if TYPE_CHECKING:
     from sinew.policy import Policy, load
+
+machine.limit_spinning()  # here, because torch's OpenMP runtime reads the environment when it is loaded
 
 __version__ = "0.1.0"
 __all__ = ["Policy", "__version__", "load"]

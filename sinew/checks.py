@@ -158,7 +158,7 @@ def threads() -> Check:
     detail = (
         f"torch computes with {used}; advised {advised} ({reason});"
         f" {found.physical} cores, {found.logical} logical processors, {quota};"
-        f" {_spinning()}"
+        f" {machine.spinning()}"
     )
     if used > advised:
         # Threads without a core of their own spin while they wait for each other.
@@ -206,13 +206,6 @@ def cuda_engine() -> Check:
     except SinewError as error:
         return Check("cuda engine", "warn", str(error), "use --engine plan there")
     return Check("cuda engine", "ok", f"--engine cuda --device cuda would use {describe(device)}")
-
-
-def _spinning() -> str:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        if name in os.environ:
-            return f"idle threads wait as {name}={os.environ[name]} says"
-    return "idle threads spin for milliseconds"
 
 
 def memory() -> Check:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SYS = Path("/sys")
+WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # how OpenMP threads wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,24 @@ def recommended_threads() -> tuple[int, str]:
 
 
 def limit_spinning() -> None:
-    """Call before torch is imported: let OpenMP threads that wait sleep at once instead of spinning for milliseconds.
+    """Let OpenMP threads that wait sleep at once instead of spinning for milliseconds.
 
-    When other programs want the cores too, threads that spin while they wait for one another take the time
-    that the others need to finish (docs/log.md has the measurement). A user's own setting is left alone.
+    Has an effect before torch is imported, whose OpenMP runtime (GNU's on Linux, LLVM's or Intel's elsewhere) reads
+    the environment once; ``import sinew`` calls it. When other programs want the cores too, threads that spin while
+    they wait for one another take the time that the others need to finish (docs/log.md has the measurement). A
+    user's own setting is left alone.
     """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "0"
+    if "torch" in sys.modules or WAITING & os.environ.keys():
+        return
+    os.environ["GOMP_SPINCOUNT"] = "0"
+    os.environ["KMP_BLOCKTIME"] = "0"
+
+
+def spinning() -> str:
+    """Return how idle OpenMP threads wait, for ``sinew doctor``."""
+    if told := sorted(WAITING & os.environ.keys()):
+        return f"idle threads wait as {told[0]}={os.environ[told[0]]} says"
+    return "idle threads spin for milliseconds, because torch was imported before sinew"
 
 
 def _cpu_quota() -> float | None:

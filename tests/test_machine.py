@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,15 +77,58 @@ def test_memory_limit(tree, line: str, folder: str, names: tuple[str, str]) -> N
     assert machine.memory() == (4 * GIB, 3 * GIB)
 
 
-def test_spinning_is_limited_unless_the_user_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    machine.limit_spinning()
-    assert machine.os.environ["GOMP_SPINCOUNT"] == "0"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    machine.limit_spinning()
-    assert "GOMP_SPINCOUNT" not in machine.os.environ
+SPINNING = """
+import os, sys
+import {first}
+import {second}
+from sinew import machine
+print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("KMP_BLOCKTIME"), machine.spinning())
+"""
+
+
+def spinning(first: str, second: str, **environment: str) -> str:
+    """What a process that imports two packages in this order says of its waiting threads."""
+    inherited = {name: value for name, value in os.environ.items() if name not in machine.WAITING}
+    run = subprocess.run(
+        [sys.executable, "-c", SPINNING.format(first=first, second=second)],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stdout.strip()
+
+
+def test_importing_sinew_limits_spinning() -> None:
+    assert spinning("sinew", "json").startswith("0 0 idle threads wait as GOMP_SPINCOUNT=0")
+
+
+def test_spinning_is_the_users_decision() -> None:
+    assert spinning("sinew", "json", OMP_WAIT_POLICY="active").startswith(
+        "None None idle threads wait as OMP_"
+    )
+
+
+def test_spinning_is_not_claimed_where_torch_came_first() -> None:
+    assert spinning("torch", "sinew").startswith("None None idle threads spin for milliseconds")
+
+
+LOAD = """
+import sys
+import sinew
+policy = sinew.load({bundle!r})
+policy.infer(policy.dummy_observation())
+assert "torch" in sys.modules
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+"""
+
+
+def test_loading_imports_no_compiler() -> None:
+    bundle = Path(__file__).resolve().parents[1] / "sinew" / "assets" / "pen.gguf"
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD.format(bundle=str(bundle))], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
 
 
 def test_this_process_has_memory() -> None:

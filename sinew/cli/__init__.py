@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError
 from rich.console import Console
 from rich.markup import escape
 
-from sinew import __version__, machine
+from sinew import __version__
 from sinew.core import SinewError
 
 VERBS = {
@@ -59,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(tokens, "--debug") or os.environ.get("SINEW_DEBUG", "") not in ("", "0")
     errors = Console(stderr=True)
-    machine.limit_spinning()
     if tokens and not tokens[0].startswith("-") and tokens[0] not in VERBS:
         # Checked here because cyclopts would import every verb, torch with them, to word its own message.
         close = difflib.get_close_matches(tokens[0], VERBS, n=1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError, SinewError
@@ -33,6 +35,10 @@ def torch_engine(
     where = parse_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
+    if where.type == "cpu" and torch.get_num_threads() > 1 and not machine.WAITING & os.environ.keys():
+        log.warning(
+            "%s; beside busy programs set GOMP_SPINCOUNT=0, or import sinew first", machine.spinning()
+        )
     if name == "cuda":
         engine: EagerEngine | CudaEngine = cuda_engine(bundle, where, dtype)
         bundle.release(engine.model.parameters())

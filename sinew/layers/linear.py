@@ -33,6 +33,12 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """A table of rows. The indices are integers of the caller's making: never computed in low precision."""
 
+    def reset_parameters(self) -> None:
+        # On meta tensors the normal distribution goes through torch._refs, which imports all of torch._dynamo
+        # (seconds, 130 MB) to fill memory that is not there: weights of a bundle are assigned.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"row indices must be int64 or int32, got {ids.dtype}")
