@@ -6,6 +6,7 @@ import numpy as np
 
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
+from sinew.processing.resize import resize_bilinear, to_planes
 
 MAX_SIDE = 8192
 
@@ -37,11 +38,10 @@ def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     """uint8 or float32 [height, width, 3] -> float32 [3, recipe.height, recipe.width], normalised."""
     if recipe.resize == "letterbox" and recipe.interpolation == "pil_bilinear":
         frame = letterbox_pil(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8), recipe)
-    image = frame.astype(np.float32) / np.float32(255) if frame.dtype == np.uint8 else frame
+    mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (recipe.mean, recipe.std))
     if recipe.resize == "letterbox":
-        image = letterbox(image, recipe)
-    mean, std = np.asarray(recipe.mean, np.float32), np.asarray(recipe.std, np.float32)
-    return np.ascontiguousarray(((image - mean) / std).transpose(2, 0, 1))
+        return letterbox(frame, recipe, mean, std)
+    return normalized(to_planes(frame), mean, std)
 
 
 def empty_frame(recipe: ImageRecipe) -> np.ndarray:
@@ -49,22 +49,32 @@ def empty_frame(recipe: ImageRecipe) -> np.ndarray:
     return prepare_frame(np.zeros((recipe.height, recipe.width, 3), np.float32), recipe)
 
 
-def letterbox(image: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
-    """Resize keeping the aspect ratio, then pad. float32 [h, w, 3] -> float32 [H, W, 3].
+def normalized(planes: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """(planes - mean) / std; float32 [3, h, w], mean and std [3, 1, 1]."""
+    out = np.subtract(planes, mean, order="C")
+    out /= std
+    return out
+
+
+def letterbox(frame: np.ndarray, recipe: ImageRecipe, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """Resize keeping the aspect ratio, normalise, and pad: [h, w, 3] -> float32 [3, H, W].
 
     Rounding of the inner size is LeRobot's and openpi's ``resize_with_pad``: the size divided by the
     larger ratio, truncated.
     """
-    height, width = image.shape[:2]
+    height, width = frame.shape[:2]
     inner_h, inner_w = inner_size(height, width, recipe)
-    if (inner_h, inner_w) != (height, width):
-        image = resize_bilinear(image, inner_h, inner_w)
+    same = (inner_h, inner_w) == (height, width)
+    planes = to_planes(frame) if same else resize_bilinear(frame, inner_h, inner_w)
     if (inner_h, inner_w) == (recipe.height, recipe.width):
-        return image
+        return normalized(planes, mean, std)
     spare_h, spare_w = recipe.height - inner_h, recipe.width - inner_w
     top, left = (spare_h, spare_w) if recipe.pad == "top_left" else (spare_h // 2, spare_w // 2)
-    out = np.full((recipe.height, recipe.width, 3), recipe.pad_value, np.float32)
-    out[top : top + inner_h, left : left + inner_w] = image
+    out = np.empty((3, recipe.height, recipe.width), np.float32)
+    out[:] = normalized(np.full((3, 1, 1), recipe.pad_value, np.float32), mean, std)
+    inner = out[:, top : top + inner_h, left : left + inner_w]
+    np.subtract(planes, mean, out=inner)
+    inner /= std
     return out
 
 
@@ -86,25 +96,3 @@ def letterbox_pil(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
     out = Image.new("RGB", (recipe.width, recipe.height))
     out.paste(resized, ((recipe.width - inner_w) // 2, (recipe.height - inner_h) // 2))
     return np.asarray(out)
-
-
-def resize_bilinear(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Bilinear, half-pixel centres, no antialiasing: ``torch.nn.functional.interpolate`` without torch.
-
-    image: float32 [h, w, C] -> float32 [height, width, C]. Columns first, then rows, in the order of
-    torch's own weights, so that the two agree to the last bits of float32.
-    """
-    x0, x1, wx = _taps(image.shape[1], width)
-    y0, y1, wy = _taps(image.shape[0], height)
-    wx, wy = wx[None, :, None], wy[:, None, None]
-    columns = np.take(image, x0, axis=1) * (1 - wx) + np.take(image, x1, axis=1) * wx
-    return columns[y0] * (1 - wy) + columns[y1] * wy
-
-
-def _taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each target pixel its two source pixels and the weight of the second, along one axis."""
-    scale = np.float32(size / target)
-    source = np.maximum(scale * (np.arange(target, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), 0)
-    first = np.minimum(source.astype(np.int64), size - 1)
-    second = np.minimum(first + 1, size - 1)
-    return first, second, np.clip(source - first.astype(np.float32), 0, 1)

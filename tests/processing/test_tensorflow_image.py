@@ -20,7 +20,7 @@ from sinew.processing.tensorflow_image import (
     to_uint8,
 )
 
-FIXTURE = Path(__file__).parent / "fixtures" / "tf_preprocess.safetensors"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "tf_preprocess.safetensors"
 SIDE, AREA = 224, 0.9
 
 

@@ -1,0 +1,72 @@
+"""Frame to pixels against Pillow and torch on the same frame, in alternation; one thread.
+
+    python benchmarks/resize.py [rounds]
+
+Prints the median of each in milliseconds, and the median over the rounds of ours / theirs. "torch": uint8 frame to
+normalised planes as training code does it (convert, scale, interpolate, pad, normalise); "torch, resize alone": the
+interpolation of planes that are float already; "Pillow": its bilinear resize, which the openpi recipe calls.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from sinew.bundle.schema import ImageRecipe
+from sinew.processing.image import inner_size, prepare_frame
+
+
+def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[], object]]:
+    height, width = inner_size(*frame.shape[:2], recipe)
+    planes = torch.from_numpy(frame).permute(2, 0, 1)[None].contiguous().float() / 255
+
+    def interpolate(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, size=(height, width), mode="bilinear", align_corners=False)
+
+    def whole() -> torch.Tensor:
+        x = interpolate(torch.from_numpy(frame).permute(2, 0, 1)[None].float() / 255)
+        x = F.pad(x, (recipe.width - width, 0, recipe.height - height, 0))
+        return (x - 0.5) / 0.5
+
+    return {
+        "sinew": lambda: prepare_frame(frame, recipe),
+        "torch": whole,
+        "torch, resize alone": lambda: interpolate(planes),
+        "Pillow": lambda: np.asarray(
+            Image.fromarray(frame).resize((width, height), Image.Resampling.BILINEAR)
+        ),
+    }
+
+
+def main(rounds: int = 100) -> None:
+    torch.set_num_threads(1)
+    frame = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
+    for side, method in ((224, "bilinear"), (512, "bilinear"), (224, "pil_bilinear")):
+        recipe = ImageRecipe(
+            side, side, interpolation=method, pad="center" if method == "pil_bilinear" else "top_left"
+        )
+        runs = contestants(frame, recipe)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds + 3):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                times[name].append(1e3 * (time.perf_counter() - start))
+        print(f"480 x 640 -> {side} x {side}, {method}")
+        ours = np.array(times["sinew"][3:])
+        for name, all_of in times.items():
+            theirs = np.array(all_of[3:])
+            print(f"  {name:20s} {np.median(theirs):7.3f} ms   ours / it {np.median(ours / theirs):5.2f}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
