@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,13 +90,6 @@ def test_every_correction_has_its_switch():
     """All switches together are what the rest of the project computes with."""
     assert corrected_study(CORRECTIONS).how == layers.CORRECTED
     assert corrected_study(()).how == layers.PAPER
-
-
-def test_paper_in_two_seconds():
-    begun = time.process_time()
-    compare()
-    corrections()
-    assert time.process_time() - begun < 2
 
 
 def test_corrected_preset():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
 
 import msgpack
 import numpy as np
@@ -19,6 +18,7 @@ from sinew.core import ObservationError, RequestError, SinewError
 from sinew.serve.decode.msgpack import MAX_TEXT, MAX_VALUES, unpack
 from sinew.serve.decode.npy import dump_npy, load_npy, raw_array
 from tests.serve.test_groot_wire import CODEC, decoded, encoded, flat, nested, request
+from tests.work import lines_of
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))
 
@@ -92,16 +92,14 @@ def described(descr: str, shape: str, body: bytes = b"", order: str = "False") -
     ],
 )
 def test_hostile_arrays(data, text):
-    start = time.perf_counter()
     if text == ".":
         assert load_npy("x", memoryview(data)).size == 0
     else:
         with pytest.raises(ObservationError, match=text):
-            load_npy("x", memoryview(data))
-    assert time.perf_counter() - start < 0.5
+            lines_of(lambda: load_npy("x", memoryview(data)), 10_000)
 
 
-def test_hostile_messages_are_refused_quickly_and_small():
+def test_hostile_messages_are_refused_early():
     """Sixty-four MiB that would become gigabytes of objects, or recursion without end."""
     size = 1 << 24
     hostile = {
@@ -122,10 +120,9 @@ def test_hostile_messages_are_refused_quickly_and_small():
         "not UTF-8": b"\xa2\xff\xfe",
     }
     for name, payload in hostile.items():
-        start = time.perf_counter()
-        error = CODEC.peek(memoryview(payload)).error
-        assert isinstance(error, RequestError), name
-        assert time.perf_counter() - start < 1.0, name
+        headers: list = []
+        lines_of(lambda p=payload, h=headers: h.append(CODEC.peek(memoryview(p))), 50 * MAX_VALUES)
+        assert isinstance(headers[0].error, RequestError), name
     assert MAX_VALUES < 1 << 15
     assert MAX_TEXT < 1 << 19
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import os
-import time
 import zlib
 from importlib import resources
 
@@ -34,6 +33,7 @@ from sinew.core import (
 from sinew.policy import load
 from sinew.serve.decode.frames import PixelBudget, compressed_frame, raw_frame
 from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, MAX_FIELDS, Header, Kind, NativeCodec
+from tests.work import lines_of
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))  # of each property
 
@@ -433,7 +433,7 @@ def test_mutated_image_files(data):
     assert frame.dtype == np.uint8
 
 
-def test_what_would_expand_in_the_parser_is_refused_quickly():
+def test_what_would_expand_in_the_parser_is_refused_early():
     """Two bytes on the wire become a message object; the parser must not see millions of them."""
     hostile = {
         "empty images": b"\x0a\x00" * (1 << 20),
@@ -442,10 +442,9 @@ def test_what_would_expand_in_the_parser_is_refused_quickly():
         "unpacked noise": b"\x25\0\0\0\0" * (1 << 20),
     }
     for name, payload in hostile.items():
-        start = time.perf_counter()
-        header = WIRE.peek(payload)
-        assert header.error is not None, name
-        assert time.perf_counter() - start < 1.0, name
+        headers: list = []
+        lines_of(lambda payload=payload, headers=headers: headers.append(WIRE.peek(payload)), 50 * MAX_FIELDS)
+        assert headers[0].error is not None, name
     assert WIRE.peek(b"\x0a\x00" * (MAX_FIELDS + 1)).error is not None
 
 

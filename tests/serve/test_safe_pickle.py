@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copyreg
 import os
 import pickle
@@ -11,7 +12,6 @@ import random
 import re
 import struct
 import sys
-import time
 import tracemalloc
 import types
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from sinew.serve.wires.lerobot.types import (
     read_policy_config,
     write_actions,
 )
+from tests.work import lines_of
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))
 PROTOCOLS = (2, 3, 4, 5)
@@ -398,12 +399,12 @@ def test_refused(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     payload, message = ATTACKS[case]
     payload = unframed(payload)
-    error, peak, seconds = measured(payload, read)
+    error, peak = measured(payload, read)
     assert isinstance(error, SafePickleError), error
     assert re.search(message, str(error)), str(error)
     assert list(tmp_path.iterdir()) == []
     assert peak < (4 << 20) + 4 * len(payload)
-    assert seconds < 1.0
+    assert bounded(payload)
 
 
 def unframed(payload: bytes) -> bytes:
@@ -413,19 +414,27 @@ def unframed(payload: bytes) -> bytes:
     return payload
 
 
-def measured(payload: bytes, reader: Any) -> tuple[Exception | None, int, float]:
-    """(what it raised, bytes allocated at the most, seconds of this thread's work)."""
+def bounded(payload: bytes) -> bool:
+    """Return True if reading the payload takes no more lines of Python than its opcodes and their budget allow."""
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            read(payload)
+
+    return lines_of(call, 2_000_000) > 0
+
+
+def measured(payload: bytes, reader: Any) -> tuple[Exception | None, int]:
+    """Return what reading the payload raised, and the most bytes that it allocated."""
     tracemalloc.start()
-    start = time.thread_time()
     try:
         reader(payload)
         error = None
     except Exception as caught:  # noqa: BLE001 - the kind is what the tests are about
         error = caught
-    seconds = time.thread_time() - start
     _now, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return error, peak, seconds
+    return error, peak
 
 
 def test_the_attacks_are_real():
@@ -445,16 +454,16 @@ def test_the_attacks_are_real():
     ids=["memo index", "encoding"],
 )  # fmt: skip
 def test_memory_stays_near_the_size_of_the_message(payload):
-    error, peak, seconds = measured(payload, read)
+    error, peak = measured(payload, read)
     assert error is None or isinstance(error, SafePickleError)
     assert peak < (4 << 20) + 3 * len(payload)
-    assert seconds < 1.0
+    assert bounded(payload)
 
 
 def test_arrays_are_not_copied():
     data = np.zeros(1 << 20, np.uint8)
     many = pickle.dumps([data[:] for _ in range(20)], 4)
-    error, peak, _seconds = measured(many, read)
+    error, peak = measured(many, read)
     assert error is None
     assert peak < 1 << 20  # 20 MiB came, none were copied
 
@@ -471,9 +480,9 @@ def test_the_extension_registry_is_not_consulted():
 def test_nested_storages_share_the_budget_of_opcodes():
     storage = name("torch.storage", "_load_from_bytes") + b"\x94" + raw_bytes(STORAGE) + b"\x85\x94R"
     payload = b"\x80\x04" + storage + b"h\x00h\x01R\x86" * 6000 + b"."
-    error, _peak, seconds = measured(payload, read)
+    error, _peak = measured(payload, read)
     assert "at most 20000 opcodes" in str(error)
-    assert seconds < 1.0
+    assert bounded(payload)
 
 
 # ------------------------------------------------------------------- fuzzing
@@ -600,27 +609,25 @@ def configured(data: bytes) -> None:
 def test_fuzz(kind, reader, errors, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     outcomes: collections.Counter = collections.Counter()
-    worst = [0.0, 0.0]
+    worst = [0]
 
     @FUZZ
     @given(hostile(GOOD[kind]))
     def run(data: bytes) -> None:
-        error, peak, seconds = measured(data, reader)
+        error, peak = measured(data, reader)
         assert error is None or isinstance(error, errors), f"{type(error).__name__}: {error}"
         assert peak < (8 << 20) + 4 * len(data)
-        assert seconds < 5.0
-        worst[:] = max(worst[0], seconds), max(worst[1], peak)
+        worst[0] = max(worst[0], peak)
         outcomes["read" if error is None else type(error).__name__] += 1
 
-    start = time.perf_counter()
     run()
     assert list(tmp_path.iterdir()) == []
     assert (
         outcomes["SafePickleError"] > outcomes["read"] > 0
     )  # the edits neither spoil everything nor nothing
     print(
-        f"fuzz {request.node.callspec.id}: {sum(outcomes.values())} cases {dict(outcomes)} in"
-        f" {time.perf_counter() - start:.0f} s; slowest {1e3 * worst[0]:.1f} ms, largest {worst[1] / 1024:.0f} KiB"
+        f"fuzz {request.node.callspec.id}: {sum(outcomes.values())} cases {dict(outcomes)},"
+        f" largest {worst[0] / 1024:.0f} KiB"
     )
 
 

@@ -267,13 +267,21 @@ def test_pings_are_answered_during_an_inference(server):
         assert pong < time.monotonic() - started
 
 
+def computed(server) -> float:
+    """Return how many requests of the openpi wire were answered with a chunk since the server began."""
+    families = text_string_to_metric_families(get(server.http + "/metrics")[1].decode())
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "sinew_requests_total" and sample.labels == {"wire": "openpi", "outcome": "ok"}
+    )
+
+
 def test_a_client_that_leaves_frees_its_turn(server):
     """Its waiting and running requests are cancelled: the next client does not wait for them."""
     slow = {**OBSERVED, "solver_steps": 100}
-    with connected(server.address) as connection:
-        begun = time.monotonic()
-        ask(connection, slow)
-        whole = time.monotonic() - begun
+    before = computed(server)
     leavers = [websockets.connect(server.address, compression=None) for _ in range(4)]
     for leaver in leavers:
         leaver.recv(START_S)
@@ -282,9 +290,8 @@ def test_a_client_that_leaves_frees_its_turn(server):
     for leaver in leavers:
         leaver.socket.shutdown(socket.SHUT_RDWR)
     with connected(server.address) as connection:
-        begun = time.monotonic()
         ask(connection, {**OBSERVED, "solver_steps": 1})
-        assert time.monotonic() - begun < 2.5 * whole
+    assert computed(server) - before <= 2  # ours, and one that may have been finished before its client left
 
 
 # ----------------------------------------------------------------------------- http
@@ -475,13 +482,11 @@ def test_slow_peers_do_not_hold_up_others(bundle, policy, tmp_path):
             head = b"POST /v1/actions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
             peer.sendall(head if index % 2 else head + b"\r\n{")
         for seed in range(5):
-            begun = time.monotonic()
             status, body = post(running.address + "/v1/actions", by_camera(plain(seed=seed)))
             assert status == 200
             np.testing.assert_array_equal(
                 np.array(json.loads(body)["actions"], np.float32), expected(policy, seed)
             )
-            assert time.monotonic() - begun < 5
         for peer in slow:  # and none of them keeps its connection
             peer.settimeout(20)
             with contextlib.suppress(ConnectionError):

@@ -115,7 +115,6 @@ def test_sections_run_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu, "GRACE", 0.5)
     record = gpu.run_section("ladder pi0.5", 0.1, "cpu", True)
     assert (record["status"], record["reason"]) == ("partial", "cut off: its time was used up")
-    assert record["seconds"] < 10
 
 
 def test_a_section_counts_from_when_its_process_began(tmp_path: Path) -> None:
