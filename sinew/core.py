@@ -118,10 +118,11 @@ class PolicySpec:
     embodiment: str = ""  # e.g. "droid"; empty where the checkpoint does not say
     keys: tuple[KeyMap, ...] = ()
     default_prompt: str = ""  # used when an observation has none
+    noise_rows: int = 0  # where the solver integrates more rows than the chunk has; 0: as many
 
     @property
     def noise_shape(self) -> tuple[int, int]:
-        return (self.chunk_size, self.noise_dim)
+        return (self.noise_rows or self.chunk_size, self.noise_dim)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, ready for JSON or msgpack."""

@@ -88,13 +88,32 @@ class Normalization:
     identity   x
 
     LeRobot computes in float32, leaves eps out of the inverse of mean_std, and puts it in the place of a
-    range only where that is zero. ``openpi`` computes in float64 and adds eps everywhere.
+    range only where that is zero. ``openpi`` computes in float64 and adds eps everywhere. ``gr00t`` computes in
+    float64, without eps; where a range is zero the normalised value is zero.
+
+    clip: model units are clipped to [-1, 1], after normalising and before its inverse. rows: statistics are those of
+    each step of a chunk, ``rows * dim`` values, step by step; 0 where all steps share them.
     """
 
     mode: Literal["mean_std", "min_max", "quantiles", "quantile10", "identity"]
     stats: dict[str, tuple[float, ...]] = field(default_factory=dict)
     eps: float = 1e-8
-    convention: Literal["lerobot", "openpi"] = "lerobot"
+    convention: Literal["lerobot", "openpi", "gr00t"] = "lerobot"
+    clip: bool = False
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class VectorPart:
+    """Neighbouring dimensions of a vector that are normalised together, such as one joint group.
+
+    sin_cos: the model reads their sines, then their cosines, in place of normalised values.
+    """
+
+    name: str
+    dim: int
+    normalization: Normalization
+    sin_cos: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,15 +123,25 @@ class VectorStep:
     affine           x[dims] = x[dims] * scale + offset
     linear_to_angle  x[dims] = arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped: a gripper's linear
                      opening to the angle of the servo that drives it
-    add_state        x[dims] += state[dims]: actions that are relative to the (stepped) state
+    add_state        x[dims] += state[state_dims]: actions that are relative to the (stepped) state
+    compose_pose     x[dims] is a pose in the frame of the pose state[state_dims]: position and six numbers of a
+                     rotation (9), or position and rotation vector (6); see ``processing/rotations.py``
+
+    state_dims: where they are empty, ``dims``.
     """
 
-    kind: Literal["affine", "linear_to_angle", "add_state"]
+    kind: Literal["affine", "linear_to_angle", "add_state", "compose_pose"]
     dims: tuple[int, ...]
     scale: float = 1.0
     offset: float = 0.0
     arm: float = 0.0  # metres
     horn: float = 0.0  # metres
+    state_dims: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Return the dimensions of the state that the step reads."""
+        return (self.state_dims or self.dims) if self.kind in ("add_state", "compose_pose") else ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +158,8 @@ class Processing:
     pad_missing_cameras: bool = False  # cameras that are not there were masked, empty images too (pi0)
     state_steps: tuple[VectorStep, ...] = ()  # before the state is normalised
     action_steps: tuple[VectorStep, ...] = ()  # after the actions are un-normalised
+    state_parts: tuple[VectorPart, ...] = ()  # in place of ``state``, where parts are normalised differently
+    action_parts: tuple[VectorPart, ...] = ()  # in place of ``action``
     compat: str = ""  # upstream version whose behaviour is followed where versions disagree
 
 
@@ -239,6 +270,7 @@ class Manifest:
             "spec.cameras: expected 1 to 16 different names": 1 <= len(names) <= 16
             and len(set(names)) == len(names),
             "spec: chunk_size, noise_dim or solver_steps out of range": 1 <= spec.chunk_size <= MAX_SIZE
+            and (spec.noise_rows == 0 or spec.chunk_size <= spec.noise_rows <= MAX_SIZE)
             and 0 <= spec.noise_dim <= MAX_SIZE
             and 0 <= spec.solver_steps <= MAX_SIZE,
             "spec.state does not fit processing.padded_state_dim": 1
@@ -272,11 +304,19 @@ class Manifest:
                 for step in steps
                 for d in step.dims
             )
-            and all(
-                d < spec.state.dim
+            and all(d < spec.state.dim for step in processing.action_steps for d in step.reads),
+            "processing: a pose has 6 or 9 numbers, in the state as in the action": all(
+                len(step.dims) in (6, 9) and len(step.reads) == len(step.dims)
                 for step in processing.action_steps
-                if step.kind == "add_state"
-                for d in step.dims
+                if step.kind == "compose_pose"
+            ),
+            "processing: the parts of a vector do not add up to it": all(
+                not parts
+                or (all(part.dim > 0 for part in parts) and sum(part.dim for part in parts) == vector.dim)
+                for parts, vector in (
+                    (processing.state_parts, spec.state),
+                    (processing.action_parts, spec.action),
+                )
             ),
             "spec.keys: an image key names a camera that is not there": all(
                 camera in names for keys in spec.keys for camera in keys.images.values()

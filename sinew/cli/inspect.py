@@ -77,8 +77,13 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
 
-    def vector(what: Any, recipe: Any) -> str:
+    def vector(what: Any, recipe: Any, parts: Any) -> str:
         named = f": {', '.join(what.names)}" if what.names else ""
+        if parts:
+            modes = ", ".join(
+                f"{part.name} {'sin_cos' if part.sin_cos else part.normalization.mode}" for part in parts
+            )
+            return f"{what.dim} values{named}; {modes}"
         return f"{what.dim} values{named}, {recipe.mode}" + (
             f" ({', '.join(recipe.stats)})" if recipe.stats else ""
         )
@@ -93,8 +98,8 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else ""),
         "images": f"{image.resize} to {image.height}x{image.width}, {image.interpolation}, bars {image.pad}"
         f" = {image.pad_value:g}, (x - {image.mean[0]:g}) / {image.std[0]:g}",
-        "state": vector(spec.state, manifest.processing.state),
-        "action": vector(spec.action, manifest.processing.action),
+        "state": vector(spec.state, manifest.processing.state, manifest.processing.state_parts),
+        "action": vector(spec.action, manifest.processing.action, manifest.processing.action_parts),
         "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"
         + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
         "prompt": f"{json.dumps(prompt.template + prompt.ensure_suffix)}, at most {prompt.max_tokens} tokens,"

@@ -198,7 +198,8 @@ def _random(policy: Policy) -> Iterator[Observation]:
             squares = rng.integers(0, 256, shape, dtype=np.uint8)
             frame = squares.repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
             images[camera.name] = np.ascontiguousarray(frame[: camera.height, : camera.width])
-        state = policy.processor.state_normalizer.unnormalize(rng.standard_normal(spec.state.dim))
+        normalizer = policy.processor.state_normalizer
+        state = normalizer.unnormalize(rng.standard_normal(normalizer.width))
         base = replace(policy.dummy_observation(), seed=seed)
         yield replace(base, images=images, state=np.asarray(state, np.float32))
         seed += 1

@@ -72,7 +72,11 @@ def cuda_engine(
     plan = plan or cuda_plan(bundle, device, dtype)
     found = scales(bundle) if options.fp8 else None
     manifest = bundle.manifest
-    actions = Normalizer(manifest.processing.action, manifest.spec.action.dim, "action")
+    recipe = manifest.processing
+    whole = not recipe.action_parts and manifest.spec.noise_rows == 0
+    actions = Normalizer(recipe.action, manifest.spec.action.dim, "action") if whole else None
+    if actions is not None and not actions.is_affine:
+        actions = None  # the processor un-normalises
     engine = CudaEngine(
         plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
     )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinew.bundle.schema import Manifest
-from sinew.core import Observation, ObservationError, SinewError
+from sinew.core import BundleError, Observation, ObservationError, SinewError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
-from sinew.processing.normalize import Normalizer
+from sinew.processing.normalize import normalizer
 from sinew.processing.prompt import Prompter
 from sinew.processing.vectors import apply_steps
 
@@ -40,8 +40,15 @@ class Processor:
     def __init__(self, manifest: Manifest):
         self.spec, self.recipe = manifest.spec, manifest.processing
         self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt)
-        self.state_normalizer = Normalizer(self.recipe.state, self.spec.state.dim, "state")
-        self.action_normalizer = Normalizer(self.recipe.action, self.spec.action.dim, "action")
+        recipe, spec = self.recipe, self.spec
+        self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
+        self.action_normalizer = normalizer(recipe.action, recipe.action_parts, spec.action.dim, "action")
+        for vector, padded in (
+            (self.state_normalizer, recipe.padded_state_dim),
+            (self.action_normalizer, recipe.padded_action_dim),
+        ):
+            if vector.width > padded:
+                raise BundleError(f"a vector of {vector.width} normalised numbers does not fit {padded}")
 
     def check(self, observation: Observation) -> None:
         """Raise :class:`ObservationError` for the first field that this policy cannot take."""
@@ -99,8 +106,11 @@ class Processor:
 
         normalized: False for a chunk that the engine un-normalised, [H, action_dim].
         """
+        chunk = chunk[: self.spec.chunk_size]
         actions = (
-            self.action_normalizer.unnormalize(chunk[:, : self.spec.action.dim]) if normalized else chunk
+            self.action_normalizer.unnormalize(chunk[:, : self.action_normalizer.width])
+            if normalized
+            else chunk
         )
         if self.recipe.action_steps:
             actions = apply_steps(actions, self.recipe.action_steps, self._state(observation))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sinew.bundle.schema import VectorStep
+from sinew.processing.rotations import compose
 
 
 def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | None = None) -> np.ndarray:
@@ -28,6 +29,7 @@ def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | 
             part = np.arcsin(np.clip(sine, -1.0, 1.0))
         else:
             assert state is not None, "actions relative to the state need the state"
-            part = part + state[dims]
+            reference = state[list(step.reads)]
+            part = part + reference if step.kind == "add_state" else compose(reference, part)
         x[..., dims] = part
     return x

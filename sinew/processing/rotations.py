@@ -1,0 +1,75 @@
+"""Poses of an end effector that are relative to another pose, in the forms that policies use for rotations.
+
+A pose is [x, y, z, rotation]; the rotation is six numbers (the first two rows of its matrix, Zhou et al. 2019) or a
+rotation vector (axis times angle in radians). All functions take float64 [..., n] and compute in float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+TINY = 1e-12
+
+
+def compose(reference: np.ndarray, relative: np.ndarray) -> np.ndarray:
+    """Return the pose ``relative`` in the frame in which ``reference`` is given: T_reference T_relative.
+
+    reference: [9] or [6]; relative: [..., 9] or [..., 6], in the same form -> the same shape as ``relative``.
+    """
+    to_matrix, from_matrix = (from_6d, to_6d) if relative.shape[-1] == 9 else (from_vector, to_vector)
+    turn = to_matrix(reference[3:])  # [3, 3]
+    place = relative[..., :3] @ turn.T + reference[:3]
+    return np.concatenate([place, from_matrix(turn @ to_matrix(relative[..., 3:]))], axis=-1)
+
+
+def from_6d(x: np.ndarray) -> np.ndarray:
+    """Return matrices [..., 3, 3] of [..., 6]: two rows, made orthonormal in order, and their cross product."""
+    first = x[..., :3] / _length(x[..., :3])
+    second = x[..., 3:] - (first * x[..., 3:]).sum(axis=-1, keepdims=True) * first
+    second = second / _length(second)
+    return np.stack([first, second, np.cross(first, second)], axis=-2)
+
+
+def to_6d(matrix: np.ndarray) -> np.ndarray:
+    """Return the first two rows of [..., 3, 3], as [..., 6]."""
+    return matrix[..., :2, :].reshape(*matrix.shape[:-2], 6)
+
+
+def from_vector(x: np.ndarray) -> np.ndarray:
+    """Return matrices [..., 3, 3] of rotation vectors [..., 3] (Rodrigues' formula)."""
+    angle = np.linalg.norm(x, axis=-1)[..., None, None]
+    cross = np.zeros((*x.shape[:-1], 3, 3))
+    cross[..., 0, 1], cross[..., 0, 2], cross[..., 1, 2] = -x[..., 2], x[..., 1], -x[..., 0]
+    cross -= np.swapaxes(cross, -1, -2)
+    one_minus_cos = 0.5 * np.sinc(angle / (2 * np.pi)) ** 2  # (1 - cos a) / a^2, finite at zero
+    return np.eye(3) + np.sinc(angle / np.pi) * cross + one_minus_cos * (cross @ cross)
+
+
+def to_vector(matrix: np.ndarray) -> np.ndarray:
+    """Return rotation vectors [..., 3], of angles 0 to pi, of matrices [..., 3, 3]; by way of quaternions."""
+    m = matrix
+    trace = m[..., 0, 0] + m[..., 1, 1] + m[..., 2, 2]
+    diagonal = np.stack([m[..., 0, 0], m[..., 1, 1], m[..., 2, 2]], axis=-1)
+    # Four candidates, each 4 q_i q; the largest component gives the accurate one (Shepperd 1978).
+    squares = np.concatenate([1 + trace[..., None], 1 + 2 * diagonal - trace[..., None]], axis=-1)  # 4 q_i^2
+    antisymmetric = np.stack(
+        [m[..., 2, 1] - m[..., 1, 2], m[..., 0, 2] - m[..., 2, 0], m[..., 1, 0] - m[..., 0, 1]], axis=-1
+    )
+    candidates = np.zeros((*squares.shape, 4))
+    candidates[..., 0, 1:] = candidates[..., 1:, 0] = antisymmetric
+    for i in range(3):
+        for j in range(3):
+            candidates[..., 1 + i, 1 + j] = m[..., i, j] + m[..., j, i]
+    for i in range(4):
+        candidates[..., i, i] = squares[..., i]
+    best = squares.argmax(axis=-1)[..., None, None]
+    q = np.take_along_axis(candidates, best, axis=-2)[..., 0, :]
+    q = q / _length(q)
+    q = np.where(q[..., :1] < 0, -q, q)
+    sine = np.linalg.norm(q[..., 1:], axis=-1, keepdims=True)
+    angle = 2 * np.arctan2(sine, q[..., :1])
+    return q[..., 1:] * np.where(sine < TINY, 2.0, angle / np.maximum(sine, TINY))
+
+
+def _length(x: np.ndarray) -> np.ndarray:
+    return np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), TINY)

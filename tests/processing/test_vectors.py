@@ -1,0 +1,93 @@
+"""Vectors in parts, statistics per step, and poses that are relative to the state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinew.bundle.schema import Normalization, VectorPart, VectorStep
+from sinew.core import BundleError
+from sinew.processing.normalize import Normalizer, PartNormalizer
+from sinew.processing.rotations import compose, from_6d, from_vector, to_6d, to_vector
+from sinew.processing.vectors import apply_steps
+
+RANGE = Normalization(
+    "min_max", {"min": (0.0, -1.0, 2.0), "max": (4.0, 1.0, 2.0)}, convention="gr00t", clip=True
+)
+VECTORS = st.lists(st.floats(-3, 3), min_size=3, max_size=3).map(np.array)
+
+
+def rotations(seed: int, count: int) -> np.ndarray:
+    """Random rotation matrices, by QR; independent of the code under test."""
+    q, r = np.linalg.qr(np.random.default_rng(seed).standard_normal((count, 3, 3)))
+    q = q * np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None]
+    return q * np.sign(np.linalg.det(q))[:, None, None]
+
+
+def test_a_constant_dimension_becomes_zero_and_comes_back():
+    normalizer = Normalizer(RANGE, 3, "state")
+    assert normalizer.normalize(np.array([3.0, 5.0, 7.0])).tolist() == [0.5, 1.0, 0.0]
+    assert normalizer.unnormalize(np.array([[0.5, 9.0, 0.3]])).tolist() == [[3.0, 1.0, 2.0]]
+
+
+def test_statistics_of_each_step():
+    stats = {"min": (0.0, 0.0, 10.0, 10.0), "max": (1.0, 2.0, 11.0, 12.0)}
+    normalizer = Normalizer(Normalization("min_max", stats, convention="gr00t", rows=2), 2, "action")
+    assert normalizer.unnormalize(np.zeros((2, 2))).tolist() == [[0.5, 1.0], [10.5, 11.0]]
+    assert normalizer.unnormalize(np.zeros((1, 2))).tolist() == [[0.5, 1.0]]
+    assert not normalizer.is_affine
+    with pytest.raises(BundleError, match="min has 3 values, expected 4"):
+        Normalizer(Normalization("min_max", {"min": (0.0,) * 3, "max": (1.0,) * 4}, rows=2), 2, "action")
+
+
+def test_parts_are_normalised_each_in_its_own_way():
+    parts = (
+        VectorPart("arm", 3, RANGE),
+        VectorPart("wrist", 2, Normalization("identity"), sin_cos=True),
+        VectorPart("base", 1, Normalization("mean_std", {"mean": (1.0,), "std": (2.0,)}, eps=0.0)),
+    )
+    normalizer = PartNormalizer(parts, "state")
+    x = np.array([3.0, 0.5, 2.0, 0.1, -0.2, 9.0])
+    found = normalizer.normalize(x)
+    np.testing.assert_allclose(
+        found, [0.5, 0.5, 0, *np.sin([0.1, -0.2]), *np.cos([0.1, -0.2]), 4.0], atol=1e-15
+    )
+    assert normalizer.width == len(found) == 8
+    np.testing.assert_allclose(normalizer.unnormalize(found[None])[0], x, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(VECTORS, VECTORS)
+def test_rotation_vectors_compose_as_their_matrices(a, b):
+    a, b = (x * min(1.0, 3.1 / max(np.linalg.norm(x), 1e-9)) for x in (a, b))
+    np.testing.assert_allclose(to_vector(from_vector(a)), a, atol=1e-7)
+    found = compose(np.r_[0, 0, 0, a], np.r_[0, 0, 0, b])
+    np.testing.assert_allclose(from_vector(found[3:]), from_vector(a) @ from_vector(b), atol=1e-9)
+
+
+def test_rotations_in_every_form():
+    matrices = rotations(0, 200)
+    np.testing.assert_allclose(from_6d(to_6d(matrices)), matrices, atol=1e-12)
+    np.testing.assert_allclose(from_vector(to_vector(matrices)), matrices, atol=1e-12)
+    halves = np.diag([1.0, -1.0, -1.0])  # a half turn, where the trace says nothing of the axis
+    np.testing.assert_allclose(np.abs(to_vector(halves)), [np.pi, 0, 0], atol=1e-12)
+    assert not to_vector(np.eye(3)).any()
+
+
+def test_a_scaled_and_skewed_rotation_is_made_orthonormal():
+    skewed = np.array([2.0, 0, 0, 1.0, 3.0, 0])
+    np.testing.assert_allclose(from_6d(skewed), np.eye(3), atol=1e-15)
+
+
+def test_poses_relative_to_the_state():
+    turn, relative = rotations(1, 2)
+    state = np.r_[7.0, 1, 2, 3, to_6d(turn)]  # a gripper, then the pose
+    action = np.r_[0.1, 0.2, 0.3, to_6d(relative), 5.0][None]
+    pose = VectorStep("compose_pose", tuple(range(9)), state_dims=tuple(range(1, 10)))
+    add = VectorStep("add_state", (9,), state_dims=(0,))
+    found = apply_steps(action, (pose, add), state)[0]
+    np.testing.assert_allclose(found[:3], turn @ [0.1, 0.2, 0.3] + [1, 2, 3], atol=1e-12)
+    np.testing.assert_allclose(from_6d(found[3:9]), turn @ relative, atol=1e-12)
+    assert found[9] == 12.0
