@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from sinew.convert.families.lerobot import LeRobotCheckpoint, read_json
+from sinew.convert.families.lerobot import LeRobotCheckpoint
 from sinew.convert.families.smolvla import bundle_name, model_config
+from sinew.convert.read.files import read_json
 from sinew.models.smolvla import SmolVLA, SmolVLAConfig
 
 PAD, UNKNOWN = "<|im_end|>", "<unk>"

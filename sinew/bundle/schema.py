@@ -179,6 +179,7 @@ class Provenance:
     sources: tuple[SourceFile, ...] = ()
     dropped: tuple[str, ...] = ()  # source tensors that inference never reads
     notes: tuple[str, ...] = ()
+    options: dict[str, str] = field(default_factory=dict)  # what the user gave to `sinew convert`
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,16 @@ def convert(
     /,
     *,
     vlm: Path | None = None,
+    base: Path | None = None,
     tokenizer: Path | None = None,
     arch: Path | None = None,
     stats: Path | None = None,
     compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6",
     cameras: str = "",
     openpi_config: str = "",
+    embodiment: str = "",
+    stats_key: str = "",
+    settings: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     control_hz: float | None = None,
     name: str | None = None,
     force: Annotated[bool, Parameter(negative="")] = False,
@@ -34,25 +38,43 @@ def convert(
     Args:
         source: checkpoint directory (LeRobot layout), hub name (ORG/NAME, with the hub extra), or a vla.cpp GGUF file.
         out: the bundle to write.
-        vlm: directory with the config.json and tokenizer of what the checkpoint's vlm_model_name names.
+        vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
+        base: directory of the base model, for checkpoints that hold only what was trained on top of it.
         tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
         arch: JSON file with the widths behind a named variant, instead of the language model's config.
         stats: a data set's meta/stats.json, for checkpoints without statistics.
         compat: whose behaviour to follow where upstream versions disagree.
         cameras: names separated by commas, for vla.cpp files, which do not hold them.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
+        embodiment: tag of the robot, for checkpoints of several.
+        stats_key: which of several sets of statistics (arm/dataset where there are two levels).
+        settings: NAME=VALUE for a choice that the files leave open, such as solver_steps=5; may be given several times.
         control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
         name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
     from sinew.convert import Options, read
+    from sinew.convert.options import parse_settings
     from sinew.core import ConvertError
 
     if out.exists() and not force:
         raise ConvertError(f"{out} exists; --force overwrites it")
     names = tuple(name.strip() for name in cameras.split(",") if name.strip())
     start = time.perf_counter()
-    options = Options(vlm, tokenizer, arch, stats, compat, names, openpi_config, control_hz)
+    options = Options(
+        vlm=vlm,
+        base=base,
+        tokenizer=tokenizer,
+        arch=arch,
+        stats=stats,
+        compat=compat,
+        cameras=names,
+        openpi_config=openpi_config,
+        embodiment=embodiment,
+        stats_key=stats_key,
+        control_hz=control_hz,
+        settings=parse_settings(settings or []),
+    )
     conversion = read(source, options)
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

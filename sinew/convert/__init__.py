@@ -1,24 +1,35 @@
-"""Upstream checkpoints -> bundles. One file per family; adding one adds a line to ``FAMILIES``."""
+"""Upstream checkpoints -> bundles. One module per family; adding one adds a name to ``FAMILIES``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from sinew.bundle.writer import Progress
-from sinew.convert.conversion import Conversion, Options
-from sinew.convert.families import openpi
-from sinew.convert.families.lerobot import LeRobotCheckpoint
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import COMPAT, Options
+from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError
 
-FAMILIES = {  # config.json "type" -> reader
-    "smolvla": "sinew.convert.families.smolvla",
-    "pi0": "sinew.convert.families.pi",
-    "pi05": "sinew.convert.families.pi",
-}
-COMPAT = ("lerobot-0.4", "lerobot-0.6", "openpi")
-CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer/*"]
+# Modules of sinew.convert.families, in the order in which they are asked. Each has NAMES (checkpoints that it
+# reads, for messages), OPTIONS (fields of Options that it reads), SETTINGS (of --set), recognises(path) and
+# read(path, options) -> Conversion.
+FAMILIES = ("smolvla", "pi", "openpi", "vlacpp")
+CHECKPOINT_FILES = [
+    "*.json",
+    "*.safetensors",
+    "tokenizer/*",
+    "tokenizer.model",
+    "experiment_cfg/*",
+    "assets/*",
+    "params/*",
+    "action_head--*.pt",
+    "proprio_projector--*.pt",
+    "mp_rank_00_model_states.pt",
+]
 
 
 def convert(
@@ -26,29 +37,47 @@ def convert(
     out: str | Path,
     *,
     vlm: Path | None = None,
+    base: Path | None = None,
     tokenizer: Path | None = None,
     arch: Path | None = None,
     stats: Path | None = None,
     compat: str = "lerobot-0.6",
     cameras: tuple[str, ...] = (),
     openpi_config: str = "",
+    embodiment: str = "",
+    stats_key: str = "",
     control_hz: float | None = None,
+    settings: Mapping[str, object] | None = None,
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Convert a checkpoint directory, a hub name or a vla.cpp GGUF file into the bundle ``out``.
 
-    Weights are streamed; nothing is written to ``out`` unless all of it is there. ``progress`` is called
-    with the number of bytes just written. Raises :class:`ConvertError`.
+    The options are those of ``sinew convert``; ``settings`` are the names and values of ``--set``. Weights are
+    streamed; nothing is written to ``out`` unless all of it is there. ``progress`` is called with the number of
+    bytes just written. Raises :class:`ConvertError`.
     """
-    options = Options(vlm, tokenizer, arch, stats, compat, tuple(cameras), openpi_config, control_hz)
+    options = Options(
+        vlm=vlm,
+        base=base,
+        tokenizer=tokenizer,
+        arch=arch,
+        stats=stats,
+        compat=compat,
+        cameras=tuple(cameras),
+        openpi_config=openpi_config,
+        embodiment=embodiment,
+        stats_key=stats_key,
+        control_hz=control_hz,
+        settings={key: str(value) for key, value in (settings or {}).items()},
+    )
     conversion = read(source, options)
     conversion.write(Path(out), name or conversion.spec.name, options, progress)
     return Path(out)
 
 
 def read(source: str | Path, options: Options) -> Conversion:
-    """Recognise ``source`` and read all of it but the weights."""
+    """Recognise ``source`` and read all of it but the weights. Raises :class:`ConvertError`."""
     if options.control_hz is not None and not 0 < options.control_hz <= 10_000:
         raise ConvertError(f"--control-hz {options.control_hz}: expected actions per second, above 0")
     if options.compat not in COMPAT:
@@ -59,14 +88,18 @@ def read(source: str | Path, options: Options) -> Conversion:
         if len(parts) != 2 or not all(parts):
             raise ConvertError(f"{source}: no such file or directory")
         path = download(str(source), CHECKPOINT_FILES, "download it and give the directory")
-    if path.is_file():
-        return import_module("sinew.convert.families.vlacpp").read(path, options)
-    if openpi.is_checkpoint(path):
-        return openpi.read(path, options)
-    checkpoint = LeRobotCheckpoint(path, options.stats)
-    family = FAMILIES.get(str(checkpoint.type))
-    if family is None:
-        raise ConvertError(
-            f"{path / 'config.json'}: checkpoint type {checkpoint.type!r} is not one of {', '.join(FAMILIES)}"
-        )
-    return import_module(family).read(checkpoint, options)
+    family = recognise(path)
+    return family.read(path, options.for_family(family, path))
+
+
+def recognise(path: Path) -> ModuleType:
+    """Return the family module that reads ``path``. Raises :class:`ConvertError` with all names if there is none."""
+    modules = []
+    for name in FAMILIES:
+        modules.append(import_module(f"sinew.convert.families.{name}"))
+        if modules[-1].recognises(path):
+            return modules[-1]
+    record = read_json(path / "config.json")
+    kind = record.get("type", record.get("model_type"))
+    known = ", ".join(name for module in modules for name in module.NAMES)
+    raise ConvertError(f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {known}")

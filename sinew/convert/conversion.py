@@ -13,8 +13,11 @@ from typing import Any
 import msgspec
 
 from sinew import __version__
+from sinew.bundle.files import open_regular
+from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
+from sinew.convert.options import Options
 from sinew.core import ConvertError, PolicySpec
 from sinew.models import build_on_meta, misfit
 
@@ -22,23 +25,10 @@ HASH_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user can add to a checkpoint: see ``sinew convert --help``."""
-
-    vlm: Path | None = None
-    tokenizer: Path | None = None
-    arch: Path | None = None
-    stats: Path | None = None
-    compat: str = "lerobot-0.6"
-    cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
-    openpi_config: str = ""  # name of openpi's training config, for openpi checkpoints
-    control_hz: float | None = None  # actions per second; no upstream config says it
-
-
-@dataclass(frozen=True)
 class Conversion:
-    """``tensors`` carry upstream names; ``rename`` gives the bundle's; ``dead`` are upstream prefixes of
-    tensors that inference never reads; ``sources`` are the files whose hashes go into the provenance."""
+    """What will be written. ``tensors``: by name, which ``rename`` turns into the bundle's; the sources in it keep
+    the names that the user knows, for messages. dead: prefixes of names that inference never reads. sources: files
+    whose hashes go into the provenance."""
 
     architecture: str
     format: str
@@ -47,7 +37,7 @@ class Conversion:
     processing: Processing
     tokenizer: str
     tensors: dict[str, TensorSource]
-    rename: Callable[[str], str]
+    rename: Callable[[str], str] = str
     dead: tuple[str, ...] = ()
     sources: list[Path] = field(default_factory=list)
     notes: tuple[str, ...] = ()
@@ -70,7 +60,7 @@ class Conversion:
             for t, s in self.tensors.items()
             if t not in dropped
         }
-        self._check(kept, {self.rename(t): t for t in self.tensors})
+        self._check(kept, {self.rename(t): s.name for t, s in self.tensors.items()})
         with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
             hashes = [pool.submit(_sha256, path) for path in self.sources]
 
@@ -87,6 +77,7 @@ class Conversion:
                         sources=tuple(map(_source_file, self.sources, hashes)),
                         dropped=self.dropped,
                         notes=self.notes,
+                        options=options.record(),
                     ),
                     tokenizer=self.tokenizer,
                     precision=_precision(kept),
@@ -99,6 +90,9 @@ class Conversion:
         model = build_on_meta(self.architecture, self.config)
         if problems := misfit(model, {name: t.shape for name, t in kept.items()}, upstream):
             raise ConvertError(f"the checkpoint does not fit its config: {problems}")
+        if odd := next((t for t in kept.values() if t.type not in TORCH_DTYPES), None):
+            known = ", ".join(kind.name for kind in TORCH_DTYPES)
+            raise ConvertError(f"tensor {upstream[odd.name]!r}: expected {known}, got {odd.type.name}")
 
 
 def _laid_out_first(manifest: Callable[[], Manifest], hashes: list[Future[str]]) -> Callable[[], Manifest]:
@@ -125,8 +119,8 @@ def _source_file(path: Path, digest: Future[str]) -> SourceFile:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(HASH_BLOCK))
-    with open(path, "rb", buffering=0) as file:
-        while got := file.readinto(buffer):
+    with open_regular(path) as file:
+        while got := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:got])
     return digest.hexdigest()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from sinew.convert.families.lerobot import read_json
+from sinew.convert.read.files import read_json
 from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
 

@@ -7,7 +7,6 @@ their statistics in small safetensors files; before, statistics were buffers ins
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ import numpy as np
 
 from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
-from sinew.convert.read.safetensors import find_weights, read_array, read_safetensors
+from sinew.convert.read.files import read_json
+from sinew.convert.read.safetensors import read_safetensors, read_weights
+from sinew.convert.tensors import read_array
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.processing.normalize import STATISTICS
 
@@ -26,16 +27,11 @@ LEGACY_BUFFERS = ("normalize_inputs.", "normalize_targets.", "unnormalize_output
 Statistics = dict[str, dict[str, np.ndarray]]  # feature -> statistic -> float32 vector
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConvertError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConvertError(f"{path}: not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise ConvertError(f"{path}: expected a JSON object")
-    return record
+def config_type(path: Path) -> str | None:
+    """Return the "type" in a directory's config.json, or None where there is none."""
+    config = path / "config.json"
+    kind = read_json(config).get("type") if config.exists() else None
+    return kind if isinstance(kind, str) else None
 
 
 class LeRobotCheckpoint:
@@ -55,15 +51,15 @@ class LeRobotCheckpoint:
     # ------------------------------------------------------------------ weights
 
     @cached_property
-    def weight_files(self) -> list[Path]:
-        return find_weights(self.path)
+    def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
+        return read_weights(self.path)
 
     @property
     def files(self) -> list[Path]:
         """Everything that a bundle takes from this checkpoint, the tokenizer aside."""
         extra = [self.stats_file] if self.stats_file else []
         return [
-            *self.weight_files,
+            *self._weights[1],
             self.path / "config.json",
             *sorted(self.path.glob("policy_*processor*")),
             *extra,
@@ -72,14 +68,7 @@ class LeRobotCheckpoint:
     @cached_property
     def tensors(self) -> dict[str, TensorSource]:
         """All weights by upstream name, in file order; legacy statistics buffers are left out."""
-        return {name: t for name, t in self._all_tensors.items() if not name.startswith(LEGACY_BUFFERS)}
-
-    @cached_property
-    def _all_tensors(self) -> dict[str, TensorSource]:
-        found: dict[str, TensorSource] = {}
-        for file in self.weight_files:
-            found.update(read_safetensors(file))
-        return found
+        return {name: t for name, t in self._weights[0].items() if not name.startswith(LEGACY_BUFFERS)}
 
     # ------------------------------------------------------------------ features
 
@@ -182,7 +171,7 @@ class LeRobotCheckpoint:
         for feature, prefixes in ((STATE, LEGACY_BUFFERS[:1]), (ACTION, LEGACY_BUFFERS[2:0:-1])):
             for prefix in prefixes:
                 start = f"{prefix}buffer_{feature.replace('.', '_')}."
-                for name, source in self._all_tensors.items():
+                for name, source in self._weights[0].items():
                     if name.startswith(start):
                         found.setdefault(feature, {}).setdefault(name[len(start) :], read_array(source))
         return {f: s for f, s in found.items() if all(np.isfinite(v).all() for v in s.values())}

@@ -14,13 +14,14 @@ from typing import Any
 
 from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorStep
 from sinew.bundle.writer import TensorSource
-from sinew.convert.conversion import Conversion, Options
+from sinew.convert.conversion import Conversion
 from sinew.convert.families.embodiments import OPENPI_CONFIGS, OpenPIConfig
-from sinew.convert.families.lerobot import read_json
 from sinew.convert.families.pi import DEAD, PREFIXES, model_config, tensors
 from sinew.convert.names import rename
+from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.read import safetensors
+from sinew.convert.read.files import read_json
 from sinew.convert.read.jax import read_params
-from sinew.convert.read.safetensors import find_weights, read_safetensors
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 
@@ -30,8 +31,15 @@ SOLVER_STEPS = 10  # openpi's sample_actions
 PERIODS = {"min_period": 4e-3, "max_period": 4.0}
 
 
-def is_checkpoint(path: Path) -> bool:
-    """LeRobot's config.json has a "type"; openpi's has none, or is not there."""
+NAMES = ("openpi pi0", "openpi pi05")
+OPTIONS = ("tokenizer", "arch", "stats", "openpi_config")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+
+
+def recognises(path: Path) -> bool:
+    """Return True for openpi's directories: LeRobot's config.json has a "type"; openpi's has none, or is absent."""
+    if not path.is_dir():
+        return False
     config = path / "config.json"
     if config.exists():
         record = read_json(config)
@@ -87,7 +95,7 @@ def read(path: Path, options: Options) -> Conversion:
             action=robot.action,
             chunk_size=config.chunk_size,
             noise_dim=config.max_action_dim,
-            solver_steps=SOLVER_STEPS,
+            solver_steps=options.setting("solver_steps", SOLVER_STEPS),
             max_prompt_tokens=PROMPT_TOKENS[published.pi05],
             embodiment=robot.name,
             keys=(robot.keys,),
@@ -124,12 +132,11 @@ def read(path: Path, options: Options) -> Conversion:
 
 
 def read_weights(path: Path, architecture: str) -> tuple[dict[str, TensorSource], list[Path]]:
-    """Tensors under openpi's PyTorch names, and the files that hold them."""
+    """Return the tensors under openpi's PyTorch names, and the files that hold them."""
     params = path / "params"
     if params.is_dir() and not (path / "model.safetensors").exists():
         return read_params(params, architecture), sorted(file for file in params.rglob("*") if file.is_file())
-    files = find_weights(path)
-    return {name: source for file in files for name, source in read_safetensors(file).items()}, files
+    return safetensors.read_weights(path)
 
 
 def prompt_recipe(published: OpenPIConfig, vocab_size: int, pad_id: int) -> PromptRecipe:

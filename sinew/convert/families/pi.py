@@ -7,13 +7,16 @@ and SigLIP's So400m/14), ``--arch FILE.json`` replaces it, and every tensor's sh
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
-from sinew.convert.conversion import Conversion, Options
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, read_json
+from sinew.convert.conversion import Conversion
+from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, config_type
 from sinew.convert.names import rename
+from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import ConvertError, PolicySpec
 from sinew.layers.decoder import DecoderConfig
@@ -71,7 +74,19 @@ DEAD = (
 )  # no logits are read at inference
 
 
-def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
+NAMES = ("pi0", "pi05")
+OPTIONS = ("tokenizer", "arch", "stats")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a LeRobot directory of this type."""
+    return config_type(path) in NAMES
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = LeRobotCheckpoint(path, options.stats)
     architecture = str(checkpoint.type)
     old_layout = "paligemma_variant" not in checkpoint.config
     if old_layout:
@@ -97,7 +112,7 @@ def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
             action=checkpoint.vector("output_features", "ACTION", ACTION),
             chunk_size=config.chunk_size,
             noise_dim=config.max_action_dim,
-            solver_steps=checkpoint["num_inference_steps"],
+            solver_steps=options.setting("solver_steps", checkpoint["num_inference_steps"]),
             max_prompt_tokens=checkpoint["tokenizer_max_length"],
         ),
         processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout),

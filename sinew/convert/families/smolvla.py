@@ -7,12 +7,15 @@ LlamaConfig), as it does upstream. Every tensor's shape is then checked against 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
-from sinew.convert.conversion import Conversion, Options
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, read_json
+from sinew.convert.conversion import Conversion
+from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, config_type
 from sinew.convert.names import rename
+from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.layers.decoder import DecoderConfig
@@ -54,7 +57,19 @@ def bundle_name(upstream: str) -> str:
     return rename(upstream, PREFIXES)
 
 
-def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
+NAMES = ("smolvla",)
+OPTIONS = ("vlm", "tokenizer", "arch", "stats")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a LeRobot directory of this type."""
+    return config_type(path) in NAMES
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = LeRobotCheckpoint(path, options.stats)
     vlm_name = str(checkpoint["vlm_model_name"])
     if options.arch:
         vlm_dir, vlm_config = None, options.arch
@@ -87,7 +102,7 @@ def read(checkpoint: LeRobotCheckpoint, options: Options) -> Conversion:
         architecture="smolvla",
         format="lerobot-smolvla",
         config=config,
-        spec=policy_spec(checkpoint, config),
+        spec=policy_spec(checkpoint, config, options),
         processing=processing(checkpoint, config, int(pad_id)),
         tokenizer=tokenizer.text,
         tensors=checkpoint.tensors,
@@ -148,7 +163,7 @@ def expert_intermediate_size(width: int) -> int:
     return -(-int(4 * int(2 * width / 3)) // 256) * 256
 
 
-def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig) -> PolicySpec:
+def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: Options) -> PolicySpec:
     for unsupported in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"):
         if checkpoint.config.get(unsupported):
             raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
@@ -164,7 +179,7 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig) -> PolicyS
         action=checkpoint.vector("output_features", "ACTION", ACTION),
         chunk_size=config.chunk_size,
         noise_dim=config.max_action_dim,
-        solver_steps=checkpoint["num_steps"],
+        solver_steps=options.setting("solver_steps", checkpoint["num_steps"]),
         max_prompt_tokens=checkpoint["tokenizer_max_length"],
         resizes_frames=resizes,
     )

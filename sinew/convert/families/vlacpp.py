@@ -24,9 +24,10 @@ from sinew.bundle.schema import (
     PromptRecipe,
 )
 from sinew.bundle.writer import FileSlice, TensorSource
-from sinew.convert.conversion import Conversion, Options
+from sinew.convert.conversion import Conversion
 from sinew.convert.families.smolvla import ROPE_THETA
-from sinew.convert.read.safetensors import read_array
+from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import BundleError, CameraSpec, ConvertError, PolicySpec, VectorSpec
 from sinew.layers.decoder import DecoderConfig
@@ -78,7 +79,18 @@ def bundle_name(name: str, architecture: str) -> str:
     return ".".join([PARTS[part], *pieces])
 
 
+NAMES = ("vla.cpp GGUF",)
+OPTIONS = ("vlm", "tokenizer", "cameras")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a file, which is then read as GGUF: every other layout is a directory."""
+    return not path.is_dir()
+
+
 def read(path: Path, options: Options) -> Conversion:
+    """Read a GGUF file of vla.cpp, the weights aside. Raises :class:`ConvertError`."""
     try:
         file = GGUFFile(path)
     except BundleError as error:
@@ -125,7 +137,7 @@ def read(path: Path, options: Options) -> Conversion:
             action=VectorSpec(keys.integer("real_action_dim")),
             chunk_size=config.chunk_size,
             noise_dim=config.max_action_dim,
-            solver_steps=keys.integer("num_steps"),
+            solver_steps=options.setting("solver_steps", keys.integer("num_steps")),
             max_prompt_tokens=max_tokens,
         ),
         processing=Processing(

@@ -7,22 +7,22 @@ Axes: L layers, C width, N heads, K key/value heads, H head size, F hidden size 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.lerobot import read_json
+from sinew.convert.read.files import read_json
+from sinew.convert.tensors import BF16, F32, Transform, moved
 from sinew.core import ConvertError
 
-Transform = Callable[[np.ndarray], np.ndarray]
 Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
 
-STORED = {"float32": GGMLQuantizationType.F32, "bfloat16": GGMLQuantizationType.BF16}
+STORED = {"float32": F32, "bfloat16": BF16}
 VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model"
 LANGUAGE = "paligemma_with_expert.paligemma.model.language_model"
 PROJECTOR = "paligemma_with_expert.paligemma.model.multi_modal_projector.linear"
@@ -55,15 +55,14 @@ def flat(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """One tensor's bytes, read from the store on demand."""
+    """An entry of a stored array, read on demand."""
 
     array: Any  # tensorstore.TensorStore
     index: tuple[int, ...]
-    transform: Transform
 
     def blocks(self) -> Iterable[memoryview]:
         values = self.array[self.index].read().result() if self.index else self.array.read().result()
-        yield np.ascontiguousarray(self.transform(values)).reshape(-1).view(np.uint8).data
+        yield np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 class Store:
@@ -114,12 +113,10 @@ class Store:
     def source(self, entry: Entry) -> TensorSource:
         name, stored, index, transform = entry
         array = self.array(stored)
-        # Shapes follow from the transform of an array that takes no memory.
-        shape = transform(np.broadcast_to(np.float32(0), array.shape[len(index) :])).shape
-        itemsize = 4 if array.dtype.name == "float32" else 2
-        nbytes = int(np.prod(shape)) * itemsize
+        shape = tuple(array.shape[len(index) :])
+        nbytes = math.prod(shape) * (4 if array.dtype.name == "float32" else 2)
         kind = STORED[array.dtype.name]
-        return TensorSource(name, shape, kind, nbytes, StoredSlice(array, index, transform))
+        return moved(transform, TensorSource(name, shape, kind, nbytes, StoredSlice(array, index)))
 
 
 def read_params(path: Path, architecture: str) -> dict[str, TensorSource]:

@@ -1,60 +1,95 @@
-"""Where the tensors lie in a safetensors file, so that they can be copied without being loaded.
+"""Where the tensors lie in safetensors files, so that they can be copied without being loaded.
 
-The ``safetensors`` package hands out tensors, not byte ranges; a converter that streams needs the ranges.
-The format is a length, a JSON header and the data (https://github.com/huggingface/safetensors).
+The ``safetensors`` package checks the header; tensors lie one behind the other in the order of their offsets
+(the format allows no holes), so their places follow from their sizes.
 """
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import struct
 from pathlib import Path
 
 from gguf import GGMLQuantizationType
+from safetensors import SafetensorError, safe_open
 
+from sinew.bundle.files import open_regular
 from sinew.bundle.writer import FileSlice, TensorSource
+from sinew.convert.read.files import read_json
+from sinew.convert.tensors import BF16, ELEMENTS, F16, F32
 from sinew.core import ConvertError
 
-MAX_HEADER_BYTES = 100 << 20  # the reference implementation's own limit
 STORAGE = {
-    "F32": (GGMLQuantizationType.F32, 4),
-    "F16": (GGMLQuantizationType.F16, 2),
-    "BF16": (GGMLQuantizationType.BF16, 2),
+    "F32": F32,
+    "F16": F16,
+    "BF16": BF16,
+    **{
+        kind: GGMLQuantizationType[kind] for kind in ("F64", "I8", "I16", "I32", "I64")
+    },  # buffers, to be dropped
 }
 
 
 def read_safetensors(path: Path) -> dict[str, TensorSource]:
-    """Tensors of one file under their own names, in file order. Raises :class:`ConvertError`."""
+    """Return the tensors of one file under their own names, in file order. Raises :class:`ConvertError`."""
+    found: dict[str, TensorSource] = {}
     try:
-        with open(path, "rb") as file:
-            size = path.stat().st_size
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else MAX_HEADER_BYTES + 1
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ConvertError(f"{path}: not a safetensors file, or truncated")
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"][0])
-            return {name: _source(path, name, entry, 8 + length, size) for name, entry in entries}
+        with open_regular(path) as plain:
+            size = os.fstat(plain.fileno()).st_size
+            head = plain.read(8)
+        with safe_open(path, framework="numpy") as file:
+            offset = 8 + struct.unpack("<Q", head)[0]
+            for name in file.offset_keys():
+                entry = file.get_slice(name)
+                source = _source(path, name, entry.get_dtype(), entry.get_shape(), offset)
+                offset += source.nbytes
+                found[name] = source
     except OSError as error:
         raise ConvertError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ConvertError(f"{path}: the safetensors header is damaged ({error!r})") from None
+    except (SafetensorError, struct.error, ValueError) as error:
+        raise ConvertError(f"{path}: not a safetensors file, or damaged ({error})") from None
+    if offset != size:
+        raise ConvertError(f"{path}: tensors end at byte {offset}, the file at {size} (is it truncated?)")
+    return found
+
+
+def read_weights(directory: Path) -> tuple[dict[str, TensorSource], list[Path]]:
+    """Return the tensors of a checkpoint directory and the files that hold them.
+
+    With an index, every tensor has to be in the shard that the index names, and nothing else in any of them.
+    Raises :class:`ConvertError`.
+    """
+    files = find_weights(directory)
+    index = directory / "model.safetensors.index.json"
+    if files == [directory / "model.safetensors"]:
+        return read_safetensors(files[0]), files
+    expected = read_json(index)["weight_map"]
+    found: dict[str, TensorSource] = {}
+    for file in files:
+        for name, source in read_safetensors(file).items():
+            if expected.get(name) != file.name:
+                where = f"in {expected[name]}" if name in expected else "nowhere"
+                raise ConvertError(f"{file}: holds {name!r}, which {index.name} puts {where}")
+            found[name] = source
+    if missing := [name for name in expected if name not in found]:
+        raise ConvertError(
+            f"{directory / expected[missing[0]]}: {index.name} puts {missing[0]!r} here, and it is not there"
+            + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+        )
+    return found, files
 
 
 def find_weights(directory: Path) -> list[Path]:
-    """The weight files of a checkpoint directory: one, or the shards that its index lists."""
+    """Return the weight files of a checkpoint directory: one, or the shards that its index lists."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():
         return [single]
     if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            if names and all(Path(name).name == name for name in names):
-                return [directory / name for name in names]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass
-        raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
+        table = read_json(index).get("weight_map")
+        names = set(table.values()) if isinstance(table, dict) and _all_text(table.values()) else set()
+        if not names or not all(Path(name).name == name for name in names):
+            raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
+        return [directory / name for name in sorted(names)]
     if (directory / "adapter_model.safetensors").exists():
         raise ConvertError(
             f"{directory} holds a LoRA adapter only; merge it into its base model first"
@@ -63,31 +98,13 @@ def find_weights(directory: Path) -> list[Path]:
     raise ConvertError(f"{directory}: no model.safetensors here")
 
 
-def _source(path: Path, name: str, entry: dict, start: int, size: int) -> TensorSource:
-    if entry["dtype"] not in STORAGE:
-        raise ConvertError(
-            f"{path}: tensor {name!r} has dtype {entry['dtype']}, expected one of {list(STORAGE)}"
-        )
-    kind, itemsize = STORAGE[entry["dtype"]]
-    shape = tuple(int(n) for n in entry["shape"])
-    begin, end = entry["data_offsets"]
-    nbytes = itemsize
-    for n in shape:
-        nbytes *= n
-    if begin < 0 or end - begin != nbytes or start + end > size:
-        raise ConvertError(f"{path}: tensor {name!r} does not fit the file (is it truncated?)")
-    return TensorSource(name, shape, kind, nbytes, FileSlice(path, start + begin, nbytes))
+def _all_text(values: object) -> bool:
+    return all(isinstance(value, str) for value in values)  # type: ignore[attr-defined]
 
 
-def read_array(source: TensorSource):
-    """The values of a small tensor as float32 (statistics, never weights)."""
-    import numpy as np
-
-    raw = b"".join(bytes(block) for block in source.data.blocks())
-    if source.type is GGMLQuantizationType.F32:
-        array = np.frombuffer(raw, "<f4")
-    elif source.type is GGMLQuantizationType.F16:
-        array = np.frombuffer(raw, "<f2").astype(np.float32)
-    else:  # bfloat16 is the upper half of float32
-        array = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return array.reshape(source.shape)
+def _source(path: Path, name: str, dtype: str, shape: list[int], offset: int) -> TensorSource:
+    if dtype not in STORAGE:
+        raise ConvertError(f"{path}: tensor {name!r} has dtype {dtype}, expected one of {list(STORAGE)}")
+    kind = STORAGE[dtype]
+    nbytes = math.prod(shape) * ELEMENTS[kind].itemsize
+    return TensorSource(name, tuple(shape), kind, nbytes, FileSlice(path, offset, nbytes))

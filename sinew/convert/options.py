@@ -1,0 +1,135 @@
+"""What the user can add to a checkpoint, and how it is recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sinew.core import ConvertError
+
+COMPAT = ("lerobot-0.4", "lerobot-0.6", "openpi")
+COMMON = ("compat", "control_hz", "settings")  # options of every family
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A choice that a checkpoint's files leave open, given with ``--set NAME=VALUE``.
+
+    kind: bool, int, float or str. low, high: bounds of numbers. values: the only ones allowed, of text.
+    """
+
+    kind: type
+    help: str
+    low: float = -math.inf
+    high: float = math.inf
+    values: tuple[str, ...] = ()
+
+    def parse(self, name: str, text: str) -> Any:
+        """Return the value that ``text`` spells. Raises :class:`ConvertError`."""
+        if self.kind is bool:
+            if text.lower() not in ("true", "false"):
+                raise ConvertError(f"--set {name}: expected true or false, got {text!r}")
+            return text.lower() == "true"
+        if self.kind is str:
+            if self.values and text not in self.values:
+                raise ConvertError(f"--set {name}: expected one of {', '.join(self.values)}, got {text!r}")
+            return text
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = math.nan
+        if not self.low <= value <= self.high or not math.isfinite(value):
+            what = "a whole number" if self.kind is int else "a number"
+            raise ConvertError(f"--set {name}: expected {what} from {self.low} to {self.high}, got {text!r}")
+        return value
+
+
+SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not say how many", 1, 100)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user can add to a checkpoint: see ``sinew convert --help``. Empty values were not given."""
+
+    vlm: Path | None = None
+    base: Path | None = None
+    tokenizer: Path | None = None
+    arch: Path | None = None
+    stats: Path | None = None
+    compat: str = "lerobot-0.6"
+    cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
+    openpi_config: str = ""  # name of openpi's training config, for openpi checkpoints
+    embodiment: str = ""
+    stats_key: str = ""
+    control_hz: float | None = None  # actions per second; no upstream config says it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of --set; text until a family has read it
+
+    def setting(self, name: str, default: Any) -> Any:
+        """Return what ``--set NAME=VALUE`` gave, else ``default``."""
+        return self.settings.get(name, default)
+
+    def for_family(self, family: ModuleType, source: Path) -> Options:
+        """Return the options with settings as values of their types.
+
+        Raises :class:`ConvertError` for an option or a setting that the family does not read: what was asked
+        for and is not done must not pass unseen.
+        """
+        for name in self.given:
+            if name not in (*COMMON, *family.OPTIONS):
+                known = ", ".join(_flag(option) for option in family.OPTIONS)
+                raise ConvertError(
+                    f"{_flag(name)}: {source} is a checkpoint of {' or '.join(family.NAMES)}, which takes {known}"
+                )
+        for name in self.settings:
+            if name not in family.SETTINGS:
+                known = "; ".join(f"{key}: {setting.help}" for key, setting in family.SETTINGS.items())
+                raise ConvertError(
+                    f"--set {name}: expected a setting of {' or '.join(family.NAMES)} ({known or 'none'})"
+                )
+        values = {name: family.SETTINGS[name].parse(name, str(text)) for name, text in self.settings.items()}
+        return replace(self, settings=values)
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the options that differ from their defaults."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(Options(), f.name))
+
+    def record(self) -> dict[str, str]:
+        """Return what was given, as text for the provenance; of paths the last two names."""
+        found: dict[str, str] = {}
+        for name in self.given:
+            value = getattr(self, name)
+            if isinstance(value, Path):
+                value = "/".join(value.resolve().parts[-2:])
+            if name == "settings":
+                found |= {f"set {key}": _text(setting) for key, setting in value.items()}
+            else:
+                found[_flag(name)[2:]] = _text(value)
+        return found
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, str]:
+    """Return NAME -> VALUE of several ``NAME=VALUE``. Raises :class:`ConvertError`."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConvertError(f"--set {text}: expected NAME=VALUE")
+        if name in found:
+            raise ConvertError(f"--set {name}: expected one value, got {found[name]!r} and {value!r}")
+        found[name] = value
+    return found
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple) else str(value)

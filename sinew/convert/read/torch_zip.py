@@ -1,0 +1,104 @@
+"""Tensors of a PyTorch file (``.pt``) by torch's own restricted loader, over a memory map.
+
+``torch.load(weights_only=True)`` runs no code of the file: it knows tensors and containers, and refuses the
+rest. Before it is asked, the archive is checked: stored entries only, and a pickle of a believable size.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+
+from sinew.bundle.files import open_regular
+from sinew.bundle.writer import TensorSource
+from sinew.core import ConvertError
+
+MAX_PICKLE_BYTES = 64 << 20
+MAX_ENTRIES = 1 << 17
+MAX_DEPTH = 16
+STORAGE = {
+    torch.float32: GGMLQuantizationType.F32,
+    torch.float16: GGMLQuantizationType.F16,
+    torch.bfloat16: GGMLQuantizationType.BF16,
+    torch.float64: GGMLQuantizationType.F64,
+    torch.int64: GGMLQuantizationType.I64,
+    torch.int32: GGMLQuantizationType.I32,
+}
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """Bytes of a tensor over the file's memory map, made contiguous on demand."""
+
+    tensor: torch.Tensor
+
+    def blocks(self) -> Iterable[memoryview]:
+        flat = self.tensor.detach().contiguous().reshape(-1)
+        yield np.ascontiguousarray(flat.view(torch.uint8).numpy()).data
+
+
+def read_torch(path: Path) -> dict[str, TensorSource]:
+    """Return the tensors of a ``.pt`` file; those in nested dictionaries by their keys joined with dots.
+
+    Raises :class:`ConvertError` for everything but a zip archive of tensors and plain containers.
+    """
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            _check(path, archive.infolist())
+        size = path.stat().st_size
+        record = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except ConvertError:
+        raise
+    except OSError as error:
+        raise ConvertError(f"{path}: {error.strerror or error}") from None
+    except zipfile.BadZipFile:
+        raise ConvertError(
+            f"{path}: not a zip archive as torch.save has written since 1.6; load it and save it again"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - torch's unpickler raises whatever the bytes lead it to
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise ConvertError(f"{path}: not a file of tensors alone ({reason})") from None
+    if not isinstance(record, Mapping):
+        raise ConvertError(f"{path}: expected a dictionary of tensors, got {type(record).__name__}")
+    return {name: _source(path, name, tensor, size) for name, tensor in _flat(path, record, "", 0)}
+
+
+def _check(path: Path, entries: list[zipfile.ZipInfo]) -> None:
+    if len(entries) > MAX_ENTRIES:
+        raise ConvertError(f"{path}: expected at most {MAX_ENTRIES} entries, got {len(entries)}")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ConvertError(f"{path}: {entry.filename} is compressed, which torch.save never does")
+        if entry.filename.endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
+            raise ConvertError(f"{path}: {entry.filename} has {entry.file_size} bytes")
+
+
+def _flat(
+    path: Path, record: Mapping[Any, Any], prefix: str, depth: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if depth > MAX_DEPTH:
+        raise ConvertError(f"{path}: dictionaries are nested more than {MAX_DEPTH} deep")
+    for key, value in record.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _flat(path, value, f"{prefix}{key}.", depth + 1)
+
+
+def _source(path: Path, name: str, tensor: torch.Tensor, size: int) -> TensorSource:
+    kind = STORAGE.get(tensor.dtype)
+    if kind is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise ConvertError(
+            f"{path}: tensor {name!r}: expected plain numbers, got {tensor.dtype} {tensor.layout}"
+        )
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > size:  # a view that repeats its elements
+        raise ConvertError(f"{path}: tensor {name!r} says {nbytes} bytes, the file has {size}")
+    return TensorSource(name, tuple(tensor.shape), kind, nbytes, MappedTensor(tensor))

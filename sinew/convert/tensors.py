@@ -1,0 +1,210 @@
+"""Tensors of a checkpoint as sources, and transforms that make other sources of them.
+
+Nothing is read when a transform is applied: a part of a file stays a part of that file, and what has to be
+computed is computed when the bundle is written, one tensor at a time. Transforms that move elements (split,
+join, pick, transpose, reshape) work on stored bits, so bfloat16 needs no arithmetic; :func:`computed` reads
+float32 values and returns float32.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from sinew.bundle.writer import ArraySlice, FileSlice, TensorSource
+from sinew.core import ConvertError
+
+Transform = Callable[..., np.ndarray]
+
+F32, F16, BF16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16
+ELEMENTS: dict[GGMLQuantizationType, np.dtype] = {
+    F32: np.dtype("<f4"),
+    F16: np.dtype("<f2"),
+    BF16: np.dtype("<u2"),  # its bits
+    GGMLQuantizationType.F64: np.dtype("<f8"),
+    GGMLQuantizationType.I8: np.dtype("<i1"),
+    GGMLQuantizationType.I16: np.dtype("<i2"),
+    GGMLQuantizationType.I32: np.dtype("<i4"),
+    GGMLQuantizationType.I64: np.dtype("<i8"),
+}
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """Bytes that come from the stored elements of ``inputs`` through ``transform``, on demand."""
+
+    inputs: tuple[TensorSource, ...]
+    transform: Transform
+    read: Callable[[TensorSource], np.ndarray]
+
+    def blocks(self) -> Iterable[memoryview]:
+        values = self.transform(*map(self.read, self.inputs))
+        yield np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def read_elements(source: TensorSource) -> np.ndarray:
+    """Return the stored elements of a tensor: float32, float16, or uint16 for the bits of bfloat16."""
+    raw = b"".join(bytes(block) for block in source.data.blocks())
+    return np.frombuffer(raw, ELEMENTS[source.type]).reshape(source.shape)
+
+
+def read_array(source: TensorSource) -> np.ndarray:
+    """Return the values of a tensor as float32."""
+    elements = read_elements(source)
+    if source.type is BF16:  # the upper half of float32
+        return (elements.astype(np.uint32) << 16).view(np.float32)
+    return elements.astype(np.float32, copy=False)
+
+
+def constant(name: str, array: np.ndarray) -> TensorSource:
+    """Return a source of float32 values that no file holds."""
+    values = np.ascontiguousarray(array, np.float32)
+    return TensorSource(name, values.shape, F32, values.nbytes, ArraySlice(values))
+
+
+def moved(transform: Transform, *sources: TensorSource, shape: tuple[int, ...] | None = None) -> TensorSource:
+    """Return the source whose elements are ``transform(*elements of sources)``; it may move and drop them only.
+
+    shape: of the result; absent, the transform is asked, with arrays that take no memory as long as it makes
+    views. Raises :class:`ConvertError` where shapes do not fit, or where sources differ in their storage type.
+    """
+    first = sources[0]
+    if other := next((s for s in sources if s.type is not first.type), None):
+        raise ConvertError(
+            f"{other.name}: expected {first.type.name} as {first.name} has, got {other.type.name}"
+        )
+    shape = _shape(transform, sources, ELEMENTS[first.type]) if shape is None else shape
+    nbytes = math.prod(shape) * ELEMENTS[first.type].itemsize
+    return replace(first, shape=shape, nbytes=nbytes, data=Transformed(sources, transform, read_elements))
+
+
+def computed(
+    transform: Transform, *sources: TensorSource, shape: tuple[int, ...] | None = None
+) -> TensorSource:
+    """Return the source of float32 values ``transform(*float32 values of sources)``; shape as in :func:`moved`."""
+
+    def as_float32(*values: np.ndarray) -> np.ndarray:
+        return np.asarray(transform(*values), np.float32)
+
+    shape = _shape(as_float32, sources, ELEMENTS[F32]) if shape is None else shape
+    data = Transformed(sources, as_float32, read_array)
+    return replace(sources[0], shape=shape, type=F32, nbytes=4 * math.prod(shape), data=data)
+
+
+def transpose(source: TensorSource, *axes: int) -> TensorSource:
+    """Return the source with its axes in another order, reversed if none is given."""
+    return moved(lambda x: x.transpose(axes or None), source)
+
+
+def reshape(source: TensorSource, *shape: int) -> TensorSource:
+    """Return the source with the same elements in row-major order under another shape; one size may be -1."""
+    new = _shape(lambda x: x.reshape(shape), (source,), ELEMENTS[source.type])
+    return replace(source, shape=new)
+
+
+def pick(source: TensorSource, *index: int) -> TensorSource:
+    """Return ``source[index]``, an entry of the first axes: one layer of a stack, one embodiment."""
+    if len(index) > len(source.shape) or any(
+        not 0 <= i < n for i, n in zip(index, source.shape, strict=False)
+    ):
+        raise ConvertError(f"{source.name}: shape {list(source.shape)} has no index {list(index)}")
+    for i in index:
+        source = replace(rows(source, i, i + 1), shape=source.shape[1:])
+    return source
+
+
+def rows(source: TensorSource, start: int, stop: int) -> TensorSource:
+    """Return ``source[start:stop]`` along the first axis; of a file it is a smaller part of that file."""
+    if not source.shape or not 0 <= start <= stop <= source.shape[0]:
+        raise ConvertError(f"{source.name}: shape {list(source.shape)} has no rows {start} to {stop}")
+    if not isinstance(source.data, FileSlice) or source.shape[0] == 0:
+        return moved(lambda x: x[start:stop], source)
+    stride = source.nbytes // source.shape[0]
+    nbytes = (stop - start) * stride
+    data = FileSlice(source.data.path, source.data.offset + start * stride, nbytes)
+    return replace(source, shape=(stop - start, *source.shape[1:]), nbytes=nbytes, data=data)
+
+
+def split(source: TensorSource, sizes: Sequence[int], axis: int = 0) -> tuple[TensorSource, ...]:
+    """Return consecutive parts of ``sizes`` along ``axis``, as of a fused projection.
+
+    Raises :class:`ConvertError` unless the sizes add up to the axis.
+    """
+    if not 0 <= axis < len(source.shape) or sum(sizes) != source.shape[axis]:
+        raise ConvertError(
+            f"{source.name}: shape {list(source.shape)} does not split into {list(sizes)} along axis {axis}"
+        )
+    ends = np.cumsum(sizes).tolist()
+    spans = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    if axis == 0:
+        return tuple(rows(source, *span) for span in spans)
+    before = (slice(None),) * axis
+    return tuple(moved(lambda x, s=slice(*span): x[(*before, s)], source) for span in spans)
+
+
+def thirds(source: TensorSource) -> tuple[TensorSource, ...]:
+    """Return queries, keys and values of a fused projection [3 * width, ...]."""
+    size = source.shape[0] // 3 if source.shape else 0
+    return split(source, (size,) * 3)
+
+
+def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
+    """Return the sources concatenated along ``axis``. Raises :class:`ConvertError` where they do not fit."""
+    shapes = [list(source.shape) for source in sources]
+    rest = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
+    if len(rest) > 1 or not 0 <= axis < min(map(len, shapes)):
+        named = ", ".join(f"{s.name} {list(s.shape)}" for s in sources)
+        raise ConvertError(f"{named}: do not join along axis {axis}")
+    shape = (*shapes[0][:axis], sum(s[axis] for s in shapes), *shapes[0][axis + 1 :])
+    return moved(lambda *parts: np.concatenate(parts, axis), *sources, shape=shape)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors whose whole name matches ``pattern`` become ``names`` (templates of ``re.Match.expand``).
+
+    make: turns the source into one per name; absent, it is renamed. A rule without names drops what matches.
+    """
+
+    pattern: str
+    names: tuple[str, ...] = ()
+    make: Callable[[TensorSource], TensorSource | tuple[TensorSource, ...]] | None = None
+
+
+def apply(found: Mapping[str, TensorSource], rules: Sequence[Rule]) -> dict[str, TensorSource]:
+    """Return the tensors under new names, each by the first rule that matches; the others stay as they are.
+
+    The sources keep their upstream names, which messages use. Raises :class:`ConvertError` when two tensors
+    end under one name.
+    """
+    compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+    out: dict[str, TensorSource] = {}
+    for name, source in found.items():
+        for pattern, rule in compiled:
+            if match := pattern.fullmatch(name):
+                made = rule.make(source) if rule.make and rule.names else source
+                parts = made if isinstance(made, tuple) else (made,) * bool(rule.names)
+                named = [(match.expand(t), part) for t, part in zip(rule.names, parts, strict=True)]
+                break
+        else:
+            named = [(name, source)]
+        for new, part in named:
+            if new in out:
+                raise ConvertError(f"{source.name} and {out[new].name} would both become {new}")
+            out[new] = part
+    return out
+
+
+def _shape(transform: Transform, sources: Sequence[TensorSource], dtype: np.dtype) -> tuple[int, ...]:
+    """Shape of the result, from arrays of these shapes that take no memory."""
+    empty = [np.broadcast_to(np.zeros((), dtype), source.shape) for source in sources]
+    try:
+        return transform(*empty).shape
+    except (ValueError, IndexError) as error:
+        shapes = ", ".join(f"{s.name} {list(s.shape)}" for s in sources)
+        raise ConvertError(f"{shapes}: {error}") from None
