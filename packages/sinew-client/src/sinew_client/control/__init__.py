@@ -1,0 +1,49 @@
+"""The robot's side of action chunks: what is executed when, and what happens when nothing arrives.
+
+:class:`Loop` runs a robot at a fixed rate. What it decides is :class:`Controller`, which knows neither clocks nor
+sockets; the evaluator of Sinew drives the same one in simulated time. numpy alone.
+"""
+
+from __future__ import annotations
+
+from sinew_client.control.controller import Command, Controller
+from sinew_client.control.handover import METHODS, Handover, parse_handover
+from sinew_client.control.journal import Journal, is_journal, repeat
+from sinew_client.control.loop import Loop, Robot, Stopped
+from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
+from sinew_client.control.pace import Pace
+from sinew_client.control.player import Player
+from sinew_client.control.replan import parse_rule
+from sinew_client.control.report import Cadence
+from sinew_client.control.requester import Outcome, Requester
+from sinew_client.control.safety import Guard, Limits, LimitsError
+from sinew_client.control.settings import Settings, SettingsError
+
+__all__ = [
+    "METHODS",
+    "Absolute",
+    "Cadence",
+    "Command",
+    "Controller",
+    "Guard",
+    "Handover",
+    "Journal",
+    "Limits",
+    "LimitsError",
+    "Loop",
+    "Motion",
+    "Offsets",
+    "Outcome",
+    "Pace",
+    "Player",
+    "Relative",
+    "Requester",
+    "Robot",
+    "Settings",
+    "SettingsError",
+    "Stopped",
+    "is_journal",
+    "parse_handover",
+    "parse_rule",
+    "repeat",
+]

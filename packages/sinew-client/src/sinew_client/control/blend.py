@@ -1,0 +1,68 @@
+"""What becomes of a step that several chunks have a row for: weights and aggregation."""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence
+
+import numpy as np
+
+# LeRobot's asynchronous client, policies that it calls aggregate functions (async_inference/configs.py).
+AGGREGATES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "weighted_average": lambda old, new: 0.3 * old + 0.7 * new,
+    "latest_only": lambda old, new: new,  # noqa: ARG005 - one signature for all
+    "average": lambda old, new: 0.5 * old + 0.5 * new,
+    "conservative": lambda old, new: 0.7 * old + 0.3 * new,
+}
+
+ENSEMBLE_DECAY = 0.01  # ACT (Zhao et al. 2023, section IV-B): w_i = exp(-m i), i = 0 the oldest; m = 0.01
+
+SCHEDULES = ("exp", "linear", "ones", "zeros")
+
+
+def ensemble(rows: Sequence[np.ndarray], decay: float = ENSEMBLE_DECAY) -> np.ndarray:
+    """Return the weighted mean of the rows that several chunks have for one step, float32 [D].
+
+    rows: the oldest chunk's first. ``decay``: m of w_i = exp(-m i). The difference to the newest row is what is
+    averaged, so equal rows give that row to the bit.
+    """
+    weights = np.exp(-decay * np.arange(len(rows)))
+    newest = np.asarray(rows[-1], np.float32)
+    offsets = np.stack([np.asarray(row, np.float64) - newest for row in rows])
+    return (newest + (weights / weights.sum()) @ offsets).astype(np.float32)
+
+
+def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -> np.ndarray:
+    """Return how strongly each row of a new chunk is pulled towards the running one, float64 [length].
+
+    delay: rows that will be executed before the new chunk arrives; they weigh 1. ``end``: the first row that is
+    free; from ``delay`` to there the weights fall. Real-time chunking (arXiv 2506.07339, equation 5;
+    ``get_prefix_weights`` of Physical-Intelligence/real-time-chunking-kinetix, src/model.py).
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError("schedule: expected one of {}, got {!r}".format(", ".join(SCHEDULES), schedule))
+    end = max(0, min(end, length))
+    start = max(0, min(delay, end))
+    rows = np.arange(length)
+    if schedule == "ones":
+        return (rows < end).astype(np.float64)
+    if schedule == "zeros":
+        return (rows < start).astype(np.float64)
+    weights = np.clip((start - 1 - rows) / (end - start + 1) + 1, 0.0, 1.0)
+    if schedule == "exp":
+        weights = weights * np.expm1(weights) / (np.e - 1)
+    return np.where(rows < end, weights, 0.0)
+
+
+def ramp_weights(length: int, delay: int, end: int, rate: float = 6.0) -> np.ndarray:
+    """Return GR00T's own weights, float64 [length]: 1 for the first ``delay`` rows, then a falling ramp up to ``end``.
+
+    Isaac-GR00T's real-time chunking: (1 - e^(-rate t)) / (1 - e^(-rate)) over
+    linspace(0, 1, overlap - frozen + 2)[1:-1] is how much of the new velocity a row gets; this is 1 minus that.
+    """
+    end = max(0, min(end, length))
+    frozen = max(0, min(delay, end))
+    weights = np.zeros(length)
+    weights[:frozen] = 1.0
+    moment = np.linspace(0.0, 1.0, end - frozen + 2)[1:-1]
+    weights[frozen:end] = 1.0 - np.expm1(-rate * moment) / np.expm1(-rate)
+    return weights

@@ -1,0 +1,178 @@
+"""One command per control step, or a hold with a reason. No clocks, no sockets: time is counted in control steps."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Callable
+
+import numpy as np
+
+from sinew_client.control.player import Player, Request
+from sinew_client.control.safety import Guard
+
+logger = logging.getLogger(__name__)
+
+PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What happens in one control step. row: float32 [D] for the robot; None: it holds, for ``reason``.
+
+    clipped: limits that changed the row. age: control steps since the frame that it comes from. chunk, index: where
+    the row comes from; -1 where it holds. seam: True for the first row of another chunk than before.
+    """
+
+    step: int
+    row: np.ndarray | None
+    reason: str = ""
+    clipped: tuple[str, ...] = ()
+    age: int = -1
+    chunk: int = -1
+    index: int = -1
+    seam: bool = False
+
+
+class Controller:
+    """A player behind a guard. Everything that goes wrong ends in a hold; everything that comes back ends it.
+
+    max_age: control steps after its frame beyond which a row is not executed any more; None: a row is valid in its
+        own step, however old its frame.
+    finish: True executes the rows at hand after a request has failed; False holds at once.
+
+    Call :meth:`command` exactly once per control step, with steps that grow.
+    """
+
+    def __init__(
+        self,
+        player: Player,
+        guard: Guard | None = None,
+        max_age: int | None = None,
+        finish: bool = False,
+    ):
+        self.player, self.guard, self.max_age, self.finish = player, guard, max_age, finish
+        self.paused = False
+        self.held: Counter = Counter()  # reason -> control steps
+        self.clipped: Counter = Counter()  # "joint.limit" -> commands
+        self.clipped_commands = 0
+        self.ages: Counter = Counter()  # control steps since the frame -> executed rows
+        self.listeners: list[Callable[[str, dict], None]] = []
+        self._fault = ""  # why the robot holds until a chunk arrives
+        self._chunk = -1
+        self._reason = ""
+        if guard is not None:
+            guard.start(None)
+
+    # ------------------------------------------------------------------------- events
+
+    def pause(self) -> None:
+        """Hold from the next command on; the plan is dropped, a request under way is ignored."""
+        self._tell("pause", {})
+        self.paused = True
+        self.player.failed()
+        self.player.restart()
+
+    def resume(self, position: np.ndarray | None = None) -> None:
+        """Go on with a fresh chunk. position: where the robot is, in the numbers of a command, if known."""
+        self._tell("resume", {"position": position})
+        self.paused, self._fault = False, STARTING
+        if self.guard is not None:
+            self.guard.start(position)
+
+    def wants_chunk(self, step: int) -> bool:
+        return not self.paused and self.player.wants_chunk(step)
+
+    def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> Request:
+        """Begin a request; see :meth:`Player.ask`."""
+        self._tell("ask", {"step": step, "frame": frame, "state": state})
+        return self.player.ask(step, frame, state)
+
+    def arrived(self, step: int, actions: np.ndarray) -> None:
+        """Take the answer to the request under way. A chunk that is not finite is a fault."""
+        self._tell("arrived", {"step": step, "actions": actions})
+        actions = np.asarray(actions, np.float32)
+        if actions.ndim != 2 or not len(actions):
+            self._fail(step, f"a chunk has shape {list(actions.shape)}", drop=True)
+        elif not np.all(np.isfinite(actions)):
+            self._fail(step, "a chunk is not finite", drop=True)
+        else:
+            self.player.accept(actions, step)
+            self._fault = ""
+
+    def failed(self, step: int, reason: str) -> None:
+        """The request under way will not be answered: no server, no network, too late, refused."""
+        self._tell("failed", {"step": step, "reason": reason})
+        self._fail(step, reason, drop=not self.finish)
+        self.player.delay.reconnected()
+
+    def fault(self, step: int, reason: str) -> None:
+        """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so."""
+        self._tell("fault", {"step": step, "reason": reason})
+        self._fail(step, reason, drop=True)
+
+    def _fail(self, step: int, reason: str, drop: bool) -> None:
+        self.player.failed()
+        if drop:
+            self.player.restart(step)
+            self._fault = reason
+        logger.warning("step %d: %s", step, reason)
+
+    # ------------------------------------------------------------------------- commands
+
+    def command(self, step: int, state: np.ndarray | None = None) -> Command:
+        """Return the command of this step. state: the robot's, where the motion needs it.
+
+        Raises ValueError for a step that has had its command.
+        """
+        found = self._command(step, state)
+        if found.row is None:
+            self._hold(found)
+        else:
+            self.player.commanded(step, found.row, state)
+            self.ages[found.age] += 1
+            if self._reason:
+                logger.info("step %d: goes on after %r", step, self._reason)
+            self._reason = ""
+        self.clipped.update(found.clipped)
+        self.clipped_commands += bool(found.clipped)
+        self._tell("command", {"command": found, "state": state})
+        return found
+
+    def _command(self, step: int, state: np.ndarray | None) -> Command:
+        node = self.player.take(step)
+        if self.paused:
+            return Command(step, None, PAUSED)
+        if node is None:
+            why = STARVED if self.player.chunks else STARTING
+            if self.player.handover.stops and self.player.waiting and self.player.chunks:
+                why = LATE
+            return Command(step, None, self._fault or why)
+        age = step - node.frame
+        if self.max_age is not None and age > self.max_age:
+            self.player.restart(step)
+            self._fault = f"rows are older than {self.max_age} steps"
+            return Command(step, None, self._fault)
+        row = self.player.motion.command(node.row, state)
+        seam, self._chunk = self._chunk not in (-1, node.chunk), node.chunk
+        if self.guard is None:
+            return Command(step, row, "", (), age, node.chunk, node.index, seam)
+        verdict = self.guard.check(row)
+        if verdict.row is None:
+            self.player.restart(step)
+            self._fault = verdict.reason
+            return Command(step, None, verdict.reason, verdict.clipped)
+        return Command(step, verdict.row, "", verdict.clipped, age, node.chunk, node.index, seam)
+
+    def _hold(self, found: Command) -> None:
+        self.held[found.reason] += 1
+        if self.guard is not None:
+            self.guard.held()
+        if found.reason != self._reason:
+            logger.warning("step %d: holds: %s", found.step, found.reason)
+        self._reason = found.reason
+
+    def _tell(self, event: str, values: dict) -> None:
+        for listener in self.listeners:
+            listener(event, values)

@@ -1,0 +1,125 @@
+"""How a late chunk is taken over: which of its rows belongs to which control step, and what is mixed into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import numpy as np
+
+from sinew_client.control.blend import AGGREGATES, ENSEMBLE_DECAY, SCHEDULES, ensemble
+from sinew_client.control.trajectory import Node, Trajectory
+
+METHODS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc")
+GUIDANCE = ("guided", "no-jacobian", "ramp", "trained")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A chunk whose row 0 belongs to control step ``origin``. rows: targets, float32 [H, D]."""
+
+    rows: np.ndarray
+    origin: int
+    frame: int
+    number: int
+
+    def nodes(self) -> list[Node]:
+        return [Node(self.origin + k, row, self.frame, self.number, k) for k, row in enumerate(self.rows)]
+
+
+@dataclass(frozen=True)
+class Handover:
+    """One method and its settings; see :func:`parse_handover` for the text form.
+
+    freeze: the robot executes its rows, asks, and stands still until the answer is there, which starts at row 0.
+    naive: the old chunk goes on; the new one starts at row 0 whenever it arrives.
+    aligned: row k belongs to the k-th step after the chunk's frame; rows whose step has passed are skipped.
+    ensemble: aligned, and every step gets the mean of all chunks that have a row for it (ACT).
+    aggregate: aligned, and steps that old and new chunk share get a mixture of the two (LeRobot).
+    rtc: aligned, and the server is told what is still to be executed and continues it (real-time chunking).
+    """
+
+    method: str = "aligned"
+    mix: str = "weighted_average"  # aggregate
+    decay: float = ENSEMBLE_DECAY  # ensemble
+    guidance: str = "guided"  # rtc
+    schedule: str = "exp"  # rtc
+    beta: float = 5.0  # rtc
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("handover", self.method, METHODS),
+            ("aggregate", self.mix, tuple(AGGREGATES)),
+            ("rtc", self.guidance, GUIDANCE),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            if value not in known:
+                raise ValueError("{}: expected one of {}, got {!r}".format(name, ", ".join(known), value))
+        if not self.beta >= 0.0:
+            raise ValueError(f"beta: expected a number >= 0, got {self.beta}")
+
+    @property
+    def stops(self) -> bool:
+        """Return True if the robot stands still while a chunk is under way."""
+        return self.method == "freeze"
+
+    @property
+    def timed(self) -> bool:
+        """Return True if rows belong to the time of their frame and not to that of their arrival."""
+        return self.method not in ("freeze", "naive")
+
+    def merge(self, running: Trajectory, chunks: Sequence[Placed], step: int) -> list[Node]:
+        """Return the rows from ``step`` on. chunks: those that are known, the newest last."""
+        newest = chunks[-1]
+        nodes = [node for node in newest.nodes() if node.step >= step]
+        if self.method == "aggregate":
+            mix = AGGREGATES[self.mix]
+            found = [(node, running.at(node.step)) for node in nodes]
+            nodes = [
+                node if old is None else node._replace(row=mix(old.row, node.row).astype(np.float32))
+                for node, old in found
+            ]
+        elif self.method == "ensemble":
+            nodes = [node._replace(row=self._mean(chunks, node.step)) for node in nodes]
+        return nodes
+
+    def _mean(self, chunks: Sequence[Placed], step: int) -> np.ndarray:
+        found = [(chunk, step - chunk.origin) for chunk in chunks]
+        return ensemble([chunk.rows[k] for chunk, k in found if 0 <= k < len(chunk.rows)], self.decay)
+
+
+def parse_handover(text: str) -> Handover:
+    """Return the method that a text names.
+
+    ``freeze``, ``naive``, ``aligned``, ``ensemble[:M]``, ``aggregate[:FUNCTION]`` or
+    ``rtc[:GUIDANCE[:SCHEDULE[:BETA]]]``. Raises ValueError that names the part that does not fit.
+    """
+    method, *rest = text.split(":")
+    most = {"ensemble": 1, "aggregate": 1, "rtc": 3}.get(method, 0)
+    if len(rest) > most:
+        raise ValueError(f"handover: {method} takes at most {most} settings, got {text!r}")
+    if method == "ensemble" and rest:
+        return Handover(method, decay=_number("ensemble", rest[0]))
+    if method == "aggregate" and rest:
+        return Handover(method, mix=rest[0])
+    if method == "rtc" and rest:
+        guidance, schedule, beta = _three(rest)
+        return Handover(
+            method,
+            guidance=guidance,
+            schedule=schedule or "exp",
+            beta=5.0 if beta is None else _number("beta", beta),
+        )
+    return Handover(method)
+
+
+def _three(parts: Sequence[str]) -> tuple[str, str | None, str | None]:
+    padded = [*parts, None, None]
+    return parts[0], padded[1], padded[2]
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}: expected a number, got {text!r}") from None

@@ -1,0 +1,174 @@
+"""What a controller was told and what it did, one JSON object a line, so that its decisions can be repeated."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Iterator
+
+import numpy as np
+
+from sinew_client.control.controller import Command, Controller
+from sinew_client.control.settings import Settings
+from sinew_client.errors import ClientError
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = "sinew.control/1"
+
+
+class JournalError(ClientError, ValueError):
+    """A file is no journal, or breaks off in the middle of a line; the message names the line."""
+
+
+class Journal:
+    """Writes the events of a controller from a thread of its own; a slow disk delays no command."""
+
+    def __init__(self, path: Path, settings: Settings, dim: int, **about: Any):
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise JournalError(f"{path}: {error.strerror}") from error
+        self._events: SimpleQueue = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sinew-journal", daemon=True)
+        self._thread.start()
+        self.put("begin", {"schema": SCHEMA, "settings": settings.to_dict(), "dim": dim, **about})
+
+    def put(self, event: str, values: dict[str, Any]) -> None:
+        """Keep an event; a listener of :class:`Controller`. Never blocks."""
+        self._events.put({"event": event, **values})
+
+    def close(self) -> None:
+        """Write what is there."""
+        self._events.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        writes = True
+        while True:
+            event = self._events.get()
+            if event is None:
+                break
+            try:
+                if writes:
+                    self._file.write(json.dumps(event, default=_plain) + "\n")
+            except OSError as error:
+                logger.warning("the journal ends: %s", error)
+                writes = False
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Command):
+        return asdict(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist()  # float32 -> the double of the same value: reads back to the same bits
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not go into a journal")
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """commands: how many were repeated. differences: one line for each that came out differently."""
+
+    commands: int
+    held: int
+    differences: list[str]
+
+
+def is_journal(path: Path) -> bool:
+    """Return True if a file begins as a journal does."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError:
+        return False
+    return b'"schema": "%s"' % SCHEMA.encode() in head
+
+
+def repeat(path: Path) -> Repeated:
+    """Tell a new controller everything that the recorded one was told, and compare every command to the bit.
+
+    Raises :class:`JournalError` for a file that is no journal.
+    """
+    controller: Controller | None = None
+    commands = held = 0
+    differences: list[str] = []
+    for number, event in _read(path):
+        try:
+            if controller is None:
+                if event["event"] != "begin" or event["schema"] != SCHEMA:
+                    raise JournalError(f"{path}: line {number}: expected the beginning of a journal")
+                controller = Settings(**event["settings"]).controller(int(event["dim"]))
+                continue
+            then = _apply(controller, event)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error}") from error
+        if then is not None:
+            commands, held = commands + 1, held + (then.row is None)
+            now = controller.command(then.step, _array(event["state"]))
+            if not _same(then, now):
+                differences.append(f"step {then.step}: then {_text(then)}, now {_text(now)}")
+    if controller is None:
+        raise JournalError(f"{path}: empty")
+    return Repeated(commands, held, differences)
+
+
+def _read(path: Path) -> Iterator[Any]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                event = json.loads(line)
+                if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+                    raise ValueError("expected an object with an event")
+                yield number, event
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, JournalError):
+            raise
+        raise JournalError(f"{path}: not a journal ({error})") from error
+
+
+def _apply(controller: Controller, event: dict[str, Any]) -> Command | None:
+    """Tell the controller an event; a command is returned, to be compared."""
+    kind = event["event"]
+    if kind == "command":
+        values = dict(event["command"])
+        return Command(**{**values, "row": _array(values["row"]), "clipped": tuple(values["clipped"])})
+    if kind == "ask":
+        controller.ask(event["step"], event["frame"], _array(event["state"]))
+    elif kind == "arrived":
+        controller.arrived(event["step"], np.array(event["actions"], np.float32))
+    elif kind == "failed":
+        controller.failed(event["step"], event["reason"])
+    elif kind == "fault":
+        controller.fault(event["step"], event["reason"])
+    elif kind == "pause":
+        controller.pause()
+    elif kind == "resume":
+        controller.resume(_array(event["position"]))
+    return None  # anything else tells people something and the controller nothing
+
+
+def _array(values: Any) -> np.ndarray | None:
+    return None if values is None else np.array(values, np.float32)
+
+
+def _same(then: Command, now: Command) -> bool:
+    rows = (then.row is None) == (now.row is None) and (then.row is None or np.array_equal(then.row, now.row))
+    facts = (then.reason, then.clipped, then.age, then.chunk, then.index, then.seam)
+    return bool(rows) and facts == (now.reason, now.clipped, now.age, now.chunk, now.index, now.seam)
+
+
+def _text(command: Command) -> str:
+    if command.row is None:
+        return f"hold ({command.reason})"
+    return f"chunk {command.chunk} row {command.index} {np.array2string(command.row, precision=4)}"

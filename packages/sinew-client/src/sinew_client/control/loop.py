@@ -1,0 +1,202 @@
+"""The robot's loop: at every tick of a fixed rate, one command or one hold."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, Callable, Mapping, Protocol
+
+import numpy as np
+
+from sinew_client.control.controller import Command, Controller
+from sinew_client.control.motion import interpolate
+from sinew_client.control.pace import Pace
+from sinew_client.control.report import Cadence, cadence
+from sinew_client.control.requester import Call, Requester
+from sinew_client.control.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class Robot(Protocol):
+    """What a robot must be able to do. Every method is called from one thread and should return within a period."""
+
+    def observe(self) -> Mapping[str, Any]:
+        """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; ``time``, seconds of the loop's clock
+        (time.monotonic) at which the newest frame was exposed, where the robot knows it."""
+
+    def act(self, row: np.ndarray) -> None:
+        """Send one command, float32 [D] in the policy's units."""
+
+    def hold(self) -> None:
+        """Stay where you are: repeat the last position, or zero velocity, as the robot needs it."""
+
+
+class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
+    """Raise in ``observe`` or ``act`` when there is nothing more to do: the episode is over."""
+
+
+class Loop:
+    """Runs a robot with chunks from ``connect()``'s call until :meth:`stop`.
+
+    connect: see :class:`Requester`; its call returns float [H, D]. prompt: the instruction, may change at any time.
+    watch: called after every control step with the command; must be quick.
+    """
+
+    def __init__(
+        self,
+        robot: Robot,
+        connect: Callable[[], Call],
+        settings: Settings,
+        dim: int,
+        prompt: str = "",
+        pace: Pace | None = None,
+        watch: Callable[[Command], None] | None = None,
+    ):
+        self.robot, self.settings, self.prompt = robot, settings, prompt
+        self.controller: Controller = settings.controller(dim)
+        self.requester = Requester(connect, settings.deadline)
+        self.pace = pace or Pace(settings.period / settings.substeps)
+        self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
+        self.steps = 0
+        self._watch = watch
+        self._wishes: list[Callable[[], None]] = []  # of other threads, carried out between two ticks
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._last: np.ndarray | None = None  # the last command of a control step
+        self._command: Command | None = None
+        self._state: np.ndarray | None = None
+
+    # ------------------------------------------------------------------------- from any thread
+
+    def stop(self) -> None:
+        """End after the present tick; the robot holds."""
+        self._ended.set()
+
+    def pause(self) -> None:
+        """Hold within one period, until :meth:`resume`."""
+        self._wish(self._pause)
+
+    def resume(self) -> None:
+        self._wish(self._resume)
+
+    def say(self, prompt: str) -> None:
+        """Change the instruction; rows that follow the old one are dropped."""
+        self._wish(lambda: self._say(prompt))
+
+    @property
+    def paused(self) -> bool:
+        return self.controller.paused
+
+    def report(self) -> Cadence:
+        return cadence(
+            self.controller, self.pace, self.steps, self.requester.failures, self.settings.substeps
+        )
+
+    # ------------------------------------------------------------------------- the loop
+
+    def run(self, steps: int | None = None) -> Cadence:
+        """Run for a number of control steps, or until stopped. The robot holds at the end, whatever ended it."""
+        try:
+            while not self._ended.is_set() and (steps is None or self.steps < steps):
+                self.tick(self.pace.next())
+        except Stopped as end:
+            logger.info("the robot has ended the run: %s", end)
+        finally:
+            self.requester.close()
+            self.robot.hold()
+        return self.report()
+
+    def tick(self, number: int) -> None:
+        """Do what is due in one tick of the pace: a control step, or a point between two."""
+        step, part = divmod(number, self.settings.substeps)
+        if self._command is None or step > self._command.step:
+            if self._command is not None and self._command.row is not None:
+                self._last = self._command.row
+            self._command = self._step(step)
+        command = self._command
+        if command.row is None:
+            self.robot.hold()
+        elif self.settings.substeps == 1:
+            self.robot.act(command.row)
+        else:
+            self.robot.act(interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
+
+    def _step(self, step: int) -> Command:
+        now = self.pace.now()
+        with self._lock:
+            wishes, self._wishes = self._wishes, []
+        for wish in wishes:
+            wish()
+        self._poll(step, now)
+        if self.controller.player.motion.needs_state and not self.paused:
+            self._observe(step, now)
+        if self.controller.wants_chunk(step) and self.requester.ready(now):
+            self._ask(step, now)
+        command = self.controller.command(step, self._state)
+        self.steps += 1
+        if self._watch is not None:
+            self._watch(command)
+        return command
+
+    def _poll(self, step: int, now: float) -> None:
+        outcome = self.requester.poll(now)
+        if outcome is None:
+            return
+        if outcome.reason:
+            self.controller.failed(step, outcome.reason)
+        else:
+            self.controller.arrived(step, outcome.value)
+
+    def _observe(self, step: int, now: float) -> dict[str, Any] | None:
+        """Return the robot's observation; None where its newest frame is too old, which holds the robot."""
+        seen = dict(self.robot.observe())
+        self._state = np.asarray(seen["state"], np.float32)
+        seen["time"] = taken = float(seen.get("time") or now)
+        age = now - taken
+        if age > self.settings.stale:
+            self.requester.cancel()
+            self.controller.fault(step, f"the newest frame is older than {self.settings.stale:g} s")
+            return None
+        if not np.all(np.isfinite(self._state)):
+            self.requester.cancel()
+            self.controller.fault(step, "the state is not finite")
+            return None
+        return seen
+
+    def _ask(self, step: int, now: float) -> None:
+        seen = self._observe(step, now)
+        if seen is None:
+            return
+        frame = step - max(0, round((now - seen["time"]) * self.settings.hz))
+        request = self.controller.ask(step, frame, self._state)
+        self.requester.submit({**seen, "prompt": self.prompt, **request.fields}, now)
+
+    # ------------------------------------------------------------------------- between two ticks
+
+    def _wish(self, wish: Callable[[], None]) -> None:
+        with self._lock:
+            self._wishes.append(wish)
+
+    def _pause(self) -> None:
+        if not self.controller.paused:
+            self.requester.cancel()
+            self.controller.pause()
+            self._last = None  # somebody may move the robot
+
+    def _resume(self) -> None:
+        if self.controller.paused:
+            self.controller.resume(self._position())
+
+    def _say(self, prompt: str) -> None:
+        if prompt != self.prompt:
+            self.prompt = prompt
+            paused = self.controller.paused
+            self._pause()
+            if not paused:
+                self._resume()
+
+    def _position(self) -> np.ndarray | None:
+        """Return where the robot is in the numbers of a command, if those are the state's."""
+        state = np.asarray(self.robot.observe()["state"], np.float32)
+        return self.controller.player.motion.position(state)

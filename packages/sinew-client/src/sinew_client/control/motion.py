@@ -1,0 +1,157 @@
+"""What the numbers of an action are measured from: nothing, the state at the chunk's frame, or the pose of each step.
+
+The trajectory holds *targets*, which stay right whatever chunk they came from: absolute rows as they are, rows
+relative to the frame's state with that state added, offsets added up along the chunk. A chunk can then be entered in
+its middle, and what is left of it can be re-based on a newer state before a server is told about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class Motion:
+    """Rows as they come: numbers that the robot takes as they are.
+
+    holds: what holding means for the robot's driver, "last" (repeat the position) or "zero" (no velocity).
+    """
+
+    needs_state = False
+    holds = "last"
+
+    def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        """Return the targets [H, D] of a chunk whose frame saw ``state`` [S]."""
+        return rows
+
+    def rows(self, targets: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        """Return targets [R, D] as a chunk whose frame saw ``state`` would express them."""
+        return targets
+
+    def command(self, target: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        """Return what the robot is sent to get to ``target`` [D] when it is at ``state``."""
+        return target
+
+    def reached(self, command: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        """Return the target that a command [D] sent at ``state`` stands for."""
+        return command
+
+    def position(self, state: np.ndarray) -> np.ndarray | None:
+        """Return where the robot is in the numbers of a command; None where the state does not say so."""
+        return None
+
+    def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the state after ``targets`` [d, D] were executed (VLASH: the state that the policy acts in)."""
+        raise ValueError(
+            "future state: say what the actions are measured from (absolute, relative or offsets)"
+        )
+
+
+class Absolute(Motion):
+    """Rows are targets in the same numbers as the state, such as joint positions."""
+
+    def position(self, state: np.ndarray) -> np.ndarray | None:
+        return np.asarray(state, np.float32)
+
+    def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        if len(targets) and targets.shape[1] != len(state):
+            raise ValueError(
+                f"future state: expected as many numbers as the action's {targets.shape[1]}, got {len(state)}"
+            )
+        return np.asarray(targets[-1], np.float32) if len(targets) else state
+
+
+@dataclass(frozen=True)
+class _Columns(Motion):
+    """action: columns of a row that are relative; state: the number of the state that each is measured from."""
+
+    action: tuple[int, ...]
+    state: tuple[int, ...]
+    needs_state = True
+
+    def __post_init__(self) -> None:
+        if len(self.action) != len(self.state) or not self.action:
+            raise ValueError(
+                "columns: expected as many of the state as of the action, at least one, got"
+                f" {len(self.action)} and {len(self.state)}"
+            )
+
+    def _at(self, state: np.ndarray | None) -> np.ndarray:
+        if state is None or len(state) <= max(self.state):
+            raise ValueError(
+                f"state: expected at least {max(self.state) + 1} numbers, got {None if state is None else len(state)}"
+            )
+        return np.asarray(state, np.float32)[list(self.state)]
+
+    def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        after = np.array(state, np.float32)
+        if len(targets):
+            after[list(self.state)] = targets[-1][list(self.action)]
+        return after
+
+
+@dataclass(frozen=True)
+class Relative(_Columns):
+    """Rows relative to the state at the chunk's frame, of a robot that takes absolute targets."""
+
+    def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        moved = np.array(rows, np.float32)
+        moved[:, list(self.action)] += self._at(state)
+        return moved
+
+    def rows(self, targets: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        moved = np.array(targets, np.float32)
+        moved[:, list(self.action)] -= self._at(state)
+        return moved
+
+
+@dataclass(frozen=True)
+class Offsets(_Columns):
+    """Rows whose columns are offsets from the pose of their own step, of a robot that takes such offsets.
+
+    scale: what one unit moves the state by. low, high: range of a command. The targets of a chunk are its offsets
+    added up from the state of its frame; a command is the way from the pose of the present to the target. So a chunk
+    entered in its middle, after another one's path, does not add up the difference between the two.
+    """
+
+    scale: float = 1.0
+    low: float = -np.inf
+    high: float = np.inf
+    holds = "zero"
+
+    def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        moved = np.array(rows, np.float32)
+        columns = list(self.action)
+        moved[:, columns] = self._at(state) + self.scale * np.cumsum(moved[:, columns], axis=0)
+        return moved
+
+    def rows(self, targets: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        moved = np.array(targets, np.float32)
+        columns = list(self.action)
+        before = np.concatenate([self._at(state)[None], moved[:-1, columns]])
+        moved[:, columns] = np.clip((moved[:, columns] - before) / self.scale, self.low, self.high)
+        return moved
+
+    def command(self, target: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        sent = np.array(target, np.float32)
+        columns = list(self.action)
+        sent[columns] = np.clip((sent[columns] - self._at(state)) / self.scale, self.low, self.high)
+        return sent
+
+    def reached(self, command: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        target = np.array(command, np.float32)
+        columns = list(self.action)
+        target[columns] = self._at(state) + self.scale * target[columns]
+        return target
+
+
+def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.ndarray:
+    """Return the point at ``part`` (0 to 1) of the way from the last command to the row of this step.
+
+    For actuators that are faster than the control rate. Only commands and committed rows go in, so what comes
+    afterwards cannot change it; the row is reached at the end of its step. Without a last command: the row itself.
+    """
+    if last is None or part >= 1.0:
+        return row
+    return (last + (row - last) * np.float32(part)).astype(np.float32)

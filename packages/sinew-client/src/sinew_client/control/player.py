@@ -1,0 +1,129 @@
+"""Decides when to ask for a chunk and which row is executed at which control step. No clocks, no sockets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.handover import Handover, Placed
+from sinew_client.control.motion import Motion
+from sinew_client.control.replan import Moment, Rule, disagreement
+from sinew_client.control.trajectory import Node, Trajectory
+
+
+@dataclass(frozen=True)
+class Request:
+    """What goes out with an observation. step: when it was made. frame: control step of its newest frame.
+
+    state: of that frame. fields: what the observation carries beside images, state and prompt; for future state a
+    new ``state``.
+    """
+
+    step: int
+    frame: int
+    state: np.ndarray | None
+    fields: dict[str, Any]
+
+
+class Player:
+    """Turns chunks into one row per control step. Time is counted in control steps.
+
+    One request is under way at a time. Before its first chunk, and after :meth:`restart`, the robot has stood still:
+    the next chunk starts at its frame's row, or motion would be left out that never happened.
+    future: tell the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
+    """
+
+    def __init__(self, handover: Handover, rule: Rule, motion: Motion | None = None, future: bool = False):
+        self.handover, self.rule, self.future = handover, rule, future
+        self.motion = motion or Motion()
+        self.delay = DelayEstimate()
+        self.trajectory = Trajectory()
+        self.request: Request | None = None  # the one under way
+        self.chunks = 0
+        self._asked = 0  # control step of the last request
+        self._started = 0  # control step in which the newest chunk was taken over
+        self._known: list[Placed] = []  # chunks that still have rows to come; the newest last
+        self._size = 0
+        self._disagreement: float | None = None
+        self._fresh = True  # the robot stands still, and has since step _stopped
+        self._stopped = 0
+
+    @property
+    def waiting(self) -> bool:
+        return self.request is not None
+
+    def wants_chunk(self, step: int) -> bool:
+        """Return True if now is the time to ask."""
+        if self.waiting:
+            return False
+        left = self.trajectory.left(step)
+        if not self._known or left == 0:
+            return True
+        since = step - (self._started if self.handover.stops else self._asked)
+        return self.rule.due(Moment(since, left, self._size, self._disagreement))
+
+    def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> Request:
+        """Begin a request with a frame that was exposed at control step ``frame``; return what to send with it."""
+        fields: dict[str, Any] = {}
+        if self._known and not self._fresh:
+            behind = step - frame
+            delay = behind + self.delay.steps
+            coming = self.trajectory.rows_from(frame)
+            if self.future and len(coming) and state is not None:
+                fields["state"] = self.motion.roll(state, coming[behind : max(delay, behind)])
+            if self.handover.method == "rtc" and len(coming) > behind:
+                fields.update(
+                    previous=self.motion.rows(coming, state),
+                    delay=delay,
+                    horizon=max(self.rule.horizon(self._size), delay),
+                    rtc=self.handover.guidance,
+                    schedule=self.handover.schedule,
+                    beta=self.handover.beta,
+                )
+        self.request, self._asked = Request(step, frame, state, fields), step
+        return self.request
+
+    def accept(self, actions: np.ndarray, step: int) -> None:
+        """Take over the answer to the request under way. actions: float32 [H, D] in world units."""
+        request = self.request
+        assert request is not None, "a chunk without a request"
+        self.request = None
+        self.delay.add(step - request.step)
+        behind = request.step - request.frame
+        # Standing still executes nothing: only the steps up to the stop count as late.
+        late = max(0, self._stopped - request.step) if self._fresh else step - request.step
+        origin = step - late - behind if self.handover.timed else step
+        placed = Placed(self.motion.targets(actions, request.state), origin, request.frame, self.chunks)
+        running = self.trajectory.rows_from(step)
+        old = self._known if self.handover.method == "ensemble" else []
+        self._known = [chunk for chunk in old if chunk.origin + len(chunk.rows) > step] + [placed]
+        nodes = self.handover.merge(self.trajectory, self._known, step)
+        self.trajectory.clear()
+        self.trajectory.put(nodes)
+        self._disagreement = disagreement(running, self.trajectory.rows_from(step))
+        self._size, self._started, self._fresh = len(actions), step, False
+        self.chunks += 1
+
+    def failed(self) -> None:
+        """The request under way will not be answered."""
+        self.request = None
+
+    def restart(self, step: int = 0) -> None:
+        """Forget every row: the robot stands still from ``step`` on, and what was planned is no longer true."""
+        self.trajectory.clear()
+        if not self._fresh:
+            self._stopped = step
+        self._known, self._fresh = [], True
+
+    def take(self, step: int) -> Node | None:
+        """Return and commit the row of this step; None: nothing to execute, the robot holds."""
+        if self.handover.stops and self.waiting:
+            self.trajectory.clear()
+        return self.trajectory.take(step)
+
+    def commanded(self, step: int, row: np.ndarray, state: np.ndarray | None = None) -> None:
+        """Note what was really sent: after the limits, or to hold."""
+        self.trajectory.commanded(step, self.motion.reached(row, state))

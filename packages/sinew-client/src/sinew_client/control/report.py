@@ -1,0 +1,94 @@
+"""How steady a run was: achieved rate, late ticks, chunk age, holds with their reasons, clipped commands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Iterable
+
+import numpy as np
+
+from sinew_client.control.controller import Controller
+from sinew_client.control.pace import Pace
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """seconds: from the first tick to the last. rate_hz: control ticks begun per second.
+
+    jitter_ms: lateness of a tick, and age_ms: frame to execution of a row, each as p50, p95, p99 and max.
+    steps: control steps; executed: with a row. skipped: periods that passed without a tick.
+    """
+
+    hz: float
+    seconds: float
+    rate_hz: float
+    steps: int
+    executed: int
+    late: int
+    skipped: int
+    jitter_ms: dict[str, float]
+    age_ms: dict[str, float]
+    chunks: int
+    failed_requests: int
+    held: dict[str, int] = field(default_factory=dict)
+    clipped_commands: int = 0
+    clipped: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return lines for people: a name and its text."""
+        found = [
+            ("control rate", f"{self.rate_hz:.2f} Hz of {self.hz:g} over {self.seconds:.1f} s"),
+            ("late ticks", f"{self.late} of {self.steps}, {self.skipped} periods skipped"),
+            ("tick lateness", _spread(self.jitter_ms)),
+            ("chunk age", _spread(self.age_ms)),
+            ("chunks", f"{self.chunks}, {self.failed_requests} requests failed"),
+            ("held", f"{sum(self.held.values())} of {self.steps} steps"),
+        ]
+        found += [
+            ("", f"{count} x {reason}") for reason, count in sorted(self.held.items(), key=lambda x: -x[1])
+        ]
+        found.append(("clipped", f"{self.clipped_commands} commands"))
+        found += [
+            ("", f"{count} x {name}") for name, count in sorted(self.clipped.items(), key=lambda x: -x[1])
+        ]
+        return found
+
+
+def cadence(controller: Controller, pace: Pace, steps: int, failed: int, substeps: int = 1) -> Cadence:
+    """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer."""
+    span = (pace.ticks + pace.skipped) * pace.period
+    period = pace.period * substeps
+    ages = {1e3 * period * age: count for age, count in controller.ages.items()}
+    return Cadence(
+        hz=1.0 / period,
+        seconds=round(span, 3),
+        rate_hz=round(steps / span, 3) if span else 0.0,
+        steps=steps,
+        executed=sum(controller.ages.values()),
+        late=pace.late,
+        skipped=pace.skipped,
+        jitter_ms=percentiles(1e3 * second for second in pace.lateness),
+        age_ms=percentiles(Counter(ages).elements()),
+        chunks=controller.player.chunks,
+        failed_requests=failed,
+        held=dict(controller.held),
+        clipped_commands=controller.clipped_commands,
+        clipped=dict(controller.clipped),
+    )
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """Return p50, p95, p99 and max of some numbers; an empty dict of none."""
+    found = np.fromiter(values, np.float64)
+    if not found.size:
+        return {}
+    marks = {f"p{q}": round(float(np.percentile(found, q)), 3) for q in (50, 95, 99)}
+    return {**marks, "max": round(float(found.max()), 3)}
+
+
+def _spread(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3g}" for name, value in values.items()) + " ms" if values else "-"

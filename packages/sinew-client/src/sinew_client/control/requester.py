@@ -1,0 +1,155 @@
+"""One request under way, on a thread of its own: a deadline, a cancel, a reconnect that waits longer each time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Callable, Mapping
+
+from sinew_client.errors import ClientError
+
+logger = logging.getLogger(__name__)
+
+FIRST_WAIT, LONGEST_WAIT = 0.05, 0.5  # seconds between a failure and the next attempt
+ABANDONED = 4  # calls that may hang beyond their deadline before no new one is begun
+
+Call = Callable[[Mapping[str, Any], float], Any]  # (observation, seconds) -> what a chunk is for the caller
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a request ended. value: what the call returned; reason: why it failed, "" if it did not."""
+
+    value: Any = None
+    reason: str = ""
+
+
+class Requester:
+    """Carries one request at a time to ``connect()``'s call and back, without ever blocking its owner.
+
+    connect: opens a connection and returns its call; called on the thread, again after every failure. A call that
+        has a ``close`` attribute gets it called when it is given up.
+    deadline: seconds; a request without an answer by then has failed. The call gets the same number as its limit,
+        and one that does not keep it is left behind on its thread.
+
+    All times are seconds of one clock that the caller reads (monotonic), so nothing here waits or measures.
+    """
+
+    def __init__(self, connect: Callable[[], Call], deadline: float):
+        self._connect, self.deadline = connect, deadline
+        self._worker: _Worker | None = None
+        self._answer: SimpleQueue | None = None
+        self._sent = 0.0
+        self._wait, self._not_before = FIRST_WAIT, float("-inf")
+        self._hanging, self._lock = 0, threading.Lock()
+        self.failures = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._answer is not None
+
+    def ready(self, now: float) -> bool:
+        """Return True if a request may be sent now: none is under way, and the last failure is long enough ago."""
+        return not self.busy and now >= self._not_before and self._hanging < ABANDONED
+
+    def submit(self, observation: Mapping[str, Any], now: float) -> None:
+        """Send a request. Raises RuntimeError when one is under way."""
+        if self.busy:
+            raise RuntimeError("a request is under way")
+        if self._worker is None:
+            self._worker = _Worker(self._connect, self._left)
+        self._answer, self._sent = SimpleQueue(), now
+        self._worker.put(observation, self.deadline, self._answer)
+
+    def poll(self, now: float) -> Outcome | None:
+        """Return how the request ended, once; None while it is under way or when there is none."""
+        if self._answer is None:
+            return None
+        if not self._answer.empty():
+            outcome = self._answer.get()
+            self._answer = None
+        elif now - self._sent > self.deadline:
+            outcome = Outcome(reason=f"no answer within {self.deadline:g} s")
+            self._abandon()
+        else:
+            return None
+        if outcome.reason:
+            self.failures += 1
+            self._not_before = now + self._wait
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+        else:
+            self._wait = FIRST_WAIT
+        return outcome
+
+    def cancel(self) -> None:
+        """Give up the request under way; its answer will go nowhere."""
+        if self._answer is not None:
+            self._abandon()
+
+    def close(self) -> None:
+        """End the thread after the call that it is in. Does not wait for it."""
+        self._answer = None
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+    def _abandon(self) -> None:
+        """Leave the worker to its call: a later request gets a new connection on a new thread."""
+        assert self._worker is not None
+        self._answer = None
+        with self._lock:
+            self._hanging += 1
+        self._worker.end()
+        self._worker = None
+
+    def _left(self, worker: _Worker) -> None:
+        with self._lock:
+            self._hanging = max(0, self._hanging - 1)
+
+
+class _Worker:
+    """A thread with a connection. It reconnects after a failure and ends when told, or when its call returns."""
+
+    def __init__(self, connect: Callable[[], Call], left: Callable[[_Worker], None]):
+        self._connect, self._left = connect, left
+        self._jobs: SimpleQueue = SimpleQueue()
+        threading.Thread(target=self._run, name="sinew-request", daemon=True).start()
+
+    def put(self, observation: Mapping[str, Any], deadline: float, answer: SimpleQueue) -> None:
+        self._jobs.put((observation, deadline, answer))
+
+    def end(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        call: Call | None = None
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                break
+            observation, deadline, answer = job
+            try:
+                call = call or self._connect()
+                outcome = Outcome(call(observation, deadline))
+            except ClientError as error:
+                outcome = Outcome(reason=f"{type(error).__name__}: {error}")
+            except Exception as error:
+                logger.exception("the request failed")
+                outcome = Outcome(reason=f"{type(error).__name__}: {error}")
+            if outcome.reason:
+                _close(call)
+                call = None
+            answer.put(outcome)
+        _close(call)
+        self._left(self)
+
+
+def _close(call: Call | None) -> None:
+    close = getattr(call, "close", None)
+    if close is not None:
+        try:
+            close()
+        except Exception:
+            logger.debug("closing a connection failed", exc_info=True)

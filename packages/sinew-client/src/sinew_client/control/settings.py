@@ -1,0 +1,95 @@
+"""Everything that decides what a controller does, as plain values: for a command line, a journal, a replay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Mapping
+
+from sinew_client.control.controller import Controller
+from sinew_client.control.handover import parse_handover
+from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
+from sinew_client.control.player import Player
+from sinew_client.control.replan import parse_rule
+from sinew_client.control.safety import Guard, Limits
+from sinew_client.errors import ClientError
+
+
+class SettingsError(ClientError, ValueError):
+    """A setting of the controller is not what was expected; the message names it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a robot is controlled.
+
+    hz: control steps per second; a chunk's rows are that far apart. handover: see
+        :func:`~sinew_client.control.handover.parse_handover`. replan: see
+        :func:`~sinew_client.control.replan.parse_rule`.
+    motion: {"kind": "as is"}, {"kind": "absolute"}, {"kind": "relative", "action": [...], "state": [...]} or
+        {"kind": "offsets", "action": [...], "state": [...], "scale": 1, "low": ..., "high": ...}.
+    limits: see :meth:`~sinew_client.control.safety.Limits.parse`; None for none. They hold for what the robot is sent.
+    max_age: seconds after its frame beyond which a row is not executed; None: a row is valid in its own step.
+    deadline: seconds to wait for an answer. stale: seconds beyond which a frame is too old to act on.
+    finish: execute the rows at hand after a request has failed, instead of holding at once.
+    future: tell the policy the state that the robot will have when the answer arrives.
+    substeps: commands per control step, for actuators that want a higher rate.
+    """
+
+    hz: float
+    handover: str = "aligned"
+    replan: str = "queue:0.2"
+    motion: Mapping[str, Any] | None = None
+    limits: Mapping[str, Any] | None = None
+    max_age: float | None = None
+    deadline: float = 2.0
+    stale: float = 0.5
+    finish: bool = False
+    future: bool = False
+    substeps: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("hz", "deadline", "stale", "max_age"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise SettingsError(f"{name}: expected a number above 0, got {value}")
+        if not 1 <= self.substeps <= 100:
+            raise SettingsError(f"substeps: expected 1 to 100, got {self.substeps}")
+
+    @property
+    def period(self) -> float:
+        """Return seconds between two control steps."""
+        return 1.0 / self.hz
+
+    def controller(self, dim: int) -> Controller:
+        """Return a controller for commands of ``dim`` numbers. Raises ClientError that names a bad setting."""
+        try:
+            player = Player(
+                parse_handover(self.handover), parse_rule(self.replan), self.parse_motion(), self.future
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        if self.substeps > 1 and not isinstance(player.motion, (Absolute, Relative)):
+            raise SettingsError(
+                "substeps: expected motion absolute or relative; between other rows there is no way"
+            )
+        limits = Limits.parse(self.limits, dim) if self.limits is not None else None
+        max_age = None if self.max_age is None else int(self.max_age * self.hz)
+        return Controller(player, Guard(limits, self.period), max_age, self.finish)
+
+    def parse_motion(self) -> Motion:
+        given = dict(self.motion or {})
+        kind = given.pop("kind", "as is")
+        kinds = {"as is": Motion, "absolute": Absolute, "relative": Relative, "offsets": Offsets}
+        if kind not in kinds:
+            raise SettingsError("motion.kind: expected one of {}, got {!r}".format(", ".join(kinds), kind))
+        columns = {
+            name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
+        }
+        try:
+            return kinds[kind](**columns, **given)
+        except TypeError as error:
+            raise SettingsError(f"motion: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,90 @@
+"""Timestamped rows: which action belongs to which control step, and which of them can no longer change."""
+
+from __future__ import annotations
+
+from typing import Iterable, NamedTuple
+
+import numpy as np
+
+HISTORY = 64  # committed rows that stay readable: an old frame's chunk begins among them
+
+
+class Node(NamedTuple):
+    """One row of the trajectory.
+
+    step: control step that it belongs to. row: float32 [D]. frame: control step of the newest frame that its chunk
+    knows. chunk: number of that chunk, counted from 0. index: row number within the chunk.
+    """
+
+    step: int
+    row: np.ndarray
+    frame: int
+    chunk: int
+    index: int
+
+
+class Trajectory:
+    """A buffer of rows by control step. A row is committed when it is taken; only uncommitted rows can change."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, Node] = {}
+        self._commanded: dict[int, np.ndarray] = {}
+        self._next = 0  # the first step that is not committed
+
+    def put(self, nodes: Iterable[Node]) -> None:
+        """Write rows. Rows of steps that are already committed are left out."""
+        for node in nodes:
+            if node.step >= self._next:
+                self._nodes[node.step] = node
+
+    def clear(self) -> None:
+        """Drop every uncommitted row."""
+        self._nodes.clear()
+
+    def cut(self, step: int) -> None:
+        """Drop the rows of ``step`` and of everything after it."""
+        self._nodes = {at: node for at, node in self._nodes.items() if at < step}
+
+    def at(self, step: int) -> Node | None:
+        """Return the row of ``step`` without committing it, or None."""
+        return self._nodes.get(step)
+
+    def take(self, step: int) -> Node | None:
+        """Commit ``step`` and everything before it; return its row, or None where there is none.
+
+        Raises ValueError for a step that has been committed: a row is never executed twice.
+        """
+        if step < self._next:
+            raise ValueError(f"step {step} has been committed, the next one is {self._next}")
+        node = self._nodes.get(step)
+        self._next = step + 1
+        for old in [at for at in self._nodes if at <= step]:
+            del self._nodes[old]
+        return node
+
+    def commanded(self, step: int, row: np.ndarray) -> None:
+        """Note what was really sent in ``step``: the row after the limits, or what held the robot."""
+        self._commanded[step] = row
+        self._commanded.pop(step - HISTORY, None)
+
+    def left(self, step: int) -> int:
+        """Return how many rows follow without a gap, that of ``step`` included."""
+        count = 0
+        while step + count in self._nodes:
+            count += 1
+        return count
+
+    def rows_from(self, step: int) -> np.ndarray:
+        """Return float32 [R, D]: what was commanded from ``step`` on, then the rows that are still to come.
+
+        Ends at the first step without either. Committed steps count as they were commanded, not as planned.
+        """
+        rows = []
+        while True:
+            at = step + len(rows)
+            node = self._nodes.get(at)
+            row = self._commanded.get(at) if at < self._next else None if node is None else node.row
+            if row is None:
+                break
+            rows.append(row)
+        return np.stack(rows).astype(np.float32) if rows else np.zeros((0, 0), np.float32)
