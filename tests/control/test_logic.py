@@ -1,0 +1,356 @@
+"""Hand-overs, delay, when to ask, limits, relative actions: the rules without clocks or sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sinew_client import ClientError
+from sinew_client.control import (
+    Absolute,
+    Controller,
+    Guard,
+    Limits,
+    LimitsError,
+    Offsets,
+    Player,
+    Relative,
+    Settings,
+    parse_handover,
+    parse_rule,
+)
+from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_weights
+from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.replan import Moment, disagreement
+
+
+def play(
+    handover: str, delays: list[int], steps: int, size: int = 8, replan: str = "4", **options: Any
+) -> list[float]:
+    """Return what is executed; row r of chunk c is 100 c + r, -1 is a hold. Chunk k is ``delays[k]`` steps late."""
+    controller = Controller(Player(parse_handover(handover), parse_rule(replan), **options))
+    found, due, asked = [], -1, 0
+    for step in range(steps):
+        for _ in range(2):  # an answer frees the policy for a question; without latency it is there at once
+            if controller.player.waiting and step >= due:
+                controller.arrived(step, (100.0 * (asked - 1) + np.arange(size, dtype=np.float32))[:, None])
+            elif controller.wants_chunk(step):
+                controller.ask(step, step, np.zeros(1, np.float32))
+                due, asked = step + delays[min(asked, len(delays) - 1)], asked + 1
+        if controller.player.waiting and step >= due:
+            controller.arrived(step, (100.0 * (asked - 1) + np.arange(size, dtype=np.float32))[:, None])
+        command = controller.command(step)
+        found.append(-1.0 if command.row is None else float(command.row[0]))
+    return found
+
+
+# ----------------------------------------------------------------------------- hand-overs
+
+
+def test_aggregates_mix_the_steps_that_both_chunks_have() -> None:
+    # Asked at 0 and 4, there at 1 and 6: steps 6 to 8 are rows 5 to 7 of chunk 0 (it started at 1), 2 to 4 of 1.
+    for name, mix in AGGREGATES.items():
+        got = play(f"aggregate:{name}", [1, 2], 9)
+        assert got[:6] == [-1, 0, 1, 2, 3, 4]
+        old, new = np.array([5, 6, 7]), np.array([102, 103, 104])
+        np.testing.assert_allclose(got[6:], mix(old, new), rtol=1e-6)
+    assert AGGREGATES["weighted_average"](np.array(1.0), np.array(2.0)) == pytest.approx(1.7)
+    assert AGGREGATES["conservative"](np.array(1.0), np.array(2.0)) == pytest.approx(1.3)
+
+
+def test_ensemble_weighs_the_oldest_chunk_most() -> None:
+    rows = [np.array([1.0]), np.array([2.0]), np.array([4.0])]
+    weights = np.exp(-0.5 * np.arange(3))
+    assert ensemble(rows, 0.5)[0] == pytest.approx(float((weights * [1, 2, 4]).sum() / weights.sum()))
+    same = np.float32([0.1, 1 / 3])
+    assert np.array_equal(ensemble([same] * 7, 0.01), same)  # to the bit
+    # Asked at every step without latency: step 2 is row 2, 1 and 0 of three chunks.
+    got = play("ensemble:0.01", [0], 3, replan="1")
+    weights = np.exp(-0.01 * np.arange(3))
+    assert got[2] == pytest.approx(float((weights * [2, 101, 200]).sum() / weights.sum()), rel=1e-6)
+
+
+def test_real_time_chunking_says_what_is_still_to_come() -> None:
+    player = Player(parse_handover("rtc:guided:linear:3"), parse_rule("4"))
+    assert player.ask(0, 0).fields == {}  # nothing to continue
+    player.accept(np.arange(8, dtype=np.float32)[:, None], 2)
+    for step in range(2, 6):
+        node = player.take(step)
+        assert node is not None
+        player.commanded(step, node.row * 10)  # the limits changed it: what was commanded counts
+    fields = player.ask(6, 5).fields
+    assert fields["previous"].ravel().tolist() == [30, 4, 5, 6, 7]  # row 0 belongs to the frame at step 5
+    assert (fields["delay"], fields["horizon"]) == (1 + 2, 4)
+    assert (fields["rtc"], fields["schedule"], fields["beta"]) == ("guided", "linear", 3.0)
+    player.accept(np.arange(100, 108, dtype=np.float32)[:, None], 7)
+    node = player.take(7)
+    assert node is not None
+    assert node.row[0] == 102  # row 2 belongs to step 7: one for the old frame, one for the delay
+    player.restart(8)
+    assert player.ask(9, 9).fields == {}  # after a stop there is nothing to continue
+
+
+def test_a_chunk_after_a_stop_starts_where_the_robot_stands() -> None:
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("2")))
+    controller.ask(0, 0)
+    controller.arrived(0, np.arange(8, dtype=np.float32)[:, None])
+    for step in range(2):
+        controller.command(step)
+    controller.ask(2, 2)
+    controller.command(2)
+    controller.command(3)
+    controller.player.restart(4)  # two rows were executed since the frame, then the robot stood still
+    for step in range(4, 9):
+        assert controller.command(step).row is None
+    controller.arrived(9, 100 + np.arange(8, dtype=np.float32)[:, None])
+    row = controller.command(9).row
+    assert row is not None
+    assert row[0] == 102
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("late", "handover: expected one of freeze"),
+        ("naive:1", "takes at most 0"),
+        ("aggregate:median", "aggregate: expected one of weighted_average"),
+        ("ensemble:x", "ensemble: expected a number"),
+        ("rtc:soft", "rtc: expected one of guided"),
+        ("rtc:guided:cosine", "schedule: expected one of exp"),
+        ("rtc:guided:exp:-1", "beta: expected a number >= 0"),
+        ("rtc:guided:exp:nan", "beta: expected a number >= 0"),
+    ],
+)
+def test_bad_handovers_are_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_handover(text)
+
+
+# ----------------------------------------------------------------------------- weights
+
+
+def test_weights_of_the_paper() -> None:
+    linear = [1, 1, 0.8, 0.6, 0.4, 0.2, 0, 0, 0, 0]
+    np.testing.assert_allclose(guidance_weights(10, 2, 6, "linear"), linear, atol=1e-12)
+    np.testing.assert_allclose(
+        guidance_weights(10, 2, 6, "exp"), [1, 1, 0.571, 0.287, 0.114, 0.026, 0, 0, 0, 0], atol=1.1e-3
+    )
+    assert guidance_weights(10, 2, 6, "ones").tolist() == [1] * 6 + [0] * 4
+    assert guidance_weights(10, 2, 6, "zeros").tolist() == [1] * 2 + [0] * 8
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(-5, 70),
+    st.integers(-5, 70),
+    st.sampled_from(["exp", "linear", "ones", "zeros"]),
+)
+def test_weights_fall_from_one_to_zero(length: int, delay: int, end: int, schedule: str) -> None:
+    for weights in (guidance_weights(length, delay, end, schedule), ramp_weights(length, delay, end)):
+        assert weights.shape == (length,)
+        assert ((weights >= 0) & (weights <= 1)).all()
+        assert (np.diff(weights) <= 0).all()
+        assert (weights[max(end, 0) :] == 0).all()
+        assert (weights[: max(0, min(delay, end))] == 1).all()
+
+
+# ----------------------------------------------------------------------------- delay and rules
+
+
+def test_one_slow_call_does_not_poison_the_estimate() -> None:
+    delay = DelayEstimate()
+    delay.add(300)  # the first call compiles
+    assert delay.steps == 300
+    delay.add(3)
+    assert delay.steps == 3
+    for _ in range(9):
+        delay.add(3)
+    delay.add(90)
+    assert delay.steps == 3  # one outlier of ten
+    delay.add(90)
+    assert delay.steps == 90  # two are a change
+    for _ in range(10):
+        delay.add(4)
+    assert delay.steps == 4  # and go by
+    delay.reconnected()
+    delay.add(200)
+    assert delay.steps == 4
+
+
+def test_rules() -> None:
+    assert [parse_rule("4").due(Moment(since, 9, 10)) for since in (3, 4, 5)] == [False, True, True]
+    assert [parse_rule("full").due(Moment(since, 9, 10)) for since in (9, 10)] == [False, True]
+    assert [parse_rule("queue:0.2").due(Moment(1, left, 10)) for left in (3, 2)] == [False, True]
+    surprised = parse_rule("disagreement:0.5,8")
+    assert [surprised.due(Moment(1, 9, 10, size)) for size in (None, 0.4, 0.6)] == [False, False, True]
+    assert surprised.due(Moment(8, 9, 10))
+    assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0)) == 2.0
+    assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0), np.array([4.0, 4.0])) == 0.5
+    assert disagreement(np.zeros((0, 2)), np.ones((5, 2))) is None
+    assert [parse_rule(text).horizon(10) for text in ("4", "full", "queue:0.2", "disagreement:1,3")] == [
+        4,
+        10,
+        8,
+        3,
+    ]
+    for text in ("", "0", "-1", "queue:2", "queue:x", "disagreement:1", "disagreement:1,0", "4:5", "often"):
+        with pytest.raises(ValueError, match="expected STEPS"):
+            parse_rule(text)
+
+
+def test_queue_fraction_asks_when_a_fifth_is_left() -> None:
+    # The first chunk starts at step 0 without latency; of 10 rows 2 are left at step 8.
+    assert play("naive", [0], 12, size=10, replan="queue:0.2")[7:10] == [7, 100, 101]
+
+
+# ----------------------------------------------------------------------------- limits
+
+
+def limits(**given: Any) -> Limits:
+    return Limits.parse(given, 2)
+
+
+def test_guard_clips_and_counts() -> None:
+    guard = Guard(limits(low=-1, high=[1, 2], velocity=1.0, names=["elbow", "wrist"]), 0.1)
+    guard.start(np.zeros(2))
+    untouched = np.float32([0.05, 0.09])
+    assert guard.check(untouched).row is untouched
+    verdict = guard.check(np.float32([5, 0.15]))
+    assert verdict.clipped == ("elbow.range", "elbow.velocity")
+    np.testing.assert_allclose(verdict.row, [0.15, 0.15], atol=1e-6)
+    assert guard.check(np.float32([np.nan, 0])).row is None
+    assert "finite" in guard.check(np.float32([np.inf, 0])).reason
+    assert "shape [3]" in guard.check(np.zeros(3, np.float32)).reason
+
+
+def test_guard_can_hold_instead() -> None:
+    guard = Guard(limits(high=1.0, when="hold"), 0.1)
+    verdict = guard.check(np.float32([0, 2]))
+    assert (verdict.row, verdict.reason) == (None, "beyond 1.range")
+
+
+def test_a_held_command_holds_the_controller_until_a_fresh_chunk() -> None:
+    guard = Guard(Limits.parse({"high": 10.0, "when": "hold"}, 1), 0.1)
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("4")), guard)
+    controller.ask(0, 0)
+    controller.arrived(0, np.float32([[1], [50], [2]]))
+    assert controller.command(0).row is not None
+    assert controller.command(1).reason == "beyond 0.range"
+    assert controller.command(2).row is None  # not the row after it: the plan is dropped
+    controller.ask(3, 3)
+    controller.arrived(3, np.float32([[3]]))
+    assert controller.command(3).row == np.float32([3])
+    assert controller.held == {"beyond 0.range": 2}
+
+
+def test_limits_from_files_and_metadata(tmp_path: Path) -> None:
+    toml = tmp_path / "arm.toml"
+    toml.write_text('[limits]\nlow = [-1, -2]\nhigh = 3\nvelocity = 0.5\nnames = ["a", "b"]\n')
+    read = Limits.read(toml, 2)
+    assert (read.low.tolist(), read.high.tolist(), read.velocity.tolist()) == ([-1, -2], [3, 3], [0.5, 0.5])
+    assert np.isinf(read.acceleration).all()
+    plain = tmp_path / "arm.json"
+    plain.write_text(json.dumps(read.to_dict()))
+    assert Limits.read(plain, 2).to_dict() == read.to_dict()
+    served = {"action": {"dim": 2, "names": ["a", "b"], "limits": {"high": [1, None]}}}
+    found = Limits.from_metadata(served)
+    assert found is not None
+    assert (found.high.tolist(), found.names) == ([1, np.inf], ("a", "b"))
+    assert Limits.from_metadata({"action": {"dim": 2}}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lowest": 1}, "limits.lowest: unknown"),
+        ({"low": [1]}, "limits.low: expected 2 numbers"),
+        ({"low": 2, "high": 1}, "limits.low: expected at most high"),
+        ({"velocity": 0}, "limits.velocity: expected numbers above 0"),
+        ({"high": "far"}, "limits.high: expected numbers"),
+        ({"high": [1, float("nan")]}, "limits.high: expected numbers, got NaN"),
+        ({"names": ["a"]}, "limits.names: expected 2"),
+        ({"when": "pray"}, "limits.when: expected clip or hold"),
+    ],
+)
+def test_bad_limits_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(LimitsError, match=message):
+        Limits.parse(given, 2)
+
+
+@given(st.binary(max_size=60), st.sampled_from(["toml", "json"]))
+def test_limit_files_of_any_bytes_give_a_named_error(tmp_path_factory: Any, data: bytes, suffix: str) -> None:
+    path = tmp_path_factory.mktemp("limits") / f"x.{suffix}"
+    path.write_bytes(data)
+    with contextlib.suppress(LimitsError):  # any other exception is a traceback for a user
+        assert Limits.read(path, 1).dim == 1
+
+
+# ----------------------------------------------------------------------------- motion
+
+ROWS = st.lists(st.floats(-1, 1, width=32), min_size=2, max_size=12).map(
+    lambda r: np.float32([[x, -x, 1] for x in r])
+)
+STATES = st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=4).map(np.float32)
+
+
+@given(ROWS, STATES, st.sampled_from([Relative((0, 1), (2, 3)), Offsets((0, 1), (2, 3), scale=0.5)]))
+def test_targets_and_rows_are_inverse(rows: np.ndarray, state: np.ndarray, motion: Any) -> None:
+    np.testing.assert_allclose(motion.rows(motion.targets(rows, state), state), rows, atol=1e-5)
+    assert np.array_equal(motion.targets(rows, state)[:, 2], rows[:, 2])
+
+
+@given(ROWS, STATES, STATES)
+def test_rebased_rows_reach_the_same_targets(rows: np.ndarray, then: np.ndarray, now: np.ndarray) -> None:
+    for motion in (Relative((0, 1), (2, 3)), Offsets((0, 1), (2, 3), scale=0.5)):
+        targets = motion.targets(rows, then)
+        np.testing.assert_allclose(motion.targets(motion.rows(targets, now), now), targets, atol=1e-4)
+
+
+def test_offsets_followed_exactly_are_the_rows_themselves() -> None:
+    motion = Offsets((0,), (0,), scale=0.02)
+    rows, state = np.float32([[1], [0.5], [-1]]), np.float32([0.3])
+    for row, target in zip(rows, motion.targets(rows, state), strict=True):
+        sent = motion.command(target, state)
+        np.testing.assert_allclose(sent, row, atol=1e-5)
+        np.testing.assert_allclose(motion.reached(sent, state), target, atol=1e-6)
+        state = state + 0.02 * sent
+    assert Offsets((0,), (0,), 0.02, -1, 1).command(np.float32([5]), state) == 1
+
+
+def test_future_state_is_that_of_the_answer() -> None:
+    player = Player(parse_handover("aligned"), parse_rule("2"), Absolute(), future=True)
+    player.ask(0, 0, np.float32([7]))
+    player.accept(np.arange(8, dtype=np.float32)[:, None], 3)
+    for step in (3, 4):
+        node = player.take(step)
+        assert node is not None
+        player.commanded(step, node.row)
+    assert player.ask(5, 5, np.float32([1.2])).fields["state"] == 4  # rows 2, 3, 4 are executed until step 8
+    with pytest.raises(ValueError, match="say what the actions are measured from"):
+        Player(parse_handover("aligned"), parse_rule("2"), future=True).motion.roll(
+            np.zeros(1), np.zeros((1, 1))
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hz": 0}, "hz: expected a number above 0"),
+        ({"hz": 10, "deadline": float("nan")}, "deadline: expected"),
+        ({"hz": 10, "substeps": 0}, "substeps: expected 1 to 100"),
+        ({"hz": 10, "substeps": 2}, "substeps: expected motion absolute or relative"),
+        ({"hz": 10, "handover": "x"}, "handover: expected one of"),
+        ({"hz": 10, "motion": {"kind": "warp"}}, "motion.kind: expected one of"),
+        ({"hz": 10, "motion": {"kind": "relative"}}, "motion: "),
+        ({"hz": 10, "motion": {"kind": "relative", "action": [0], "state": [0, 1]}}, "columns: expected"),
+    ],
+)
+def test_bad_settings_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ClientError, match=message):
+        Settings(**given).controller(1)
