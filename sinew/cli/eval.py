@@ -76,7 +76,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         seed: of the first episode, 5000 if absent; the others follow.
         replan: actions executed per inference, or `full` for the whole chunk; 8 if absent.
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
-        handover: how a late chunk is taken over: aligned, naive or freeze.
+        handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
+            as in aggregate:average or rtc:guided:exp:5 (docs/control.md).
         solver_steps: instead of the bundle's own number.
         engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
         dtype: compute type; the device's default if absent.

@@ -8,14 +8,14 @@ paired: at the same seed they meet the same world and the same luck.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sinew_client.control import Command, Settings
 
 from sinew.eval.channel import Measured, Simulated
-from sinew.eval.handover import Arrival, ChunkPlayer
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.settings import Latency
 
@@ -32,6 +32,8 @@ class Episode:
     """What happened. ``steps``: control steps until the end. ``held``: of these, steps after the first chunk
     in which there was nothing to execute. ``misses``: chunks that came after the actions at hand had run out.
     ``delays``: control steps from request to chunk, ``latency_ms``: of each inference, on the clock.
+    ``seam``: the largest change of a command from the last row of a chunk to the first of the next. ``jerk``: the
+    root mean square of the commands' third difference. Both in units of the action, over its numbers.
     """
 
     seed: int
@@ -47,6 +49,8 @@ class Episode:
     chunk_size: int = 0
     late_ticks: int = 0
     wall_s: float = 0.0
+    seam: float = 0.0
+    jerk: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,6 +66,8 @@ class Conduct:
     reset_options: dict[str, Any] | None = None
     noise: int = 0
     realtime: bool = False
+    motion: Mapping[str, Any] | None = None  # see sinew_client.control.Settings
+    future: bool = False
 
 
 def chunk_seed(noise: int, seed: int, replan: int) -> int:
@@ -85,43 +91,53 @@ def run_episode(
     channel: Simulated | Measured = (
         Measured(policy, adapter.control_hz) if conduct.realtime else Simulated(policy)
     )
-    player = ChunkPlayer(conduct.handover, min(conduct.replan or policy.chunk_size, policy.chunk_size))
+    replan = min(conduct.replan or policy.chunk_size, policy.chunk_size)
+    settings = Settings(
+        adapter.control_hz, conduct.handover, str(replan), motion=conduct.motion, future=conduct.future
+    )
+    controller = settings.controller(0)
+    player = controller.player
     task = adapter.task(info)
     last: Any = None
+    observation: dict[str, Any] = {}
+    state: Any = None
     step = asked = executed = held = misses = 0
     starved = False  # since the request under way there has been a step without an action
     delays: list[int] = []
+    smoothness = _Smoothness()
 
-    def take(arrival: Arrival | None) -> None:
+    def poll() -> None:
         nonlocal misses
-        if arrival is not None:
-            player.accept(arrival, step)
-            delays.append(step - arrival.requested)
+        if player.request is not None and (actions := channel.poll(step)) is not None:
+            delays.append(step - player.request.step)
+            controller.arrived(step, actions)
             misses += starved and len(delays) > 1  # the first chunk has no deadline: nothing runs out
 
     try:
         while True:
             # An answer that arrives now frees the policy for a question now, with this observation.
-            take(channel.poll(step))
-            if (asks := player.wants_chunk(step)) or watch is not None:
+            poll()
+            if (asks := controller.wants_chunk(step)) or watch is not None or player.motion.needs_state:
                 observation = adapter.observation(raw)  # drawing frames may take longer than everything else
+                state = observation.get("state")
             if asks:
                 rng = np.random.default_rng([conduct.noise, seed, asked, 1])
                 age = round(float(info.get("frame_age", 0.0)) * adapter.control_hz)
                 delay = conduct.latency.steps(rng, adapter.control_hz)
-                channel.submit(observation, chunk_seed(conduct.noise, seed, asked), step, age, delay)
-                player.request(step)
+                request = controller.ask(step, step - age, state)
+                noise_seed = chunk_seed(conduct.noise, seed, asked)
+                channel.submit({**observation, **request.fields}, noise_seed, step, delay)
                 asked, starved = asked + 1, False
-                take(channel.poll(step))  # no latency at all
-            row = player.row(step)
-            if row is None:
+                poll()  # no latency at all
+            command = controller.command(step, state)
+            if command.row is None:
                 action = adapter.hold(last)
                 held += bool(delays)
                 starved = True
             else:
-                action = adapter.action(row)
-                player.executed()
+                action = adapter.action(command.row)
                 executed += 1
+            smoothness.add(action, command)
             if watch is not None:
                 watch(step, observation, asks)
             raw, reward, terminated, truncated, info = env.step(action)
@@ -144,6 +160,28 @@ def run_episode(
         delays=delays,
         latency_ms=[round(value, 3) for value in channel.latencies],
         chunk_size=policy.chunk_size,
-        late_ticks=channel.late_ticks if isinstance(channel, Measured) else 0,
+        late_ticks=channel.late_ticks,
         wall_s=round(time.perf_counter() - begun, 4),
+        seam=round(smoothness.seam, 5),
+        jerk=round(smoothness.jerk, 5),
     )
+
+
+class _Smoothness:
+    """How far commands jump at the seams of chunks, and how unsteady they are everywhere."""
+
+    def __init__(self) -> None:
+        self.seam = 0.0
+        self._actions: list[np.ndarray] = []
+
+    def add(self, action: Any, command: Command) -> None:
+        action = np.atleast_1d(np.asarray(action, np.float64))
+        if command.seam and self._actions:
+            self.seam = max(self.seam, float(np.abs(action - self._actions[-1]).max()))
+        self._actions.append(action)
+
+    @property
+    def jerk(self) -> float:
+        if len(self._actions) < 4:
+            return 0.0
+        return float(np.sqrt(np.mean(np.diff(np.stack(self._actions), 3, axis=0) ** 2)))

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from sinew_client.control import parse_handover
 
 from sinew.core import SinewError
 
 ENGINES = ("eager", "plan", "onnx", "cuda")  # sinew.policy's, which needs more to be imported
-HANDOVERS = ("aligned", "naive", "freeze")
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _LATENCY = re.compile(
@@ -83,8 +83,10 @@ class Variant:
     def __post_init__(self) -> None:
         if self.replan < 0:
             raise SinewError(f"replan: expected 1 or more, or full, got {self.replan}")
-        if self.handover not in HANDOVERS:
-            raise SinewError(f"handover: expected one of {', '.join(HANDOVERS)}, got {self.handover!r}")
+        try:
+            parse_handover(self.handover)
+        except ValueError as error:
+            raise SinewError(str(error)) from error
         if self.solver_steps is not None and self.solver_steps < 1:
             raise SinewError(f"solver_steps: expected 1 or more, got {self.solver_steps}")
         if self.engine not in (None, *ENGINES):
