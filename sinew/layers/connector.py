@@ -24,5 +24,8 @@ class PixelShuffleConnector(nn.Module):
         self.scale = scale
         self.proj = Linear(vision_size * scale**2, language_size, bias=False)
 
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return (self.proj,)
+
     def forward(self, x: Tensor, rows: int, cols: int) -> Tensor:  # [B, rows * cols, C] -> [B, tokens, C']
         return self.proj(pixel_shuffle(x, rows, cols, self.scale))

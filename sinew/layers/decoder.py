@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.attention import attend
+from sinew.layers.joints import Joint
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, Modulation, RMSNorm
 from sinew.layers.rope import Rotation
@@ -56,6 +57,9 @@ class DecoderAttention(nn.Module):
         self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=False)
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
 
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return (self.q_proj,) if self.is_cross else (self.q_proj, self.k_proj, self.v_proj)
+
     def query(self, x: Tensor) -> Tensor:  # [B, L, C] -> [B, L, H, D]
         return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
 
@@ -87,6 +91,9 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.activation = F.silu if config.family == "llama" else partial(F.gelu, approximate="tanh")
 
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return self.gate_proj, self.up_proj
+
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
@@ -103,6 +110,9 @@ class DecoderLayer(nn.Module):
         self.attn = DecoderAttention(config, kv_input_size)
         self.post_norm = decoder_norm(config)
         self.mlp = GatedMLP(config)
+
+    def joints(self) -> list[Joint]:
+        return [Joint(self, "input_norm", (self.attn,)), Joint(self, "post_norm", (self.mlp,))]
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """x: [B, L, C] -> rotated q [B, L, H, D] and k, plain v [B, L, Hkv, D]."""

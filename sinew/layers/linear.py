@@ -24,7 +24,18 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return round(value / step) * step
 
 
+def linear_in_weight(layer: nn.Module) -> bool:
+    """Return True if ``layer`` computes ``x W^T + b`` of its stored weight, so that rewrites may scale or join it.
+
+    A class says so itself (``linear_in_weight = True`` in its own body). A subclass does not inherit it: one that
+    quantises its weight on the fly (ternary layers) gives another result for a scaled or joined weight.
+    """
+    return vars(type(layer)).get("linear_in_weight", False)
+
+
 class Linear(nn.Linear):
+    linear_in_weight = True
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)  # some files keep biases wide
         return F.linear(x.to(self.weight.dtype), self.weight, bias)

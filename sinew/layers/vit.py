@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.layers.joints import Joint
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
@@ -56,13 +57,21 @@ class ViTAttention(nn.Module):
         self.v_proj = Linear(config.hidden_size, config.hidden_size)
         self.o_proj = Linear(config.hidden_size, config.hidden_size)
 
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, L, C] -> [B, L, C] each
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of q, k, v, each [B, L, C] as projected (and rotated, where a tower does that), as
+        [B, L, C]. Every patch sees every patch. The one method that engines replace by an operator of theirs."""
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v)  # [B, H, L, D]
+        return out.transpose(1, 2).flatten(2)
+
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.project(x))
-        out = F.scaled_dot_product_attention(q, k, v)  # [B, H, L, D]; every patch sees every patch
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(self.attend(*self.project(x)))
 
 
 class ViTMLP(nn.Module):
@@ -70,6 +79,9 @@ class ViTMLP(nn.Module):
         super().__init__()
         self.fc1 = Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = Linear(config.intermediate_size, config.hidden_size)
+
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return (self.fc1,)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -82,6 +94,9 @@ class ViTLayer(nn.Module):
         self.attn = ViTAttention(config)
         self.norm2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = ViTMLP(config)
+
+    def joints(self) -> list[Joint]:
+        return [Joint(self, "norm1", (self.attn,)), Joint(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
         x = x + self.attn(self.norm1(x))

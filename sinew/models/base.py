@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from sinew.layers.decoder import KeyValue
+from sinew.layers.joints import Joint
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
@@ -74,6 +75,10 @@ class FlowModel(nn.Module):
     def state_size(self) -> int:
         """S: the width of the padded state."""
         return self.config.max_state_dim
+
+    def joints(self) -> list[Joint]:
+        """Return the norms whose readers stand in another block (:class:`sinew.layers.joints.Joint`)."""
+        return []
 
     @abstractmethod
     def embed_images(self, pixels: Tensor) -> Tensor:

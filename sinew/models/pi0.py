@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from sinew.layers.attention import block_mask
 from sinew.layers.decoder import AdaptiveDecoderLayer, Decoder, DecoderConfig, DecoderLayer, decoder_norm
+from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear, rounded
-from sinew.layers.norm import AdaRMSNorm, Modulation
+from sinew.layers.norm import AdaRMSNorm, Modulation, RMSNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
@@ -84,6 +85,12 @@ class PI0(FlowModel):
         self.state_proj = Linear(self.config.max_state_dim, width)
         self.action_time_mlp_in = Linear(2 * width, width)
         self.action_time_mlp_out = Linear(width, width)
+
+    def joints(self) -> list[Joint]:
+        found = [Joint(self.vision, "norm", (self.connector,))]
+        if isinstance(self.expert.norm, RMSNorm):  # an adaptive norm has no weight to fold
+            found.append(Joint(self.expert, "norm", (self.action_out_proj,)))
+        return found
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         B, V, _, height, width = pixels.shape
@@ -170,6 +177,7 @@ class PI0(FlowModel):
 
 class PI05(PI0):
     adaptive = True
+    joints = PI0.joints
 
     def add_time_modules(self, width: int) -> None:
         self.time_mlp_in = Linear(width, width)

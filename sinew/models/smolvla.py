@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sinew.layers.attention import block_mask
 from sinew.layers.connector import PixelShuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
+from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
@@ -109,6 +110,12 @@ class SmolVLA(FlowModel):
         self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = Linear(expert_width, expert_width)
         self.action_out_proj = Linear(expert_width, config.max_action_dim)
+
+    def joints(self) -> list[Joint]:
+        return [
+            Joint(self.vision, "norm", (self.connector,)),
+            Joint(self.expert, "norm", (self.action_out_proj,)),
+        ]
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         B, V, _, height, width = pixels.shape

@@ -11,16 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sinew.engine.plan.rewrite import become
+from sinew.engine.plan.rewrite import Outcome, become, foreign, left_out, spans
 from sinew.layers.vit import ViTAttention
 
 
 class OneOperatorAttention(ViTAttention):
     """For recording only: the operator has a name and a shape here, and no implementation."""
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
-        q, k, v = self.project(x)
-        attended = torch.onnx.ops.symbolic(
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, L, C] each -> [B, L, C]
+        return torch.onnx.ops.symbolic(
             "com.microsoft::MultiHeadAttention",
             (q, k, v),
             {"num_heads": q.shape[-1] // self.head_dim},
@@ -28,10 +27,16 @@ class OneOperatorAttention(ViTAttention):
             shape=q.shape,
             version=1,
         )
-        return self.o_proj(attended)
 
 
-def join_attention(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, ViTAttention):
+def join_attention(model: nn.Module) -> Outcome:
+    """Give every plain vision attention of ``model`` the operator, in place."""
+    names, left = [], {}
+    for name, module in model.named_modules():
+        if unknown := foreign(module, ViTAttention):
+            left[name] = unknown
+        elif isinstance(module, ViTAttention):
             become(module, OneOperatorAttention)
+            names.append(name)
+    status, reason = ("applied" if names else "not applicable"), "scores stay in the cache"
+    return Outcome("one-operator-attention", status, reason + left_out(left), spans(names))  # type: ignore[arg-type]

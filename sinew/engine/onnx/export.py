@@ -26,6 +26,7 @@ from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.engine.plan.stages import Vision, stages
 
+log = logging.getLogger(__name__)
 OPSET = 20  # the first with GELU as one operator
 # The rewrites that pay in ONNX Runtime. The parts of a packed product are copied out of it there, which costs more
 # than the larger product saves; GELU is an operator of its own already (docs/plan.md has the numbers).
@@ -65,7 +66,8 @@ def export_graphs(
     # A single view is one size for good: torch.export takes a dynamic axis of length 1 for a constant.
     any_views: dict[str, Any] = {"pixels": {1: Dim.DYNAMIC} if views > 1 else None}
     recorded = twin(model)
-    join_attention(recorded)
+    joined = join_attention(recorded)
+    log.info("%s: %s, %s", joined.name, joined.status, joined.reason)
     _write(Vision(recorded), (pixels,), any_views, ["pixels"], ["image_tokens"], directory / "vision.onnx")
     length = {1: Dim("length", min=2, max=1 << 14)}
     names = ["image_tokens", "camera_mask", "tokens", "token_mask", "state"]

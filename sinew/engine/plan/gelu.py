@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.plan.rewrite import Rewrite, Status, become, spans
+from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, left_out, spans
 from sinew.layers.decoder import GatedMLP
 from sinew.layers.vit import ViTMLP
 
@@ -45,8 +45,11 @@ class SigmoidMLP(ViTMLP):
 
 
 def _sigmoid_gelu(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    names = []
+    names, left = [], {}
     for name, module in list(model.named_modules()):
+        if unknown := foreign(module, ViTMLP) or foreign(module, GatedMLP):
+            left[name] = unknown
+            continue
         if isinstance(module, ViTMLP):
             become(module, SigmoidMLP)
         elif isinstance(module, GatedMLP) and module.activation is not F.silu:
@@ -55,9 +58,9 @@ def _sigmoid_gelu(model: Any) -> tuple[Status, str, tuple[str, ...]]:
             continue
         names.append(name)
     if not names:
-        return "not applicable", "no layer computes a GELU", ()
+        return "not applicable", "no layer computes a GELU" + left_out(left), ()
     reason = "the same function, for float32 on a CPU; small tensors and recorded programs keep one operator"
-    return "applied", reason, spans(names)
+    return "applied", reason + left_out(left), spans(names)
 
 
 SIGMOID_GELU = Rewrite("sigmoid-gelu", "GELU by a sigmoid, in the memory of its input", _sigmoid_gelu)

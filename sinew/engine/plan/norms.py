@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import Rewrite, Status, spans
-from sinew.layers.connector import PixelShuffleConnector
-from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderLayer
-from sinew.layers.linear import Linear
-from sinew.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm, rms_normalize
-from sinew.layers.vit import ViTLayer
+from sinew.engine.plan.rewrite import Rewrite, Status, left_out, loaded_class, spans
+from sinew.layers.joints import Joint
+from sinew.layers.linear import Linear, linear_in_weight
+from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm, rms_normalize
 from sinew.models.base import FlowModel
-
-Site = tuple[str, nn.Module, str, list[Linear]]  # name, the norm's parent and attribute, its readers
 
 
 class UnitRMSNorm(nn.Module):
@@ -38,24 +32,31 @@ class UnitLayerNorm(nn.Module):
         return F.layer_norm(x.to(self.dtype), self.shape, eps=self.eps)
 
 
-def sites(model: Any) -> Iterator[Site]:
-    for name, module in model.named_modules():
-        if isinstance(module, ViTLayer):
-            attn = module.attn
-            yield f"{name}.norm1", module, "norm1", [attn.q_proj, attn.k_proj, attn.v_proj]
-            yield f"{name}.norm2", module, "norm2", [module.mlp.fc1]
-        elif isinstance(module, DecoderLayer):
-            own = module.attn
-            readers = [own.q_proj] if own.is_cross else [own.q_proj, own.k_proj, own.v_proj]
-            yield f"{name}.input_norm", module, "input_norm", readers
-            yield f"{name}.post_norm", module, "post_norm", [module.mlp.gate_proj, module.mlp.up_proj]
-        elif isinstance(module, KeyValueLayer):
-            yield f"{name}.input_norm", module, "input_norm", [module.attn.k_proj, module.attn.v_proj]
-    connector = model.connector
-    reader = connector.proj if isinstance(connector, PixelShuffleConnector) else connector
-    yield "vision.norm", model.vision, "norm", [reader]
-    if isinstance(model.expert.norm, RMSNorm):
-        yield "expert.norm", model.expert, "norm", [model.action_out_proj]
+def sites(model: nn.Module) -> Iterator[tuple[str, Joint]]:
+    """Yield the joints that the model and its blocks declare, with the norm's name."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
+        if "joints" in vars(loaded_class(module)):
+            for joint in module.joints():  # type: ignore[operator]
+                yield f"{names[id(joint.owner)]}.{joint.norm}".lstrip("."), joint
+
+
+def linears(joint: Joint) -> list[Linear] | str:
+    """Return the linear layers that read the norm of ``joint``, or why it cannot be folded into them."""
+    norm, found = getattr(joint.owner, joint.norm), []
+    if type(norm) not in (RMSNorm, GemmaRMSNorm, LayerNorm):
+        return f"{type(norm).__name__} is not a norm of fixed weights"
+    for reader in joint.readers:
+        if "inputs" in vars(loaded_class(reader)):
+            found += reader.inputs()  # type: ignore[operator]
+        elif isinstance(reader, nn.Linear):
+            found.append(reader)
+        else:
+            return f"{loaded_class(reader).__name__} does not say what reads its input"
+    for layer in found:
+        if not linear_in_weight(layer):
+            return f"{type(layer).__name__} is not linear in its weight"
+    return found
 
 
 def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
@@ -82,14 +83,18 @@ def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
 
 
 def _fold_norms(model: FlowModel) -> tuple[Status, str, tuple[str, ...]]:
-    names = []
-    for name, parent, attribute, readers in list(sites(model)):
-        setattr(parent, attribute, fold(getattr(parent, attribute), readers))
+    names, left = [], {}
+    for name, joint in list(sites(model)):
+        readers = linears(joint)
+        if isinstance(readers, str):
+            left[name] = readers
+            continue
+        setattr(joint.owner, joint.norm, fold(getattr(joint.owner, joint.norm), readers))
         names.append(name)
     reason = "each norm has linear layers as its only readers"
-    if any(isinstance(module, AdaptiveDecoderLayer) for module in model.modules()):
-        reason += "; the expert's adaptive norms stay, their scale changes with the solver's time"
-    return "applied", reason, spans(names)
+    if any(isinstance(module, AdaRMSNorm) for module in model.modules()):
+        reason += "; the adaptive norms stay, their scale changes with the solver's time"
+    return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
 
 
 FOLD_NORMS = Rewrite("fold-norms", "a norm's affine part goes into the next linear layer", _fold_norms)

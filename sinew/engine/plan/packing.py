@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import Rewrite, Status, become, joined, linear, spans
+from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, joined, left_out, linear, spans
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Linear, linear_in_weight
 from sinew.layers.rope import Rotation
 from sinew.layers.vit import ViTAttention
+
+MIXED = "mixed precision"
 
 
 class PackedAttention(DecoderAttention):
@@ -54,25 +56,29 @@ class PackedMLP(GatedMLP):
         return self.down_proj(self.activation(gate) * up)
 
 
-def pack(layers: Sequence[Linear]) -> Linear | None:
-    """One layer for several with the same input; None where their precisions differ."""
-    if len({layer.weight.dtype for layer in layers}) > 1:
-        return None
-    weight = joined([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers]
+def pack(layers: Sequence[nn.Module]) -> Linear | str:
+    """Return one layer for several with the same input, or why there cannot be one."""
+    for layer in layers:
+        if not linear_in_weight(layer):
+            return f"{type(layer).__name__} is not linear in its weight"
+    plain: Sequence[Any] = layers
+    if len({layer.weight.dtype for layer in plain}) > 1:
+        return MIXED
+    weight = joined([layer.weight for layer in plain])
+    biases = [layer.bias for layer in plain]
     if all(bias is None for bias in biases):
         return linear(weight)
     # A fold can have given a bias to some of them only.
-    wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in layers]
+    wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
     return linear(weight, torch.cat(wide))
 
 
-def _pack_attention(module: Any, only_kv: bool) -> bool:
-    """False where mixed precision forbids it."""
+def _pack_attention(module: Any, only_kv: bool) -> str | None:
+    """Pack the projections of one attention; return why not, if not."""
     parts = [module.k_proj, module.v_proj] if only_kv else [module.q_proj, module.k_proj, module.v_proj]
     packed = pack(parts)
-    if packed is None:
-        return False
+    if isinstance(packed, str):
+        return packed
     if only_kv:
         module.kv_proj = packed
         become(module, PackedKeyValue)
@@ -83,45 +89,43 @@ def _pack_attention(module: Any, only_kv: bool) -> bool:
         become(module, PackedViTAttention if isinstance(module, ViTAttention) else PackedAttention)
         del module.q_proj
     del module.k_proj, module.v_proj
-    return True
+    return None
 
 
 def _pack_qkv(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    names, mixed, cross = [], 0, 0
+    names, left, cross = [], {}, 0
     last = {id(module.attn) for module in model.modules() if isinstance(module, KeyValueLayer)}
     for name, module in list(model.named_modules()):
-        if isinstance(module, DecoderAttention) and module.is_cross:
+        if unknown := foreign(module, DecoderAttention) or foreign(module, ViTAttention):
+            left[name] = unknown
+        elif isinstance(module, DecoderAttention) and module.is_cross:
             cross += 1
         elif isinstance(module, (DecoderAttention, ViTAttention)):
-            if _pack_attention(module, only_kv=id(module) in last):
-                names.append(name)
+            if why := _pack_attention(module, only_kv=id(module) in last):
+                left[name] = why
             else:
-                mixed += 1
+                names.append(name)
     reason = "the projections read the same input"
     if cross:
         reason += f"; not in {cross} cross-attentions, whose queries, keys and values read three tensors"
-    if mixed:
-        reason += f"; not in {mixed} attentions of mixed precision"
-    return ("applied" if names else "not applicable"), reason, spans(names)
+    return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
 
 
 def _pack_gate_up(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    names, mixed = [], 0
+    names, left = [], {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, GatedMLP):
             continue
-        packed = pack([module.gate_proj, module.up_proj])
-        if packed is None:
-            mixed += 1
+        packed = foreign(module, GatedMLP) or pack([module.gate_proj, module.up_proj])
+        if isinstance(packed, str):
+            left[name] = packed
             continue
         module.gate_up_proj = packed
         become(module, PackedMLP)
         del module.gate_proj, module.up_proj
         names.append(name)
     reason = "gate and up read the same input"
-    if mixed:
-        reason += f"; not in {mixed} of mixed precision"
-    return ("applied" if names else "not applicable"), reason, spans(names)
+    return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
 
 
 PACK_QKV = Rewrite("pack-qkv", "queries, keys and values are one matrix product", _pack_qkv)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from sinew.engine.plan.rewrite import Rewrite, Status, become
+from sinew.engine.plan.rewrite import Rewrite, Status, become, exactly
 from sinew.layers.vit import VisionTransformer
-from sinew.models.base import FlowModel
 
 
 class FullGridPositions(VisionTransformer):
@@ -18,9 +19,9 @@ class FullGridPositions(VisionTransformer):
         return super().positions(rows, cols)
 
 
-def _hoist(model: FlowModel) -> tuple[Status, str, tuple[str, ...]]:
+def _hoist(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     where = ["frame"]
-    if isinstance(model.vision, VisionTransformer):
+    if exactly(model.vision, VisionTransformer):
         become(model.vision, FullGridPositions)
         where.append("vision.position_embedding")
     return "applied", "they depend on the prefix's length and on the image size alone", tuple(where)

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sinew.engine.plan.rewrite import Rewrite, Status
-from sinew.layers.decoder import DecoderLayer, KeyValue
+from sinew.engine.plan.rewrite import Rewrite, Status, foreign
+from sinew.layers.decoder import DecoderAttention, DecoderLayer, KeyValue
+from sinew.layers.joints import Joint
 from sinew.layers.rope import Rotation
 
 NO_CACHE = "the head does not read the language model's keys and values"
@@ -21,6 +22,9 @@ class KeyValueLayer(nn.Module):
         self.input_norm, self.attn = layer.input_norm, layer.attn
         del self.attn.q_proj, self.attn.o_proj
 
+    def joints(self) -> list[Joint]:
+        return [Joint(self, "input_norm", (self.attn.k_proj, self.attn.v_proj))]
+
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
         h = self.input_norm(x)
         k, v = self.attn.key_value(h, h)
@@ -32,6 +36,9 @@ def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     if depth is None:
         return "not applicable", NO_CACHE, ()
     layers = list(model.language.layers)
+    last = layers[depth - 1]
+    if unknown := foreign(last, DecoderLayer) or foreign(last.attn, DecoderAttention):
+        return "not applicable", unknown, ()
     layers[depth - 1] = KeyValueLayer(layers[depth - 1])
     model.language.layers = nn.ModuleList(layers[:depth])
     unread = len(layers) - depth

@@ -3,12 +3,16 @@
 A rewrite gets a twin of the loaded model: its own tree of modules, holding the same parameters. It may
 replace parameters and modules of the twin, and it may give a module another class (:func:`become`). The
 model that was loaded is never touched.
+
+A rewrite knows what it changes: the very classes it was written for (:func:`exactly`), not their subclasses, which
+may add norms, rotations or quantisation that a replaced method would lose. What it does not know stays as it is, and
+the outcome names it (:func:`left_out`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -50,9 +54,32 @@ def twin(model: FlowModel) -> FlowModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
+def loaded_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that the model gave to ``module``, whatever rewrites made of it since."""
+    return vars(module).get("loaded_class", type(module))
+
+
+def exactly(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Return True if ``module`` was loaded as one of ``kinds``, not as a subclass."""
+    return loaded_class(module) in kinds
+
+
+def foreign(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Return why a rewrite of ``kind`` leaves an instance of it alone: it is a subclass. None if it is not."""
+    cls = loaded_class(module)
+    return f"{cls.__name__} is not {kind.__name__}" if isinstance(module, kind) and cls is not kind else None
+
+
+def left_out(left: Mapping[str, str]) -> str:
+    """Return the part of a reason that names the modules (name -> why) which a rewrite did not change."""
+    whys = ", ".join(sorted(set(left.values())))
+    return f"; not {', '.join(spans(list(left)))} ({whys})" if left else ""
+
+
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Put the methods of ``kind`` before the module's own; ``kind`` adds no state of its own making."""
     cls = type(module)
+    vars(module).setdefault("loaded_class", cls)
     bases = (kind,) if issubclass(kind, cls) else (kind, cls)
     module.__class__ = type(f"{kind.__name__}{cls.__name__}", bases, {}) if len(bases) > 1 else kind
 

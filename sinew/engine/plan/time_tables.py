@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.plan.rewrite import Rewrite, Status, become, linear
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Linear, linear_in_weight
 from sinew.models.base import FlowModel
 
 
@@ -47,8 +47,12 @@ def split_action_time(model: Any) -> None:
     become(model, SplitActionTime)
 
 
-def _tabulate(model: FlowModel) -> tuple[Status, str, tuple[str, ...]]:
+def _tabulate(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     if hasattr(model, "action_time_mlp_in"):
+        for layer in (model.action_in_proj, model.action_time_mlp_in):
+            if not linear_in_weight(layer):
+                reason = f"the embedded time alone; {type(layer).__name__} is not linear in its weight"
+                return "applied", reason, ("moment",)
         split_action_time(model)
         reason = "the embedded time and its half of the mixing layer depend on the step alone"
         return "applied", reason, ("action_in_proj", "action_time_mlp_in")

@@ -170,6 +170,7 @@ WITH: dict[str, Callable[..., Tensor]] = {"triton": with_triton, "scaled_mm": wi
 class Fp8Linear(nn.Module):
     """In place of a :class:`sinew.layers.linear.Linear`: the same ``forward(x)``, the same dtype out."""
 
+    linear_in_weight = True
     data: Tensor
     scale: Tensor
     bias: Tensor | None

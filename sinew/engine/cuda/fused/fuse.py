@@ -36,12 +36,12 @@ from sinew.engine.plan import REWRITES, Outcome, Plan
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import become, spans, twin
+from sinew.engine.plan.rewrite import become, exactly, foreign, left_out, spans, twin
 from sinew.engine.plan.time_tables import SplitActionTime
-from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer
-from sinew.layers.linear import Linear
+from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
+from sinew.layers.linear import Linear, linear_in_weight
 from sinew.layers.norm import AdaRMSNorm
-from sinew.layers.vit import VisionTransformer, ViTLayer
+from sinew.layers.vit import VisionTransformer, ViTAttention, ViTLayer, ViTMLP
 
 # All rewrites that take launches or bytes away. For the state token alone, `constant-kv` would read all of the
 # expert's weights once more (0.55 GB for pi0), and 63 actions with their state are the 64 rows of a tile.
@@ -59,7 +59,7 @@ class Fusion:
 
     kind: type[nn.Module]
     fits: Callable[[Any], str | None]
-    into: type[nn.Module] | None
+    into: type[nn.Module]
     rowwise: type[nn.Module] | None = None
 
 
@@ -70,14 +70,25 @@ def _attention(attn: Any) -> str | None:
 
 def _layer(layer: Any) -> str | None:
     attn = layer.attn
+    if unknown := foreign(attn, DecoderAttention) or foreign(layer.mlp, GatedMLP):
+        return unknown
     if not (attn.is_cross or isinstance(attn, PackedAttention)) or not isinstance(layer.mlp, PackedMLP):
         return "not packed"
+    read = [attn.q_proj if attn.is_cross else attn.qkv_proj, attn.o_proj]
+    if why := _weights(*read, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+        return why
     norms = (layer.input_norm, layer.post_norm)
     if not all(folds_away(norm) or isinstance(norm, AdaRMSNorm) for norm in norms):
         return "norms not folded"
     named = layer.named_modules()
     own = {m.weight.dtype for name, m in named if isinstance(m, Linear) and not name.endswith(".dense")}
     return _attention(attn) or ("mixed precision" if len(own) > 1 else None)
+
+
+def _weights(*layers: nn.Module) -> str | None:
+    """Kernels multiply by the weight as it is stored."""
+    whys = (f"{type(m).__name__} is not linear in its weight" for m in layers if not linear_in_weight(m))
+    return next(whys, None)
 
 
 def _last(layer: Any) -> str | None:
@@ -87,8 +98,12 @@ def _last(layer: Any) -> str | None:
 
 
 def _vision(layer: Any) -> str | None:
+    if unknown := foreign(layer.attn, ViTAttention) or foreign(layer.mlp, ViTMLP):
+        return unknown
     norms = isinstance(layer.norm1, UnitLayerNorm) and isinstance(layer.norm2, UnitLayerNorm)
-    return None if norms and isinstance(layer.attn, PackedViTAttention) else "not packed, or norms not folded"
+    if not norms or not isinstance(layer.attn, PackedViTAttention):
+        return "not packed, or norms not folded"
+    return _weights(layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.fc1, layer.mlp.fc2)
 
 
 FUSIONS = (
@@ -96,7 +111,6 @@ FUSIONS = (
     Fusion(KeyValueLayer, _last, FusedKeyValueLayer, RowwiseKeyValueLayer),
     Fusion(AdaptiveDecoderLayer, _layer, FusedAdaptiveLayer, RowwiseAdaptiveLayer),
     Fusion(DecoderLayer, _layer, FusedLayer, RowwiseLayer),
-    Fusion(ViTLayer, _vision, None, RowwiseViTLayer),
 )
 
 
@@ -122,12 +136,7 @@ def fuse(
     if fp8:
         outcomes.append(_to_fp8(model, fp8, scales or {}))
     outcomes += [_apply(fusion, model, ops, fp8) for fusion in FUSIONS]
-    if isinstance(model.vision, VisionTransformer):
-        whole = all(isinstance(layer, RowwiseViTLayer) for layer in model.vision.layers)
-        become(model.vision, RowwiseTower if whole else PatchTower)
-        give_patches(model.vision)
-        if whole:
-            model.vision.rows = ops.rows
+    outcomes.append(_towers(model, ops))
     outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
@@ -137,12 +146,14 @@ def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcom
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
             continue
-        rowwise = fusion.into is None or (fusion.rowwise is not None and component_of(name) in fp8)
-        into = fusion.rowwise if rowwise else fusion.into
+        if unknown := foreign(module, fusion.kind):
+            left[name] = unknown
+            continue
+        rowwise = fusion.rowwise is not None and component_of(name) in fp8
+        into = (fusion.rowwise if rowwise else None) or fusion.into
         if why := "no row-wise kernels" if rowwise and ops.rows is None else fusion.fits(module):
             left[name] = why
             continue
-        assert into is not None
         become(module, into)
         fused: Any = module
         if rowwise:
@@ -155,9 +166,34 @@ def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcom
     if not done and not left:
         return Outcome(name, "not applicable", "the model has none")
     reason = f"{' and '.join(sorted(kinds)) or 'left as planned,'} over {type(ops).__name__}"
-    if left:
-        reason += f"; not {', '.join(spans(list(left)))} ({', '.join(sorted(set(left.values())))})"
-    return Outcome(name, "applied" if done else "not applicable", reason, spans(done))
+    return Outcome(name, "applied" if done else "not applicable", reason + left_out(left), spans(done))
+
+
+def _towers(model: Any, ops: Ops) -> Outcome:
+    """Towers whose every layer fits run row-wise, as one; rows of patches go into the model's own, if it has one."""
+    done, left = [], {}
+    for name, tower in list(model.named_modules()):
+        if unknown := foreign(tower, VisionTransformer) or foreign(tower, ViTLayer):
+            left[name] = unknown
+        if not exactly(tower, VisionTransformer):
+            continue
+        whys = (foreign(layer, ViTLayer) or _vision(layer) for layer in tower.layers)
+        why = "no row-wise kernels" if ops.rows is None else next(filter(None, whys), None)
+        become(tower, PatchTower if why else RowwiseTower)
+        give_patches(tower)
+        if why:
+            left[name] = why
+            continue
+        for layer in tower.layers:
+            become(layer, RowwiseViTLayer)
+            layer.rows = ops.rows
+        tower.rows = ops.rows
+        done.append(name)
+    if not done and not left:
+        return Outcome("fuse ViTLayer", "not applicable", "the model has none")
+    reason = f"{RowwiseViTLayer.__name__ if done else 'left as planned,'} over {type(ops).__name__}"
+    where = tuple(f"{name}.layers" for name in done)
+    return Outcome("fuse ViTLayer", "applied" if done else "not applicable", reason + left_out(left), where)
 
 
 def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
@@ -166,6 +202,9 @@ def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
     fused = all(isinstance(layer, WITH_VECTORS) for layer in model.expert.layers)
     if not fused or not (adaptive or folds_away(model.expert.norm)):
         return Outcome(name, "not applicable", "the head's layers are not fused")
+    ends = [module for part, module in model.named_children() if part.startswith("action_")]
+    if why := _weights(*ends):
+        return Outcome(name, "not applicable", why)
     become(model, TabulatedModulation if adaptive else FusedDecode)
     model.ops = ops
     if adaptive:
