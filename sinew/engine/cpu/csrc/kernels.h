@@ -1,0 +1,80 @@
+// Products of int8 activations with low-bit weights: what a kernel is given, and what it gives.
+//
+// One tile is up to `Kernels::rows` rows of activations times CHANNELS output channels. Weights are read as the bundle
+// stores them, row by row, and expanded to a panel of codes just before they are multiplied: a panel serves all
+// rows of activations, so expanding costs little, and no second copy of the weights is ever made.
+//
+//   codes     w = code - offset, and sum(x * w) = sum(x * code) - offset * sum(x): integers, exact.
+//   unit      values of k that lie together: 4 bytes (8 with i8mm), or 2 of 16 bits where products are of 16 bits.
+//   panel     [k / unit][CHANNELS][unit]
+//   block     of activations: [k / unit][rows][unit]
+//   group     values of k that share a scale: 32 in Q4_0 and Q8_0, all of them in the other formats.
+#pragma once
+#include <cstdint>
+
+namespace lowbit {
+
+constexpr int CHANNELS = 16;  // of a panel
+constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
+
+// The numbers are part of the interface (sinew/engine/cpu/library.py).
+enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, FORMATS = 4 };
+
+// How far sums of products may go in 16 bits before they are widened; kernels without such sums ignore it.
+enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS };
+
+struct Tile {
+  const void* x;           // block of activations
+  const void* w;           // panel of codes
+  const float* scales;     // [groups][CHANNELS]
+  const int32_t* offsets;  // [groups][width]: offset * sum(x) over the group; width is the block's
+  float* out;              // [rows][CHANNELS]: sum over groups of scale * sum(x * w)
+  int rows, width;         // width: rows of the block as it lies in memory
+  int groups, units;       // units of a group
+};
+
+struct Kernels {
+  const char* name;
+  int rows;        // the most rows of a tile
+  int even;        // 1 where blocks are padded to an even number of rows
+  int unit;        // values of k in a unit, of codes up to 4 bits
+  int wide_unit;   // the same for 8 bits; 2 means that codes and activations are widened to 16 bits
+  int wide_bias;   // added to 8-bit codes, which makes them unsigned: 128 or 0
+  void (*multiply[3])(const Tile&);  // by Width
+  // Row of activations -> int8, its sums per group of 32 (or of all), and its scale. See activations().
+  float (*quantize)(const float* x, int64_t k, float smallest, int8_t* out);
+  // CHANNELS rows of stored weights -> panel of codes and their scales. See panels().
+  void (*expand)(const struct Weights&, int64_t channel, void* panel, float* scales);
+  // int8 [rows][k] -> block. See blocks().
+  void (*pack)(const int8_t* x, int64_t k, int rows, int width, int wide, void* block);
+};
+
+struct Weights {
+  const uint8_t* data;  // rows as the bundle stores them
+  const float* scale;   // [channels] or [1]; null where the rows hold scales
+  int64_t scales;       // how many
+  int64_t channels, k;
+  int format;
+};
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What a format is, in one place.
+struct Traits {
+  int width, offset, group;  // group: 0 means all of k
+};
+constexpr Traits TRAITS[FORMATS] = {
+    {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 32}, {FOUR_BITS, 8, 32}};
+
+constexpr int64_t row_bytes(int format, int64_t k) {
+  return format == TERNARY ? round_up(k, 64) / 4 : format == INT8 ? k : k / 32 * (format == Q8_0 ? 34 : 18);
+}
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avxvnni_kernels();
+const Kernels* avx512vnni_kernels();
+const Kernels* neon_dotprod_kernels();
+const Kernels* neon_i8mm_kernels();
+
+}  // namespace lowbit

@@ -1,0 +1,220 @@
+// What every kernel does before it multiplies, in plain loops: each instruction set compiles its own copy (internal
+// linkage on purpose: the linker must not keep one set's copy for all).
+#pragma once
+#include <cstring>
+
+#include "kernels.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int CHUNK = 64;  // values of k that are expanded or packed at a time
+
+#if defined(__clang__)
+#define LOWBIT_SHUFFLE(a, b, w, x, y, z) __builtin_shufflevector(a, b, w, x, y, z)
+#else
+#define LOWBIT_SHUFFLE(a, b, w, x, y, z) __builtin_shuffle(a, b, (Quad){w, x, y, z})
+#endif
+typedef int32_t Quad __attribute__((vector_size(16)));
+typedef uint32_t Bits __attribute__((vector_size(16)));  // 16 codes; shifted as words, for bytes have no shift
+
+inline Quad load_quad(const void* from) {
+  Quad q;
+  std::memcpy(&q, from, sizeof q);
+  return q;
+}
+
+// float [k] -> int8 [k], 127 at the largest absolute value (or at `smallest`, where all are smaller); half to even, as
+// torch.round. Returns the scale that values were multiplied by. A row with a value that is not finite becomes zeros
+// with a scale of NaN: garbage must not look like numbers.
+float quantize(const float* x, int64_t k, float smallest, int8_t* out) {
+  int32_t top = 0;  // as integers, the bits of absolute values are ordered as the values are, with NaN last
+  for (int64_t i = 0; i < k; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    top = bits > top ? bits : top;
+  }
+  if (top >= 0x7f800000) {
+    std::memset(out, 0, k);
+    return __builtin_nanf("");
+  }
+  float largest;
+  std::memcpy(&largest, &top, 4);
+  const float scale = 127.0f / (largest > smallest ? largest : smallest);
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  for (int64_t i = 0; i < k; ++i) {
+    const float shifted = x[i] * scale + magic;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    out[i] = static_cast<int8_t>(bits - 0x4b400000);
+  }
+  return scale;
+}
+
+// int8 [rows][k] -> [k / unit][width][unit], with zeros in the rows that are not there. k is a multiple of 8.
+template <int UNIT>
+void pack_block(const int8_t* x, int64_t k, int rows, int width, void* block) {
+  if (rows < width) std::memset(block, 0, k * width * (UNIT == 2 ? 2 : 1));
+  for (int64_t at = 0; at < k; at += CHUNK) {
+    const int size = static_cast<int>(k - at < CHUNK ? k - at : CHUNK);
+    for (int r = 0; r < rows; ++r) {
+      const int8_t* from = x + r * k + at;
+      if (UNIT == 8) {
+        uint64_t* to = static_cast<uint64_t*>(block) + at / 8 * width + r;
+        for (int i = 0; i < size / 8; ++i) std::memcpy(to + i * width, from + 8 * i, 8);
+      } else if (UNIT == 4) {
+        uint32_t* to = static_cast<uint32_t*>(block) + at / 4 * width + r;
+        for (int i = 0; i < size / 4; ++i) std::memcpy(to + i * width, from + 4 * i, 4);
+      } else {
+        int16_t wide[CHUNK];
+        for (int i = 0; i < size; ++i) wide[i] = from[i];
+        uint32_t* to = static_cast<uint32_t*>(block) + at / 2 * width + r;
+        for (int i = 0; i < size / 2; ++i) std::memcpy(to + i * width, wide + 2 * i, 4);
+      }
+    }
+  }
+}
+
+inline float half_to_float(uint16_t half) {
+  const uint32_t exponent = half & 0x7c00u, magnitude = (half & 0x7fffu) << 13;
+  float value;
+  std::memcpy(&value, &magnitude, 4);
+  value *= 0x1p112f;  // also right for subnormals
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  bits = (exponent == 0x7c00u ? magnitude | 0x7f800000u : bits) | (half & 0x8000u) << 16;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// CHUNK codes of one row, from value `at` of k on; `at` is a multiple of CHUNK. Reads no byte behind the row.
+template <int FORMAT>
+inline void decode(const uint8_t* row, int64_t at, int size, int8_t* codes) {
+  if (FORMAT == TERNARY) {  // 16 bytes hold 64 codes; bits 2i of byte j: value 16 i + j
+    const uint8_t* from = row + at / 4;
+    Bits packed;
+    std::memcpy(&packed, from, 16);
+    for (int i = 0; i < 4; ++i, packed >>= 2, codes += 16) {
+      const Bits low = packed & 0x03030303u;
+      std::memcpy(codes, &low, 16);
+    }
+  } else if (FORMAT == INT8) {
+    std::memcpy(codes, row + at, size);
+  } else {
+    const int bytes = FORMAT == Q8_0 ? 34 : 18;
+    const uint8_t* from = row + at / 32 * bytes + 2;
+    for (int b = 0; b < size / 32; ++b, from += bytes, codes += 32) {
+      if (FORMAT == Q8_0) {
+        std::memcpy(codes, from, 32);
+      } else {
+        Bits packed;
+        std::memcpy(&packed, from, 16);
+        const Bits low = packed & 0x0f0f0f0fu, high = packed >> 4 & 0x0f0f0f0fu;
+        std::memcpy(codes, &low, 16);
+        std::memcpy(codes + 16, &high, 16);
+      }
+    }
+  }
+}
+
+// int32 [CHANNELS][CHUNK / stride of 4 bytes] -> [.][CHANNELS], four by four.
+inline void transpose(const int32_t* rows, int row_words, int words, int32_t* panel) {
+  int u = 0;
+  for (; u + 4 <= words; u += 4)
+    for (int c = 0; c < CHANNELS; c += 4) {
+      const int32_t* from = rows + c * row_words + u;
+      const Quad a = load_quad(from), b = load_quad(from + row_words);
+      const Quad d = load_quad(from + 2 * row_words), e = load_quad(from + 3 * row_words);
+      const Quad ab0 = LOWBIT_SHUFFLE(a, b, 0, 4, 1, 5), ab1 = LOWBIT_SHUFFLE(a, b, 2, 6, 3, 7);
+      const Quad de0 = LOWBIT_SHUFFLE(d, e, 0, 4, 1, 5), de1 = LOWBIT_SHUFFLE(d, e, 2, 6, 3, 7);
+      const Quad columns[4] = {LOWBIT_SHUFFLE(ab0, de0, 0, 1, 4, 5), LOWBIT_SHUFFLE(ab0, de0, 2, 3, 6, 7),
+                               LOWBIT_SHUFFLE(ab1, de1, 0, 1, 4, 5), LOWBIT_SHUFFLE(ab1, de1, 2, 3, 6, 7)};
+      for (int i = 0; i < 4; ++i) std::memcpy(panel + (u + i) * CHANNELS + c, &columns[i], sizeof(Quad));
+    }
+  for (; u < words; ++u)
+    for (int c = 0; c < CHANNELS; ++c) panel[u * CHANNELS + c] = rows[c * row_words + u];
+}
+
+// CHANNELS rows of weights, from `channel` on, -> panel [k / unit][CHANNELS][unit] and scales [groups][CHANNELS].
+// Rows behind the last are zeros with a scale of zero. k is padded to a multiple of 8.
+template <int FORMAT, int UNIT, int BIAS>
+void expand_panel(const Weights& w, int64_t channel, void* panel, float* scales) {
+  const int64_t bytes = row_bytes(FORMAT, w.k), padded = round_up(w.k, 8);
+  const int rows = static_cast<int>(w.channels - channel < CHANNELS ? w.channels - channel : CHANNELS);
+  const uint8_t* first = w.data + channel * bytes;
+  alignas(64) int8_t codes[CHANNELS][CHUNK];
+  alignas(64) int16_t wide[CHANNELS][CHUNK];
+  std::memset(codes, 0, sizeof codes);
+  std::memset(wide, 0, sizeof wide);
+  for (int64_t at = 0; at < padded; at += CHUNK) {
+    const int size = static_cast<int>(padded - at < CHUNK ? padded - at : CHUNK);
+    const int there = static_cast<int>(w.k - at < CHUNK ? w.k - at : CHUNK);
+    for (int c = 0; c < rows; ++c) {
+      decode<FORMAT>(first + c * bytes, at, there, codes[c]);
+      if (BIAS)
+        for (int i = 0; i < CHUNK; ++i) codes[c][i] = static_cast<int8_t>(codes[c][i] ^ BIAS);
+    }
+    if (UNIT == 2) {
+      const int8_t* from = &codes[0][0];
+      int16_t* to = &wide[0][0];
+      for (int i = 0; i < CHANNELS * CHUNK; ++i) to[i] = from[i];
+    }
+    if (UNIT == 8) {
+      uint64_t* to = static_cast<uint64_t*>(panel) + at / 8 * CHANNELS;
+      for (int i = 0; i < size / 8; ++i)
+        for (int c = 0; c < CHANNELS; ++c) std::memcpy(to + i * CHANNELS + c, codes[c] + 8 * i, 8);
+    } else if (UNIT == 4) {
+      transpose(reinterpret_cast<int32_t*>(codes), CHUNK / 4, size / 4, static_cast<int32_t*>(panel) + at / 4 * CHANNELS);
+    } else {
+      transpose(reinterpret_cast<int32_t*>(wide), CHUNK / 2, size / 2, static_cast<int32_t*>(panel) + at / 2 * CHANNELS);
+    }
+  }
+  const int64_t groups = TRAITS[FORMAT].group ? w.k / TRAITS[FORMAT].group : 1;
+  if (FORMAT == TERNARY || FORMAT == INT8) {
+    for (int c = 0; c < CHANNELS; ++c) scales[c] = c < rows ? w.scale[w.scales == 1 ? 0 : channel + c] : 0.0f;
+    return;
+  }
+  const int block = FORMAT == Q8_0 ? 34 : 18;
+  for (int64_t g = 0; g < groups; ++g, scales += CHANNELS) {
+    uint16_t halves[CHANNELS] = {};
+    for (int c = 0; c < rows; ++c) std::memcpy(halves + c, first + c * bytes + g * block, 2);
+    for (int c = 0; c < CHANNELS; ++c) scales[c] = half_to_float(halves[c]);
+  }
+}
+
+template <int UNIT, int WIDE_UNIT, int BIAS>
+void expand(const Weights& w, int64_t channel, void* panel, float* scales) {
+  switch (w.format) {
+    case TERNARY: return expand_panel<TERNARY, UNIT, 0>(w, channel, panel, scales);
+    case Q4_0: return expand_panel<Q4_0, UNIT, 0>(w, channel, panel, scales);
+    case INT8: return expand_panel<INT8, WIDE_UNIT, BIAS>(w, channel, panel, scales);
+    default: return expand_panel<Q8_0, WIDE_UNIT, BIAS>(w, channel, panel, scales);
+  }
+}
+
+template <int UNIT, int WIDE_UNIT>
+void pack(const int8_t* x, int64_t k, int rows, int width, int wide, void* block) {
+  if (wide)
+    pack_block<WIDE_UNIT>(x, k, rows, width, block);
+  else
+    pack_block<UNIT>(x, k, rows, width, block);
+}
+
+// One function for each number of rows, chosen by a table.
+template <template <int> class Multiply, int ROWS>
+struct Table {
+  static void run(const Tile& t) {
+    if (t.rows == ROWS)
+      Multiply<ROWS>::run(t);
+    else
+      Table<Multiply, ROWS - 1>::run(t);
+  }
+};
+template <template <int> class Multiply>
+struct Table<Multiply, 0> {
+  static void run(const Tile&) {}
+};
+
+}  // namespace
+}  // namespace lowbit

@@ -1,0 +1,46 @@
+// AVX-512 VNNI. vpdpbusd adds 4 products of unsigned codes with signed activations to a 32-bit lane, without saturation,
+// whatever the width of the codes; those of 8 bits are made unsigned by a bias of 128, which the offsets take away again.
+// A vector holds 16 channels x 4 values of k.
+#include <immintrin.h>
+
+#include "rows.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int ROWS = 12;  // as many sums hide the latency of vpdpbusd (5 cycles, two a cycle)
+
+template <int R>
+struct Multiply {
+  static void run(const Tile& t) {
+    const int32_t* x = static_cast<const int32_t*>(t.x);
+    const uint8_t* w = static_cast<const uint8_t*>(t.w);
+    __m512 out[R];
+    for (int r = 0; r < R; ++r) out[r] = _mm512_setzero_ps();
+    for (int g = 0; g < t.groups; ++g) {
+      __m512i sums[R];
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) sums[r] = _mm512_set1_epi32(-t.offsets[g * R + r]);
+      for (int u = 0; u < t.units; ++u, x += R, w += 4 * CHANNELS) {
+        const __m512i codes = _mm512_loadu_si512(w);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) sums[r] = _mm512_dpbusd_epi32(sums[r], codes, _mm512_set1_epi32(x[r]));
+      }
+      const __m512 scales = _mm512_loadu_ps(t.scales + g * CHANNELS);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) out[r] = _mm512_add_ps(out[r], _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r]), scales));
+    }
+    for (int r = 0; r < R; ++r) _mm512_storeu_ps(t.out + r * CHANNELS, out[r]);
+  }
+};
+
+const auto MULTIPLY = Table<Multiply, ROWS>::run;
+const Kernels AVX512VNNI = {
+    "avx512vnni", ROWS, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
+};
+
+}  // namespace
+
+const Kernels* avx512vnni_kernels() { return &AVX512VNNI; }
+
+}  // namespace lowbit

@@ -1,0 +1,52 @@
+// AVX-VNNI: vpdpbusd on 256 bits, of Intel processors without AVX-512 (Alder Lake, N100, Core Ultra). As in
+// x86_avx512vnni.cpp; a panel is two vectors.
+#include <immintrin.h>
+
+#include "rows.h"
+
+namespace lowbit {
+namespace {
+
+constexpr int ROWS = 6;
+
+template <int R>
+struct Multiply {
+  static void run(const Tile& t) {
+    const int32_t* x = static_cast<const int32_t*>(t.x);
+    const __m256i* w = static_cast<const __m256i*>(t.w);
+    std::memset(t.out, 0, R * CHANNELS * sizeof(float));
+    for (int g = 0; g < t.groups; ++g) {
+      __m256i sums[R][2];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_set1_epi32(-t.offsets[g * R + r]);
+      for (int u = 0; u < t.units; ++u, x += R, w += 2) {
+        const __m256i low = _mm256_loadu_si256(w), high = _mm256_loadu_si256(w + 1);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const __m256i a = _mm256_set1_epi32(x[r]);
+          sums[r][0] = _mm256_dpbusd_avx_epi32(sums[r][0], low, a);
+          sums[r][1] = _mm256_dpbusd_avx_epi32(sums[r][1], high, a);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+        for (int h = 0; h < 2; ++h) {
+          float* out = t.out + r * CHANNELS + 8 * h;
+          const __m256 scales = _mm256_loadu_ps(t.scales + g * CHANNELS + 8 * h);
+          const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][h]), scales);
+          _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), scaled));
+        }
+    }
+  }
+};
+
+const auto MULTIPLY = Table<Multiply, ROWS>::run;
+const Kernels AVXVNNI = {
+    "avxvnni", ROWS, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
+};
+
+}  // namespace
+
+const Kernels* avxvnni_kernels() { return &AVXVNNI; }
+
+}  // namespace lowbit

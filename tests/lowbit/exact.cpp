@@ -1,0 +1,157 @@
+// Every kernel of this CPU against plain loops, bit by bit: a program of its own, so that it also runs under an emulator
+// of another CPU and under the sanitizers (tests/test_cpu_kernels.py builds it). Arguments: cases, seed.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+extern "C" const char* lowbit_kernels(int index);
+extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, const uint8_t* weights,
+                               int64_t channels, const float* scale, int64_t scales, const float* bias, float smallest,
+                               float* y, int threads);
+
+using namespace lowbit;
+static std::mt19937_64 random_bits;
+static int below(int n) { return static_cast<int>(random_bits() % n); }
+
+static float from_half(uint16_t half) {  // finite ones
+  const int exponent = half >> 10 & 31, fraction = half & 1023;
+  const float value = exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(float(fraction), -24);
+  return half >> 15 ? -value : value;
+}
+
+struct Layer {
+  std::vector<uint8_t> stored;
+  std::vector<float> scale;           // what the call is given
+  std::vector<std::vector<int>> w;    // [channels][k], integers
+  std::vector<std::vector<float>> s;  // [channels][groups]
+};
+
+static Layer layer(int format, int64_t channels, int64_t k, int extreme) {
+  Layer made;
+  made.stored.resize(channels * row_bytes(format, k));  // exactly: the sanitizers see a byte too many
+  const int groups = TRAITS[format].group ? int(k / TRAITS[format].group) : 1;
+  if (!TRAITS[format].group) made.scale.resize(below(2) ? 1 : channels);
+  for (float& scale : made.scale) scale = std::ldexp(1.0f + below(1 << 20) / float(1 << 20), below(8) - 10);
+  made.w.assign(channels, std::vector<int>(k));
+  made.s.assign(channels, std::vector<float>(groups));
+  for (int64_t c = 0; c < channels; ++c) {
+    uint8_t* row = made.stored.data() + c * row_bytes(format, k);
+    for (int64_t b = 0; b < row_bytes(format, k); ++b) row[b] = uint8_t(below(256));
+    for (int g = 0; g < groups; ++g) {
+      made.s[c][g] = made.scale.size() == 1 ? made.scale[0] : made.scale.empty() ? 0 : made.scale[c];
+      if (!TRAITS[format].group) continue;
+      const uint16_t half = uint16_t(below(31 << 10) | below(2) << 15);
+      std::memcpy(row + g * (format == Q8_0 ? 34 : 18), &half, 2);
+      made.s[c][g] = from_half(half);
+    }
+    for (int64_t i = 0; i < k; ++i) {
+      uint8_t* at;
+      int code;
+      if (format == TERNARY) {
+        at = row + i / 64 * 16 + i % 16;
+        const int shift = 2 * int(i / 16 % 4);
+        code = extreme ? 2 * (extreme - 1) : below(3);
+        *at = uint8_t((*at & ~(3 << shift)) | code << shift);
+        made.w[c][i] = code - 1;
+      } else if (format == Q4_0) {
+        at = row + i / 32 * 18 + 2 + i % 16;
+        const int shift = i % 32 < 16 ? 0 : 4;
+        code = extreme ? 15 * (extreme - 1) : below(16);
+        *at = uint8_t((*at & ~(15 << shift)) | code << shift);
+        made.w[c][i] = code - 8;
+      } else {
+        at = format == INT8 ? row + i : row + i / 32 * 34 + 2 + i % 32;
+        code = extreme ? 255 * (extreme - 1) - 128 : below(256) - 128;
+        *at = uint8_t(int8_t(code));
+        made.w[c][i] = code;
+      }
+    }
+  }
+  return made;
+}
+
+static bool same(float a, float b) {
+  return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, 4) == 0 || (a == 0 && b == 0);
+}
+
+static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t channels, int extreme, int threads) {
+  const Layer weights = layer(format, channels, k, extreme);
+  const float smallest = below(2) ? 1e-5f : 1e-30f;
+  std::vector<float> x(rows * k), bias(channels), y(rows * channels, 1e9f);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int kind = extreme ? 1 + below(2) : below(8);
+    for (int64_t i = 0; i < k; ++i) {
+      const float uniform = below(1 << 24) / float(1 << 23) - 1;
+      x[r * k + i] = kind == 0   ? 0.0f
+                     : kind == 1 ? 3.5f
+                     : kind == 2 ? -3.5f
+                     : kind == 3 ? uniform * 1e-33f
+                     : kind == 4 ? (i == 0 ? 127.0f : below(255) - 127 + 0.5f * below(2))  // ties
+                                 : uniform * std::ldexp(1.0f, below(12) - 6);
+    }
+    if (!extreme && below(16) == 0) x[r * k + below(int(k))] = below(2) ? NAN : INFINITY;
+  }
+  for (float& b : bias) b = below(2000) / 1000.0f - 1;
+  const bool biased = below(2);
+  const int status = lowbit_multiply(kernels, format, x.data(), rows, k, weights.stored.data(), channels,
+                                     weights.scale.empty() ? nullptr : weights.scale.data(), weights.scale.size(),
+                                     biased ? bias.data() : nullptr, smallest, y.data(), threads);
+  if (status != 0) {
+    std::printf("status %d\n", status);
+    return false;
+  }
+  const int64_t group = TRAITS[format].group ? TRAITS[format].group : k;
+  for (int64_t r = 0; r < rows; ++r) {
+    float largest = smallest;
+    bool finite = true;
+    for (int64_t i = 0; i < k; ++i) {
+      finite = finite && std::isfinite(x[r * k + i]);
+      largest = std::fmax(largest, std::fabs(x[r * k + i]));
+    }
+    volatile float scale = 127.0f / largest, inverse = 1.0f / scale;
+    for (int64_t c = 0; c < channels; ++c) {
+      volatile float sum = 0;  // volatile: neither fused nor wider than float
+      for (int64_t g = 0; g < k / group; ++g) {
+        int64_t whole = 0;
+        for (int64_t i = g * group; finite && i < (g + 1) * group; ++i) {
+          volatile float scaled = x[r * k + i] * scale;
+          whole += int64_t(std::nearbyint(scaled)) * weights.w[c][i];
+        }
+        volatile float term = float(whole) * weights.s[c][g];
+        sum = sum + term;
+      }
+      volatile float expected = sum * inverse;
+      if (biased) expected = expected + bias[c];
+      if (!finite) expected = NAN;
+      if (!same(expected, y[r * channels + c])) {
+        std::printf("%s format %d, %ld x %ld x %ld, extreme %d: row %ld channel %ld: expected %.9g, got %.9g\n",
+                    lowbit_kernels(kernels), format, long(rows), long(k), long(channels), extreme, long(r), long(c),
+                    expected, y[r * channels + c]);
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+int main(int count, char** arguments) {
+  const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
+  random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
+  for (int kernels = 0; lowbit_kernels(kernels) != nullptr; ++kernels) {
+    for (int i = 0; i < cases; ++i) {
+      const int format = i % FORMATS, extreme = below(3), large = below(8) == 0;
+      int64_t k = large ? 256 + below(1024) : 1 + below(200);
+      if (TRAITS[format].group) k = round_up(k, 32);
+      if (!check(kernels, format, 1 + below(large ? 30 : 14), k, 1 + below(large ? 80 : 40), extreme, 1 + below(3)))
+        return 1;
+    }
+    std::printf("%s: %d cases exact\n", lowbit_kernels(kernels), cases);
+  }
+  return 0;
+}
