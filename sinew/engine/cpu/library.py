@@ -1,0 +1,161 @@
+"""The compiled library: loaded once, checked against the twin, and put behind the operator.
+
+Without it the operator computes the same with the twin, slowly; ``sinew doctor`` says which of the two and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinew.engine.cpu.build import build
+from sinew.layers import lowbit
+
+log = logging.getLogger(__name__)
+
+SWITCH = "SINEW_CPU_KERNELS"  # "off", or the name of the kernels to use
+STATUS = {1: "arguments that make no sense", 2: "not enough memory"}
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What computes low-bit products here. ``kernels``: an instruction set, or "twin"; ``available``: all that this CPU
+    can run, best first."""
+
+    kernels: str
+    reason: str
+    available: tuple[str, ...] = ()
+    multiply: Callable[..., Tensor] = lowbit.twin
+
+    @property
+    def compiled(self) -> bool:
+        """Return True where a kernel computes, False where the twin does."""
+        return self.kernels != "twin"
+
+
+@cache
+def extension() -> Extension:
+    """Return what this machine has, compiled, loaded, checked and installed behind the operator on the first call."""
+    found = _load(os.environ.get(SWITCH, ""))
+    lowbit.install(found.multiply)
+    if not found.compiled:
+        log.warning("low-bit products are computed by PyTorch, slowly: %s", found.reason)
+    return found
+
+
+def _load(wish: str) -> Extension:
+    if wish == "off":
+        return Extension("twin", f"{SWITCH}=off")
+    built = build()
+    if built.path is None:
+        return Extension("twin", built.reason)
+    try:
+        library = load(str(built.path))
+    except OSError as error:
+        return Extension("twin", f"{built.path} does not load: {error}")
+    names = kernel_names(library)
+    if wish and wish not in names:
+        return Extension("twin", f"{SWITCH}={wish}: this CPU has {', '.join(names)}", names)
+    index = names.index(wish) if wish else 0
+    multiply = partial(_multiply, library, index)
+    if wrong := differs(multiply):
+        return Extension(
+            "twin", f"{names[index]} kernels of {built.path} differ from the twin in {wrong}", names
+        )
+    return Extension(names[index], built.reason, names, multiply)
+
+
+def load(path: str) -> Any:
+    """Return the C library with its two functions declared."""
+    library = ctypes.CDLL(path)
+    library.lowbit_kernels.restype = ctypes.c_char_p
+    library.lowbit_kernels.argtypes = [ctypes.c_int]
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.lowbit_multiply.argtypes = [
+        *(ctypes.c_int, ctypes.c_int),  # kernels, format
+        *(pointer, integer, integer),  # x, rows, k
+        *(pointer, integer),  # weights, channels
+        *(pointer, integer),  # scale, how many
+        *(pointer, ctypes.c_float, pointer, ctypes.c_int),  # bias, smallest, y, threads
+    ]
+    return library
+
+
+def kernel_names(library: Any) -> tuple[str, ...]:
+    """Return the kernels that this CPU can run, best first."""
+    names: list[str] = []
+    while name := library.lowbit_kernels(len(names)):
+        names.append(name.decode())
+    return tuple(names)
+
+
+def _multiply(
+    library: Any,
+    kernels: int,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    name: str,
+    smallest: float,
+) -> Tensor:
+    """As :func:`sinew.layers.lowbit.twin`. Raises ValueError for tensors that do not fit each other."""
+    stored = lowbit.FORMATS[name]
+    rows, k = x.shape
+    channels = weight.shape[0]
+    scales = 0 if scale is None else scale.numel()
+    fits = (
+        weight.dtype == torch.uint8
+        and weight.is_contiguous()
+        and weight.shape[1] == stored.row_bytes(k)
+        and (scales == 0 if stored.group else scales in (1, channels))
+        and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (scale, bias))
+        and (bias is None or bias.shape == (channels,))
+        and x.dtype == torch.float32
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: x {x.dtype} {list(x.shape)}, weight {weight.dtype} {list(weight.shape)}"
+            f" and {scales} scales do not fit"
+        )
+    x = x.contiguous()
+    y = torch.empty(rows, channels)
+    status = library.lowbit_multiply(
+        *(kernels, stored.number, x.data_ptr(), rows, k, weight.data_ptr(), channels),
+        *(None if scale is None else scale.data_ptr(), scales),
+        *(None if bias is None else bias.data_ptr(), smallest, y.data_ptr(), torch.get_num_threads()),
+    )
+    if status:
+        raise RuntimeError(f"low-bit product: {STATUS.get(status, status)}")
+    return y
+
+
+def differs(multiply: Callable[..., Tensor]) -> str:
+    """Return the name of a format in which ``multiply`` differs from the twin; empty if there is none.
+
+    A miscompiled library, or one made for another machine, shows here and not in a robot's actions.
+    """
+    random = torch.Generator().manual_seed(0)
+    for name, stored in lowbit.FORMATS.items():
+        k, channels = 160, 37
+        x = torch.randn(9, k, generator=random)
+        weight = torch.randint(0, 256, (channels, stored.row_bytes(k)), generator=random, dtype=torch.uint8)
+        scale = None if stored.group else torch.rand(channels, generator=random)
+        if name == "ternary":
+            values = torch.randint(-1, 2, (channels, k), generator=random, dtype=torch.int8)
+            weight = lowbit.pack_ternary(values)
+        if stored.group:  # halves of any bits may be infinite
+            blocks = weight.view(channels, k // 32, -1)
+            blocks[..., :2] = torch.rand(channels, k // 32, 1, generator=random).half().view(torch.uint8)
+        arguments = (x, weight, scale, None, name, lowbit.TINY)
+        if not torch.equal(multiply(*arguments), lowbit.twin(*arguments)):
+            return name
+    return ""

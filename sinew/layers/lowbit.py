@@ -1,0 +1,171 @@
+"""Low-bit weights: how they are stored, what they stand for, and the product that computes on them.
+
+Every format stores a matrix [channels, k] row by row as bytes, so that a bundle's tensor is used where it lies. A
+weight is ``scale * (code - offset)``. The product rounds each row of activations to int8 and adds integers:
+
+    s = 127 / max(max|x|, smallest),  q = round(x * s)                      half to even, float32
+    y = (sum over groups of scale * sum(q * (code - offset))) / s + bias    inner sums exact, outer float32 in order
+
+which is BitNet's for ternary weights (Wang et al. 2023, section 2; ``smallest`` is 1e-5 there). What follows the
+exact sums is rounded in one stated order, so a compiled kernel is equal to the twin here in every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 127  # of int8 activations
+TINY = 1e-30  # rows smaller than this count as this large
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store weights. ``group``: weights that share a scale, 0 for a row or a whole matrix, whose scales are
+    a tensor of their own; ``number``: what the C interface calls it."""
+
+    name: str
+    number: int
+    offset: int
+    group: int
+    bits: float  # per weight, with the scales of groups
+
+    def row_bytes(self, k: int) -> int:
+        """Return the bytes of a row of k weights; raise ValueError where groups do not divide it."""
+        if self.group and k % self.group:
+            raise ValueError(f"rows of {k} weights do not divide into groups of {self.group}")
+        if self.name == "ternary":
+            return -(-k // 64) * 16
+        return k // 32 * {"q8_0": 34, "q4_0": 18}[self.name] if self.group else k
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("ternary", 0, 1, 0, 2.0),
+        Format("int8", 1, 0, 0, 8.0),
+        Format("q8_0", 2, 0, 32, 8.5),
+        Format("q4_0", 3, 8, 32, 4.5),
+    )
+}
+
+
+def codes(weight: Tensor, name: str, k: int) -> Tensor:
+    """Return the codes less their offset, int8 [N, k], of stored rows, uint8 [N, bytes]."""
+    offset, rows = FORMATS[name].offset, weight.shape[0]
+    if name == "int8":
+        return weight.view(torch.int8)
+    if (
+        name == "ternary"
+    ):  # byte j of 16 holds the weights j, 16 + j, 32 + j and 48 + j of 64, lowest bits first
+        packed = weight.view(rows, -1, 1, 16)
+        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=weight.device)
+        spread = (packed >> shifts[:, None]) & 3  # [N, K / 64, 4, 16]
+        return spread.view(rows, -1)[:, :k].to(torch.int8) - offset
+    blocks = weight.view(rows, k // 32, -1)[..., 2:]
+    if name == "q8_0":
+        return blocks.reshape(rows, k).view(torch.int8)
+    nibbles = torch.cat([blocks & 15, blocks >> 4], dim=-1)  # [N, K / 32, 32]
+    return nibbles.view(rows, k).to(torch.int8) - offset
+
+
+def group_scales(weight: Tensor, k: int) -> Tensor:
+    """Return the scales that stored rows hold themselves, float32 [N, k / 32]."""
+    halves = weight.view(weight.shape[0], k // 32, -1)[..., :2].contiguous()
+    return halves.view(torch.float16)[..., 0].float()
+
+
+def scales_of(weight: Tensor, scale: Tensor | None, k: int) -> Tensor:
+    """Return float32 [N, groups]: from the rows, or ``scale``, float32 [N] or [1]."""
+    if scale is None:
+        return group_scales(weight, k)
+    return scale.expand(weight.shape[0])[:, None]
+
+
+def dequantize(weight: Tensor, scale: Tensor | None, name: str, k: int) -> Tensor:
+    """Return the weights as float32 [N, k], as the ``gguf`` package does where it has the format."""
+    scales = scales_of(weight, scale, k)  # [N, G]
+    values = codes(weight, name, k).view(len(weight), scales.shape[1], -1)
+    return (values.float() * scales[..., None]).view(len(weight), k)
+
+
+def pack_ternary(values: Tensor) -> Tensor:
+    """Return stored rows, uint8 [N, bytes], of weights -1, 0 and 1, int8 [N, k]. Rows are padded with zeros."""
+    rows, k = values.shape
+    padded = values.new_full((rows, -(-k // 64) * 64), 0)
+    padded[:, :k] = values
+    spread = (padded + 1).to(torch.uint8).view(rows, -1, 4, 16)
+    return (spread[:, :, 0] | spread[:, :, 1] << 2 | spread[:, :, 2] << 4 | spread[:, :, 3] << 6).view(
+        rows, -1
+    )
+
+
+def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+    """x: float32 [M, K] -> whole numbers in float32 [M, K] and their scales [M, 1], NaN where a row is not finite."""
+    largest = x.abs().amax(-1, keepdim=True)
+    finite = torch.isfinite(largest)
+    largest = torch.where(finite, largest, 1.0).clamp(min=smallest)
+    scale = (
+        torch.full_like(largest, LARGEST) / largest
+    )  # torch computes number / tensor as a product: other bits
+    whole = torch.where(finite, torch.round(x * scale), 0.0)
+    return whole, torch.where(finite, scale, torch.nan)
+
+
+def twin(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float
+) -> Tensor:
+    """Compute the product in plain PyTorch: x float32 [M, K] -> float32 [M, N]. It defines what kernels compute."""
+    K = x.shape[1]
+    whole, steps = quantize_rows(x, smallest)
+    weights = codes(weight, name, K)
+    scales = scales_of(weight, scale, K)  # [N, G]
+    size = K // scales.shape[1]
+    # Sums of 32 products stay below 2^24, where float32 is exact; longer ones need float64.
+    wide = torch.float32 if FORMATS[name].group else torch.float64
+    y = x.new_zeros(x.shape[0], weight.shape[0])
+    for g, each in enumerate(scales.unbind(1)):
+        part = slice(g * size, (g + 1) * size)
+        y = y + (whole[:, part].to(wide) @ weights[:, part].to(wide).T).float() * each
+    y = y * steps.reciprocal()
+    return y if bias is None else y + bias
+
+
+Multiply = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None", str, float], Tensor]
+_on_cpu: list[Multiply] = [twin]  # the one in use
+
+
+def install(multiply: Multiply) -> None:
+    """Let the operator compute with ``multiply`` on CPUs; it has to equal :func:`twin` in every bit."""
+    _on_cpu[:] = [multiply]
+
+
+def _compute(*arguments: Any) -> Tensor:
+    return _on_cpu[0](*arguments)
+
+
+def _shape(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+_LIBRARY = torch.library.Library("sinew", "FRAGMENT")
+_LIBRARY.define(
+    "lowbit_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, str name, float smallest) -> Tensor"
+)
+_LIBRARY.impl("lowbit_linear", _compute, "CPU")
+_LIBRARY.impl("lowbit_linear", twin, "CompositeExplicitAutograd")
+torch.library.register_fake("sinew::lowbit_linear", _shape, lib=_LIBRARY)
+
+
+def lowbit_linear(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float = TINY
+) -> Tensor:
+    """x: float32 [..., K] -> float32 [..., N]. weight: uint8 [N, bytes] in format ``name``; scale: float32 [N] or [1]
+    where the rows hold none; bias: float32 [N]. An operator, so that exporters and tracers see one node."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = torch.ops.sinew.lowbit_linear(flat, weight, scale, bias, name, smallest)
+    return y.view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,239 @@
+"""Compiled low-bit products against the twin, bit by bit; their C++ under sanitizers and under an emulated ARM."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinew.engine.cpu import build, extension
+from sinew.engine.cpu import library as compiled
+from sinew.layers import lowbit
+
+EXACT = Path(__file__).with_name("exact.cpp")
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def all_kernels() -> dict[str, partial]:
+    """The multiplications of every instruction set that this CPU has."""
+    built = build.build()
+    if built.path is None:
+        pytest.skip(built.reason)
+    library = compiled.load(str(built.path))
+    return {
+        name: partial(compiled._multiply, library, index)
+        for index, name in enumerate(compiled.kernel_names(library))
+    }
+
+
+def problem(name: str, rows: int, k: int, channels: int, kind: str, seed: int):
+    """Tensors of a product: activations [rows, k], stored weights, scale and bias."""
+    random = torch.Generator().manual_seed(seed)
+    stored = lowbit.FORMATS[name]
+    x = torch.randn(rows, k, generator=random) * torch.exp2(
+        torch.randint(-20, 20, (rows, 1), generator=random)
+    )
+    if kind == "extreme":  # every product as large as it gets, all of one sign
+        x = torch.full((rows, k), 3.5) * (1 - 2 * torch.randint(0, 2, (rows, 1), generator=random))
+    elif kind == "ties":
+        x = torch.randint(-253, 254, (rows, k), generator=random) / 2
+        x[:, 0] = 127.0
+    elif kind == "odd rows":
+        x[::3] = 0.0
+        x[1::3, 0] = torch.nan
+        x[2::5, -1] = -torch.inf
+    if name == "ternary":
+        values = torch.randint(-1, 2, (channels, k), generator=random, dtype=torch.int8)
+        weight = lowbit.pack_ternary(values.fill_(1) if kind == "extreme" else values)
+    else:
+        weight = torch.randint(0, 256, (channels, stored.row_bytes(k)), generator=random, dtype=torch.uint8)
+        if kind == "extreme":
+            weight.fill_(0x80 if seed % 2 else 0x7F)
+    scale = None
+    if stored.group:
+        blocks = weight.view(channels, k // 32, -1)
+        halves = torch.rand(channels, k // 32, 1, generator=random).half() - 0.25
+        blocks[..., :2] = halves.view(torch.uint8)
+    else:
+        scale = torch.rand(channels if seed % 3 else 1, generator=random)
+    bias = torch.randn(channels, generator=random) if seed % 2 else None
+    return x, weight, scale, bias, name, 1e-5 if seed % 5 == 0 else lowbit.TINY
+
+
+@given(
+    name=st.sampled_from(sorted(lowbit.FORMATS)),
+    rows=st.integers(1, 40),
+    k=st.integers(1, 420),
+    channels=st.integers(1, 70),
+    kind=st.sampled_from(["plain", "extreme", "ties", "odd rows"]),
+    seed=st.integers(0, 2**31),
+)
+@settings(deadline=None, max_examples=100)
+def test_every_kernel_equals_the_twin_in_every_bit(all_kernels, name, rows, k, channels, kind, seed) -> None:
+    if lowbit.FORMATS[name].group:
+        k = -(-k // 32) * 32
+    arguments = problem(name, rows, k, channels, kind, seed)
+    wanted = lowbit.twin(*arguments)
+    for kernels, multiply in all_kernels.items():
+        assert torch.equal(multiply(*arguments).nan_to_num(nan=1e30), wanted.nan_to_num(nan=1e30)), kernels
+
+
+@pytest.mark.parametrize("name", lowbit.FORMATS)
+def test_long_sums_neither_saturate_nor_wrap(all_kernels, name) -> None:
+    for seed in (0, 1):
+        arguments = problem(name, 3, 16384, 17, "extreme", seed)
+        wanted = lowbit.twin(*arguments)
+        for multiply in all_kernels.values():
+            assert torch.equal(multiply(*arguments), wanted)
+
+
+def test_threads_and_callers_do_not_change_a_bit(all_kernels) -> None:
+    multiply = next(iter(all_kernels.values()))
+    arguments = problem("q4_0", 61, 320, 400, "plain", 7)
+    wanted = multiply(*arguments)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with ThreadPoolExecutor(4) as callers:
+            results = list(callers.map(lambda _: multiply(*arguments), range(40)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, wanted) for result in results)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@needs_compiler
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    script = """
+import os, torch
+from sinew.engine.cpu import extension
+from sinew.layers import lowbit
+torch.set_num_threads(2)
+e, w = extension(), torch.zeros(64, 64, dtype=torch.uint8)
+call = lambda: e.multiply(torch.ones(32, 64), w, torch.ones(1), None, "int8", 1e-30)
+call()
+child = os.fork()
+call()
+os._exit(0) if child == 0 else None
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_tensors_that_do_not_fit_are_refused(all_kernels) -> None:
+    multiply = next(iter(all_kernels.values()))
+    x, weight, scale, _, name, smallest = problem("int8", 4, 64, 8, "plain", 1)
+    for wrong in (
+        (x[:, :63].contiguous(), weight, scale, None),
+        (x, weight[:, :63], scale, None),
+        (x.double(), weight, scale, None),
+        (x, weight, scale[:5], None),
+        (x, weight, scale, torch.zeros(7)),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            multiply(*wrong, name, smallest)
+
+
+def test_the_operator_is_seen_by_tracers() -> None:
+    arguments = problem("q4_0", 5, 64, 6, "plain", 3)
+    torch.library.opcheck(
+        torch.ops.sinew.lowbit_linear.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+    class Product(torch.nn.Module):
+        def forward(self, x, weight):
+            return lowbit.lowbit_linear(x, weight, None, None, "q4_0")
+
+    graph = torch.export.export(Product(), arguments[:2]).graph
+    assert [node.name for node in graph.nodes if "lowbit" in node.name] == ["lowbit_linear"]
+
+
+def test_a_library_that_computes_something_else_is_found_out() -> None:
+    def slightly_off(*arguments):
+        return lowbit.twin(*arguments) * (1 if arguments[4] != "q8_0" else 1 + 2e-7)
+
+    assert compiled.differs(lowbit.twin) == ""
+    assert compiled.differs(slightly_off) == "q8_0"
+
+
+def test_without_a_compiler_the_twin_says_so(tmp_path) -> None:
+    found = build.build(str(tmp_path / "no-compiler"))
+    assert found.path is None
+    assert "no-compiler" in found.reason
+    environment = os.environ | {compiled.SWITCH: "off"}
+    script = "from sinew.engine.cpu import extension as e; print(e().kernels, e().reason)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == f"twin {compiled.SWITCH}=off"
+    assert "slowly" in done.stderr
+
+
+def test_this_machine_computes_with_what_it_has() -> None:
+    found = extension()
+    assert found.compiled == (build.find_compiler() is not None), found.reason
+
+
+@needs_compiler
+def test_every_instruction_set_compiles(tmp_path) -> None:
+    compiler = build.find_compiler()
+    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True).stdout
+    major = int(match[0]) if (match := re.match(r"\d+", version)) else 0
+    if 0 < major < 11:
+        pytest.skip(f"gcc {major} does not know AVX-VNNI")
+    assert build.compile_into(tmp_path, compiler, build.SETS.get(platform.machine(), {}))[1] == []
+
+
+def program(folder: Path, compiler: str, sets: dict[str, tuple[str, ...]], *flags: str) -> Path:
+    """``exact.cpp`` with the kernels of ``sets``."""
+    objects, _ = build.compile_into(folder, compiler, sets, flags)
+    options = ["-std=c++17", "-ffp-contract=off", f"-I{build.SOURCES}", "-pthread", *flags]
+    command = [compiler, *options, str(EXACT), *map(str, objects), "-o", str(folder / "exact")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "exact"
+
+
+@needs_compiler
+def test_address_and_undefined_behaviour_sanitizers_are_silent(tmp_path) -> None:
+    sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+    try:
+        exact = program(tmp_path, build.find_compiler(), build.SETS.get(platform.machine(), {}), *sanitize)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no sanitizers here: {error.stderr}")
+    done = subprocess.run([exact, "80", "3"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "80 cases exact" in done.stdout
+
+
+@pytest.mark.skipif(platform.machine() == "aarch64", reason="ARM kernels run natively here")
+def test_arm_kernels_are_exact_under_an_emulator(tmp_path) -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip(
+            "wants aarch64-linux-gnu-g++ and qemu-aarch64 (apt install g++-aarch64-linux-gnu qemu-user)"
+        )
+    exact = program(tmp_path, compiler, build.SETS["aarch64"], "-static")
+    done = subprocess.run(
+        [emulator, "-cpu", "max", exact, "60", "5"], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        "neon-i8mm",
+        "neon-dotprod",
+        "portable",
+    ]
