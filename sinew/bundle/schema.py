@@ -36,10 +36,32 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ImageRecipe:
-    """Frame to pixels: scale to [0, 1], resize, pad, then ``(x - mean) / std`` per channel.
+class ImageStep:
+    """One change of a whole frame, uint8 to uint8, as the library that prepared the training images rounds it.
 
-    resize: "letterbox" keeps the aspect ratio and pads; "none" wants frames of exactly this size.
+    resize       to ``height`` x ``width`` whatever the aspect ratio, by ``method``
+    centre_crop  the middle part of this ``area``, resized to ``height`` x ``width`` (TensorFlow's crop_and_resize)
+    jpeg         written as JPEG of this ``quality`` and read again, as TensorFlow does it
+
+    method: "lanczos3" (TensorFlow's, antialiased), "area" (OpenCV's INTER_AREA), "bilinear" or "bicubic" (torch's
+    antialiased uint8 kernels). other_sizes: only for frames that do not have the recipe's size as they come.
+    """
+
+    kind: Literal["resize", "centre_crop", "jpeg"]
+    height: int = 0
+    width: int = 0
+    method: Literal["lanczos3", "area", "bilinear", "bicubic"] = "lanczos3"
+    area: float = 1.0
+    quality: int = 95
+    other_sizes: bool = False
+
+
+@dataclass(frozen=True)
+class ImageRecipe:
+    """Frame to pixels: ``steps``, scale to [0, 1], resize, pad, then ``(x - mean) / std`` per channel.
+
+    resize: "letterbox" keeps the aspect ratio and pads; "none" wants frames of exactly this size, after the steps.
+    mean, std: three numbers per group of channels; each group is the same picture in another normalisation.
     interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default);
             "pil_bilinear" is Pillow's on uint8, antialiased when it shrinks (openpi's clients and server).
     pad:    where the bars go: "top_left" (LeRobot SmolVLA) or "center" (openpi).
@@ -52,8 +74,14 @@ class ImageRecipe:
     interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
     pad: Literal["top_left", "center"] = "top_left"
     pad_value: float = 0.0
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    steps: tuple[ImageStep, ...] = ()
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels of the pixels, three per group."""
+        return len(self.mean)
 
 
 @dataclass(frozen=True)
@@ -64,6 +92,8 @@ class PromptRecipe:
     ``{state}`` in the template is the normalised state as bin numbers: its first ``state_values`` entries,
     padded with zeros, each counted into ``state_bins`` equal bins of [-1, 1].
     padding: how the model was trained; what it computes on may leave padding out.
+    lower: in small letters. ensure_last: a token that is appended unless it is the last already; -1 for none.
+    drop: tokens that only mark in the template where the model puts something of its own, such as a view.
     """
 
     max_tokens: int
@@ -76,6 +106,9 @@ class PromptRecipe:
     ensure_suffix: str = ""
     padding: Literal["longest", "max_length"] = "longest"
     add_special_tokens: bool = True
+    lower: bool = False
+    ensure_last: int = -1
+    drop: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -284,14 +317,29 @@ class Manifest:
             <= MAX_SIZE,
             "processing.image: sides out of range": 1 <= image.height <= MAX_SIZE
             and 1 <= image.width <= MAX_SIZE,
-            "processing.image: numbers that are not finite, or a zero std": all(
+            "processing.image: numbers that are not finite, a zero std, or other than three per group": all(
                 math.isfinite(v) for v in (image.pad_value, *image.mean, *image.std)
             )
-            and all(image.std),
+            and all(image.std)
+            and len(image.mean) == len(image.std) in (3, 6, 9, 12),
+            "processing.image: a step's size, area or quality is out of range": all(
+                step.kind == "jpeg"
+                or (1 <= step.height <= MAX_SIZE and 1 <= step.width <= MAX_SIZE and 0 < step.area <= 1)
+                for step in image.steps
+            )
+            and all(1 <= step.quality <= 100 for step in image.steps),
+            "processing.image: steps that end in another size": not image.steps
+            or image.resize == "letterbox"
+            or [(s.height, s.width) for s in image.steps if s.kind != "jpeg"][-1:]
+            == [(image.height, image.width)],
             "processing.prompt: max_tokens out of range": 1 <= processing.prompt.max_tokens <= MAX_SIZE,
             "processing.prompt: pad_token_id is not in the vocabulary": 0
             <= processing.prompt.pad_token_id
             < processing.prompt.vocab_size,
+            "processing.prompt: ensure_last or drop is not in the vocabulary": all(
+                0 <= token < processing.prompt.vocab_size for token in processing.prompt.drop
+            )
+            and -1 <= processing.prompt.ensure_last < processing.prompt.vocab_size,
             "processing.prompt: state_bins or state_values out of range": 1
             <= processing.prompt.state_bins
             <= MAX_SIZE

@@ -63,6 +63,16 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     return record
 
 
+def step_text(step: Any) -> str:
+    if step.kind == "jpeg":
+        text = f"JPEG {step.quality}"
+    elif step.kind == "centre_crop":
+        text = f"middle {step.area:.0%} to {step.height}x{step.width}"
+    else:
+        text = f"{step.method} to {step.height}x{step.width}"
+    return text + (" (other sizes)" if step.other_sizes else "")
+
+
 def tokenizer_facts(text: str) -> dict[str, Any]:
     model = json.loads(text).get("model", {})
     return {"bytes": len(text.encode()), "type": model.get("type"), "vocabulary": len(model.get("vocab", ()))}
@@ -96,8 +106,10 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "policy": f"{manifest.name} ({manifest.architecture})",
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else ""),
-        "images": f"{image.resize} to {image.height}x{image.width}, {image.interpolation}, bars {image.pad}"
-        f" = {image.pad_value:g}, (x - {image.mean[0]:g}) / {image.std[0]:g}",
+        "images": "".join(f"{step_text(step)}, " for step in image.steps)
+        + f"{image.resize} to {image.height}x{image.width}, {image.interpolation}, bars {image.pad}"
+        f" = {image.pad_value:g}"
+        + "".join(f", (x - {image.mean[i]:g}) / {image.std[i]:g}" for i in range(0, image.channels, 3)),
         "state": vector(spec.state, manifest.processing.state, manifest.processing.state_parts),
         "action": vector(spec.action, manifest.processing.action, manifest.processing.action_parts),
         "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"

@@ -7,6 +7,7 @@ import numpy as np
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
 from sinew.processing.resize import resize_bilinear, to_planes
+from sinew.processing.steps import apply_image_steps
 
 MAX_SIDE = 8192
 
@@ -25,7 +26,7 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
     height, width = frame.shape[:2]
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
         raise ObservationError(name, f"sides of 1 to {MAX_SIDE} pixels", f"{height} x {width}")
-    if recipe.resize == "none" and (height, width) != (recipe.height, recipe.width):
+    if recipe.resize == "none" and not recipe.steps and (height, width) != (recipe.height, recipe.width):
         raise ObservationError(name, f"exactly {recipe.height} x {recipe.width}", f"{height} x {width}")
     if frame.dtype == np.float32:
         # min and max are NaN when any pixel is, and NaN fails both comparisons.
@@ -35,10 +36,23 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
 
 
 def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
-    """uint8 or float32 [height, width, 3] -> float32 [3, recipe.height, recipe.width], normalised."""
+    """uint8 or float32 [height, width, 3] -> float32 [channels, recipe.height, recipe.width], normalised."""
+    return _pixels(apply_image_steps(frame, recipe) if recipe.steps else frame, recipe)
+
+
+def _pixels(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
+    groups = range(0, recipe.channels, 3)
+    if len(groups) > 1:
+        return np.concatenate([_group(frame, recipe, first) for first in groups])
+    return _group(frame, recipe, 0)
+
+
+def _group(frame: np.ndarray, recipe: ImageRecipe, first: int) -> np.ndarray:
+    """The three channels from ``first`` on: float32 [3, recipe.height, recipe.width]."""
     if recipe.resize == "letterbox" and recipe.interpolation == "pil_bilinear":
         frame = letterbox_pil(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8), recipe)
-    mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (recipe.mean, recipe.std))
+    numbers = (recipe.mean[first : first + 3], recipe.std[first : first + 3])
+    mean, std = (np.asarray(v, np.float32)[:, None, None] for v in numbers)
     if recipe.resize == "letterbox":
         return letterbox(frame, recipe, mean, std)
     return normalized(to_planes(frame), mean, std)
@@ -46,7 +60,7 @@ def prepare_frame(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
 
 def empty_frame(recipe: ImageRecipe) -> np.ndarray:
     """What the model sees for a camera that is not there: black before normalisation."""
-    return prepare_frame(np.zeros((recipe.height, recipe.width, 3), np.float32), recipe)
+    return _pixels(np.zeros((recipe.height, recipe.width, 3), np.float32), recipe)
 
 
 def normalized(planes: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ MAX_SOLVER_STEPS = 100
 class ModelInputs:
     """One observation as a model reads it (no batch axis).
 
-    pixels: float32 [V, 3, H, W]; camera_mask: bool [V]; tokens: int64 [L]; token_mask: bool [L];
+    pixels: float32 [V, channels, H, W]; camera_mask: bool [V]; tokens: int64 [L]; token_mask: bool [L];
     state: float32 [padded_state_dim]. ``frames``: uint8 [h, w, 3] each, for engines that resize on the device; where
     they are, ``pixels`` has no views.
     """
@@ -86,7 +86,11 @@ class Processor:
         state = np.zeros(self.recipe.padded_state_dim, np.float32)
         state[: len(normalized)] = normalized
         image = self.recipe.image
-        stacked = np.stack(frames) if frames else np.empty((0, 3, image.height, image.width), np.float32)
+        stacked = (
+            np.stack(frames)
+            if frames
+            else np.empty((0, image.channels, image.height, image.width), np.float32)
+        )
         seen = np.arange(len(raw) or len(frames)) < present
         return ModelInputs(stacked, seen, tokens, token_mask, state, raw)
 

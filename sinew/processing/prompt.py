@@ -36,6 +36,8 @@ class Prompter:
         """The exact string that is tokenised. ``state``: [D], normalised."""
         if self.recipe.clean:
             prompt = prompt.strip().replace("_", " ").replace("\n", " ")
+        if self.recipe.lower:
+            prompt = prompt.lower()
         text = self.recipe.template
         if "{state}" in text:  # filled first: an instruction may contain anything
             text = text.replace("{state}", " ".join(map(str, self.state_bins(state))))
@@ -71,7 +73,12 @@ class Prompter:
 
     def _tokenize(self, text: str) -> np.ndarray:
         encoding = self.tokenizer.encode(text, add_special_tokens=self.recipe.add_special_tokens)
-        return np.asarray(encoding.ids, np.int64)
+        ids, last = encoding.ids, self.recipe.ensure_last
+        if self.recipe.drop:
+            ids = [token for token in ids if token not in self.recipe.drop]
+        if last >= 0 and ids[-1:] != [last]:
+            ids = [*ids, last]
+        return np.asarray(ids, np.int64)
 
     def check_tokens(self, tokens: object, name: str = "tokens") -> np.ndarray:
         """Ids from a client that tokenises itself, checked: int64 [L]."""

@@ -39,8 +39,10 @@ def runs(sizes: Sequence[Size]) -> list[Run]:
 
 
 def fits(recipe: ImageRecipe, patch: int) -> bool:
-    """Whether the image is a whole number of patches, as the kernel writes them."""
-    return recipe.height % patch == 0 and recipe.width % patch == 0
+    """Return True if the kernel knows the recipe, and the image is a whole number of patches as it writes them."""
+    return (
+        not recipe.steps and recipe.channels == 3 and recipe.height % patch == 0 and recipe.width % patch == 0
+    )
 
 
 class Patches:

@@ -1,0 +1,99 @@
+"""Image steps and channel groups as a recipe's data; prompts with the fields that chat templates and OpenVLA need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sinew.bundle.schema import ImageRecipe, ImageStep, PromptRecipe
+from sinew.core import ObservationError
+from sinew.processing.image import check_frame, empty_frame, prepare_frame
+from sinew.processing.jpeg import jpeg_round_trip
+from sinew.processing.prompt import Prompter
+from sinew.processing.resample import resize_antialias, resize_area
+from sinew.processing.tensorflow_image import centre_crop, resize_lanczos3, to_uint8
+
+SIZE = (24, 20)
+RESIZE = ImageStep("resize", *SIZE, other_sizes=True)
+CROP = ImageStep("centre_crop", *SIZE, area=0.9)
+OPENVLA = ImageRecipe(
+    *SIZE,
+    resize="none",
+    mean=(0.48, 0.45, 0.4, 0.5, 0.5, 0.5),
+    std=(0.23, 0.22, 0.21, 0.5, 0.5, 0.5),
+    steps=(ImageStep("jpeg", other_sizes=True), RESIZE, CROP),
+)
+
+
+@pytest.fixture
+def frame():
+    return np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+
+
+def test_steps_run_in_order(frame):
+    expected = centre_crop(to_uint8(resize_lanczos3(jpeg_round_trip(frame), *SIZE)), 0.9, *SIZE)
+    found = prepare_frame(frame, OPENVLA)
+    unit = expected.astype(np.float32).transpose(2, 0, 1) / np.float32(255)
+    mean, std = (np.asarray(x, np.float32)[:, None, None] for x in (OPENVLA.mean, OPENVLA.std))
+    np.testing.assert_array_equal(found, (np.concatenate([unit, unit]) - mean) / std)
+
+
+def test_frames_of_the_right_size_skip_what_is_for_others(frame):
+    fits = frame[: SIZE[0], : SIZE[1]]
+    only_crop = replace(OPENVLA, steps=(CROP,))
+    np.testing.assert_array_equal(prepare_frame(fits, OPENVLA), prepare_frame(fits, only_crop))
+
+
+@pytest.mark.parametrize(
+    ("method", "function"),
+    [
+        ("area", resize_area),
+        ("bilinear", lambda x, *size: resize_antialias(x, *size, "bilinear")),
+        ("bicubic", lambda x, *size: resize_antialias(x, *size, "bicubic")),
+    ],
+)
+def test_methods(frame, method, function):
+    recipe = ImageRecipe(*SIZE, resize="none", steps=(replace(RESIZE, method=method),))
+    plain = ImageRecipe(*SIZE, resize="none")
+    np.testing.assert_array_equal(prepare_frame(frame, recipe), prepare_frame(function(frame, *SIZE), plain))
+
+
+def test_float_frames_become_the_bytes_they_came_from(frame):
+    floats = frame.astype(np.float32) / np.float32(255)
+    np.testing.assert_array_equal(prepare_frame(floats, OPENVLA), prepare_frame(frame, OPENVLA))
+
+
+def test_steps_take_any_size(frame):
+    check_frame(frame, "images.top", OPENVLA)
+    with pytest.raises(ObservationError, match="exactly 24 x 20"):
+        check_frame(frame, "images.top", replace(OPENVLA, steps=()))
+
+
+def test_an_empty_frame_is_black_in_every_group():
+    black = empty_frame(OPENVLA)
+    assert black.shape == (6, *SIZE)
+    expected = -np.asarray(OPENVLA.mean, np.float32) / np.asarray(OPENVLA.std, np.float32)
+    np.testing.assert_array_equal(black, np.broadcast_to(expected[:, None, None], black.shape))
+
+
+TOKENIZER = """{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [
+ {"id": 3, "content": "<image>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+  "special": true}],
+ "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+ "model": {"type": "WordLevel", "vocab": {"up": 0, "down": 1, "?": 2, "<image>": 3, "go": 4}, "unk_token": "?"}}"""
+
+
+def ids(prompt: str, **fields) -> list[int]:
+    recipe = PromptRecipe(max_tokens=8, vocab_size=5, pad_token_id=2, **fields)
+    return Prompter(TOKENIZER, recipe).encode(prompt, np.zeros(1)).tolist()
+
+
+def test_prompt_fields():
+    assert ids("UP") == [2]
+    assert ids("UP", lower=True) == [0]
+    assert ids("up", ensure_last=1) == [0, 1]
+    assert ids("up down", ensure_last=1) == [0, 1]
+    assert ids("up", template="go <image> {prompt}") == [4, 3, 0]
+    assert ids("up", template="go <image> {prompt}", drop=(3,)) == [4, 0]
