@@ -8,11 +8,12 @@ the ggml world already uses for it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe, image_rules
+from sinew.bundle.image_recipe import ImageStep as ImageStep
 from sinew.core import BundleError, PolicySpec
 
 FORMAT_VERSION = 1
@@ -23,8 +24,6 @@ COMPONENTS = (
 )  # of a policy, as recipes name them; head: all that is not the others'
 ALIGNMENT = 64  # a cache line: mapped weights start where vector loads like it
 
-MAX_SIZE = 8192  # bounds every length that a manifest may ask for: pixels, tokens, actions, dimensions
-
 KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
 KEY_ALIGNMENT = "general.alignment"
@@ -33,55 +32,6 @@ KEY_QUANTIZATION = "sinew.quantization"  # the only part that may be absent
 KEY_TOKENIZER = "tokenizer.huggingface.json"
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ImageStep:
-    """One change of a whole frame, uint8 to uint8, as the library that prepared the training images rounds it.
-
-    resize       to ``height`` x ``width`` whatever the aspect ratio, by ``method``
-    centre_crop  the middle part of this ``area``, resized to ``height`` x ``width`` (TensorFlow's crop_and_resize)
-    jpeg         written as JPEG of this ``quality`` and read again, as TensorFlow does it
-
-    method: "lanczos3" (TensorFlow's, antialiased), "area" (OpenCV's INTER_AREA), "bilinear" or "bicubic" (torch's
-    antialiased uint8 kernels). other_sizes: only for frames that do not have the recipe's size as they come.
-    """
-
-    kind: Literal["resize", "centre_crop", "jpeg"]
-    height: int = 0
-    width: int = 0
-    method: Literal["lanczos3", "area", "bilinear", "bicubic"] = "lanczos3"
-    area: float = 1.0
-    quality: int = 95
-    other_sizes: bool = False
-
-
-@dataclass(frozen=True)
-class ImageRecipe:
-    """Frame to pixels: ``steps``, scale to [0, 1], resize, pad, then ``(x - mean) / std`` per channel.
-
-    resize: "letterbox" keeps the aspect ratio and pads; "none" wants frames of exactly this size, after the steps.
-    mean, std: three numbers per group of channels; each group is the same picture in another normalisation.
-    interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default);
-            "pil_bilinear" is Pillow's on uint8, antialiased when it shrinks (openpi's clients and server).
-    pad:    where the bars go: "top_left" (LeRobot SmolVLA) or "center" (openpi).
-    pad_value: value of the bars before ``mean`` and ``std`` are applied.
-    """
-
-    height: int
-    width: int
-    resize: Literal["letterbox", "none"] = "letterbox"
-    interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
-    pad: Literal["top_left", "center"] = "top_left"
-    pad_value: float = 0.0
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    steps: tuple[ImageStep, ...] = ()
-
-    @property
-    def channels(self) -> int:
-        """Return the number of channels of the pixels, three per group."""
-        return len(self.mean)
 
 
 @dataclass(frozen=True)
@@ -315,23 +265,6 @@ class Manifest:
             <= spec.action.dim
             <= processing.padded_action_dim
             <= MAX_SIZE,
-            "processing.image: sides out of range": 1 <= image.height <= MAX_SIZE
-            and 1 <= image.width <= MAX_SIZE,
-            "processing.image: numbers that are not finite, a zero std, or other than three per group": all(
-                math.isfinite(v) for v in (image.pad_value, *image.mean, *image.std)
-            )
-            and all(image.std)
-            and len(image.mean) == len(image.std) in (3, 6, 9, 12),
-            "processing.image: a step's size, area or quality is out of range": all(
-                step.kind == "jpeg"
-                or (1 <= step.height <= MAX_SIZE and 1 <= step.width <= MAX_SIZE and 0 < step.area <= 1)
-                for step in image.steps
-            )
-            and all(1 <= step.quality <= 100 for step in image.steps),
-            "processing.image: steps that end in another size": not image.steps
-            or image.resize == "letterbox"
-            or [(s.height, s.width) for s in image.steps if s.kind != "jpeg"][-1:]
-            == [(image.height, image.width)],
             "processing.prompt: max_tokens out of range": 1 <= processing.prompt.max_tokens <= MAX_SIZE,
             "processing.prompt: pad_token_id is not in the vocabulary": 0
             <= processing.prompt.pad_token_id
@@ -372,6 +305,7 @@ class Manifest:
             ),
             "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
         }
+        rules |= image_rules(image)
         for problem, fine in rules.items():
             if not fine:
                 raise BundleError(f"sinew.{problem}")
