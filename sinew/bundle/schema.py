@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe, image_rules
-from sinew.bundle.image_recipe import ImageStep as ImageStep
 from sinew.core import BundleError, PolicySpec
 
 FORMAT_VERSION = 1

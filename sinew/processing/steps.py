@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sinew.bundle.schema import ImageRecipe, ImageStep
+from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.processing.jpeg import jpeg_round_trip
 from sinew.processing.resample import resize_antialias, resize_area
 from sinew.processing.tensorflow_image import centre_crop, resize_lanczos3, to_uint8

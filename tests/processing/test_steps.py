@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sinew.bundle.schema import ImageRecipe, ImageStep, PromptRecipe
+from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.schema import PromptRecipe
 from sinew.core import ObservationError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.jpeg import jpeg_round_trip
