@@ -16,7 +16,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 CLIENTS := .venv-clients
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval test test-all lint format bench gpu env clients clean
+.PHONY: help demo demo-full eval test test-kernels test-all lint format bench gpu env clients clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,7 +35,11 @@ sim-%: $(READY) ## a simulator in an interpreter of its own: sim-aloha sim-pusht
 
 # One compute thread per worker: more threads than cores would spin against each other.
 test: $(READY) ## all tests that need no full-size weights
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not compiles" $(PYTEST_ARGS)
+
+test-kernels: $(READY) ## kernels compiled for sm_80, sm_89 and sm_90, which takes minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1600 -m compiles \
+		tests/engine/cuda $(PYTEST_ARGS)
 
 test-all: $(READY) ## full-size tests too
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)

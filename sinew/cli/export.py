@@ -45,10 +45,10 @@ def write_folder(bundle: Bundle, folder: Path) -> None:
     """Graphs, and the bundle's header as a GGUF file without tensors."""
     from sinew.bundle import write_bundle
     from sinew.engine.onnx.cache import cache_folder
-    from sinew.engine.onnx.opening import write_graphs
+    from sinew.engine.onnx.opening import usable_bits, variant, write_graphs
     from sinew.policy import EXPORTED
 
-    cached = cache_folder(bundle.path)
+    cached = cache_folder(bundle.path, variant(usable_bits(bundle)))
     if (cached / "graphs.json").exists():
         shutil.copytree(cached, folder, dirs_exist_ok=True)
     else:

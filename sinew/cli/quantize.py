@@ -75,7 +75,7 @@ def quantize(
 def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
     from sinew.engine.onnx.cache import cached_graphs
     from sinew.engine.onnx.engine import OnnxEngine
-    from sinew.engine.onnx.opening import graphs_of
+    from sinew.engine.onnx.opening import graphs_of, variant
     from sinew.engine.onnx.providers import runtime
     from sinew.engine.onnx.quantize import quantize_graphs, weight_bits
     from sinew.policy import Policy
@@ -90,7 +90,7 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
         errors = measure(reference, OnnxEngine(folder), islice(stream, count))
         record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
         write(opened, record, out)
-        cached_graphs(out, lambda cache: shutil.copytree(folder, cache, dirs_exist_ok=True))
+        cached_graphs(out, lambda cache: shutil.copytree(folder, cache, dirs_exist_ok=True), variant(bits))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return record, why

@@ -110,7 +110,7 @@ def test_two_kinds_side_by_side(case, tmp_path):
     assert 1e-6 < distance(chunk(engine, policy, g), wanted) < 0.1
 
 
-@pytest.mark.parametrize("bits", [7, 8])
+@pytest.mark.parametrize("bits", range(7, quantize.weight_bits()[0] + 1))  # 8 saturate without VNNI
 def test_rows_hold_where_a_tensor_saturates(bits):
     """Three tokens of 60 are 40 times as large as the rest. One scale for all leaves the others 3 of 127 steps."""
     rng = np.random.default_rng(bits)
@@ -237,6 +237,20 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
         load(out, engine="eager").infer(g.observation()).actions,
         load(source, engine="eager").infer(g.observation()).actions,
     )
+
+
+def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(quantised, tmp_path, monkeypatch):
+    """Exported with VNNI and opened without: rounded again beside the bundle, refused in an exported folder."""
+    source, _ = quantised
+    out, robot = tmp_path / "eight.gguf", tmp_path / "robot"
+    monkeypatch.setattr(quantize.machine, "cpu_flags", lambda: frozenset({"avx2", "avx512_vnni"}))
+    assert main(["quantize", str(source), "--out", str(out), "--observations", "1"]) == 0
+    assert Bundle(out).manifest.quantization.bits == 8
+    assert main(["export", str(out), "--onnx", str(robot)]) == 0
+    monkeypatch.setattr(quantize.machine, "cpu_flags", lambda: frozenset({"avx2"}))
+    assert load(out, engine="onnx", threads=1).engine.graphs.bits == 7
+    with pytest.raises(SinewError, match="at most 7 bits on this processor.*export the bundle again"):
+        load(robot, threads=1)
 
 
 def test_rows_from_recipe_to_engine(quantised, golden, tmp_path, capsys):

@@ -46,13 +46,16 @@ def publish(partial: Path, folder: Path) -> None:
     partial.rename(folder)
 
 
-def cache_folder(bundle: Path) -> Path:
-    return bundle.with_name(f"{bundle.stem}.onnx-{fingerprint(bundle)[:16]}")
+def cache_folder(bundle: Path, variant: str = "") -> Path:
+    return bundle.with_name(f"{bundle.stem}.onnx-{fingerprint(bundle)[:16]}{variant}")
 
 
-def cached_graphs(bundle: Path, export: Callable[[Path], object]) -> Path:
-    """The folder of graphs for ``bundle``; ``export`` fills it if it is not there."""
-    folder = cache_folder(bundle)
+def cached_graphs(bundle: Path, export: Callable[[Path], object], variant: str = "") -> Path:
+    """Return the folder of graphs for ``bundle``; ``export`` fills it if it is not there.
+
+    variant: a suffix of the folder's name, for graphs that depend on more than the bundle.
+    """
+    folder = cache_folder(bundle, variant)
     if (folder / "graphs.json").exists():
         return folder
     try:

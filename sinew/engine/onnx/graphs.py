@@ -18,7 +18,7 @@ FORMAT = 3
 class GraphSet:
     """``graphs.json``. ``reads`` names what the read stage returns and the step stage takes, in order;
     ``views`` is the number that the read stage takes; ``steps`` are the step counts with a table; ``recipe``
-    the components that are quantised, and ``method`` how."""
+    the components that are quantised, ``method`` how, and ``bits`` the bits of int8 weights (0: there are none)."""
 
     architecture: str
     views: int
@@ -27,6 +27,7 @@ class GraphSet:
     rewrites: tuple[str, ...]
     recipe: dict[str, str] = field(default_factory=dict)
     method: str = ""
+    bits: int = 0
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:

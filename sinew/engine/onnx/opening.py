@@ -12,6 +12,7 @@ from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
 from sinew.engine.onnx.cache import cached_graphs
 from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.graphs import GraphSet
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,9 @@ def open_onnx(
             f"{bundle.path}: its recipe has {', '.join(recipe.fp8)} in fp8, which engine 'onnx' does not compute;"
             " engine 'cuda' does"
         )
-    engine = OnnxEngine(graphs or graphs_of(bundle), providers, threads)
+    folder = graphs or graphs_of(bundle)
+    check_bits(folder)
+    engine = OnnxEngine(folder, providers, threads)
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
@@ -49,7 +52,40 @@ def open_onnx(
 
 def graphs_of(bundle: Bundle) -> Path:
     """The folder of graphs beside the bundle, quantised as the bundle says; exported if it is not there."""
-    return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder))
+    return cached_graphs(
+        bundle.path, lambda folder: write_graphs(bundle, folder), variant(usable_bits(bundle))
+    )
+
+
+def variant(bits: int) -> str:
+    """Return the suffix of a cache folder whose int8 weights have ``bits`` bits: they depend on the processor."""
+    return f"-int8x{bits}" if bits else ""
+
+
+def usable_bits(bundle: Bundle) -> int:
+    """Return the bits of int8 weights that this processor multiplies exactly, at most the recipe's; 0 without one."""
+    recipe = bundle.manifest.quantization
+    if recipe is None:
+        return 0
+    from sinew.engine.onnx.quantize import weight_bits
+
+    bits, why = weight_bits()
+    if bits < recipe.bits:
+        log.info("int8 weights get %d bits instead of the recipe's %d: %s", bits, recipe.bits, why)
+    return min(bits, recipe.bits)
+
+
+def check_bits(folder: Path) -> None:
+    """Raise :class:`SinewError` for graphs whose int8 products would saturate on this processor."""
+    from sinew.engine.onnx.quantize import weight_bits
+
+    bits, why = weight_bits()
+    found = GraphSet.load(folder).bits
+    if found > bits:
+        raise SinewError(
+            f"{folder}: expected int8 weights of at most {bits} bits on this processor ({why}), got {found};"
+            " export the bundle again on this machine"
+        )
 
 
 def write_graphs(bundle: Bundle, folder: Path) -> None:
@@ -85,4 +121,4 @@ def write_graphs(bundle: Bundle, folder: Path) -> None:
     if manifest.quantization is not None:
         from sinew.engine.onnx.quantize import quantize_graphs
 
-        quantize_graphs(folder, folder, manifest.quantization.recipe, manifest.quantization.bits)
+        quantize_graphs(folder, folder, manifest.quantization.recipe, usable_bits(bundle))

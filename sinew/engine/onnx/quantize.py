@@ -95,6 +95,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
         **{name: getattr(graphs, name) for name in ("architecture", "views", "reads", "steps", "rewrites")},
         recipe=dict(recipe),
         method=f"dynamic, weights of {bits} bits per channel",
+        bits=bits,
     )
     record.save(target)
     return record

@@ -244,7 +244,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
     }
     command = [sys.executable, "-m", "tests.engine.cuda.kernel_compile"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.splitlines()[-1])
     return {(report["problem"], report["capability"]): report for report in reports}
@@ -258,6 +258,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.compiles
 @needs_triton
 @pytest.mark.parametrize(("name", "capability"), COMPILED)
 def test_kernel_compiles_without_spills(compiled: dict, name: str, capability: int) -> None:
@@ -276,6 +277,7 @@ def test_kernel_compiles_without_spills(compiled: dict, name: str, capability: i
     assert report["dependencies"] == 0
 
 
+@pytest.mark.compiles
 @needs_triton
 @pytest.mark.parametrize("name", WITH_PDL)
 def test_dependent_launch_compiles(compiled: dict, name: str) -> None:
@@ -285,6 +287,7 @@ def test_dependent_launch_compiles(compiled: dict, name: str) -> None:
     assert report["prefetches"] == 0
 
 
+@pytest.mark.compiles
 @needs_triton
 @pytest.mark.parametrize("name", WITH_PREFETCH)
 def test_only_the_weight_is_asked_for_before_the_wait(compiled: dict, name: str) -> None:
@@ -300,6 +303,7 @@ def test_only_the_weight_is_asked_for_before_the_wait(compiled: dict, name: str)
     assert report["registers"] <= plain["registers"] + 16
 
 
+@pytest.mark.compiles
 @needs_triton
 def test_spills_would_be_seen(compiled: dict) -> None:
     assert compiled[f"{TOO_LARGE[0]}, too large", 90]["spilled"] > 0
