@@ -118,6 +118,7 @@ class PolicySpec:
     embodiment: str = ""  # e.g. "droid"; empty where the checkpoint does not say
     keys: tuple[KeyMap, ...] = ()
     default_prompt: str = ""  # used when an observation has none
+    n_action_steps: int = 0  # rows that upstream executes before it infers again; 0 where it does not say
     noise_rows: int = 0  # where the solver integrates more rows than the chunk has; 0: as many
 
     @property

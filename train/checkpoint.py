@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from sinew.convert.families.lerobot import LeRobotCheckpoint
-from sinew.convert.families.smolvla import bundle_name, model_config
+from sinew.convert.families.smolvla import bundle_name, model_config, open_checkpoint
 from sinew.convert.read.files import read_json
 from sinew.models.smolvla import SmolVLA, SmolVLAConfig
 
@@ -68,7 +67,7 @@ def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLACon
         build_tokenizer(design.words).save(str(place / "tokenizer.json"))
         _json(place / "tokenizer_config.json", _tokenizer_config())
     _write_processors(folder, design, stats)
-    return model_config(LeRobotCheckpoint(folder), read_json(folder / "vlm" / "config.json"), {})
+    return model_config(open_checkpoint(folder), read_json(folder / "vlm" / "config.json"), {})
 
 
 def write_weights(folder: Path, model: SmolVLA, state: dict[str, Tensor]) -> None:

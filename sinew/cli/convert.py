@@ -21,6 +21,7 @@ def convert(
     tokenizer: Path | None = None,
     arch: Path | None = None,
     stats: Path | None = None,
+    dataset: Path | None = None,
     compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6",
     cameras: str = "",
     openpi_config: str = "",
@@ -36,13 +37,16 @@ def convert(
     Example: sinew convert my_smolvla/ my_smolvla.gguf --vlm SmolVLM2-500M-Video-Instruct/
 
     Args:
-        source: checkpoint directory (LeRobot layout), hub name (ORG/NAME, with the hub extra), or a vla.cpp GGUF file.
+        source: checkpoint directory or training folder of LeRobot, openpi checkpoint, hub name (ORG/NAME, with the
+            hub extra), or a vla.cpp GGUF file.
         out: the bundle to write.
         vlm: directory of the vision-language model that the checkpoint names: its config.json, tokenizer, processor.
         base: directory of the base model, for checkpoints that hold only what was trained on top of it.
         tokenizer: a tokenizer.json or a directory that has one, instead of the checkpoint's own.
         arch: JSON file with the widths behind a named variant, instead of the language model's config.
         stats: a data set's meta/stats.json, for checkpoints without statistics.
+        dataset: directory or hub name of the LeRobot data set: names of joints, actions per second, and statistics
+            where the checkpoint has none.
         compat: whose behaviour to follow where upstream versions disagree.
         cameras: names separated by commas, for vla.cpp files, which do not hold them.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
@@ -67,6 +71,7 @@ def convert(
         tokenizer=tokenizer,
         arch=arch,
         stats=stats,
+        dataset=dataset,
         compat=compat,
         cameras=names,
         openpi_config=openpi_config,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from sinew.bundle.writer import Progress
 from sinew.convert.conversion import Conversion
+from sinew.convert.families.lerobot_folder import resolve
 from sinew.convert.options import COMPAT, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import download
@@ -41,6 +43,7 @@ def convert(
     tokenizer: Path | None = None,
     arch: Path | None = None,
     stats: Path | None = None,
+    dataset: Path | None = None,
     compat: str = "lerobot-0.6",
     cameras: tuple[str, ...] = (),
     openpi_config: str = "",
@@ -63,6 +66,7 @@ def convert(
         tokenizer=tokenizer,
         arch=arch,
         stats=stats,
+        dataset=dataset,
         compat=compat,
         cameras=tuple(cameras),
         openpi_config=openpi_config,
@@ -88,6 +92,12 @@ def read(source: str | Path, options: Options) -> Conversion:
         if len(parts) != 2 or not all(parts):
             raise ConvertError(f"{source}: no such file or directory")
         path = download(str(source), CHECKPOINT_FILES, "download it and give the directory")
+        conversion = _read(path, options)
+        return replace(conversion, spec=replace(conversion.spec, name=parts[1]))
+    return _read(resolve(path), options)
+
+
+def _read(path: Path, options: Options) -> Conversion:
     family = recognise(path)
     return family.read(path, options.for_family(family, path))
 

@@ -69,7 +69,7 @@ class Conversion:
                     architecture=self.architecture,
                     name=name,
                     config=msgspec.to_builtins(self.config),
-                    spec=replace(self.spec, name=name, control_hz=options.control_hz),
+                    spec=replace(self.spec, name=name, control_hz=options.control_hz or self.spec.control_hz),
                     processing=replace(self.processing, compat=options.compat),
                     provenance=Provenance(
                         format=self.format,

@@ -48,6 +48,7 @@ class Setting:
         return value
 
 
+IGNORE_SETTING = Setting(str, "keys of config.json to leave aside, separated by commas")
 SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not say how many", 1, 100)
 
 
@@ -60,6 +61,7 @@ class Options:
     tokenizer: Path | None = None
     arch: Path | None = None
     stats: Path | None = None
+    dataset: Path | None = None
     compat: str = "lerobot-0.6"
     cameras: tuple[str, ...] = ()  # names, for sources that do not hold them
     openpi_config: str = ""  # name of openpi's training config, for openpi checkpoints

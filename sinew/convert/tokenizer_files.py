@@ -70,7 +70,7 @@ def find_model_dir(name: str, given: Path | None, near: Path, flag: str, pattern
     )
 
 
-def download(name: str, patterns: list[str], otherwise: str) -> Path:
+def download(name: str, patterns: list[str], otherwise: str, repo_type: str = "model") -> Path:
     """Files of a Hugging Face repository; every failure says what to do instead."""
     try:
         from huggingface_hub import snapshot_download
@@ -79,7 +79,7 @@ def download(name: str, patterns: list[str], otherwise: str) -> Path:
             f"{name!r} is not a local directory; {otherwise}, or install the hub extra (pip install 'sinew[hub]')"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, repo_type=repo_type))
     except Exception as error:  # noqa: BLE001 - network, access, name: many types across versions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConvertError(f"{name!r} could not be fetched from the hub ({reason}); {otherwise}") from None

@@ -244,12 +244,11 @@ def _pi(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _smolvla() -> tuple[Any, dict[str, Any]]:
-    from sinew.convert.families.lerobot import LeRobotCheckpoint
-    from sinew.convert.families.smolvla import model_config
+    from sinew.convert.families.smolvla import model_config, open_checkpoint
     from sinew.presets.random_checkpoint import policy_config, vlm_config
     from sinew.presets.smolvla_layout import Widths
 
     record = policy_config(Widths(), "bf16-vlm", {"action": {}})
     with tempfile.TemporaryDirectory() as folder:  # the converter reads its configuration from a file
         (Path(folder) / "config.json").write_text(json.dumps(record), encoding="utf-8")
-        return model_config(LeRobotCheckpoint(Path(folder)), vlm_config(Widths()), {}), record
+        return model_config(open_checkpoint(Path(folder)), vlm_config(Widths()), {}), record

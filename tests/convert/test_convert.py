@@ -220,11 +220,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
     original = config.read_text()
     cases = {
         "type 'act' is not one of": {"type": "act"},
-        "'chunk_size' is missing": {"chunk_size": None},
         "adapt_to_pi_aloha=true is not supported": {"adapt_to_pi_aloha": True},
-        "VISUAL normalisation 'MEAN_STD'": {
-            "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-        },
         "input_features names no camera": {
             "input_features": {"observation.state": {"type": "STATE", "shape": [6]}}
         },
@@ -232,7 +228,10 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
         "does not fit its config": {"max_state_dim": 16},
         "input_features is not a feature table": {"input_features": [1, 2]},
         "do not divide into 16-pixel patches": {"resize_imgs_with_padding": [100, 100]},
-        "pad_language_to 'left'": {"pad_language_to": "left"},
+        "chunk_size: expected a whole number from 1": {"chunk_size": "50"},
+        r"input_features.*camera1: expected sizes up to": {
+            "input_features": {"observation.images.camera1": {"type": "VISUAL", "shape": [3, 1 << 31, 640]}}
+        },
         "periods": {"min_period": 5.0},
     }
     for message, change in cases.items():

@@ -13,9 +13,10 @@ from typing import Any
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, config_type
+from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
 from sinew.convert.names import rename
-from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import ConvertError, PolicySpec
@@ -44,13 +45,87 @@ SO400M = {
     "patch_size": 14,
 }
 VOCABULARY = 257_152
-UNSUPPORTED = (
-    "use_relative_actions",
-    "use_visual_memory",
-    "use_proprioceptive_memory",
-    "adapt_to_pi_aloha",
-    "use_delta_joint_actions_aloha",
+DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
+    "paligemma_variant": "gemma_2b",
+    "action_expert_variant": "gemma_300m",
+    "chunk_size": 50,
+    "n_action_steps": 50,
+    "max_state_dim": 32,
+    "max_action_dim": 32,
+    "num_inference_steps": 10,
+    "min_period": 4e-3,
+    "max_period": 4.0,
+    "use_relative_actions": False,
+    "relative_exclude_joints": ["gripper"],
+    "action_feature_names": None,
+    "image_resolution": [224, 224],
+    "empty_cameras": 0,
+    "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+    "tokenizer_max_length": 48,
+}
+UNREAD = (
+    "dtype",  # of upstream's computation
+    "time_sampling_beta_alpha",
+    "time_sampling_beta_beta",
+    "time_sampling_scale",
+    "time_sampling_offset",
 )
+PI0 = Schema(
+    DEFAULTS,
+    fixed={"n_obs_steps": 1},
+    unread=UNREAD,
+    steps={
+        "pi0_new_line_processor": Step({}, required=True),
+        "tokenizer_processor": TOKENIZER,
+        "relative_actions_processor": RELATIVE,
+        "normalizer_processor": NORMALIZER,
+    },
+)
+PI05 = Schema(
+    DEFAULTS
+    | {
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
+        "tokenizer_max_length": 200,
+    },
+    fixed={"n_obs_steps": 1, "use_visual_memory": False, "use_proprioceptive_memory": False},
+    unread=(
+        *UNREAD,
+        "memory_frames",
+        "memory_stride",
+        "memory_temporal_attention_every",
+        "rtc_training_max_delay",  # of prefixes in training; a chunk without one is computed as ever
+    ),
+    steps={
+        "relative_actions_processor": RELATIVE,
+        "normalizer_processor": NORMALIZER,
+        "pi05_prepare_state_tokenizer_processor_step": Step(
+            {"max_state_dim": None, "task_key": ("task",), "include_state_in_prompt": (True,)}, required=True
+        ),
+        "tokenizer_processor": TOKENIZER,
+    },
+)
+OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
+    {
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "resize_imgs_with_padding": [224, 224],
+        "empty_cameras": 0,
+        "tokenizer_max_length": 48,
+        "num_steps": 10,
+    },
+    fixed={
+        "n_obs_steps": 1,
+        "adapt_to_pi_aloha": False,
+        "use_delta_joint_actions_aloha": False,
+        "proj_width": 1024,
+    },
+    unread=("attention_implementation",),
+    steps=PI0.steps,
+)
+OLD_KEYS = ("resize_imgs_with_padding", "num_steps", "proj_width")
 PALIGEMMA = "paligemma_with_expert.paligemma.model."
 OLD_PREFIXES = (  # LeRobot before its port of openpi's PyTorch code, August 2025
     ("paligemma_with_expert.paligemma.language_model.lm_head.", "paligemma_with_expert.paligemma.lm_head."),
@@ -75,8 +150,8 @@ DEAD = (
 
 
 NAMES = ("pi0", "pi05")
-OPTIONS = ("tokenizer", "arch", "stats")
-SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+OPTIONS = ("tokenizer", "arch", "stats", "dataset")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
 
 
 def recognises(path: Path) -> bool:
@@ -86,16 +161,16 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    checkpoint = LeRobotCheckpoint(path, options.stats)
-    architecture = str(checkpoint.type)
-    old_layout = "paligemma_variant" not in checkpoint.config
+    record = read_json(path / "config.json")
+    architecture = str(record.get("type"))
+    old_layout = architecture == "pi0" and any(key in record for key in OLD_KEYS)
+    schema = OLD_PI0 if old_layout else PI05 if architecture == "pi05" else PI0
+    checkpoint = LeRobotCheckpoint(path, options, schema)
+    checkpoint.config = dict(schema.defaults) | checkpoint.config
     if old_layout:
         checkpoint.config = current_config(checkpoint.config)
-    for unsupported in UNSUPPORTED:
-        if checkpoint.config.get(unsupported):
-            raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
     arch = read_json(options.arch) if options.arch else {}
-    config = model_config(checkpoint.config, arch, str(checkpoint.path / "config.json"))
+    config = model_config(checkpoint.config, arch, str(checkpoint.file))
     candidates = (
         [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
     )
@@ -106,14 +181,16 @@ def read(path: Path, options: Options) -> Conversion:
         config=config,
         spec=PolicySpec(
             architecture=architecture,
-            name=checkpoint.path.resolve().name,
+            name=checkpoint.name,
             cameras=checkpoint.cameras,
             state=checkpoint.vector("input_features", "STATE", STATE),
             action=checkpoint.vector("output_features", "ACTION", ACTION),
             chunk_size=config.chunk_size,
             noise_dim=config.max_action_dim,
             solver_steps=options.setting("solver_steps", checkpoint["num_inference_steps"]),
-            max_prompt_tokens=checkpoint["tokenizer_max_length"],
+            max_prompt_tokens=checkpoint.max_tokens,
+            control_hz=checkpoint.control_hz,
+            n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
         ),
         processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout),
         tokenizer=tokenizer.text,
@@ -121,6 +198,7 @@ def read(path: Path, options: Options) -> Conversion:
         rename=lambda name: rename(name, PREFIXES),
         dead=DEAD,
         sources=[*checkpoint.files, *([options.arch] if options.arch else []), tokenizer.path],
+        notes=tuple(checkpoint.notes),
     )
 
 
@@ -219,10 +297,10 @@ def processing(
         raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
     old = compat == "lerobot-0.4"
     prompt = PromptRecipe(
-        max_tokens=checkpoint["tokenizer_max_length"],
+        max_tokens=checkpoint.max_tokens,
         vocab_size=config.vocab_size,
         pad_token_id=pad_id,
-        padding="max_length",
+        padding=checkpoint.padding or "max_length",
     )
     if checkpoint.type == "pi0":
         prompt = replace(prompt, ensure_suffix="\n")
@@ -248,6 +326,7 @@ def processing(
         action=checkpoint.normalization(ACTION, "ACTION"),
         padded_state_dim=config.max_state_dim,
         padded_action_dim=config.max_action_dim,
-        empty_cameras=checkpoint.config.get("empty_cameras", 0),
+        empty_cameras=checkpoint.size("empty_cameras", low=0, high=16),
+        action_steps=checkpoint.action_steps(),
         pad_missing_cameras=True,
     )

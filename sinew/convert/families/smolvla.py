@@ -12,9 +12,10 @@ from typing import Any
 
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, config_type
+from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
 from sinew.convert.names import rename
-from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
@@ -58,8 +59,40 @@ def bundle_name(upstream: str) -> str:
 
 
 NAMES = ("smolvla",)
-OPTIONS = ("vlm", "tokenizer", "arch", "stats")
-SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+OPTIONS = ("vlm", "tokenizer", "arch", "stats", "dataset")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
+SCHEMA = Schema(
+    defaults={  # LeRobot's configuration_smolvla.py, unchanged from its first version to 0.6
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "resize_imgs_with_padding": [512, 512],
+        "empty_cameras": 0,
+        "tokenizer_max_length": 48,
+        "num_steps": 10,
+        "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+        "add_image_special_tokens": False,
+        "attention_mode": "cross_attn",
+        "prefix_length": -1,
+        "pad_language_to": "longest",
+        "num_expert_layers": -1,
+        "num_vlm_layers": 16,
+        "self_attn_every_n_layers": 2,
+        "expert_width_multiplier": 0.75,
+        "min_period": 4e-3,
+        "max_period": 4.0,
+    },
+    fixed={"n_obs_steps": 1, "adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
+    unread=("load_vlm_weights",),
+    steps={
+        "smolvla_new_line_processor": Step({}, required=True),
+        "tokenizer_processor": TOKENIZER,
+        "relative_actions_processor": RELATIVE,
+        "normalizer_processor": NORMALIZER,
+    },
+)
 
 
 def recognises(path: Path) -> bool:
@@ -67,9 +100,14 @@ def recognises(path: Path) -> bool:
     return config_type(path) in NAMES
 
 
+def open_checkpoint(path: Path, options: Options | None = None) -> LeRobotCheckpoint:
+    """Open a checkpoint directory and check its configuration. Raises :class:`ConvertError`."""
+    return LeRobotCheckpoint(path, options or Options(), SCHEMA)
+
+
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    checkpoint = LeRobotCheckpoint(path, options.stats)
+    checkpoint = open_checkpoint(path, options)
     vlm_name = str(checkpoint["vlm_model_name"])
     if options.arch:
         vlm_dir, vlm_config = None, options.arch
@@ -81,8 +119,9 @@ def read(path: Path, options: Options) -> Conversion:
     candidates = (
         [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
     )
-    if not options.tokenizer and vlm_dir:
+    if not options.tokenizer and vlm_dir and checkpoint.tokenizer_name in ("", vlm_name):
         candidates.append(vlm_dir)
+    vlm_name = checkpoint.tokenizer_name or vlm_name
     tokenizer = load_tokenizer(candidates, f"give the one of {vlm_name!r} with --tokenizer FILE_OR_DIR")
     pad_id = tokenizer.pad_token_id
     if pad_id is None:
@@ -91,7 +130,7 @@ def read(path: Path, options: Options) -> Conversion:
         raise ConvertError(f"{tokenizer.path}: no pad token is named here or in the config of {vlm_name!r}")
 
     special: dict[str, tuple[int, ...]] = {}
-    if checkpoint.config.get("add_image_special_tokens"):
+    if checkpoint["add_image_special_tokens"]:
         fake = tokenizer.token_id("<fake_token_around_image>")
         special = {
             "image_start_tokens": (fake, tokenizer.token_id("<global-img>")),
@@ -109,6 +148,7 @@ def read(path: Path, options: Options) -> Conversion:
         rename=bundle_name,
         dead=DEAD,
         sources=[*checkpoint.files, vlm_config, tokenizer.path],
+        notes=tuple(checkpoint.notes),
     )
 
 
@@ -144,9 +184,9 @@ def model_config(
             expert=decoder(expert_width, expert_intermediate_size(expert_width), expert_depth),
             vocab_size=text["vocab_size"],
             pixel_shuffle=vlm.get("scale_factor", 2),
-            chunk_size=checkpoint["chunk_size"],
-            max_state_dim=checkpoint["max_state_dim"],
-            max_action_dim=checkpoint["max_action_dim"],
+            chunk_size=checkpoint.size("chunk_size"),
+            max_state_dim=checkpoint.size("max_state_dim"),
+            max_action_dim=checkpoint.size("max_action_dim"),
             min_period=checkpoint["min_period"],
             max_period=checkpoint["max_period"],
             # Without "cross" in the mode every layer attends to itself; without a period none does.
@@ -164,24 +204,23 @@ def expert_intermediate_size(width: int) -> int:
 
 
 def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: Options) -> PolicySpec:
-    for unsupported in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"):
-        if checkpoint.config.get(unsupported):
-            raise ConvertError(f"{unsupported}=true is not supported yet; the checkpoint cannot be converted")
     cameras, resizes = checkpoint.cameras, checkpoint["resize_imgs_with_padding"] is not None
     if not resizes:  # then frames must already have the size that the tower takes
         side = config.vision.image_size
         cameras = tuple(CameraSpec(camera.name, side, side) for camera in cameras)
     return PolicySpec(
         architecture="smolvla",
-        name=checkpoint.path.resolve().name,
+        name=checkpoint.name,
         cameras=cameras,
         state=checkpoint.vector("input_features", "STATE", STATE),
         action=checkpoint.vector("output_features", "ACTION", ACTION),
         chunk_size=config.chunk_size,
         noise_dim=config.max_action_dim,
         solver_steps=options.setting("solver_steps", checkpoint["num_steps"]),
-        max_prompt_tokens=checkpoint["tokenizer_max_length"],
+        max_prompt_tokens=checkpoint.max_tokens,
         resizes_frames=resizes,
+        control_hz=checkpoint.control_hz,
+        n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
     )
 
 
@@ -196,7 +235,7 @@ def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int
         raise ConvertError(
             f"images of {height} x {width} do not divide into {config.vision.patch_size}-pixel patches"
         )
-    padding = checkpoint.config.get("pad_language_to", "longest")
+    padding = checkpoint.padding or checkpoint["pad_language_to"]
     if padding not in ("longest", "max_length"):
         raise ConvertError(f"pad_language_to {padding!r} is neither 'longest' nor 'max_length'")
     return Processing(
@@ -206,7 +245,7 @@ def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int
             resize="letterbox" if checkpoint["resize_imgs_with_padding"] else "none",
         ),
         prompt=PromptRecipe(
-            max_tokens=checkpoint["tokenizer_max_length"],
+            max_tokens=checkpoint.max_tokens,
             vocab_size=config.vocab_size,
             pad_token_id=pad_id,
             ensure_suffix="\n",
@@ -216,5 +255,6 @@ def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int
         action=checkpoint.normalization(ACTION, "ACTION"),
         padded_state_dim=config.max_state_dim,
         padded_action_dim=config.max_action_dim,
-        empty_cameras=checkpoint.config.get("empty_cameras", 0),
+        empty_cameras=checkpoint.size("empty_cameras", low=0, high=16),
+        action_steps=checkpoint.action_steps(),
     )

@@ -91,6 +91,8 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a GGUF file of vla.cpp, the weights aside. Raises :class:`ConvertError`."""
+    if path.suffix in (".safetensors", ".pt", ".bin", ".json"):
+        raise ConvertError(f"{path}: expected the directory that it lies in, or a GGUF file of vla.cpp")
     try:
         file = GGUFFile(path)
     except BundleError as error:

@@ -1,0 +1,99 @@
+"""Folders that LeRobot writes: training runs, and data sets with the facts that a checkpoint leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinew.convert.read.files import read_json
+from sinew.convert.tokenizer_files import download
+from sinew.core import ConvertError
+
+MODEL = "pretrained_model"
+
+
+def resolve(path: Path) -> Path:
+    """Return the ``pretrained_model`` folder of a training run or of one of its checkpoints.
+
+    Of a run it is the one that ``checkpoints/last`` points to, else the one with the highest number. Other paths
+    are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint.
+    """
+    if not path.is_dir() or (path / "config.json").exists():
+        return path
+    if (path / MODEL / "config.json").exists():
+        return path / MODEL
+    checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
+    if not checkpoints.is_dir():
+        return path
+    numbered = sorted((p for p in checkpoints.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
+    for folder in (checkpoints / "last", *reversed(numbered)):
+        if (folder / MODEL / "config.json").exists():
+            return folder / MODEL
+    raise ConvertError(f"{path}: a training folder without a checkpoint (checkpoints/*/{MODEL}/config.json)")
+
+
+def name_of(path: Path) -> str:
+    """Return a policy's name: from its ``train_config.json`` where there is one, else the folder's.
+
+    The repository that the run pushes to comes first, then the job's name; the folder ``pretrained_model`` says
+    nothing, so the run's folder stands for it.
+    """
+    file, folder = path / "train_config.json", path.resolve()
+    record = read_json(file) if file.exists() else {}
+    policy = record.get("policy")
+    repository = policy.get("repo_id") if isinstance(policy, dict) else None
+    for name in (repository, record.get("job_name")):
+        if isinstance(name, str) and name.strip():
+            return name.strip().split("/")[-1][:100]
+    if folder.name == MODEL:
+        step = folder.parent
+        folder = step.parent.parent if step.parent.name == "checkpoints" else step
+    return folder.name or "policy"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The facts of a LeRobot data set that inference can use. ``names``: of each feature's values."""
+
+    folder: Path
+    fps: float | None
+    names: dict[str, tuple[str, ...]]
+
+    @property
+    def stats(self) -> Path | None:
+        """Return the file of statistics, or None where there is none."""
+        file = self.folder / "meta" / "stats.json"
+        return file if file.exists() else None
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files that were read."""
+        return [file for file in (self.folder / "meta" / "info.json", self.stats) if file]
+
+
+def read_dataset(path: Path) -> Dataset:
+    """Read ``meta/info.json`` of a data set's directory, or of a name on the hub. Raises :class:`ConvertError`."""
+    if not path.exists() and len(path.parts) == 2:
+        path = download(
+            path.as_posix(), ["meta/info.json", "meta/stats.json"], "give its directory", "dataset"
+        )
+    file = path / "meta" / "info.json"
+    info = read_json(file)
+    fps, features = info.get("fps"), info.get("features")
+    if fps is not None and (
+        isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 10_000
+    ):
+        raise ConvertError(f"{file}: fps: expected frames per second, above 0, got {fps!r}")
+    if not isinstance(features, dict) or not all(isinstance(entry, dict) for entry in features.values()):
+        raise ConvertError(f"{file}: expected a table of features")
+    found = {key: _names(entry.get("names")) for key, entry in features.items()}
+    return Dataset(path, fps, {key: names for key, names in found.items() if names})
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    """Flat names of a vector: LeRobot writes a list, or a list under one key such as "motors"."""
+    if isinstance(names, dict):
+        names = [name for group in names.values() if isinstance(group, list) for name in group]
+    flat = names if isinstance(names, list) else []
+    return tuple(flat) if all(isinstance(name, str) for name in flat) else ()

@@ -1,0 +1,172 @@
+"""LeRobot's processor pipelines: which steps a converter understands, and what they mean for a bundle.
+
+A pipeline is a JSON list of named steps beside the weights. Each step here is either interpreted by a family, has
+no influence on the computation, or makes the conversion fail with its name: a step that is left out silently
+gives plausible and wrong actions. Source: ``lerobot/processor`` (0.6), fields of each step's ``get_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.schema import VectorStep
+from sinew.convert.read.files import read_json
+from sinew.core import ConvertError
+
+PRE, POST = "policy_preprocessor", "policy_postprocessor"
+STEP_KEYS = ("registry_name", "class", "config", "state_file", "artifacts")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kind of step that is understood. fields: of its configuration, with the values allowed; None allows any.
+
+    ordered: it has to stand after the ordered steps before it in the family's list. required: it must be there.
+    """
+
+    fields: Mapping[str, tuple[Any, ...] | None]
+    ordered: bool = True
+    required: bool = False
+
+
+BATCH = Step({}, ordered=False)
+DEVICE = Step({"device": None, "float_dtype": (None, "float32")}, ordered=False)
+NORMALIZER = Step(
+    {"eps": None, "features": None, "norm_map": None, "normalize_observation_keys": None}, required=True
+)
+# Remembers the raw state, so it stands before the normaliser.
+RELATIVE = Step({"enabled": (True, False), "exclude_joints": None, "action_names": None})
+TOKENIZER = Step(
+    {
+        "max_length": None,
+        "task_key": ("task",),
+        "padding_side": ("right",),
+        "padding": ("longest", "max_length"),
+        "truncation": (True,),
+        "tokenizer_name": None,
+    },
+    required=True,
+)
+RENAME = Step({"rename_map": None})
+ANYWHERE = {"to_batch_processor": BATCH, "device_processor": DEVICE}
+POSTPROCESSOR = {
+    "unnormalizer_processor": NORMALIZER,
+    "absolute_actions_processor": Step({"enabled": (True, False)}),
+    "device_processor": DEVICE,
+}
+
+
+class Pipelines:
+    """Both pipelines of a checkpoint directory, checked against what a family understands.
+
+    known: for "policy_preprocessor" and "policy_postprocessor" the steps by registry name, in their order.
+    ``there`` is False for checkpoints of before LeRobot 0.4, which have none.
+    """
+
+    def __init__(self, directory: Path, known: Mapping[str, Mapping[str, Step]]):
+        self.directory = directory
+        self.steps = {name: dict(self._read(name, steps)) for name, steps in known.items()}
+        self.there = any(self.steps.values())
+
+    def step(self, pipeline: str, name: str) -> dict[str, Any] | None:
+        """Return one step's record, or None where the pipeline has no such step."""
+        return self.steps[pipeline].get(name)
+
+    def config(self, pipeline: str, name: str) -> dict[str, Any]:
+        """Return one step's configuration; empty where the pipeline has no such step."""
+        return self.steps[pipeline].get(name, {}).get("config", {})
+
+    def _read(self, pipeline: str, known: Mapping[str, Step]) -> Iterator[tuple[str, dict[str, Any]]]:
+        path = self.directory / f"{pipeline}.json"
+        if not path.exists():
+            return
+        steps = read_json(path).get("steps")
+        if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+            raise ConvertError(f"{path}: expected a list of steps")
+        order, seen = list(known), set()
+        furthest = ""
+        for index, step in enumerate(steps):
+            name = step.get("registry_name") or step.get("class")
+            where = f"{path}: step {index} ({name})"
+            if not isinstance(name, str) or name not in known:
+                raise ConvertError(
+                    f"{where}: expected one of {', '.join(known)}; this step is not understood"
+                )
+            if name in seen and known[name].ordered:
+                raise ConvertError(f"{where}: the step occurs twice")
+            seen.add(name)
+            _check_step(where, step, known[name])
+            if known[name].ordered:
+                if furthest and order.index(name) < order.index(furthest):
+                    raise ConvertError(f"{where}: expected before {furthest}, got it after")
+                furthest = name
+            yield name, step
+        if missing := [name for name in known if known[name].required and name not in seen]:
+            raise ConvertError(f"{path}: expected a step {missing[0]}, got none")
+
+
+def _check_step(where: str, step: dict[str, Any], known: Step) -> None:
+    config = step.get("config", {})
+    if unknown := [key for key in step if key not in STEP_KEYS]:
+        raise ConvertError(f"{where}: {unknown[0]!r} is not understood")
+    if not isinstance(config, dict):
+        raise ConvertError(f"{where}: expected a configuration, got {config!r}")
+    for field, value in config.items():
+        if field not in known.fields:
+            raise ConvertError(f"{where}: {field}={value!r} is not understood")
+        allowed = known.fields[field]
+        if allowed is not None and not any(
+            value is a or (value == a and type(value) is type(a)) for a in allowed
+        ):
+            raise ConvertError(f"{where}: {field}: expected {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
+def relative_dims(config: Mapping[str, Any], action_dim: int, where: str) -> tuple[int, ...]:
+    """Return the action dimensions that are relative to the state: all that no excluded joint's name is part of.
+
+    config: of ``relative_actions_processor``. Without the actions' names all of them are, as upstream
+    (``RelativeActionsProcessorStep._build_mask``).
+    """
+    excluded, names = config.get("exclude_joints") or [], config.get("action_names")
+    for field, value in (("exclude_joints", excluded), ("action_names", names or [])):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConvertError(f"{where}: {field}: expected a list of names, got {value!r}")
+    if names is None:
+        return tuple(range(action_dim))
+    tokens = [token.lower() for token in excluded if token]
+    kept = {i for i, name in enumerate(names[:action_dim]) if any(token in name.lower() for token in tokens)}
+    return tuple(i for i in range(action_dim) if i not in kept)
+
+
+def action_steps(
+    pipelines: Pipelines, config: Mapping[str, Any], state_dim: int, action_dim: int
+) -> tuple[VectorStep, ...]:
+    """Return the step that makes relative actions absolute; none where they are absolute already.
+
+    The state that is added is the raw one, as ``relative_actions_processor`` remembers it before the normaliser.
+    config: the checkpoint's, which decides where there are no pipelines.
+    """
+    where = f"{pipelines.directory / PRE}.json: relative_actions_processor"
+    relative = pipelines.config(PRE, "relative_actions_processor")
+    enabled = relative.get("enabled", False)
+    if pipelines.there:
+        absolute = pipelines.config(POST, "absolute_actions_processor").get("enabled", False)
+        if enabled != absolute:
+            raise ConvertError(
+                f"{where}: enabled={enabled}, but absolute_actions_processor of {POST}.json has enabled={absolute}"
+            )
+    else:
+        where, enabled = "config.json: use_relative_actions", bool(config.get("use_relative_actions"))
+        relative = {
+            "exclude_joints": config.get("relative_exclude_joints", ["gripper"]),
+            "action_names": config.get("action_feature_names"),
+        }
+    if not enabled:
+        return ()
+    dims = relative_dims(relative, action_dim, where)
+    if action_dim > state_dim:
+        raise ConvertError(f"{where}: expected a state of {action_dim} values or more, got {state_dim}")
+    return (VectorStep("add_state", dims),) if dims else ()
