@@ -50,6 +50,7 @@ class Player:
         self._disagreement: float | None = None
         self._fresh = True  # the robot stands still, and has since step _stopped
         self._stopped = 0
+        self._again = False  # the last request was not answered
 
     @property
     def waiting(self) -> bool:
@@ -60,7 +61,7 @@ class Player:
         if self.waiting:
             return False
         left = self.trajectory.left(step)
-        if not self._known or left == 0:
+        if not self._known or left == 0 or self._again:
             return True
         since = step - (self._started if self.handover.stops else self._asked)
         return self.rule.due(Moment(since, left, self._size, self._disagreement))
@@ -83,7 +84,7 @@ class Player:
                     schedule=self.handover.schedule,
                     beta=self.handover.beta,
                 )
-        self.request, self._asked = Request(step, frame, state, fields), step
+        self.request, self._asked, self._again = Request(step, frame, state, fields), step, False
         return self.request
 
     def accept(self, actions: np.ndarray, step: int) -> None:
@@ -108,7 +109,8 @@ class Player:
         self.chunks += 1
 
     def failed(self) -> None:
-        """The request under way will not be answered."""
+        """Give up the request under way; the next one is due at once."""
+        self._again = self.request is not None
         self.request = None
 
     def restart(self, step: int = 0) -> None:

@@ -1,0 +1,393 @@
+"""The loop on a clock that the test moves, the requester on threads, the journal and its repetition."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sinew_client import ClientError
+from sinew_client.control import Command, Journal, Loop, Outcome, Pace, Requester, Settings, Stopped, repeat
+from sinew_client.control.journal import JournalError, is_journal
+from sinew_client.control.requester import ABANDONED, FIRST_WAIT
+
+
+class Clock:
+    """A clock that moves when somebody sleeps, or is told to."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+class Arm:
+    """A robot of one joint that goes where it is told at once. ``slow``: seconds that observing takes."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.position = clock, np.zeros(1, np.float32)
+        self.sent: list[tuple[float, float | None]] = []  # when, and what; None is a hold
+        self.frame_age, self.slow = 0.0, 0.0
+
+    def observe(self) -> dict[str, Any]:
+        self.clock.time += self.slow
+        return {"images": {}, "state": self.position.copy(), "time": self.clock.time - self.frame_age}
+
+    def act(self, row: np.ndarray) -> None:
+        self.position = np.array(row)
+        self.sent.append((self.clock.time, float(row[0])))
+
+    def hold(self) -> None:
+        self.sent.append((self.clock.time, None))
+
+
+class Scripted:
+    """A requester that answers after ``delay`` seconds of the test's clock: with ``answer(number)``."""
+
+    def __init__(self, delay: float, answer: Callable[[int], Any]):
+        self.delay, self.answer, self.failures, self.requests = delay, answer, 0, []
+        self._due: float | None = None
+
+    def ready(self, now: float) -> bool:
+        return self._due is None
+
+    def submit(self, observation: Mapping[str, Any], now: float) -> None:
+        self.requests.append(dict(observation))
+        self._due = now + self.delay
+
+    def poll(self, now: float) -> Outcome | None:
+        if self._due is None or now < self._due - 1e-9:
+            return None
+        self._due = None
+        found = self.answer(len(self.requests) - 1)
+        return found if isinstance(found, Outcome) else Outcome(found)
+
+    def cancel(self) -> None:
+        self._due = None
+
+    close = cancel
+
+
+def chunk(number: int) -> np.ndarray:
+    return (100.0 * number + np.arange(10, dtype=np.float32))[:, None]
+
+
+def loop_of(delay: float = 0.1, answer: Callable[[int], Any] = chunk, **given: Any) -> tuple[Loop, Arm]:
+    clock = Clock()
+    arm = Arm(clock)
+    settings = Settings(**{"hz": 20.0, "replan": "4", **given})
+    pace = Pace(settings.period / settings.substeps, clock.now, clock.sleep)
+    loop = Loop(arm, lambda: None, settings, 1, "stack", pace)  # type: ignore[arg-type, return-value]
+    loop.requester = Scripted(delay, answer)  # type: ignore[assignment]
+    return loop, arm
+
+
+# ----------------------------------------------------------------------------- pace
+
+
+def test_ticks_do_not_drift() -> None:
+    clock = Clock()
+    pace = Pace(0.1, clock.now, clock.sleep)
+    for expected in range(50):
+        assert pace.next() == expected
+        clock.time += 0.07 if expected % 3 else 0.0
+    assert clock.time == pytest.approx(100 + 49 * 0.1 + 0.07, abs=1e-6)
+    assert (pace.late, pace.skipped) == (0, 0)
+    clock.time += 0.1  # the next one begins 0.07 late: more than half a period
+    assert pace.next() == 50
+    assert (pace.late, pace.skipped) == (1, 0)
+    clock.time += 1.0
+    assert pace.next() == 60  # the number tells the time, whole periods are gone
+    assert pace.skipped == 9
+
+
+# ----------------------------------------------------------------------------- loop
+
+
+def test_rows_are_sent_at_their_steps() -> None:
+    loop, arm = loop_of()
+    report = loop.run(14)
+    assert [row for _, row in arm.sent] == [
+        None,
+        None,
+        0,
+        1,
+        2,
+        3,
+        102,
+        103,
+        104,
+        105,
+        202,
+        203,
+        204,
+        205,
+        None,
+    ]
+    moments = [moment for moment, _ in arm.sent[:-1]]
+    np.testing.assert_allclose(np.diff(moments), 0.05, atol=1e-9)
+    assert report.held == {"no chunk yet": 2}
+    assert (report.steps, report.executed, report.late, report.chunks) == (14, 12, 0, 3)
+    assert report.rate_hz == pytest.approx(20, rel=0.01)
+    assert report.age_ms["max"] == pytest.approx(5 * 50)
+
+
+def test_skipped_periods_cost_their_rows() -> None:
+    loop, arm = loop_of(handover="aligned", replan="full")
+    loop.run(4)
+    arm.clock.time += 0.15  # the machine slept for three periods
+    loop._ended.clear()
+    loop.run(6)
+    assert [row for _, row in arm.sent] == [None, None, 0, 1, None, 4, 5, None]
+    assert loop.pace.skipped == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (Outcome(reason="RequestTimeout: no answer"), "RequestTimeout: no answer"),
+        (np.full((4, 1), np.nan, np.float32), "a chunk is not finite"),
+        (np.zeros((0, 1), np.float32), "a chunk has shape [0, 1]"),
+    ],
+)
+def test_a_bad_answer_holds_in_its_step_and_the_next_good_one_resumes(bad: Any, reason: str) -> None:
+    loop, arm = loop_of(answer=lambda number: bad if number == 1 else chunk(number))
+    report = loop.run(10)
+    # asked at 0, 4 (bad at 6) and 6; the third answer is there at 8
+    assert [row for _, row in arm.sent] == [None, None, 0, 1, 2, 3, None, None, 200, 201, None]
+    assert report.held == {"no chunk yet": 2, reason: 2}
+
+
+def test_finish_executes_what_is_at_hand_after_a_failure() -> None:
+    loop, arm = loop_of(
+        answer=lambda number: Outcome(reason="gone") if number == 1 else chunk(number), finish=True
+    )
+    loop.run(10)
+    assert [row for _, row in arm.sent[:10]] == [None, None, 0, 1, 2, 3, 4, 5, 202, 203]
+
+
+def test_a_stale_frame_holds() -> None:
+    loop, arm = loop_of(stale=0.3)
+    loop._watch = lambda command: setattr(arm, "frame_age", 0.4 if 3 <= command.step < 8 else 0.05)
+    report = loop.run(14)
+    assert [row for _, row in arm.sent][:8] == [None, None, 0, 1, None, None, None, None]
+    assert report.held["the newest frame is older than 0.3 s"] == 5 + 2  # and until the fresh chunk is there
+    assert [row for _, row in arm.sent][-2] is not None
+
+
+def test_rows_older_than_their_validity_are_not_sent() -> None:
+    loop, arm = loop_of(max_age=0.2, replan="full", delay=0.1)
+    loop.run(9)
+    assert [row for _, row in arm.sent][:9] == [None, None, 0, 1, 2, None, None, None, 100]
+
+
+def test_pause_instruction_and_resume() -> None:
+    loop, arm = loop_of()
+    loop.pause()
+    loop.run(3)
+    assert [row for _, row in arm.sent] == [None] * 4
+    assert loop.requester.requests == []  # type: ignore[attr-defined]
+    loop.resume()
+    loop.run(6)
+    assert [row for _, row in arm.sent[4:7]] == [None, None, 0]
+    loop.say("pour")
+    loop.run(9)
+    assert [row for _, row in arm.sent[8:]] == [None, None, 100, None]
+    assert [request["prompt"] for request in loop.requester.requests] == ["stack", "pour"]  # type: ignore[attr-defined]
+
+
+def test_actuators_faster_than_the_control_rate_get_points_between() -> None:
+    loop, arm = loop_of(delay=0.0, substeps=4, motion={"kind": "absolute"}, replan="full")
+    loop.run(4)
+    sent = [row for _, row in arm.sent]
+    # The answer without latency is polled one step later: step 0 holds, rows 0, 1, 2 follow.
+    assert sent[:4] == [None] * 4
+    assert sent[4:8] == [0, 0, 0, 0]
+    assert sent[8:12] == [0.25, 0.5, 0.75, 1]
+    np.testing.assert_allclose(np.diff([moment for moment, _ in arm.sent[:-1]]), 0.0125, atol=1e-9)
+
+
+def test_offsets_follow_targets_where_the_robot_really_is() -> None:
+    motion = {"kind": "offsets", "action": [0], "state": [0], "scale": 0.5}
+    loop, arm = loop_of(
+        answer=lambda number: np.ones((10, 1), np.float32), delay=0.0, motion=motion, replan="full"
+    )
+    arm.act = lambda row: (
+        arm.sent.append((0.0, float(row[0]))) or setattr(arm, "position", arm.position + 0.4 * row)
+    )  # type: ignore[method-assign, assignment, func-returns-value]
+    loop.run(4)
+    np.testing.assert_allclose(
+        [row for _, row in arm.sent[1:4]], [1.0, 1.2, 1.24], atol=1e-6
+    )  # the lag is made up
+
+
+def test_a_robot_may_end_the_run_and_holds_whatever_ends_it() -> None:
+    loop, arm = loop_of()
+
+    def over(row: np.ndarray) -> None:
+        raise Stopped("done")
+
+    arm.act = over  # type: ignore[method-assign]
+    assert loop.run().steps == 3
+    assert arm.sent[-1][1] is None
+    loop, arm = loop_of()
+    arm.observe = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        loop.run()
+    assert arm.sent[-1][1] is None
+
+
+# ----------------------------------------------------------------------------- requester
+
+
+def until(requester: Requester, now: float) -> Outcome:
+    limit = time.monotonic() + 30
+    while (outcome := requester.poll(now)) is None:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    return outcome
+
+
+def test_a_call_that_hangs_fails_at_its_deadline_and_the_next_one_gets_a_new_connection() -> None:
+    hang, connections = threading.Event(), []
+
+    def connect() -> Any:
+        connections.append(len(connections))
+        first = len(connections) == 1
+        return lambda observation, limit: hang.wait(30) if first else observation["x"]
+
+    requester = Requester(connect, 1.0)
+    requester.submit({"x": 1}, 10.0)
+    assert requester.poll(11.0) is None
+    assert not requester.ready(11.0)
+    outcome = requester.poll(11.01)
+    assert outcome is not None
+    assert outcome.reason == "no answer within 1 s"
+    assert not requester.ready(11.01)
+    assert requester.ready(11.01 + FIRST_WAIT)
+    requester.submit({"x": 2}, 12.0)
+    assert until(requester, 12.0) == Outcome(2)  # and never the first one's answer
+    hang.set()
+    requester.submit({"x": 3}, 13.0)
+    assert until(requester, 13.0) == Outcome(3)
+    assert connections == [0, 1]
+    requester.close()
+
+
+def test_failures_wait_longer_each_time_and_reconnect() -> None:
+    connections = []
+
+    def connect() -> Any:
+        connections.append(1)
+        if len(connections) < 5:
+            raise ClientError("refused")
+        return lambda observation, limit: limit
+
+    requester, now = Requester(connect, 2.5), 0.0
+    for wait in (0.05, 0.1, 0.2, 0.4):
+        requester.submit({}, now)
+        assert until(requester, now).reason == "ClientError: refused"
+        assert not requester.ready(now + wait - 0.001)
+        now += wait + 0.001
+        assert requester.ready(now)
+    requester.submit({}, now)
+    assert until(requester, now) == Outcome(2.5)
+    assert requester.ready(now)
+    assert requester.failures == 4
+
+
+def test_calls_that_never_return_are_not_piled_up() -> None:
+    hang = threading.Event()
+    requester = Requester(lambda: lambda observation, limit: hang.wait(30), 0.1)
+    now = 0.0
+    for _ in range(ABANDONED):
+        assert requester.ready(now)
+        requester.submit({}, now)
+        requester.cancel()
+    assert not requester.ready(now)
+    hang.set()
+    limit = time.monotonic() + 30
+    while not requester.ready(now):
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+# ----------------------------------------------------------------------------- journal
+
+
+def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def answer(number: int) -> Any:
+        rows = np.random.default_rng(number).normal(size=(10, 1)).astype(np.float32)
+        return {2: Outcome(reason="lost"), 4: rows * np.nan}.get(number, rows)
+
+    limits = {"low": -0.5, "high": 0.5, "velocity": 5}
+    loop, arm = loop_of(
+        answer=answer, limits=limits, handover="aggregate", motion={"kind": "absolute"}, max_age=0.3
+    )
+    journal = Journal(path, loop.settings, 1, robot="arm")
+    loop.listeners.append(journal.put)
+    loop.run(20)
+    loop.pause()
+    loop.run(22)
+    loop.resume()
+    report = loop.run(60)
+    journal.close()
+    assert report.clipped_commands > 5
+    assert len(report.held) >= 4
+    assert is_journal(path)
+    found = repeat(path)
+    assert (found.commands, found.held, found.differences) == (60, 60 - report.executed, [])
+
+    lines = path.read_text().splitlines()
+    head = json.loads(lines[0])
+    head["settings"]["handover"] = "naive"
+    path.write_text("\n".join([json.dumps(head), *lines[1:]]))
+    assert repeat(path).differences
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=30), st.sampled_from([b'{"event":"ask"}', b'{"event":"command"}', b"[]"])
+        ),
+        max_size=3,
+    ),
+    st.booleans(),
+)
+def test_files_that_are_no_journals_are_refused(
+    tmp_path_factory: Any, lines: list[bytes], begun: bool
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "x"
+    Journal(path, Settings(20.0), 1).close()
+    begin = path.read_bytes() if begun else b""
+    path.write_bytes(begin + b"\n".join(lines))
+    try:
+        assert repeat(path).commands == 0
+    except ClientError as error:
+        assert isinstance(error, JournalError)  # noqa: PT017 - either is right, nothing else is
+
+
+def test_commands_say_where_they_come_from() -> None:
+    loop, _ = loop_of()
+    seen: list[Command] = []
+    loop._watch = seen.append
+    loop.run(8)
+    found = [(c.chunk, c.index, c.age, c.seam) for c in seen[5:8]]
+    assert found == [
+        (0, 3, 5, False),
+        (1, 2, 2, True),
+        (1, 3, 3, False),
+    ]
