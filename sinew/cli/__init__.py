@@ -27,6 +27,7 @@ VERBS = {
     "export": "Write a folder that runs without torch.",
     "serve": "Serve a bundle over the network.",
     "client": "Send observations to a server and print a latency table.",
+    "run": "Drive a robot with a policy.",
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",
     "perf": "Predict latency, rates and memory on any machine.",

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sinew_client import ActionChunk, Client, ClientError
+from sinew_client.control import is_journal
 
 from sinew import __version__, machine
 from sinew.cli.bench import PROMPT, parse_size
-from sinew.cli.replay import print_replay, replay_records
+from sinew.cli.replay import print_replay, replay_journal, replay_records
 from sinew.cli.serve import KEY_VARIABLE
 from sinew.core import SinewError
 
@@ -60,11 +61,15 @@ def client(
         timeout: seconds to wait for each answer.
         deadline_ms: the server refuses a request that would begin later than this after its arrival.
         api_key: where the server wants one; SINEW_API_KEY in the environment if absent.
-        replay: folder of records.
+        replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
     key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
     command = ["sinew", *("..." if key and key in word else word for word in sys.argv[1:])]
     try:
+        if replay is not None and is_journal(replay):
+            result = replay_journal(replay)
+            print(json.dumps(result))
+            return 0 if result["differ"] == 0 else 1
         with Client(address, timeout=timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
             metadata = server.metadata()
             if replay is not None:

@@ -10,12 +10,24 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from sinew_client import Client, ServerError
+from sinew_client.control import repeat
 
 from sinew import __version__
 from sinew.core import Observation
 from sinew.serve.recorder import Record, read_records
 
 SCHEMA = "sinew.replay/1"
+
+
+def replay_journal(path: Path) -> dict[str, Any]:
+    """Repeat the decisions of a ``sinew run --record`` file; no server is asked."""
+    found = repeat(path)
+    console = Console(highlight=False)
+    for line in found.differences[:20]:
+        console.print(line, soft_wrap=True)
+    differ = len(found.differences)
+    console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ")
+    return {"schema": SCHEMA, "commands": found.commands, "held": found.held, "differ": differ}
 
 
 def replay_records(server: Client, directory: Path, deadline_ms: float | None) -> dict[str, Any]:

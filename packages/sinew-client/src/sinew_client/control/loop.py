@@ -67,6 +67,10 @@ class Loop:
         self._command: Command | None = None
         self._state: np.ndarray | None = None
 
+    def watch(self, watcher: Callable[[Command], None]) -> None:
+        """Call ``watcher`` after every control step; it must be quick."""
+        self._watch = watcher
+
     # ------------------------------------------------------------------------- from any thread
 
     def stop(self) -> None:
@@ -83,6 +87,10 @@ class Loop:
     def say(self, prompt: str) -> None:
         """Change the instruction; rows that follow the old one are dropped."""
         self._wish(lambda: self._say(prompt))
+
+    def restart(self, reason: str) -> None:
+        """Drop the plan and hold until a fresh chunk: the world is another one, such as a new episode's."""
+        self._wish(lambda: self._restart(reason))
 
     @property
     def paused(self) -> bool:
@@ -103,8 +111,8 @@ class Loop:
         except Stopped as end:
             logger.info("the robot has ended the run: %s", end)
         finally:
-            self.requester.close()
             self.robot.hold()
+            self.requester.close(min(self.settings.deadline, 5.0))
         return self.report()
 
     def tick(self, number: int) -> None:
@@ -187,6 +195,10 @@ class Loop:
     def _resume(self) -> None:
         if self.controller.paused:
             self.controller.resume(self._position())
+
+    def _restart(self, reason: str) -> None:
+        self.requester.cancel()
+        self.controller.fault(0 if self._command is None else self._command.step + 1, reason)
 
     def _say(self, prompt: str) -> None:
         if prompt != self.prompt:

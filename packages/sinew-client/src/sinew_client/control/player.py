@@ -46,7 +46,7 @@ class Player:
         self._asked = 0  # control step of the last request
         self._started = 0  # control step in which the newest chunk was taken over
         self._known: list[Placed] = []  # chunks that still have rows to come; the newest last
-        self._size = 0
+        self.size = 0  # rows of the newest chunk
         self._disagreement: float | None = None
         self._fresh = True  # the robot stands still, and has since step _stopped
         self._stopped = 0
@@ -64,7 +64,7 @@ class Player:
         if not self._known or left == 0 or self._again:
             return True
         since = step - (self._started if self.handover.stops else self._asked)
-        return self.rule.due(Moment(since, left, self._size, self._disagreement))
+        return self.rule.due(Moment(since, left, self.size, self._disagreement))
 
     def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> Request:
         """Begin a request with a frame that was exposed at control step ``frame``; return what to send with it."""
@@ -79,7 +79,7 @@ class Player:
                 fields.update(
                     previous=self.motion.rows(coming, state),
                     delay=delay,
-                    horizon=max(self.rule.horizon(self._size), delay),
+                    horizon=max(self.rule.horizon(self.size), delay),
                     rtc=self.handover.guidance,
                     schedule=self.handover.schedule,
                     beta=self.handover.beta,
@@ -105,7 +105,7 @@ class Player:
         self.trajectory.clear()
         self.trajectory.put(nodes)
         self._disagreement = disagreement(running, self.trajectory.rows_from(step))
-        self._size, self._started, self._fresh = len(actions), step, False
+        self.size, self._started, self._fresh = len(actions), step, False
         self.chunks += 1
 
     def failed(self) -> None:

@@ -88,11 +88,12 @@ class Requester:
         if self._answer is not None:
             self._abandon()
 
-    def close(self) -> None:
-        """End the thread after the call that it is in. Does not wait for it."""
+    def close(self, wait: float = 0.0) -> None:
+        """End the thread after the call that it is in; wait at most so many seconds for it."""
         self._answer = None
         if self._worker is not None:
             self._worker.end()
+            self._worker.thread.join(wait)
             self._worker = None
 
     def _abandon(self) -> None:
@@ -115,7 +116,8 @@ class _Worker:
     def __init__(self, connect: Callable[[], Call], left: Callable[[_Worker], None]):
         self._connect, self._left = connect, left
         self._jobs: SimpleQueue = SimpleQueue()
-        threading.Thread(target=self._run, name="sinew-request", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="sinew-request", daemon=True)
+        self.thread.start()
 
     def put(self, observation: Mapping[str, Any], deadline: float, answer: SimpleQueue) -> None:
         self._jobs.put((observation, deadline, answer))

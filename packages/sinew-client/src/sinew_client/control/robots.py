@@ -1,0 +1,133 @@
+"""Robots by name: without hardware, any class with three methods, or one of LeRobot's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from typing import Any, Mapping
+
+import numpy as np
+
+from sinew_client.control.loop import Robot
+from sinew_client.errors import ClientError
+
+
+class RobotError(ClientError):
+    """A robot cannot be opened, or does not fit the policy; the message says what was expected."""
+
+
+class Dry:
+    """A robot without hardware that fits a policy: frames of noise, and a state that follows the commands.
+
+    policy: what a server says about its policy (``metadata()["policy"]``).
+    """
+
+    def __init__(self, policy: Mapping[str, Any]):
+        rng = np.random.default_rng(0)
+        self._images = {
+            camera["name"]: rng.integers(0, 256, (int(camera["height"]), int(camera["width"]), 3), np.uint8)
+            for camera in policy["cameras"]
+        }
+        self.state = np.zeros(int(policy["state"]["dim"]), np.float32)
+        self.commands = self.holds = 0
+
+    def observe(self) -> dict[str, Any]:
+        return {"images": self._images, "state": self.state.copy(), "time": time.monotonic()}
+
+    def act(self, row: np.ndarray) -> None:
+        self.commands += 1
+        count = min(len(row), len(self.state))
+        self.state[:count] = row[:count]
+
+    def hold(self) -> None:
+        self.holds += 1
+
+
+class LeRobotArm:
+    """One of LeRobot's robots: joints by name in the order of its action features, cameras by their names.
+
+    robot: has ``action_features``, ``observation_features``, ``get_observation`` and ``send_action`` (LeRobot 0.4).
+    cameras: camera of the policy -> camera of the robot; the same names where absent. Holding sends the last action
+    again, before the first one the present position.
+    """
+
+    def __init__(self, robot: Any, policy: Mapping[str, Any], cameras: Mapping[str, str] | None = None):
+        self.robot, self._cameras = robot, dict(cameras or {})
+        self._joints = [name for name, kind in robot.action_features.items() if not isinstance(kind, tuple)]
+        features = robot.observation_features
+        missing = [name for name in self._joints if name not in features]
+        if missing:
+            raise RobotError(
+                f"robot: expected the joints of its actions in its state, {missing[0]} is not there"
+            )
+        for what in ("state", "action"):
+            if int(policy[what]["dim"]) != len(self._joints):
+                raise RobotError(
+                    f"robot: the policy's {what} has {policy[what]['dim']} numbers, the robot has {len(self._joints)}"
+                    f" joints: {', '.join(self._joints)}"
+                )
+        for camera in (camera["name"] for camera in policy["cameras"]):
+            name = self._cameras.setdefault(camera, camera)
+            if name not in features:
+                known = [key for key, kind in features.items() if isinstance(kind, tuple)]
+                raise RobotError(
+                    f"cameras: the policy wants {camera}; the robot has {', '.join(known) or 'none'}"
+                )
+        self._last: dict[str, float] | None = None
+
+    def observe(self) -> dict[str, Any]:
+        taken = time.monotonic()
+        seen = self.robot.get_observation()
+        images = {camera: np.asarray(seen[name], np.uint8) for camera, name in self._cameras.items()}
+        state = np.array([float(seen[name]) for name in self._joints], np.float32)
+        return {"images": images, "state": state, "time": taken}
+
+    def act(self, row: np.ndarray) -> None:
+        self._last = {name: float(value) for name, value in zip(self._joints, row)}
+        self.robot.send_action(self._last)
+
+    def hold(self) -> None:
+        if self._last is None:
+            seen = self.robot.get_observation()
+            self._last = {name: float(seen[name]) for name in self._joints}
+        self.robot.send_action(self._last)
+
+    def close(self) -> None:
+        self.robot.disconnect()
+
+
+def open_lerobot(
+    kind: str, options: Mapping[str, Any], policy: Mapping[str, Any], cameras: Mapping[str, str] | None = None
+) -> LeRobotArm:
+    """Return one of LeRobot's robots, connected. kind: its type, such as ``so101_follower``; options: its fields."""
+    try:
+        robots = importlib.import_module("lerobot.robots")
+    except ImportError as error:
+        raise RobotError(
+            f"--robot lerobot:{kind} needs the package lerobot in this environment ({error})"
+        ) from error
+    with contextlib.suppress(ImportError):  # somebody's own type is registered by whoever imported it
+        importlib.import_module(f"lerobot.robots.{kind}")
+    try:
+        config = robots.RobotConfig.get_choice_class(kind)(**options)
+        robot = robots.make_robot_from_config(config)
+        arm = LeRobotArm(robot, policy, cameras)
+        robot.connect()
+    except (KeyError, TypeError, ValueError, OSError, ImportError) as error:
+        raise RobotError(f"lerobot:{kind}: {type(error).__name__}: {error}") from error
+    return arm
+
+
+def open_class(text: str, options: Mapping[str, Any]) -> Robot:
+    """Return an instance of ``module:Class``; it has the methods observe, act and hold."""
+    module, _, name = text.partition(":")
+    try:
+        robot = getattr(importlib.import_module(module), name)(**options)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise RobotError(f"robot {text}: {type(error).__name__}: {error}") from error
+    methods = ("observe", "act", "hold")
+    missing = [method for method in methods if not callable(getattr(robot, method, None))]
+    if missing:
+        raise RobotError(f"robot {text}: expected the methods observe, act and hold; {missing[0]} is missing")
+    return robot

@@ -1,0 +1,217 @@
+"""``sinew run``: a policy drives a robot.
+
+Space pauses and holds, or goes on; ``p`` changes the instruction; ``q`` stops. The last line of standard output is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, validators
+from rich.console import Console
+from rich.table import Table
+from sinew_client import Client, ClientError
+from sinew_client.control import Cadence, Journal, Limits, Loop, Settings
+from sinew_client.control.requester import Call
+from sinew_client.control.robots import Dry, open_class, open_lerobot
+
+from sinew.cli.run_view import Keys, View
+from sinew.core import SinewError
+
+SCHEMA = "sinew.run/1"
+
+
+def run(
+    target: str = "tcp://127.0.0.1:5555",
+    /,
+    *,
+    robot: str = "dry",
+    robot_options: str | None = None,
+    cameras: Annotated[list[str] | None, Parameter(negative="")] = None,
+    prompt: str = "",
+    hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    substeps: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
+    handover: str = "aligned",
+    replan: str = "queue:0.2",
+    motion: str | None = None,
+    limits: Path | None = None,
+    max_age: float | None = None,
+    deadline: float = 2.0,
+    stale: float = 0.5,
+    finish: Annotated[bool, Parameter(negative="")] = False,
+    future: Annotated[bool, Parameter(negative="")] = False,
+    seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    go: Annotated[bool, Parameter(negative="")] = False,
+    record: Path | None = None,
+    device: str = "cpu",
+    engine: str | None = None,
+) -> int:
+    """Drive a robot with a policy: chunks become one command per control step, whatever the network does.
+
+    Starts paused where there is a keyboard. Ends with a report of the cadence. docs/control.md.
+
+    Args:
+        target: address of a server (tcp://host:port), or a bundle file that is loaded here.
+        robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold) or lerobot:TYPE.
+        robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
+        cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
+        prompt: the instruction.
+        hz: control rate; the policy's own, or the environment's, if absent.
+        substeps: commands per control step, for faster actuators; they are interpolated.
+        handover: freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]].
+        replan: when to ask: STEPS, full, queue:FRACTION or disagreement:LIMIT,STEPS.
+        motion: JSON object, what actions are measured from; {"kind": "absolute"} ...
+        limits: .toml or .json with low, high, velocity, acceleration per joint; the policy's own if absent.
+        max_age: seconds after its frame beyond which a row is not executed.
+        deadline: seconds to wait for an answer.
+        stale: seconds beyond which a frame is too old to act on.
+        finish: after a failed request, execute the rows at hand instead of holding at once.
+        future: tell the policy the state that the robot will have when the answer arrives.
+        seconds: end after this long.
+        episodes: of gym:ENV, end after so many.
+        go: begin at once, also with a keyboard.
+        record: file for the journal; `sinew client --replay FILE` repeats its decisions.
+        device: of a bundle: cpu, or cuda:N.
+        engine: of a bundle: eager, plan, onnx or cuda.
+    """
+    with ExitStack() as stack:
+        try:
+            policy, connect = _connection(target, device, engine)
+            machine, instruction, rate = _robot(robot, robot_options, cameras, policy, episodes)
+            if hasattr(machine, "close"):
+                stack.callback(machine.close)
+            dim = int(policy["action"]["dim"])
+            rate = hz or rate or policy.get("control_hz")
+            if not rate:
+                raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
+            found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
+            settings = Settings(
+                hz=float(rate), handover=handover, replan=replan, motion=_object("--motion", motion),
+                limits=found.to_dict() if found is not None else None, max_age=max_age, deadline=deadline,
+                stale=stale, finish=finish, future=future, substeps=substeps,
+            )  # fmt: skip
+            loop = Loop(machine, connect, settings, dim, prompt or instruction)
+            if hasattr(machine, "on_episode"):
+                machine.on_episode = loop.restart
+            if record is not None:
+                journal = Journal(record, settings, dim, robot=robot, target=target)
+                stack.callback(journal.close)
+                loop.listeners.append(journal.put)
+            cadence = _drive(loop, seconds, go)
+        except ClientError as error:
+            raise SinewError(str(error)) from error
+    result = {"schema": SCHEMA, "robot": robot, "settings": settings.to_dict(), **cadence.to_dict()}
+    if hasattr(machine, "finished"):
+        result |= {"episodes": machine.finished, "successes": machine.successes}
+    print_cadence(cadence)
+    print(json.dumps(result))
+    return 0
+
+
+def _drive(loop: Loop, seconds: float | None, go: bool) -> Cadence:
+    """Run the loop under its live view; without a terminal it begins at once."""
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    steps = None if seconds is None else max(1, round(seconds * loop.settings.hz))
+    if steps is None and not interactive and not hasattr(loop.robot, "episodes"):
+        raise SinewError("--seconds: expected a number where there is no keyboard to stop with")
+    if not interactive:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        return _run(loop, steps)
+    if not go:
+        loop.pause()
+    with Keys(loop) as keys, View(loop, keys):
+        return _run(loop, steps)
+
+
+def _run(loop: Loop, steps: int | None) -> Cadence:
+    try:
+        return loop.run(steps)
+    except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+        return loop.report()
+
+
+def print_cadence(cadence: Cadence) -> None:
+    table = Table(title="cadence", show_header=False)
+    for name, text in cadence.rows():
+        table.add_row(name, text)
+    Console(stderr=True, highlight=False).print(table)
+
+
+# ----------------------------------------------------------------------------- what is connected to what
+
+
+def _connection(target: str, device: str, engine: str | None) -> tuple[dict[str, Any], Callable[[], Call]]:
+    """Return what the policy says about itself, and what opens a connection to it."""
+    if "://" in target:
+        with Client(target, timeout=10.0) as client:
+            policy = client.metadata()["policy"]
+        return policy, lambda: _Remote(target)
+    from sinew.policy import load
+
+    local = load(target, device, None, engine)
+    local.warm_up()
+    return local.spec.to_dict(), lambda: lambda observation, _: local.infer(observation).actions
+
+
+class _Remote:
+    """A call to a server that can be closed."""
+
+    def __init__(self, address: str):
+        self._client = Client(address)
+
+    def __call__(self, observation: Mapping[str, Any], limit: float) -> Any:
+        return self._client.infer(observation, timeout=limit).actions
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _robot(
+    text: str, options: str | None, cameras: list[str] | None, policy: dict[str, Any], episodes: int | None
+) -> tuple[Any, str, float | None]:
+    """Return a robot, its own instruction and its own rate."""
+    given = _object("--robot-options", options) or {}
+    kind, _, rest = text.partition(":")
+    if episodes is not None and kind != "gym":
+        raise SinewError("--episodes: belongs to --robot gym:ENV")
+    if kind == "gym" and rest:
+        from sinew.eval.adapters import make_env
+        from sinew.eval.robot import SimulatedRobot
+
+        env, adapter = make_env(rest, env_options=given)
+        simulated = SimulatedRobot(env, adapter, episodes)
+        return simulated, simulated.task, adapter.control_hz
+    if kind == "lerobot" and rest:
+        return open_lerobot(rest, given, policy, _pairs(cameras)), "", None
+    if text == "dry":
+        return Dry(policy), "", None
+    if rest:
+        return open_class(text, given), "", None
+    raise SinewError(f"--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE, got {text!r}")
+
+
+def _pairs(texts: list[str] | None) -> dict[str, str]:
+    for text in texts or []:
+        if "=" not in text:
+            raise SinewError(f"--cameras: expected POLICY=ROBOT, got {text!r}")
+    return dict(text.split("=", 1) for text in texts or [])
+
+
+def _object(name: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SinewError(f"{name}: expected a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise SinewError(f"{name}: expected a JSON object, got {text}")
+    return value

@@ -1,0 +1,137 @@
+"""The live view of ``sinew run``, and its keys."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import threading
+import time
+import tty
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from sinew_client.control import Command, Loop
+
+RATE = 8  # pictures per second
+
+
+class Keys:
+    """Reads single keys on a thread: space pauses or goes on, ``p`` begins an instruction, ``q`` stops.
+
+    typing: the instruction so far, None while none is typed.
+    """
+
+    def __init__(self, loop: Loop):
+        self.loop = loop
+        self.typing: str | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="sinew-keys", daemon=True)
+
+    def __enter__(self) -> Keys:
+        self._before = termios.tcgetattr(sys.stdin)
+        tty.setcbreak(sys.stdin)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._end.set()
+        self._thread.join()
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+
+    def _read(self) -> None:
+        while not self._end.is_set():
+            if select.select([sys.stdin], [], [], 0.1)[0]:
+                data = os.read(sys.stdin.fileno(), 64)
+                if not data:
+                    return  # the terminal is gone
+                for key in data.decode(errors="ignore"):
+                    self.press(key)
+
+    def press(self, key: str) -> None:
+        """Do what a key stands for."""
+        if self.typing is not None:
+            if key in "\r\n":
+                if self.typing.strip():
+                    self.loop.say(self.typing.strip())
+                self.typing = None
+            elif key == "\x1b":
+                self.typing = None
+            else:
+                self.typing = self.typing[:-1] if key in "\x7f\b" else self.typing + key
+        elif key == " ":
+            if self.loop.paused:
+                self.loop.resume()
+            else:
+                self.loop.pause()
+        elif key == "p":
+            self.typing = ""
+        elif key == "q":
+            self.loop.stop()
+
+
+class View:
+    """A panel that is drawn a few times a second on a thread of its own; the loop waits for nothing."""
+
+    def __init__(self, loop: Loop, keys: Keys, console: Console | None = None):
+        self.loop, self.keys = loop, keys
+        self._command: Command | None = None
+        self._events: list[str] = []
+        self._begun = time.monotonic()
+        loop.watch(self._see)
+        self._live = Live(
+            get_renderable=self.picture,
+            refresh_per_second=RATE,
+            console=console,
+            transient=True,
+            screen=False,
+        )
+
+    def __enter__(self) -> View:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._live.stop()
+
+    def _see(self, command: Command) -> None:
+        last, self._command = self._command, command
+        if command.row is None and (last is None or last.reason != command.reason):
+            self._events = [*self._events[-4:], f"step {command.step}: holds: {command.reason}"]
+        elif command.row is not None and last is not None and last.row is None:
+            self._events = [*self._events[-4:], f"step {command.step}: goes on"]
+
+    def picture(self) -> Panel:
+        loop, command = self.loop, self._command
+        state = "paused" if loop.paused else "holds" if command is None or command.row is None else "moves"
+        colour = {"paused": "yellow", "holds": "red", "moves": "green"}[state]
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("instruction", Text(loop.prompt or "-"))
+        if self.keys.typing is not None:
+            facts.add_row("new instruction", Text(f"{self.keys.typing}_", style="bold"))
+        facts.add_row("state", Text(state, style=f"bold {colour}"))
+        left = loop.controller.player.trajectory.left(command.step + 1) if command is not None else 0
+        size = max(loop.controller.player.size, 1)
+        facts.add_row("rows left", ProgressBar(total=size, completed=min(left, size), width=30))
+        age = (
+            "-"
+            if command is None or command.row is None
+            else f"{1e3 * command.age / loop.settings.hz:.0f} ms"
+        )
+        delay = 1e3 * loop.controller.player.delay.steps / loop.settings.hz
+        facts.add_row("chunk age", f"{age}, a request takes {delay:.0f} ms")
+        facts.add_row("steps", f"{loop.steps} at {loop.settings.hz:g} Hz, {loop.pace.late} late")
+        held = loop.controller.held
+        facts.add_row(
+            "held", f"{sum(held.values())} steps, clipped {loop.controller.clipped_commands} commands"
+        )
+        if command is not None and command.row is not None:
+            facts.add_row("command", Text(" ".join(f"{value:+.3f}" for value in command.row[:8])))
+        help_line = Text("space pauses or goes on   p instruction   q stops", style="dim")
+        return Panel(Group(facts, Text("\n".join(self._events), style="dim"), help_line), title="sinew run")

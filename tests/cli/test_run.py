@@ -1,0 +1,211 @@
+"""``sinew run``: from the command line to a robot's commands, keys, view, journal and its repetition."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sinew_client import ClientError
+from sinew_client.control import Loop, Settings, repeat
+from sinew_client.control.robots import Dry, LeRobotArm
+
+from sinew.cli import main
+from sinew.cli.run_view import Keys, View
+
+BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
+POLICY: dict[str, Any] = {
+    "cameras": [{"name": "front", "height": 4, "width": 6}],
+    "state": {"dim": 2},
+    "action": {"dim": 2},
+}
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal, limits = tmp_path / "run.jsonl", tmp_path / "limits.json"
+    limits.write_text(json.dumps({"low": -0.2, "high": 0.2, "velocity": 1}))
+    options = (
+        "--seconds",
+        "3",
+        "--record",
+        str(journal),
+        "--limits",
+        str(limits),
+        "--hz",
+        "20",
+        "--deadline",
+        "60",
+    )
+    assert main(["run", str(BLOCKS), *options]) == 0
+    report = last_json(capsys)
+    assert (report["robot"], report["steps"]) == ("dry", 60)
+    assert report["executed"] + sum(report["held"].values()) == 60
+    found = repeat(journal)
+    assert (found.commands, found.differences) == (60, [])
+    assert main(["client", "--replay", str(journal)]) == 0
+    assert last_json(capsys)["differ"] == 0
+    sent = [
+        json.loads(line)["command"]["row"]
+        for line in journal.read_text().splitlines()
+        if '"command":' in line
+    ]
+    rows = np.array([row for row in sent if row is not None])
+    assert (np.abs(rows) <= 0.2 + 1e-6).all()
+
+
+def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mujoco")
+    options = ("--robot", "gym:sinew/Blocks-v0", "--episodes", "1", "--hz", "200", "--handover", "freeze")
+    assert main(["run", str(BLOCKS), *options, "--replan", "8", "--deadline", "60"]) == 0
+    report = last_json(capsys)
+    assert report["episodes"] == 1
+    assert report["executed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--robot", "toaster"), "--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE"),
+        (("--robot", "no.such:Arm"), "robot no.such:Arm: ModuleNotFoundError"),
+        (("--robot", "builtins:list"), "expected the methods observe, act and hold; observe is missing"),
+        (("--robot", "lerobot:so101_follower"), "lerobot"),
+        (("--handover", "late"), "handover: expected one of freeze"),
+        (("--replan", "never"), "expected STEPS"),
+        (("--motion", "[]"), "--motion: expected a JSON object"),
+        (("--episodes", "3"), "--episodes: belongs to --robot gym:ENV"),
+        (("--limits", "nowhere.json"), "nowhere.json"),
+        ((), "--seconds: expected a number where there is no keyboard"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(BLOCKS), "--hz", "20", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def loop_without_server() -> Loop:
+    return Loop(
+        Dry(POLICY),
+        lambda: lambda observation, limit: np.zeros((4, 2)),
+        Settings(50.0, replan="1"),
+        2,
+        "stack",
+    )
+
+
+def test_keys_pause_say_and_stop() -> None:
+    loop = loop_without_server()
+    keys = Keys(loop)
+    loop.pause()
+    loop.run(2)
+    assert loop.paused
+    keys.press(" ")
+    loop.run(4)
+    assert not loop.paused
+    for key in "pabx\x7fc\r":
+        keys.press(key)
+    loop.run(6)
+    assert loop.prompt == "abc"
+    for key in "pzz\x1b":
+        keys.press(key)
+    loop.run(8)
+    assert (loop.prompt, keys.typing) == ("abc", None)
+    keys.press("q")
+    assert loop.run(100).steps == 8
+
+
+def test_the_view_says_what_happens() -> None:
+    loop = loop_without_server()
+    view = View(loop, Keys(loop))
+    loop.pause()
+    loop.run(3)
+    text = io.StringIO()
+    Console(file=text, width=100).print(view.picture())
+    assert "paused" in text.getvalue()
+    loop.resume()
+    loop._ended.clear()
+    loop.run(30)
+    text = io.StringIO()
+    Console(file=text, width=100).print(view.picture())
+    for part in ("stack", "step 0: holds: paused", "goes on", "50 Hz", "+0.000"):
+        assert part in text.getvalue()
+
+
+def test_with_a_keyboard_it_starts_paused_and_q_ends_it(tmp_path: Path) -> None:
+    journal = tmp_path / "run.jsonl"
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), "--hz", "20", "--record", str(journal)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        seen = _read_until(ours, b"paused")
+        os.write(ours, b" ")
+        seen = _read_until(ours, b"moves")
+        os.write(ours, b"q")
+        seen = _read_until(ours, b'"schema": "sinew.run/1"')
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"cadence" in seen
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [event["event"] for event in events[:3]] == ["begin", "pause", "command"]
+    assert events[2]["command"]["reason"] == "paused"
+    assert any(event["event"] == "command" and event["command"]["row"] is not None for event in events)
+
+
+def _read_until(terminal: int, text: bytes) -> bytes:
+    seen, limit = b"", time.monotonic() + 120
+    while text not in seen:
+        assert time.monotonic() < limit, seen[-2000:]
+        if select.select([terminal], [], [], 1.0)[0]:
+            seen += os.read(terminal, 65536)
+    return seen
+
+
+class Arm:
+    """What LeRobot 0.4 calls a robot, with two joints and a camera."""
+
+    action_features: dict[str, Any] = {"shoulder.pos": float, "elbow.pos": float}  # noqa: RUF012
+    observation_features: dict[str, Any] = {**action_features, "top": (4, 6, 3)}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, float]] = []
+
+    def get_observation(self) -> dict[str, Any]:
+        return {"top": np.full((4, 6, 3), 7, np.uint8), "elbow.pos": 2.0, "shoulder.pos": 1.0}
+
+    def send_action(self, action: dict[str, float]) -> dict[str, float]:
+        self.sent.append(action)
+        return action
+
+
+def test_joints_go_by_name_in_the_order_of_the_robot() -> None:
+    arm = Arm()
+    robot = LeRobotArm(arm, POLICY, {"front": "top"})
+    seen = robot.observe()
+    assert seen["state"].tolist() == [1, 2]
+    assert seen["images"]["front"].shape == (4, 6, 3)
+    robot.hold()
+    robot.act(np.float32([3, 4]))
+    robot.hold()
+    moved = {"shoulder.pos": 3.0, "elbow.pos": 4.0}
+    assert arm.sent == [{"shoulder.pos": 1.0, "elbow.pos": 2.0}, moved, moved]
+    with pytest.raises(ClientError, match="the policy wants front; the robot has top"):
+        LeRobotArm(arm, POLICY)
+    with pytest.raises(
+        ClientError, match="state has 3 numbers, the robot has 2 joints: shoulder.pos, elbow.pos"
+    ):
+        LeRobotArm(arm, {**POLICY, "state": {"dim": 3}}, {"front": "top"})
