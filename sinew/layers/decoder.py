@@ -37,6 +37,7 @@ class DecoderConfig:
     norm_eps: float
     rope_theta: float
     family: Literal["llama", "gemma"] = "llama"  # SiLU and plain norms, or tanh-GELU and offset norms
+    qkv_bias: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -52,9 +53,9 @@ class DecoderAttention(nn.Module):
         self.head_dim = config.head_dim
         self.is_cross = kv_input_size is not None
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, q_size, bias=False)
-        self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=False)
-        self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
 
     def inputs(self) -> tuple[nn.Module, ...]:

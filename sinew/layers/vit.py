@@ -1,8 +1,10 @@
-"""SigLIP vision transformer (Zhai et al. 2023): patches in, one feature per patch out."""
+"""Vision transformers by their fields (SigLIP: Zhai et al. 2023; DINOv2: Oquab et al. 2023): patches in, one feature
+per patch out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,11 @@ from sinew.layers.sizes import check_sizes
 
 @dataclass(frozen=True)
 class ViTConfig:
+    """``prefix_tokens``: learned tokens before the patches, without positions (DINOv2: class token and registers);
+    they are not among the features. ``layer_scale``: a learned factor per channel on each branch. ``final_norm``:
+    False where features are taken from a block in the middle; ``num_layers`` counts the blocks that run.
+    """
+
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -23,6 +30,10 @@ class ViTConfig:
     image_size: int  # side of the square that the position table covers, pixels
     patch_size: int
     norm_eps: float
+    activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
+    prefix_tokens: int = 0
+    layer_scale: bool = False
+    final_norm: bool = True
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -79,12 +90,24 @@ class ViTMLP(nn.Module):
         super().__init__()
         self.fc1 = Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = Linear(config.intermediate_size, config.hidden_size)
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return (self.fc1,)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
+
+
+class LayerScale(nn.Module):
+    """A learned factor per channel (Touvron et al. 2021, CaiT)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 class ViTLayer(nn.Module):
@@ -94,13 +117,15 @@ class ViTLayer(nn.Module):
         self.attn = ViTAttention(config)
         self.norm2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = ViTMLP(config)
+        self.scale1: nn.Module = LayerScale(config.hidden_size) if config.layer_scale else nn.Identity()
+        self.scale2: nn.Module = LayerScale(config.hidden_size) if config.layer_scale else nn.Identity()
 
     def joints(self) -> list[Joint]:
         return [Joint(self, "norm1", (self.attn,)), Joint(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.scale1(self.attn(self.norm1(x)))
+        return x + self.scale2(self.mlp(self.norm2(x)))
 
 
 class VisionTransformer(nn.Module):
@@ -110,7 +135,11 @@ class VisionTransformer(nn.Module):
         self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
         self.position_embedding = Embedding(config.side**2, config.hidden_size)
         self.layers = nn.ModuleList(ViTLayer(config) for _ in range(config.num_layers))
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        if config.prefix_tokens:
+            self.prefix = nn.Parameter(torch.zeros(config.prefix_tokens, config.hidden_size))
+        self.norm: nn.Module = (
+            LayerNorm(config.hidden_size, eps=config.norm_eps) if config.final_norm else nn.Identity()
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """pixels: [B, 3, height, width], multiples of the patch size -> [B, patches, C] in row-major order."""
@@ -121,9 +150,12 @@ class VisionTransformer(nn.Module):
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
         """x: [B, rows * cols, C], embedded patches without their positions -> features [B, rows * cols, C]."""
         x = x + self.positions(rows, cols)
+        skip = self.config.prefix_tokens
+        if skip:
+            x = torch.cat([self.prefix.expand(len(x), -1, -1), x], dim=1)
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x)
+        return self.norm(x)[:, skip:]
 
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C]
         ids = position_rows(rows, cols, self.config.side)

@@ -50,6 +50,9 @@ def _sigmoid_gelu(model: Any) -> tuple[Status, str, tuple[str, ...]]:
         if unknown := foreign(module, ViTMLP) or foreign(module, GatedMLP):
             left[name] = unknown
             continue
+        if isinstance(module, ViTMLP) and module.approximate != "tanh":
+            left[name] = "GELU in its exact form"
+            continue
         if isinstance(module, ViTMLP):
             become(module, SigmoidMLP)
         elif isinstance(module, GatedMLP) and module.activation is not F.silu:

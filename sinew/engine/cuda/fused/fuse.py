@@ -41,7 +41,7 @@ from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
 from sinew.layers.linear import Linear, linear_in_weight
 from sinew.layers.norm import AdaRMSNorm
-from sinew.layers.vit import VisionTransformer, ViTAttention, ViTLayer, ViTMLP
+from sinew.layers.vit import LayerScale, VisionTransformer, ViTAttention, ViTLayer, ViTMLP
 
 # All rewrites that take launches or bytes away. For the state token alone, `constant-kv` would read all of the
 # expert's weights once more (0.55 GB for pi0), and 63 actions with their state are the 64 rows of a tile.
@@ -100,6 +100,8 @@ def _last(layer: Any) -> str | None:
 def _vision(layer: Any) -> str | None:
     if unknown := foreign(layer.attn, ViTAttention) or foreign(layer.mlp, ViTMLP):
         return unknown
+    if layer.mlp.approximate != "tanh" or isinstance(layer.scale1, LayerScale):
+        return "GELU in its exact form, or LayerScale"
     norms = isinstance(layer.norm1, UnitLayerNorm) and isinstance(layer.norm2, UnitLayerNorm)
     if not norms or not isinstance(layer.attn, PackedViTAttention):
         return "not packed, or norms not folded"
@@ -179,6 +181,8 @@ def _towers(model: Any, ops: Ops) -> Outcome:
             continue
         whys = (foreign(layer, ViTLayer) or _vision(layer) for layer in tower.layers)
         why = "no row-wise kernels" if ops.rows is None else next(filter(None, whys), None)
+        if tower.config.prefix_tokens or not tower.config.final_norm:
+            why = "tokens before the patches, or no final norm"
         become(tower, PatchTower if why else RowwiseTower)
         give_patches(tower)
         if why:
