@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import timeline
 from benchmarks.gpu.models import MODELS, TARGETS
 from benchmarks.gpu.roofline import work
-from benchmarks.gpu.sections import SECTIONS, run_tests
+from benchmarks.gpu.sections import CALLS, SECTIONS, run_tests
 from benchmarks.gpu.table import joined, markdown, table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -339,8 +340,32 @@ def test_the_make_target_needs_no_environment() -> None:
 def test_what_ten_minutes_are_for_comes_first() -> None:
     """Together at their longest, what must not be missing fits; compiling the large models is what is left out."""
     names = list(SECTIONS)
-    needed = names[: names.index("tests")]
-    assert set(needed) >= {"machine", "checks", "first", *(f"ladder {name}" for name in MODELS)}
-    assert sum(SECTIONS[name][1] for name in needed) <= 540  # the first call of docs/gpu.md
+    needed = {"machine", "checks", "first", "tests"}
+    needed |= {f"{kind} {name}" for kind in ("ladder", "timeline") for name in MODELS}
+    assert needed <= {name for call in CALLS for name in call}
+    for call in CALLS:
+        assert sum(SECTIONS[name][1] for name in call) <= gpu.BUDGET
     assert gpu.BUDGET + gpu.GRACE < 600
     assert names[-2:] == ["compile pi0.5", "compile pi0"]
+
+
+def test_a_timeline_sums_kinds_and_gaps() -> None:
+    def launch(name: str, start: float, length: float, grid: int) -> dict:
+        return {"name": name, "cat": "kernel", "ts": start, "dur": length, "args": {"grid": [grid, 1, 1]}}
+
+    events = [launch("a", 0, 10, 1), launch("b", 12, 5, 2), launch("a", 16, 10, 1), launch("a", 30, 4, 3)]
+    whole, *kinds = timeline.rows_of(events)
+    assert (whole["launches"], whole["span_us"], whole["busy_us"]) == (4, 34, 29)
+    assert (whole["gaps_us"], whole["positive_gaps_us"]) == (5, 6)  # the second a begins before b ends
+    assert [(row["what"], row["launches"], row["us"]) for row in kinds] == [
+        ("a", 2, 20),
+        ("b", 1, 5),
+        ("a", 1, 4),
+    ]
+
+
+def test_the_timeline_runs_without_a_gpu() -> None:
+    record = gpu.run_section("timeline smolvla", 120, "cpu", True)
+    assert record["status"] == "done", record
+    assert {row["variant"] for row in record["rows"]} == set(timeline.VARIANTS)
+    assert all(row["launches"] > 0 for row in record["rows"])

@@ -76,7 +76,7 @@ MUTANTS = [
     ("qkv_rope", "rows, cols, ok, head, q_row", "rows, cols, ok, 0, q_row", {}),
     ("qkv_rope", "weight + ((head * D + cols)", "weight + ((cols)", {}),
     ("qkv_rope", "low_tile + HALF * K + i", "low_tile + K + i", {}),
-    ("splitk_linear", "for s in range(SPLIT)", "for s in range(SPLIT - 1)", {}),
+    ("splitk_linear", "for s in tl.static_range(SPLIT)", "for s in tl.static_range(SPLIT - 1)", {}),
     ("splitk_linear", "tl.store(arrivals + tile, 0)", "tl.store(arrivals + tile, 1)", {}),
     ("splitk_linear", "acc *= tl.load(gate", "acc += tl.load(gate", {}),
     ("splitk_linear", "factor = 1.0 + tl.load(scale", "factor = tl.load(scale", {"scaled": True}),

@@ -94,7 +94,7 @@ def splitk_linear_kernel(
         is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if is_last:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for s in range(SPLIT):
+            for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
                 part = parts + (s * tiles + tile) * (BLOCK_M * BLOCK_N) + inside
                 acc += tl.load(part, cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
