@@ -92,13 +92,17 @@ def run(
             rate = hz or rate or policy.get("control_hz")
             if not rate:
                 raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
+            if not (prompt := prompt or instruction or str(policy.get("default_prompt") or "")):
+                raise SinewError(
+                    "--prompt: expected an instruction; neither the policy nor the robot has one"
+                )
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
             settings = Settings(
                 hz=float(rate), handover=handover, replan=replan, motion=_object("--motion", motion),
                 limits=found.to_dict() if found is not None else None, max_age=max_age, deadline=deadline,
                 stale=stale, finish=finish, future=future, substeps=substeps,
             )  # fmt: skip
-            loop = Loop(machine, connect, settings, dim, prompt or instruction)
+            loop = Loop(machine, connect, settings, dim, prompt)
             if hasattr(machine, "on_episode"):
                 machine.on_episode = loop.restart
             if record is not None:

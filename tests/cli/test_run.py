@@ -24,6 +24,7 @@ from sinew.cli import main
 from sinew.cli.run_view import Keys, View
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
+PLAIN = ("--hz", "20", "--deadline", "60", "--prompt", "put the red block into the left bin")
 POLICY: dict[str, Any] = {
     "cameras": [{"name": "front", "height": 4, "width": 6}],
     "state": {"dim": 2},
@@ -38,21 +39,11 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_dry_run_from_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal, limits = tmp_path / "run.jsonl", tmp_path / "limits.json"
     limits.write_text(json.dumps({"low": -0.2, "high": 0.2, "velocity": 1}))
-    options = (
-        "--seconds",
-        "3",
-        "--record",
-        str(journal),
-        "--limits",
-        str(limits),
-        "--hz",
-        "20",
-        "--deadline",
-        "60",
-    )
+    options = ("--seconds", "3", "--record", str(journal), "--limits", str(limits), *PLAIN)
     assert main(["run", str(BLOCKS), *options]) == 0
     report = last_json(capsys)
     assert (report["robot"], report["steps"]) == ("dry", 60)
+    assert report["executed"] > 0
     assert report["executed"] + sum(report["held"].values()) == 60
     found = repeat(journal)
     assert (found.commands, found.differences) == (60, [])
@@ -94,8 +85,13 @@ def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> N
 def test_what_is_wrong_is_named(
     options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", str(BLOCKS), "--hz", "20", *options]) == 1
+    assert main(["run", str(BLOCKS), *PLAIN, *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_instruction_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(BLOCKS), "--hz", "20", "--seconds", "1"]) == 1
+    assert "--prompt: expected an instruction" in capsys.readouterr().err
 
 
 def loop_without_server() -> Loop:
@@ -149,15 +145,18 @@ def test_the_view_says_what_happens() -> None:
 def test_with_a_keyboard_it_starts_paused_and_q_ends_it(tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), "--hz", "20", "--record", str(journal)]
+    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--record", str(journal)]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
-        seen = _read_until(ours, b"paused")
-        os.write(ours, b" ")
-        seen = _read_until(ours, b"moves")
-        os.write(ours, b"q")
-        seen = _read_until(ours, b'"schema": "sinew.run/1"')
-        assert process.wait(60) == 0
+        try:
+            _read_until(ours, b"paused")
+            os.write(ours, b" ")
+            _read_until(ours, b"moves")
+            os.write(ours, b"q")
+            seen = _read_until(ours, b'"schema": "sinew.run/1"')
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     os.close(ours)
     assert b"cadence" in seen
     events = [json.loads(line) for line in journal.read_text().splitlines()]
