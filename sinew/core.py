@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sinew.solvers import FLOW, Solver
+
 # ----------------------------------------------------------------------------- errors
 
 
@@ -110,8 +112,8 @@ class PolicySpec:
     state: VectorSpec
     action: VectorSpec
     chunk_size: int  # H, actions per chunk
-    noise_dim: int  # width of the noise that starts the solver; 0 for single-pass heads
-    solver_steps: int  # default number of solver steps; 0 for single-pass heads
+    noise_dim: int  # width of the noise that starts the solver; 0 where it starts from zeros
+    solver_steps: int  # default number of solver steps; 1 for single-pass heads
     max_prompt_tokens: int
     resizes_frames: bool = True
     control_hz: float | None = None
@@ -120,6 +122,7 @@ class PolicySpec:
     default_prompt: str = ""  # used when an observation has none
     n_action_steps: int = 0  # rows that upstream executes before it infers again; 0 where it does not say
     noise_rows: int = 0  # where the solver integrates more rows than the chunk has; 0: as many
+    solver: Solver = FLOW
 
     @property
     def noise_shape(self) -> tuple[int, int]:

@@ -1,46 +1,131 @@
-"""Solvers: from noise to actions along a learned velocity field.
+"""Solvers: what the outputs of a head mean, as data, and the one loop that every engine runs.
 
-The solver owns the loop and the number of steps; time grid, sign and noise distribution are the
-model's convention, described by its configuration.
+A head is asked several times (flow matching, diffusion) or once (regression). In all of them a step has the form
+
+    x <- keep * x + gain * act(x, moment, context)
+
+with numbers that depend on the step alone: Euler keeps x and adds dt times a velocity, a single pass keeps nothing
+and takes the output as it is, a linear multi-step or DDIM sampler has a table. The loop works on anything that can be
+added and multiplied by a number, so engines without torch use it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 Array = TypeVar("Array")  # a tensor, or an array of an engine without torch
-Velocity = Callable[[Any, Any], Any]  # (x [B, H, D], t [B]) -> [B, H, D]
 
 
-def times(steps: int) -> list[float]:
-    """Where Euler evaluates: 1 + step * dt in double precision, to be rounded once to float32, so that they
-    are those of the reference."""
-    return [1.0 + step * (-1.0 / steps) for step in range(steps)]
+class Step(NamedTuple):
+    """One evaluation: at ``time``, then ``keep * x + gain * output``. Python floats, so double precision."""
+
+    time: float
+    keep: float
+    gain: float
+
+    def advance(self, x: Array, output: Array) -> Array:
+        moved: Any = output if self.gain == 1.0 else self.gain * output  # type: ignore[operator]
+        if self.keep == 0.0:
+            return moved
+        kept: Any = x if self.keep == 1.0 else self.keep * x  # type: ignore[operator]
+        return kept + moved
 
 
-def euler(
-    velocity: Velocity,
-    noise: Array,
-    steps: int,
-    after_step: Callable[[], None] | None = None,
-    moments: Sequence[Any] | None = None,
-) -> Array:
-    """Forward Euler from t = 1 (noise) to t = 0 (actions), the openpi and LeRobot convention.
+@dataclass(frozen=True, slots=True)
+class Solver:
+    """How noise becomes actions. Part of a policy's specification, so it travels in bundles.
 
-    noise: float32 [B, H, D]. ``after_step`` runs after each step: timing, cancellation. ``moments``: what the
-    velocity takes in place of the time, one per step, from an engine that has prepared it.
+    kind:   "euler" integrates a velocity from ``start`` to ``end`` in equal steps; "single" takes the output of one
+            evaluation as the actions; "table" has its steps written out.
+    start, end: the time of noise and of actions: 1 to 0 in openpi and LeRobot, 0 to 1 in GR00T and Evo-1.
+    noise:  what x is at the start: "normal" (standard), "uniform" in [-1, 1], or "zeros".
+    table:  of "table", rows (time, keep, gain). DDIM without clipping from noise level a_k to a_j (cumulative alphas)
+            of a head that predicts the noise: keep = sqrt(a_j / a_k), gain = sqrt(1 - a_j) - keep * sqrt(1 - a_k).
     """
-    dt = -1.0 / steps
-    x: Any = noise
-    for step, time in enumerate(times(steps)):
-        if moments is None:
-            import torch  # here, because engines without torch bring their moments
 
-            t = torch.full((x.shape[0],), time, dtype=torch.float32, device=x.device)
+    kind: Literal["euler", "single", "table"] = "euler"
+    start: float = 1.0
+    end: float = 0.0
+    noise: Literal["normal", "uniform", "zeros"] = "normal"
+    table: tuple[tuple[float, float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind == "euler" and self.start == self.end:
+            raise ValueError(f"solver: expected start and end to differ, got {self.start} twice")
+        if (self.kind == "table") != bool(self.table):
+            raise ValueError(
+                f"solver: expected rows of a table with kind table alone, got kind {self.kind!r}"
+            )
+
+    @property
+    def fixed_steps(self) -> int | None:
+        """The only possible number of steps, None where a request may choose."""
+        return {"single": 1, "table": len(self.table), "euler": None}[self.kind]
+
+    def steps(self, count: int) -> list[Step]:
+        """Return the evaluations of a solution in ``count`` steps. Raises ValueError for an impossible number."""
+        if count < 1 or self.fixed_steps not in (None, count):
+            raise ValueError(f"solver_steps: expected {self.fixed_steps or '1 or more'}, got {count}")
+        if self.kind == "single":
+            return [Step(self.start, 0.0, 1.0)]
+        if self.kind == "table":
+            return [Step(*row) for row in self.table]
+        span = self.end - self.start
+        # k / n and not k * (1 / n): time buckets of GR00T and Evo-1 are cut from this very quotient.
+        return [Step(self.start + k * span / count, 1.0, span / count) for k in range(count)]
+
+    def times(self, count: int) -> list[float]:
+        return [step.time for step in self.steps(count)]
+
+    def denoised(self, x: Any, output: Any, time: float) -> Any:
+        """Return the actions that one step of Euler from ``time`` to the end would give: the estimate that guidance
+        compares with what it wants. Raises ValueError for a table, whose rows do not tell it."""
+        if self.kind == "table":
+            raise ValueError("solver: a table has no estimate of the denoised actions")
+        return output if self.kind == "single" else x + (self.end - time) * output
+
+
+FLOW = Solver()  # openpi's and LeRobot's convention: t = 1 is noise, t = 0 are actions
+SINGLE = Solver("single", noise="zeros")
+
+
+class Guidance(Protocol):
+    """Steers a solution: computes the output that a step uses, in place of ``act(x)``.
+
+    ``act`` is the head at this step (its moment and context are bound), so ``torch.func.vjp(act, x)`` is the
+    vector-Jacobian product that real-time chunking needs. An engine that is given a guidance runs without inference
+    mode, whose tensors autograd refuses.
+    """
+
+    def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...
+
+
+def solve(
+    act: Callable[[Any, Any], Any],
+    x: Array,
+    steps: Sequence[Step],
+    moments: Iterable[Any],
+    after_step: Callable[[], None] | None = None,
+    guidance: Guidance | None = None,
+) -> Array:
+    """Return x [B, H, A] after all ``steps`` (of :meth:`Solver.steps`).
+
+    act: (x, moment) -> output [B, H, A]. moments: what the head takes from each step's time, in order; they may be
+    computed lazily. after_step runs after each step: timing, cancellation.
+    """
+    for step, moment in zip(steps, moments, strict=True):
+        if guidance is None:
+            output = act(x, moment)
         else:
-            t = moments[step]
-        x = x + dt * velocity(x, t)
+            output = guidance(partial(_at, act, moment), x, step)
+        x = step.advance(x, output)
         if after_step:
             after_step()
     return x
+
+
+def _at(act: Callable[[Any, Any], Any], moment: Any, x: Any) -> Any:
+    return act(x, moment)

@@ -18,10 +18,10 @@ STOREYS = [
     {"checks", "presets", "serve", "sim"},
     {"policy"},
     {"engine", "convert"},
-    {"models", "solvers"},
+    {"models"},
     {"layers", "processing"},
     {"bundle"},
-    {"machine", "core"},
+    {"machine", "core", "solvers"},
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.models.base import Prefix
+from sinew.models.expert import Prefix
 from sinew.models.smolvla import SmolVLA
 
 

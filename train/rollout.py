@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from sinew.models.smolvla import SmolVLA
-from sinew.solvers import euler
+from sinew.solvers import solve
 from train.checkpoint import PAD, Statistics
 
 
@@ -50,8 +50,10 @@ class Actor:
         state = normalised(np.stack([o["state"] for o in observations]), self.stats["observation.state"])
         cameras = torch.ones(pixels.shape[:2], dtype=torch.bool)
         image_tokens = self.model.embed_images(to_pixels(pixels))
-        prefix = self.model.prefix(image_tokens, cameras, tokens, mask, torch.from_numpy(state))
-        x = euler(lambda x, t: self.model.velocity(x, t, prefix), torch.from_numpy(noise), self.solver_steps)
+        model, steps = self.model, self.solver_steps
+        context = model.read(image_tokens, cameras, tokens, mask, torch.from_numpy(state))
+        evaluations = model.solver.steps(steps), model.moments(steps)
+        x = solve(lambda x, m: model.act(x, m, context), torch.from_numpy(noise), *evaluations)
         return x.numpy() * self.stats["action"]["std"] + self.stats["action"]["mean"]
 
 

@@ -28,7 +28,7 @@ from benchmarks.gpu.session import Row, Session, shrunk, still_there
 from sinew.engine.cuda.tune.timing import on
 from sinew.engine.cuda.tune.trials import Trials
 from sinew.engine.cuda.tune.tuner import tune
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 
 INPUTS = 4  # that rotate
 SHORT = 100  # calls
@@ -66,7 +66,7 @@ def grid(model: str, session: Session) -> None:
             _tidy(session)
 
 
-def _models(name: str, session: Session) -> tuple[FlowModel, Any, FlowModel | None]:
+def _models(name: str, session: Session) -> tuple[Model, Any, Model | None]:
     """The model, its processing, and its copy in float32 if there is room."""
     base = random_model(name, session.device, tiny=session.tiny)
     reference, why = _reference(base, session)
@@ -75,7 +75,7 @@ def _models(name: str, session: Session) -> tuple[FlowModel, Any, FlowModel | No
     return base, processing(name, base.config), reference
 
 
-def _rungs(case: Case, base: FlowModel, recipe: Any, reference: FlowModel | None, session: Session) -> None:
+def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, session: Session) -> None:
     shaped, device = with_chunk(base, case.chunk), session.device
     inputs = samples(case, base.config, INPUTS, _camera(session))
     wanted = _answers(reference, case, recipe, session, inputs)
@@ -213,7 +213,7 @@ def _largest(chunks: list[np.ndarray], plain: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(chunks, plain, strict=True))
 
 
-def _reference(base: FlowModel, session: Session) -> tuple[FlowModel | None, str]:
+def _reference(base: Model, session: Session) -> tuple[Model | None, str]:
     """A float32 copy, computed without TF32; None where it does not fit beside what is measured."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     needed = ROOM * 4 * sum(p.numel() for p in base.parameters())
@@ -222,9 +222,7 @@ def _reference(base: FlowModel, session: Session) -> tuple[FlowModel | None, str
     return in_float32(base), ""
 
 
-def _answers(
-    reference: FlowModel | None, case: Case, recipe: Any, session: Session, inputs: list[Sample]
-) -> Any:
+def _answers(reference: Model | None, case: Case, recipe: Any, session: Session, inputs: list[Sample]) -> Any:
     if reference is None:
         return None
     rung = Eager(with_chunk(reference, case.chunk), recipe, session.device)

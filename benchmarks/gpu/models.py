@@ -19,7 +19,7 @@ from sinew.layers.decoder import DecoderConfig
 from sinew.layers.norm import GemmaRMSNorm, RMSNorm
 from sinew.layers.vit import ViTConfig
 from sinew.models import build_on_meta
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.models.pi0 import PI0Config
 from sinew.models.smolvla import SmolVLAConfig
 from sinew.processing import ModelInputs
@@ -133,7 +133,7 @@ def processing(model: str, config: Any) -> Processing:
 @torch.no_grad()
 def random_model(
     name: str, device: torch.device, *, tiny: bool = False, chunk: int | None = None, seed: int = 0
-) -> FlowModel:
+) -> Model:
     """In bfloat16, with the modules in float32 that stay so when a bundle is loaded."""
     architecture, full, small = MODELS[name]
     config = small if tiny else full
@@ -163,21 +163,21 @@ def _spread(model: nn.Module, key: str, parameter: Tensor) -> tuple[float, float
     return STD, 1.0 if is_scale and offset else 0.0
 
 
-def in_float32(model: FlowModel) -> FlowModel:
+def in_float32(model: Model) -> Model:
     """The reference: a copy with the same weights, widened."""
     wide = build_on_meta(_architecture(model), model.config)
     wide.load_state_dict({k: v.float() for k, v in model.state_dict().items()}, strict=True, assign=True)
     return wide.eval().requires_grad_(False)
 
 
-def with_chunk(model: FlowModel, chunk: int) -> FlowModel:
+def with_chunk(model: Model, chunk: int) -> Model:
     """The same weights, asked for chunks of another length."""
     other = build_on_meta(_architecture(model), replace(model.config, chunk_size=chunk))
     other.load_state_dict(model.state_dict(), strict=True, assign=True)
     return other.eval().requires_grad_(False)
 
 
-def _architecture(model: FlowModel) -> str:
+def _architecture(model: Model) -> str:
     return {"PI05": "pi05", "PI0": "pi0", "SmolVLA": "smolvla"}[type(model).__name__]
 
 

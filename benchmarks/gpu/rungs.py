@@ -23,9 +23,9 @@ from sinew.bundle.schema import Processing
 from sinew.core import Timing
 from sinew.engine.cuda.kernels import preprocess
 from sinew.engine.cuda.kernels.resize_tables import Resize
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.processing.normalize import Normalizer
-from sinew.solvers import euler
+from sinew.solvers import solve
 
 Row = dict[str, Any]
 ENOUGH = 500  # calls for a p99, of which five are then slower
@@ -35,14 +35,12 @@ STAGES = ("vision", "language", "action")
 class Eager:
     """The model's own PyTorch code; ``compiled``: its three parts through ``torch.compile``, one by one."""
 
-    def __init__(
-        self, model: FlowModel, processing: Processing, device: torch.device, compiled: bool = False
-    ):
+    def __init__(self, model: Model, processing: Processing, device: torch.device, compiled: bool = False):
         self.model, self.device, self.image = model, device, processing.image
-        parts: list[Callable[..., Any]] = [model.embed_images, model.prefix, model.velocity]
+        parts: list[Callable[..., Any]] = [model.embed_images, model.read, model.act]
         if compiled:
             parts = [torch.compile(part, dynamic=False) for part in parts]
-        self.embed_images, self.prefix, self.velocity = parts
+        self.embed_images, self.read, self.act = parts
         self.tables: dict[tuple[int, ...], Resize] = {}
 
     @torch.inference_mode()
@@ -58,9 +56,10 @@ class Eager:
         cameras, tokens, valid, state, noise = (torch.from_numpy(a)[None].to(self.device) for a in tensors)
         image_tokens = self.embed_images(self.pixels(inputs.frames))
         lap()
-        prefix = self.prefix(image_tokens, cameras, tokens, valid, state)
+        context = self.read(image_tokens, cameras, tokens, valid, state)
         lap()
-        x = euler(lambda x, t: self.velocity(x, t, prefix), noise, steps, lap)
+        evaluations = self.model.solver.steps(steps), self.model.moments(steps)
+        x = solve(lambda x, m: self.act(x, m, context), noise, *evaluations, lap)
         chunk = x[0].float().cpu().numpy()
         spans = [1e3 * (b - a) for a, b in pairwise(laps)]
         return chunk, Timing(vision_ms=spans[0], prefix_ms=spans[1], step_ms=tuple(spans[2:]))
@@ -83,7 +82,7 @@ class Engine:
         return self.engine.run(sample.inputs, sample.noise, steps)
 
 
-def plan_of(model: FlowModel) -> Any:
+def plan_of(model: Model) -> Any:
     """The plan that all engines of a model start from; they leave it as it is. It folds weights: as much memory."""
     from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.plan import Plan

@@ -40,7 +40,9 @@ class PromptRecipe:
     clean: strip the instruction and turn underscores and line breaks into spaces (pi0.5).
     ``{state}`` in the template is the normalised state as bin numbers: its first ``state_values`` entries,
     padded with zeros, each counted into ``state_bins`` equal bins of [-1, 1].
-    padding: how the model was trained; what it computes on may leave padding out.
+    padding: how the model was trained; what it computes on may leave padding out. padding_side: where padding goes
+             if there is any, so also where engines put it that run a few lengths only; "left" for models whose
+             sequence goes on behind the prompt.
     lower: in small letters. ensure_last: a token that is appended unless it is the last already; -1 for none.
     drop: tokens that only mark in the template where the model puts something of its own, such as a view.
     """
@@ -54,6 +56,7 @@ class PromptRecipe:
     state_values: int = 0
     ensure_suffix: str = ""
     padding: Literal["longest", "max_length"] = "longest"
+    padding_side: Literal["right", "left"] = "right"
     add_special_tokens: bool = True
     lower: bool = False
     ensure_last: int = -1
@@ -256,6 +259,10 @@ class Manifest:
             and (spec.noise_rows == 0 or spec.chunk_size <= spec.noise_rows <= MAX_SIZE)
             and 0 <= spec.noise_dim <= MAX_SIZE
             and 0 <= spec.solver_steps <= MAX_SIZE,
+            "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps
+            in (None, spec.solver_steps),
+            "spec.noise_dim: expected 0 where the solver starts from zeros, else the padded action dim": spec.noise_dim
+            == (0 if spec.solver.noise == "zeros" else processing.padded_action_dim),
             "spec.state does not fit processing.padded_state_dim": 1
             <= spec.state.dim
             <= processing.padded_state_dim

@@ -18,7 +18,7 @@ from rich.table import Table
 from sinew import machine
 
 if TYPE_CHECKING:
-    from sinew.engine.plan.cost import Shapes
+    from sinew.engine.example import Shapes
     from sinew.perf.program import Program
     from sinew.policy import Policy
 
@@ -36,7 +36,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
     if policy.engine_name == "cuda":
         return {"reason": "the cuda engine's twins are no program that a CPU was calibrated for"}
     try:
-        from sinew.engine.plan.cost import Shapes
+        from sinew.engine.example import Shapes
         from sinew.perf.machine import fit as calibration
     except ImportError as error:
         return {"reason": f"counting operations needs {error.name}"}

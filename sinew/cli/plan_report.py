@@ -21,9 +21,10 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     """
     import torch
 
+    from sinew.engine.example import Shapes
     from sinew.engine.loading import load_model
     from sinew.engine.plan import REWRITES, Plan
-    from sinew.engine.plan.cost import Shapes, savings
+    from sinew.engine.plan.cost import savings
     from sinew.engine.plan.engine import ON_CPU
     from sinew.policy import choose_dtype
     from sinew.processing import Processor

@@ -101,7 +101,6 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
 
     from sinew.engine.cuda.engine import CudaEngine
     from sinew.engine.cuda.fp8.calibrate import calibrate
-    from sinew.engine.cuda.fp8.scales import component_of
     from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.cuda.options import CudaOptions
     from sinew.engine.plan import Plan
@@ -113,7 +112,7 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
     made, _ = calibrate(opened, model, islice(stream, count), origin)
     options = CudaOptions(fp8=tuple(name for name, kind in chosen.items() if kind == "fp8"))
     scales = {name: float(f"{scale:.6g}") for name, scale in made.scales.items()}
-    scales = {name: scale for name, scale in scales.items() if component_of(name) in options.fp8}
+    scales = {name: scale for name, scale in scales.items() if model.component_of(name) in options.fp8}
     processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
     engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
     errors = measure(reference, engine, islice(stream, count))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -12,22 +12,21 @@ import torch
 
 from sinew import machine
 from sinew.core import CancelledError, Timing
+from sinew.engine.example import Inputs
 from sinew.engine.threads import settle
-from sinew.models.base import FlowModel, Prefix
+from sinew.models.base import Model
 from sinew.processing import ModelInputs
-from sinew.solvers import Velocity, euler
-
-Field = tuple[Velocity, list[torch.Tensor] | None]
+from sinew.solvers import Guidance, solve
 
 _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
 
 
 class EagerEngine:
-    """Runs a flow-matching model. Not reentrant: one inference at a time."""
+    """Runs a model. Not reentrant: one inference at a time."""
 
     _settled: ClassVar[int] = 0  # the number of threads that the last of them settled on
 
-    def __init__(self, model: FlowModel, device: torch.device):
+    def __init__(self, model: Model, device: torch.device):
         self.model = model.eval().requires_grad_(False)
         self.device = device
         self.recipe: dict[str, str] = {}  # nothing is quantised
@@ -53,33 +52,41 @@ class EagerEngine:
         """Bytes of the model's parameters in memory (mapped or converted)."""
         return sum(p.nbytes for p in self.model.parameters())
 
-    @torch.inference_mode()
     def run(
-        self, inputs: ModelInputs, noise: np.ndarray, steps: int, cancel: threading.Event | None = None
+        self,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        cancel: threading.Event | None = None,
+        guidance: Guidance | None = None,
     ) -> tuple[np.ndarray, Timing]:
         """noise: float32 [H, A] -> model output float32 [H, A] in model units, with per-stage times.
 
-        Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set.
+        Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set. With ``guidance``
+        nothing runs in inference mode, because autograd cannot use what was made there.
         """
-        clock = _StageClock(self.device, cancel)
-        tensors = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
-        pixels, camera_mask, tokens, token_mask, state = (self._batch(array) for array in tensors)
-        image_tokens = self.model.embed_images(pixels)  # [1, V, N, C]
-        vision_ms = clock.lap()
-        prefix = self.model.prefix(image_tokens, camera_mask, tokens, token_mask, state)
-        prefix_ms = clock.lap()
-        step_ms: list[float] = []
-        velocity, moments = self.field(prefix, steps)
-        x = euler(velocity, self._batch(noise), steps, lambda: step_ms.append(clock.lap()), moments)
-        timing = Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
-        return x[0].float().cpu().numpy(), timing
+        with torch.inference_mode(guidance is None), torch.no_grad():
+            clock, model = _StageClock(self.device, cancel), self.model
+            batch = Inputs.of(inputs, self.device)
+            image_tokens = model.embed_images(batch.pixels)  # [1, V, N, C]
+            vision_ms = clock.lap()
+            context = model.read(image_tokens, *batch[1:])
+            prefix_ms = clock.lap()
+            step_ms: list[float] = []
+            x = solve(
+                lambda x, moment: model.act(x, moment, context),
+                torch.from_numpy(noise)[None].to(self.device),
+                model.solver.steps(steps),
+                self.moments(steps),
+                lambda: step_ms.append(clock.lap()),
+                guidance,
+            )
+            timing = Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
+            return x[0].float().cpu().numpy(), timing
 
-    def field(self, prefix: Prefix, steps: int) -> Field:
-        """The velocity that the solver follows, and what it takes in place of the times, if anything."""
-        return (lambda x, t: self.model.velocity(x, t, prefix)), None
-
-    def _batch(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array)[None].to(self.device)
+    def moments(self, steps: int) -> Iterable[torch.Tensor]:
+        """Return what each step takes from the time."""
+        return self.model.moments(steps)
 
 
 class _StageClock:

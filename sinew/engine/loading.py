@@ -16,7 +16,7 @@ from sinew.engine.eager import EagerEngine
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.models import build_on_meta, misfit, model_class
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.processing.normalize import Normalizer
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def parse_device(text: str) -> torch.device:
         raise SinewError(f"device {text!r} is not a torch device such as cpu or cuda:0") from None
 
 
-def load_model(bundle: Bundle, device: torch.device, dtype: str) -> FlowModel:
+def load_model(bundle: Bundle, device: torch.device, dtype: str) -> Model:
     """The bundle's architecture with its weights; parameters are views of the memory map where they can be."""
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
@@ -117,14 +117,16 @@ def load_model(bundle: Bundle, device: torch.device, dtype: str) -> FlowModel:
     model = build_on_meta(manifest.architecture, config)
     if problems := misfit(model, {name: info.shape for name, info in bundle.infos.items()}):
         raise BundleError(f"{bundle.path}: {problems}")
+    spec, processing = manifest.spec, manifest.processing
     if (
-        model.noise_shape != manifest.spec.noise_shape
-        or model.state_size != manifest.processing.padded_state_dim
+        model.noise_shape != (spec.noise_shape[0], processing.padded_action_dim)
+        or model.state_size != processing.padded_state_dim
     ):
         raise BundleError(
             f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
         )
 
+    model.solver = spec.solver
     state = {}
     for name, tensor in bundle.tensors("meta" if device.type == "meta" else "cpu").items():
         keep_wide = name.split(".")[0] in cls.float32_modules and dtype != "native"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sinew.core import BundleError
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 
 REGISTRY = {
     "smolvla": "sinew.models.smolvla:SmolVLA",
@@ -18,7 +18,7 @@ REGISTRY = {
 }
 
 
-def model_class(architecture: str) -> type[FlowModel]:
+def model_class(architecture: str) -> type[Model]:
     """The class behind an architecture name; imported on first use."""
     target = REGISTRY.get(architecture)
     if target is None:
@@ -27,14 +27,14 @@ def model_class(architecture: str) -> type[FlowModel]:
     return getattr(import_module(module), name)
 
 
-def build_on_meta(architecture: str, config: Any) -> FlowModel:
+def build_on_meta(architecture: str, config: Any) -> Model:
     """The model without memory for its weights: for shapes, and to have weights assigned."""
     with torch.device("meta"):
         return model_class(architecture)(config)
 
 
 def misfit(
-    model: FlowModel, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
+    model: Model, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
 ) -> str | None:
     """What is wrong with a set of tensors (name -> shape) for ``model``, naming them; None if they fit.
 

@@ -1,69 +1,48 @@
-"""What an engine may ask of a model with an iterative (flow-matching) head."""
+"""The contract between models and engines.
+
+An engine calls four things and reads a few facts; it knows no family:
+
+    image_tokens = model.embed_images(pixels)                                     # once per observation
+    context = model.read(image_tokens, camera_mask, tokens, token_mask, state)    # once per observation
+    moment = model.moment(t)                                                      # once per step, or from a table
+    output = model.act(x, moment, context)                                        # once per step
+
+What an output means, and how many there are, is data: :class:`sinew.solvers.Solver`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from sinew.layers.decoder import KeyValue
 from sinew.layers.joints import Joint
-from sinew.layers.rope import Rotation
-from sinew.layers.sizes import check_sizes
+from sinew.solvers import FLOW, SINGLE, Solver
+
+Context = Any  # a named tuple of tensors, and of tuples of them; None where a model has nothing to say
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What the action head reads of one observation. Lives for one integration.
-
-    kv:    per head layer, keys and values [B, P, Hkv, D] in the form in which that layer reads them.
-    valid: bool [B, P], False where the prefix is padding.
-    length: int64 [B], number of valid prefix tokens: the position of the first token after it.
-    state: float32 [B, 1, C], the state's token, for heads that read it beside their actions (pi0).
-    """
-
-    kv: tuple[KeyValue, ...]
-    valid: Tensor
-    length: Tensor
-    state: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class FlowConfig:
-    """What the configurations of all flow-matching models share. Sizes in tokens and dimensions."""
-
-    vocab_size: int
-    chunk_size: int
-    max_state_dim: int
-    max_action_dim: int
-    min_period: float  # of the time embedding
-    max_period: float
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if not 0 < self.min_period < self.max_period < float("inf"):
-            raise ValueError(f"periods {self.min_period} to {self.max_period} are not a range")
-
-
-class Frame(NamedTuple):
-    """Where the head's own tokens stand, and what they see: known once the prefix is."""
-
-    rotations: tuple[Rotation, ...]
-    masks: tuple[Tensor, ...]  # bool [B, S, keys], True = may see
-
-
-class FlowModel(nn.Module):
+class Model(nn.Module):
     """One architecture in plain PyTorch. Knows nothing of devices, servers or how it is executed.
 
-    ``config_type`` is the frozen dataclass that the bundle's ``sinew.config`` decodes into.
-    ``float32_modules`` are the top-level modules that stay float32 when weights are loaded in half
-    precision, because the reference keeps them so.
+    config_type: the frozen dataclass that the bundle's ``sinew.config`` decodes into.
+    float32_modules: top-level modules that stay float32 when weights are loaded in half precision, because the
+        reference keeps them so.
+    components: top-level module -> component of a precision recipe; modules that are not there belong to the head.
+    solver: the family's own; a loaded model has its bundle's.
     """
 
     config_type: ClassVar[type]
     float32_modules: ClassVar[tuple[str, ...]] = ()
+    components: ClassVar[Mapping[str, str]] = {
+        "vision": "vision",
+        "connector": "vision",
+        "language": "language",
+    }
+    solver: Solver = FLOW
     config: Any
 
     @property
@@ -76,49 +55,75 @@ class FlowModel(nn.Module):
         """S: the width of the padded state."""
         return self.config.max_state_dim
 
+    @property
+    def channels(self) -> int:
+        """Channels of a view: three for every set of statistics that normalises it."""
+        return 3
+
+    @property
+    def prefix_depth(self) -> int | None:
+        """Return how many layers of ``self.language`` leave keys and values that the head reads, counted from the
+        first. None when it reads something else."""
+        return None
+
+    def component_of(self, name: str) -> str:
+        """Return the component ("vision", "language", "head") of a module or parameter by its name."""
+        return self.components.get(name.partition(".")[0], "head")
+
     def joints(self) -> list[Joint]:
         """Return the norms whose readers stand in another block (:class:`sinew.layers.joints.Joint`)."""
         return []
 
+    def cache(self, context: Context) -> Any:
+        """Return the part of ``context`` that reports call the cache: what each step reads of the observation."""
+        return context
+
     @abstractmethod
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: float32 [B, V, 3, height, width] -> image tokens [B, V, tokens, C], unscaled."""
+        """pixels: float32 [B, V, channels, height, width] -> image tokens [B, V, tokens, C]."""
 
     @abstractmethod
-    def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
-        """The vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C']."""
-
-    @abstractmethod
-    def prefix(
+    def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Prefix:
-        """Everything that is computed once per observation.
+    ) -> Context:
+        """Return everything that is computed once per observation, as a named tuple of tensors.
 
-        image_tokens: [B, V, tokens, C]; camera_mask: bool [B, V]; tokens: int64 [B, L];
-        token_mask: bool [B, L]; state: float32 [B, S], normalised and padded.
+        image_tokens: [B, V, tokens, C]; camera_mask: bool [B, V]; tokens: int64 [B, L]; token_mask: bool [B, L];
+        state: float32 [B, S], normalised and padded. A view or token whose mask is False must not change the
+        result: engines pad the prompt on the side that the bundle's prompt recipe names. Shapes may follow from
+        the shapes of the arguments, never from their values.
         """
-
-    @property
-    def prefix_depth(self) -> int | None:
-        """How many of the language model's layers leave keys and values that the head reads, counted from
-        the first. None when it reads something else."""
-        return None
-
-    def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
-        """x: float32 [B, H, A]; t: float32 [B] -> float32 [B, H, A].
-
-        In three parts, by what they depend on, so that an engine may compute the first two less often.
-        """
-        return self.step(x, self.moment(t), self.frame(prefix), prefix)
 
     @abstractmethod
     def moment(self, t: Tensor) -> Tensor:
-        """What a step takes from the solver's time alone: t float32 [B] -> [B, ...]."""
+        """Return what a step takes from the solver's time alone: t float64 [B] -> [B, ...].
+
+        The time comes in double precision, as Python computes it: a model whose reference rounds it to float32
+        does so itself, one that cuts it into buckets does that first.
+        """
 
     @abstractmethod
-    def frame(self, prefix: Prefix) -> Frame:
-        """What a step takes from the prefix's length and mask alone."""
+    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+        """Return the head's output, float32 [B, H, A], for x float32 [B, H, A]; its meaning is the solver's."""
+
+    def moments(self, steps: int) -> Iterator[Tensor]:
+        """Yield the moment of each step of a solution, each [1, ...], computed when it is asked for."""
+        device = next(self.parameters()).device
+        for time in self.solver.times(steps):
+            yield self.moment(torch.full((1,), time, dtype=torch.float64, device=device))
+
+
+class Regression(Model):
+    """A model whose head is asked once and answers with the actions themselves."""
+
+    solver = SINGLE
+
+    def moment(self, t: Tensor) -> Tensor:
+        return torch.zeros(len(t), 1, device=t.device)
+
+    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+        return self.regress(context)
 
     @abstractmethod
-    def step(self, x: Tensor, moment: Tensor, frame: Frame, prefix: Prefix) -> Tensor:
-        """The rest: x float32 [B, H, A] -> its velocity, float32 [B, H, A]."""
+    def regress(self, context: Context) -> Tensor:
+        """Return the actions, float32 [B, H, A], in model units."""

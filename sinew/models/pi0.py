@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from sinew.layers.attention import block_mask
 from sinew.layers.decoder import AdaptiveDecoderLayer, Decoder, DecoderConfig, DecoderLayer, decoder_norm
-from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear, rounded
-from sinew.layers.norm import AdaRMSNorm, Modulation, RMSNorm
+from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.base import FlowConfig, FlowModel, Frame, Prefix
+from sinew.models.expert import Context, ExpertModel, FlowConfig, Prefix
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,12 @@ class Expert(nn.Module):
         return self.layers[0].mlp.down_proj.weight.dtype
 
 
-class PI0(FlowModel):
+class PI0(ExpertModel):
     config_type = PI0Config
-    float32_modules = (
-        "state_proj",
-        "action_in_proj",
-        "action_out_proj",
-        "action_time_mlp_in",
-        "action_time_mlp_out",
-        "time_mlp_in",
-        "time_mlp_out",
-    )
+    float32_modules = (*ExpertModel.float32_modules, "time_mlp_in", "time_mlp_out")
+    joints = ExpertModel.joints
     adaptive = False
+    has_state_token = True  # it sees the prefix and itself, never the actions
 
     def __init__(self, config: PI0Config):
         super().__init__()
@@ -85,18 +78,6 @@ class PI0(FlowModel):
         self.state_proj = Linear(self.config.max_state_dim, width)
         self.action_time_mlp_in = Linear(2 * width, width)
         self.action_time_mlp_out = Linear(width, width)
-
-    def joints(self) -> list[Joint]:
-        found = [Joint(self.vision, "norm", (self.connector,))]
-        if isinstance(self.expert.norm, RMSNorm):  # an adaptive norm has no weight to fold
-            found.append(Joint(self.expert, "norm", (self.action_out_proj,)))
-        return found
-
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        B, V, _, height, width = pixels.shape
-        patch = self.config.vision.patch_size
-        features = self.vision(pixels.flatten(0, 1))  # [B * V, patches, C]
-        return self.connect(features, height // patch, width // patch).unflatten(0, (B, V))
 
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
         return self.connector(features)
@@ -133,7 +114,7 @@ class PI0(FlowModel):
         width = self.config.expert.hidden_size
         return time_embedding(t, width, self.config.min_period, self.config.max_period)
 
-    def frame(self, prefix: Prefix) -> Frame:
+    def context(self, prefix: Prefix) -> Context:
         config, H = self.config.expert, self.config.chunk_size
         B, device = len(prefix.valid), prefix.valid.device
         S = H if prefix.state is None else 1 + H
@@ -143,41 +124,32 @@ class PI0(FlowModel):
         own = torch.ones(S, S, dtype=torch.bool, device=device)
         own[: S - H, S - H :] = False
         sees = torch.cat([prefix.valid[:, None].expand(B, S, -1), own.expand(B, S, S)], dim=-1)
-        return Frame((rotate,), (sees,))
-
-    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
-        """Noisy actions [B, H, A] and embedded time [B, C] -> expert tokens [B, H, C]."""
-        actions = self.action_in_proj(x)
-        both = torch.cat([actions, moment.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
-        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+        return Context(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
         """What the time adds to each layer's and the final norm's arguments: nothing in pi0."""
         return [()] * len(self.expert.layers), ()
 
-    def step(self, x: Tensor, moment: Tensor, frame: Frame, prefix: Prefix) -> Tensor:
-        (rotate,), (sees,) = frame
+    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+        cache, (rotate,), (sees,), state = context
         h = self.embed_actions(x, moment)
-        if prefix.state is not None:
-            h = torch.cat([prefix.state, h], dim=1)
+        if state is not None:
+            h = torch.cat([state, h], dim=1)
         h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H
         per_layer, final = self.modulations(moment)
-        for layer, modulation, kv in zip(self.expert.layers, per_layer, prefix.kv, strict=True):
+        for layer, modulation, kv in zip(self.expert.layers, per_layer, cache, strict=True):
             q, k, v = layer.project(h, rotate, *modulation)
             attended = layer.attn.attend(q, kv, sees, own=(k, v))
             h = layer.finish(h, attended, *modulation)
-        if prefix.state is not None:
+        if state is not None:
             h = h[:, 1:]
         return self.decode_actions(h, *final)
-
-    def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
-        """The expert's last hidden states of the actions, [B, H, C] -> their velocity [B, H, A]."""
-        return self.action_out_proj(self.expert.norm(h, *modulation).float())
 
 
 class PI05(PI0):
     adaptive = True
-    joints = PI0.joints
+    has_state_token = False
+    joints = ExpertModel.joints
 
     def add_time_modules(self, width: int) -> None:
         self.time_mlp_in = Linear(width, width)

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from sinew.layers.attention import block_mask
 from sinew.layers.connector import PixelShuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
-from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.base import FlowConfig, FlowModel, Frame, Prefix
+from sinew.models.expert import Context, ExpertModel, FlowConfig, Prefix
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,9 @@ class Expert(nn.Module):
         return self.norm.dtype
 
 
-class SmolVLA(FlowModel):
+class SmolVLA(ExpertModel):
     config_type = SmolVLAConfig
-    float32_modules = (
-        "state_proj",
-        "action_in_proj",
-        "action_out_proj",
-        "action_time_mlp_in",
-        "action_time_mlp_out",
-    )
+    joints = ExpertModel.joints
 
     def __init__(self, config: SmolVLAConfig):
         super().__init__()
@@ -110,18 +103,6 @@ class SmolVLA(FlowModel):
         self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = Linear(expert_width, expert_width)
         self.action_out_proj = Linear(expert_width, config.max_action_dim)
-
-    def joints(self) -> list[Joint]:
-        return [
-            Joint(self.vision, "norm", (self.connector,)),
-            Joint(self.expert, "norm", (self.action_out_proj,)),
-        ]
-
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        B, V, _, height, width = pixels.shape
-        patch = self.config.vision.patch_size
-        features = self.vision(pixels.flatten(0, 1))  # [B * V, patches, C]
-        return self.connect(features, height // patch, width // patch).unflatten(0, (B, V))
 
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
         return self.connector(features, rows, cols)
@@ -190,8 +171,8 @@ class SmolVLA(FlowModel):
         config = self.config
         return time_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 
-    def frame(self, prefix: Prefix) -> Frame:
-        """Rotations and masks of the self layers, then of the cross layers."""
+    def context(self, prefix: Prefix) -> Context:
+        """Rotations and masks are those of the self layers, then of the cross layers."""
         config, H = self.config.expert, self.config.chunk_size
         B, device = len(prefix.valid), prefix.valid.device
         steps = torch.arange(H, device=device).expand(B, H)
@@ -200,18 +181,12 @@ class SmolVLA(FlowModel):
         sees_prefix = prefix.valid[:, None].expand(B, H, -1)  # [B, H, P]
         causal = torch.ones(H, H, dtype=torch.bool, device=device).tril().expand(B, H, H)
         sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
-        return Frame((after_prefix, from_zero), (sees_both, sees_prefix))
+        return Context(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix))
 
-    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
-        """Noisy actions [B, H, A] and embedded time [B, C] -> expert tokens [B, H, C]."""
-        actions = self.action_in_proj(x)  # [B, H, C]
-        both = torch.cat([actions, moment.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
-        return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
-
-    def step(self, x: Tensor, moment: Tensor, frame: Frame, prefix: Prefix) -> Tensor:
-        (after_prefix, from_zero), (sees_both, sees_prefix) = frame
+    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+        cache, (after_prefix, from_zero), (sees_both, sees_prefix), _ = context
         h = self.embed_actions(x, moment).to(self.expert.dtype)  # [B, H, C]
-        for layer, is_self, kv in zip(self.expert.layers, self.expert.is_self, prefix.kv, strict=True):
+        for layer, is_self, kv in zip(self.expert.layers, self.expert.is_self, cache, strict=True):
             if is_self:
                 q, k, v = layer.project(h, after_prefix)
                 attended = layer.attn.attend(q, kv, sees_both, own=(k, v))
@@ -219,7 +194,3 @@ class SmolVLA(FlowModel):
                 attended = layer.attn.attend(layer.query(h, from_zero), kv, sees_prefix)
             h = layer.finish(h, attended)
         return self.decode_actions(h)
-
-    def decode_actions(self, h: Tensor) -> Tensor:
-        """The expert's last hidden states, [B, H, C] -> velocity [B, H, A]."""
-        return self.action_out_proj(self.expert.norm(h).float())

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from sinew.core import SinewError
-from sinew.engine.plan.cost import Shapes
+from sinew.engine.example import Shapes
 from sinew.perf.precision import SMALL_BITS, bits, dtype_name
 from sinew.perf.program import LIMITS, Engine, Program
 from sinew.perf.trace import Block, Trace

@@ -20,12 +20,13 @@ import torch
 from sinew.bundle import Bundle
 from sinew.core import SinewError
 from sinew.engine.eager import EagerEngine
+from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
 from sinew.engine.plan import Plan
-from sinew.engine.plan.cost import Shapes, on_meta
+from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.models import build_on_meta
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import Precision, as_number_format, as_traced, by_stage
 from sinew.perf.trace import STAGES, Call, Trace, trace
@@ -45,7 +46,7 @@ class Program:
     (None: as its weights say)."""
 
     name: str
-    model: FlowModel
+    model: Model
     shapes: Shapes
     precision: Mapping[str, Precision] | None = None
     engine: Engine = "eager"
@@ -125,7 +126,7 @@ class Program:
         return Plan.of(self.model, self.shapes.steps) if self.engine == "plan" else None
 
     @property
-    def executed(self) -> FlowModel:
+    def executed(self) -> Model:
         """The model whose weights are read: the plan's, where there is one."""
         return self.model if self.plan is None else self.plan.model
 
@@ -213,7 +214,7 @@ def of_bundle(path: Path) -> Program:
     return Program(spec.name, model, shapes)
 
 
-def of_model(model: FlowModel, shapes: Shapes, name: str = "model") -> Program:
+def of_model(model: Model, shapes: Shapes, name: str = "model") -> Program:
     """The program of a model in memory, at the dtypes of its weights."""
     return Program(name, on_meta(model).eval().requires_grad_(False), shapes)
 

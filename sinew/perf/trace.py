@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -30,11 +31,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import Plan
-from sinew.engine.plan.cost import Shapes
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.perf.flops import PRODUCTS
-from sinew.solvers import euler
+from sinew.solvers import solve
 
 STAGES = ("vision", "language", "action")  # in the order in which they run; action is one solver step
 # ATen's names
@@ -303,7 +304,7 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
         yield recorder
 
 
-def trace(model: FlowModel, shapes: Shapes, plan: Plan | None = None) -> Trace:
+def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> Trace:
     """Run ``model`` once on inputs of ``shapes``, on the device of its weights (meta, or for real), stage by stage.
 
     plan: of the same model, to trace what the planned engine runs; what it hoists out of the steps counts to
@@ -311,28 +312,20 @@ def trace(model: FlowModel, shapes: Shapes, plan: Plan | None = None) -> Trace:
     cameras and tokens are valid.
     """
     runs = model if plan is None else plan.model
-    device = next(runs.parameters()).device
-    moments = None
-    if plan is not None:
-        moments = plan.moments(shapes.steps)  # a table is made once, not per observation
-    pixels = torch.zeros(1, shapes.views, 3, shapes.height, shapes.width, device=device)
-    cameras = torch.ones(1, shapes.views, dtype=torch.bool, device=device)
-    tokens = torch.zeros(1, shapes.tokens, dtype=torch.int64, device=device)
-    valid = torch.ones(1, shapes.tokens, dtype=torch.bool, device=device)
-    state = torch.zeros(1, runs.state_size, device=device)
-    noise = torch.zeros(1, *runs.noise_shape, device=device)
+    # A table is made once, not per observation.
+    moments = None if plan is None else plan.moments(shapes.steps)
+    inputs = Inputs.example(runs, shapes)
+    noise = torch.zeros(1, *runs.noise_shape, device=inputs.state.device)
     with recording(runs) as recorder:
         recorder.stage = "vision"
-        recorder.adopt((pixels, cameras, tokens, valid, state, noise, moments))
-        image_tokens = runs.embed_images(pixels)
+        recorder.adopt((*inputs, noise, moments))
+        image_tokens = runs.embed_images(inputs.pixels)
         recorder.stage = "language"
-        prefix = runs.prefix(image_tokens, cameras, tokens, valid, state)
-        cache = recorder.adopt(prefix.kv, "cache")
-        if plan is None:
-            velocity, table = (lambda x, t: runs.velocity(x, t, prefix)), None
-        else:
-            velocity, table = plan.field(prefix, shapes.steps)
+        context = runs.read(image_tokens, *inputs[1:])
+        cache = recorder.adopt(runs.cache(context), "cache")
         recorder.stage = "action"
-        euler(velocity, noise, 1, None, table)
+        schedule = runs.moments(shapes.steps) if plan is None else plan.schedule(shapes.steps)
+        first = runs.solver.steps(shapes.steps)[:1], islice(schedule, 1)
+        solve(lambda x, moment: runs.act(x, moment, context), noise, *first)
         events = tuple(recorder.events)  # before this function's own tensors go
     return Trace(tuple(recorder.calls), events, cache, shapes.steps)

@@ -56,7 +56,8 @@ class Processor:
         self._tokens(observation, self.state_normalizer.normalize(self._state(observation)))
         self._noise(observation)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
-        _integer(observation.solver_steps, "solver_steps", 1, MAX_SOLVER_STEPS)
+        fixed = self.spec.solver.fixed_steps
+        _integer(observation.solver_steps, "solver_steps", fixed or 1, fixed or MAX_SOLVER_STEPS)
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
         """Model inputs of a checked observation. Cameras come in the order of the spec.
@@ -95,15 +96,21 @@ class Processor:
         return ModelInputs(stacked, seen, tokens, token_mask, state, raw)
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
-        """Start of the solver, float32 [H, noise_dim], and the seed it came from (None if it was given).
+        """Start of the solver, float32 [H, padded_action_dim], and the seed it came from (None if there is none).
 
         Seeded noise is drawn by numpy's PCG64, so it is the same on every device and engine.
         """
-        given = self._noise(observation)
+        given, kind = self._noise(observation), self.spec.solver.noise
         if given is not None:
             return given, None
+        shape = (self.spec.noise_shape[0], self.recipe.padded_action_dim)
+        if kind == "zeros":
+            return np.zeros(shape, np.float32), None
         seed = secrets.randbits(63) if observation.seed is None else int(observation.seed)
-        return np.random.default_rng(seed).standard_normal(self.spec.noise_shape, np.float32), seed
+        generator = np.random.default_rng(seed)
+        if kind == "uniform":
+            return 2 * generator.random(shape, np.float32) - 1, seed
+        return generator.standard_normal(shape, np.float32), seed
 
     def actions(self, chunk: np.ndarray, observation: Observation, normalized: bool = True) -> np.ndarray:
         """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite.
@@ -141,6 +148,8 @@ class Processor:
     def _noise(self, observation: Observation) -> np.ndarray | None:
         if observation.noise is None:
             return None
+        if self.spec.solver.noise == "zeros":
+            raise ObservationError("noise", "none, because this policy starts from zeros", "noise")
         return _vector(observation.noise, "noise", self.spec.noise_shape)
 
     def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:

@@ -23,9 +23,8 @@ from sinew.convert.families.embodiments import OPENPI_CONFIGS
 from sinew.core import ConvertError
 from sinew.policy import Policy, load
 from sinew.processing.vectors import apply_steps
-from sinew.solvers import euler
 from tests.convert.openpi_layout import DIM, write_checkpoint
-from tests.golden import assert_parity
+from tests.golden import assert_parity, integrate
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def as_openpi_does(policy: Policy, stats: dict, obs: dict, name: str) -> np.ndar
             image_tokens, cameras, tokens, torch.ones_like(tokens, dtype=torch.bool), padded
         )
         noise = torch.from_numpy(obs["noise"])[None]
-        x = euler(lambda x, t: model.velocity(x, t, prefix), noise, 10)[0].double().numpy()
+        x = integrate(lambda x, t: model.velocity(x, t, prefix), noise, 10)[0].double().numpy()
 
     if published.pi05:
         actions = (x + 1.0) / 2.0 * (a["q99"] - a["q01"] + 1e-6) + a["q01"]

@@ -17,10 +17,11 @@ from sinew_client import Client
 from sinew.bundle import Bundle
 from sinew.cli import bench_roofline, main
 from sinew.core import BundleError, SinewError
+from sinew.engine.example import Shapes
 from sinew.engine.onnx import providers
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.plan import Plan
-from sinew.engine.plan.cost import Shapes, cost, on_meta
+from sinew.engine.plan.cost import cost, on_meta
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
 

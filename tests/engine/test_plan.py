@@ -17,14 +17,15 @@ from torch import nn
 
 from sinew.core import CancelledError, Observation, SinewError
 from sinew.engine.eager import EagerEngine
+from sinew.engine.example import Shapes
 from sinew.engine.plan import REWRITES, Plan, gelu, norms, packing, positions, time_tables
 from sinew.engine.plan.constant_kv import StateInPrefix
-from sinew.engine.plan.cost import Shapes, cost, on_meta, savings
+from sinew.engine.plan.cost import cost, on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import joined, spans
 from sinew.engine.plan.stages import stages
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 from tests.golden import Golden, assert_parity, relative_l2
@@ -56,7 +57,7 @@ def inputs_of(policy: Policy, g: Golden, padded: bool = False) -> ModelInputs:
     return policy.processor.inputs(Observation.from_mapping(g.observation()), padded=padded)
 
 
-def shaken(model: FlowModel) -> FlowModel:
+def shaken(model: Model) -> Model:
     """Norms and biases far from their initial ones and zeros, so that losing one shows."""
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
@@ -66,7 +67,7 @@ def shaken(model: FlowModel) -> FlowModel:
     return model
 
 
-def gap(model: FlowModel, plan: Plan, inputs: ModelInputs, noise: np.ndarray, steps: int = 10) -> float:
+def gap(model: Model, plan: Plan, inputs: ModelInputs, noise: np.ndarray, steps: int = 10) -> float:
     """Largest difference between eager and plan, in units of the action scale."""
     eager, _ = EagerEngine(model, CPU).run(inputs, noise, steps)
     planned, timing = PlannedEngine(plan, CPU).run(inputs, noise, steps)
@@ -140,7 +141,7 @@ def test_a_batch_of_two(open_case, name):
     t = torch.full((2,), 0.7)
 
     @torch.inference_mode()
-    def velocity(model: FlowModel) -> torch.Tensor:
+    def velocity(model: Model) -> torch.Tensor:
         return model.velocity(x, t, model.prefix(model.embed_images(pixels), *rest))
 
     expected = velocity(model)
@@ -247,7 +248,7 @@ def test_another_activation_is_caught(open_case, name, monkeypatch):
 # ----------------------------------------------------------------------------- switching off
 
 
-def has(model: FlowModel, *kinds: type) -> bool:
+def has(model: Model, *kinds: type) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
@@ -316,7 +317,7 @@ def test_unknown_names_are_refused(open_case):
 def test_cancelling_between_two_steps(open_case, name, monkeypatch):
     policy, g = open_case(name)
     plan, cancel, calls = Plan.of(policy.engine.model, 10), threading.Event(), []
-    step = plan.model.step
+    step = plan.model.act
 
     def counting(*args):
         calls.append(1)
@@ -324,7 +325,7 @@ def test_cancelling_between_two_steps(open_case, name, monkeypatch):
             cancel.set()
         return step(*args)
 
-    monkeypatch.setattr(plan.model, "step", counting)
+    monkeypatch.setattr(plan.model, "act", counting)
     with pytest.raises(CancelledError):
         PlannedEngine(plan, CPU).run(inputs_of(policy, g), g.numpy("noise")[0], 10, cancel)
     assert len(calls) == 3
@@ -334,7 +335,7 @@ def test_cancelling_between_two_steps(open_case, name, monkeypatch):
 def test_what_depends_on_time_or_prefix_alone_is_computed_once(open_case, name, monkeypatch):
     policy, g = open_case(name)
     plan = Plan.of(policy.engine.model, 10)
-    calls = {"moment": 0, "frame": 0}
+    calls = {"moment": 0, "context": 0}
     for method in calls:
         original = getattr(plan.model, method)
 
@@ -345,10 +346,10 @@ def test_what_depends_on_time_or_prefix_alone_is_computed_once(open_case, name, 
         monkeypatch.setattr(plan.model, method, counted)
     engine, inputs, noise = PlannedEngine(plan, CPU), inputs_of(policy, g), g.numpy("noise")[0]
     engine.run(inputs, noise, 10)
-    assert calls == {"moment": 0, "frame": 1}
+    assert calls == {"moment": 0, "context": 1}
     for _ in range(2):
         engine.run(inputs, noise, 4)  # a number of steps that was not planned: tabled once, then kept
-    assert calls == {"moment": 4, "frame": 3}
+    assert calls == {"moment": 4, "context": 3}
 
 
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
@@ -406,8 +407,8 @@ def test_gelu_by_the_sigmoid(block, monkeypatch):
 
 def test_gelu_stays_one_operator_where_a_program_is_recorded(open_case):
     model = open_case("pi0-2cam")[0].engine.model
-    vision = stages(Plan.of(model)).vision
     side = model.config.vision.image_size
+    vision = stages(Plan.of(model), Shapes(1, side, side, 7, 10)).vision
     program = torch.export.export(vision, (torch.zeros(1, 1, 3, side, side),), strict=False)
     called = [str(node.target) for node in program.graph.nodes]
     assert called.count("aten.gelu.default") == model.config.vision.num_layers

@@ -8,10 +8,11 @@ import torch
 
 from sinew.core import Observation
 from sinew.engine.eager import EagerEngine
+from sinew.engine.example import Shapes
 from sinew.engine.plan import Plan
 from sinew.engine.plan.stages import stages
 from sinew.policy import load
-from sinew.solvers import euler
+from sinew.solvers import solve
 from tests.golden import Golden
 
 CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
@@ -33,10 +34,11 @@ def test_stages_are_the_model(case, rewrites):
     policy, g, inputs, tensors = case
     model = policy.engine.model
     plan = Plan.of(model, rewrites=rewrites)
-    vision, read, step, names, grows = stages(plan)
+    vision, read, step, names, grows = stages(plan, Shapes.of(policy.manifest))
     reads = read(vision(tensors[0]), *tensors[1:])
     assert len(reads) == len(set(names)) == len(grows)
-    chunk = euler(lambda x, m: step(x, m, *reads), g["noise"], 4, moments=plan.moments(4))[0].numpy()
+    evaluations = model.solver.steps(4), plan.moments(4)
+    chunk = solve(lambda x, m: step(x, m, *reads), g["noise"], *evaluations)[0].numpy()
     expected, _ = EagerEngine(model, torch.device("cpu")).run(inputs, g.numpy("noise")[0], 4)
     assert np.abs(chunk - expected).max() <= 1e-5 * np.abs(expected).max()
 
@@ -46,7 +48,7 @@ def test_stages_export_with_any_prompt_length(case):
     """One recorded program serves every prompt: recorded at one length, run at another."""
     policy, g, _, (pixels, camera_mask, tokens, token_mask, state) = case
     plan = Plan.of(policy.engine.model)
-    vision, read, step, names, grows = stages(plan)
+    vision, read, step, names, grows = stages(plan, Shapes.of(policy.manifest))
     image_tokens = vision(pixels)
     arguments = (image_tokens, camera_mask, tokens, token_mask, state)
     length, prefix = torch.export.Dim("length", min=2, max=500), torch.export.Dim("prefix", min=2, max=2000)

@@ -15,9 +15,8 @@ from sinew.convert import convert
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
-from sinew.solvers import euler
 from tests.convert.vlacpp_file import write_vlacpp_pi
-from tests.golden import Golden, assert_parity
+from tests.golden import Golden, assert_parity, integrate
 
 CASES = ["pi0-2cam", "pi05-2cam"]
 
@@ -80,7 +79,7 @@ def test_every_solver_step_matches(case):
         assert_parity(model.velocity(x_t, t, prefix), v_t)
         if "adarms_cond" in g.tensors:
             assert_parity(model.condition(t), g["adarms_cond"][step])
-    chunk = euler(lambda x, t: model.velocity(x, t, prefix), g["noise"], len(g["t"]))
+    chunk = integrate(lambda x, t: model.velocity(x, t, prefix), g["noise"], len(g["t"]))
     assert_parity(chunk[..., : policy.spec.action.dim], g["chunk_normalized"])
 
 

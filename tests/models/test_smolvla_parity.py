@@ -8,8 +8,7 @@ import torch
 from sinew.core import Observation
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
-from sinew.solvers import euler
-from tests.golden import Golden, assert_parity, cosine_gap, relative_l2
+from tests.golden import Golden, assert_parity, cosine_gap, integrate, relative_l2
 
 FLOAT32_CASES = ["smolvla-2cam", "smolvla-3cam-padded"]
 ALL_CASES = [*FLOAT32_CASES, "smolvla-bf16-vlm"]
@@ -87,7 +86,7 @@ def test_every_solver_step_matches(case):
         times.append(t.item())
         return model.velocity(x, t, prefix)
 
-    chunk = euler(velocity, g["noise"], len(g["t"]))
+    chunk = integrate(velocity, g["noise"], len(g["t"]))
     assert_parity(chunk[..., : policy.spec.action.dim], g["chunk_normalized"])
     assert times == g["t"][:, 0].tolist()
 

@@ -16,9 +16,9 @@ from sinew import load, machine
 from sinew.cli import main, perf_machine
 from sinew.core import SinewError, Timing
 from sinew.engine.eager import EagerEngine
-from sinew.engine.plan.cost import Shapes
+from sinew.engine.example import Shapes
 from sinew.models import build_on_meta
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
 from sinew.perf.machine import measure
 from sinew.perf.machine.calibrate import calibrate, random_weights
@@ -34,7 +34,7 @@ from sinew.processing import ModelInputs
 # ------------------------------------------------- memory
 
 
-def middle_model() -> FlowModel:
+def middle_model() -> Model:
     """SmolVLA at its full width with few layers, on the CPU: what is alive at once does not grow with depth."""
     full = Program.load("smolvla").model.config
     config = replace(

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from sinew.core import SinewError
-from sinew.engine.plan.cost import Shapes
-from sinew.models.base import FlowModel
+from sinew.engine.example import Shapes
+from sinew.models.base import Model
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
 from sinew.perf.precision import Precision
@@ -18,7 +18,7 @@ from sinew.perf.program import PRESETS, Program, components, of_model
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
 from sinew.presets import golden
-from sinew.solvers import euler
+from tests.golden import integrate
 
 CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2602.18397
 
@@ -167,14 +167,14 @@ def test_pi0_bytes_by_kind(pi0: Program) -> None:
 # ------------------------------------------------- FLOPs by torch's own counter
 
 
-def run(model: FlowModel, shapes: Shapes) -> None:
+def run(model: Model, shapes: Shapes) -> None:
     device = next(model.parameters()).device
     pixels = torch.zeros(1, shapes.views, 3, shapes.height, shapes.width, device=device)
     tokens = torch.zeros(1, shapes.tokens, dtype=torch.int64, device=device)
     cameras = torch.ones(1, shapes.views, dtype=torch.bool, device=device)
     state = torch.zeros(1, model.state_size, device=device)
     prefix = model.prefix(model.embed_images(pixels), cameras, tokens, tokens >= 0, state)
-    euler(lambda x, t: model.velocity(x, t, prefix), torch.zeros(1, *model.noise_shape, device=device), 1)
+    integrate(lambda x, t: model.velocity(x, t, prefix), torch.zeros(1, *model.noise_shape, device=device), 1)
 
 
 FUSED_ON_CPU = {  # torch counts the fused attention of GPUs and leaves out that of CPUs

@@ -33,7 +33,7 @@ from sinew.processing.normalize import Normalizer
 
 
 class CudaEngine:
-    """Runs a planned flow-matching model. Not reentrant: one inference at a time.
+    """Runs a planned model. Not reentrant: one inference at a time.
 
     ``plan``: made with the rewrites of ``fuse.ON_CUDA``; it is left as it is. ``scales``: of the inputs of FP8
     layers, by module name. ``actions``: un-normalises the chunk on the device; without it, it stays in model units.
@@ -65,7 +65,7 @@ class CudaEngine:
         self.plan = fuse(plan, self.ops, scaled, options.fp8, scales)
         self.model: Any = self.plan.model
         self.recipe = dict.fromkeys(options.fp8, "fp8")
-        self.takes_frames = fits(processing.image, self.model.config.vision.patch_size)
+        self.takes_frames = fits(processing.image, self.model)
         if recorder is None:
             recorder = Graphs(self.stream) if self.stream is not None and options.graph else Calls()
         self.recorder = recorder
@@ -144,14 +144,16 @@ class CudaEngine:
         spans: list[float] = []
         program.write(inputs, noise)
         for name in ("vision", "read", *["step"] * program.key.steps):
-            recorded = program.recorded(name)
-            if name == "step":
-                if len(spans) == 2:
-                    program.begin()
-                program.moment.copy_(program.moments[len(spans) - 2])
+            recorded, step = program.recorded(name), len(spans) - 2
+            if step == 0:
+                program.begin()
+            if step >= 0:
+                program.moment.copy_(program.moments[step])
             self._wait()
             start = time.perf_counter()
             recorded.replay()
+            if step >= 0:
+                program.advance(step)
             self._wait()
             spans.append(1e3 * (time.perf_counter() - start))
             _stop_if(cancel)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sinew.bundle.schema import ImageRecipe
+from sinew.engine.cuda.fused.ends import PatchTower
 from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.cuda.kernels.resize_tables import Resize
 
@@ -38,11 +39,17 @@ def runs(sizes: Sequence[Size]) -> list[Run]:
     return found
 
 
-def fits(recipe: ImageRecipe, patch: int) -> bool:
-    """Return True if the kernel knows the recipe, and the image is a whole number of patches as it writes them."""
-    return (
-        not recipe.steps and recipe.channels == 3 and recipe.height % patch == 0 and recipe.width % patch == 0
-    )
+def fits(recipe: ImageRecipe, model: Any) -> bool:
+    """Return True if frames can go to the device raw: the recipe is one that the kernel knows, the image a whole
+    number of patches, and the model's image tokens follow from one tower's features alone (``connect``)."""
+    if (
+        not Resize.supports(recipe)
+        or not hasattr(model, "connect")
+        or not isinstance(model.vision, PatchTower)
+    ):
+        return False
+    patch = model.vision.config.patch_size
+    return recipe.height % patch == 0 and recipe.width % patch == 0
 
 
 class Patches:

@@ -7,7 +7,7 @@ solver's times and of the resize are made when the program is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,10 +19,11 @@ from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.cuda.graphs import Recorded, Recorder
 from sinew.engine.cuda.staging import Field, Staging
 from sinew.engine.cuda.units import WorldUnits
+from sinew.engine.example import Inputs
 from sinew.engine.plan import Plan
-from sinew.models.base import Frame, Prefix
+from sinew.models.base import Context
 from sinew.processing import ModelInputs
-from sinew.solvers import euler
+from sinew.solvers import solve
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,6 @@ class Key:
     def of(cls, inputs: ModelInputs, tokens: int, steps: int) -> Key:
         sizes = tuple(frame.shape[:2] for frame in inputs.frames)
         return cls(len(sizes) or len(inputs.pixels), sizes, tokens, steps)
-
-
-class Head(NamedTuple):
-    """What a step reads of an observation."""
-
-    prefix: Prefix
-    frame: Frame
 
 
 class Program:
@@ -63,9 +57,10 @@ class Program:
         """units: of :attr:`actions`; those of the model if absent."""
         self.key, self.ops, self.recorder = key, ops, recorder
         self.model = model = cast(Any, plan.model)
-        self.pad = processing.prompt.pad_token_id
+        self.prompt = processing.prompt
         self.moments = plan.moments(key.steps)
-        image, vision = processing.image, model.config.vision
+        self.steps = self.model.solver.steps(key.steps)
+        image = processing.image
         fields: dict[str, Field] = {
             "camera_mask": ((key.views,), torch.bool),
             "tokens": ((key.tokens,), torch.int64),
@@ -76,10 +71,11 @@ class Program:
         self.patches: Patches | None = None
         if key.sizes:
             weight: Tensor = model.vision.patch_weight
-            self.patches = Patches(key.sizes, image, vision.patch_size, weight.shape[1], weight.dtype, device)
+            patch = model.vision.config.patch_size
+            self.patches = Patches(key.sizes, image, patch, weight.shape[1], weight.dtype, device)
             fields |= {f"frames.{i}": (run.shape, torch.uint8) for i, run in enumerate(self.patches.runs)}
         else:
-            fields["pixels"] = ((key.views, 3, image.height, image.width), torch.float32)
+            fields["pixels"] = ((key.views, self.model.channels, image.height, image.width), torch.float32)
         self.staging = Staging(fields, device)
         shape = (1, *self.model.noise_shape)
         # The chunk: noise before the steps, actions after them.
@@ -92,10 +88,11 @@ class Program:
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
         """Host memory, then one copy to the device on the current stream."""
-        put, length = self.staging.write, len(inputs.tokens)
-        host = self.staging.host
-        host["tokens"][:length], host["tokens"][length:] = inputs.tokens, self.pad
-        host["token_mask"][:length], host["token_mask"][length:] = inputs.token_mask, False
+        put, host = self.staging.write, self.staging.host
+        spare = self.key.tokens - len(inputs.tokens)
+        sides = (spare, 0) if self.prompt.padding_side == "left" else (0, spare)
+        put("tokens", np.pad(inputs.tokens, sides, constant_values=self.prompt.pad_token_id))
+        put("token_mask", np.pad(inputs.token_mask, sides))
         put("camera_mask", inputs.camera_mask)
         put("state", inputs.state)
         put("noise", noise)
@@ -124,23 +121,22 @@ class Program:
         rows, grid = self.patches.write(frames, self.ops), self.patches.grid
         return self.model.connect(self.model.vision.encode_patches(rows, *grid), *grid)[None]
 
-    def read(self) -> Head:
+    def read(self) -> Context:
         return self._read(self.recorded("vision").result)
 
-    def step(self) -> None:
-        """One step from ``x`` to ``x``, at ``moment``."""
-        head = self.recorded("read").result
-        velocity = self.model.step(self.x, self.moment, head.frame, head.prefix)
-        self.x.copy_(self.x + (-1.0 / self.key.steps) * velocity)  # as sinew.solvers.euler
+    def step(self) -> Tensor:
+        """The head's output at ``x`` and ``moment``, for :meth:`advance`."""
+        return self.model.act(self.x, self.moment, self.recorded("read").result)
+
+    def advance(self, step: int) -> None:
+        """Move ``x`` by the output of the step that was just replayed."""
+        self.x.copy_(self.steps[step].advance(self.x, self.recorded("step").result))
 
     def chunk(self) -> None:
-        head = self._read(self.vision())
+        context = self._read(self.vision())
         noise = self.staging.device["noise"][None]
-
-        def velocity(x: Tensor, moment: Tensor) -> Tensor:
-            return self.model.step(x, moment, head.frame, head.prefix)
-
-        self.x.copy_(euler(velocity, noise, self.key.steps, None, self.moments))
+        act = lambda x, moment: self.model.act(x, moment, context)  # noqa: E731
+        self.x.copy_(solve(act, noise, self.steps, self.moments))
         self.finish()
 
     def begin(self) -> None:
@@ -153,9 +149,6 @@ class Program:
         if self.units is not None:
             self.units.write(self.x[0], self.actions)
 
-    def _read(self, image_tokens: Tensor) -> Head:
+    def _read(self, image_tokens: Tensor) -> Context:
         held = {name: tensor[None] for name, tensor in self.staging.device.items()}
-        prefix = self.model.prefix(
-            image_tokens, held["camera_mask"], held["tokens"], held["token_mask"], held["state"]
-        )
-        return Head(prefix, self.model.frame(prefix))
+        return self.model.read(image_tokens, *(held[name] for name in Inputs._fields[1:]))

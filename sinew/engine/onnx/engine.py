@@ -2,7 +2,7 @@
 
 What the read stage returns (keys and values of the whole prefix, masks, rotary tables) stays in ONNX Runtime's
 own memory and is bound to the step stage once per observation; a step moves the noisy actions in and the
-velocity out, a few kilobytes.
+head's output out, a few kilobytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sinew.core import CancelledError, ObservationError, SinewError, Timing
 from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.processing import ModelInputs
-from sinew.solvers import euler
+from sinew.solvers import FLOW, Solver, solve
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class OnnxEngine:
         directory: Path | str,
         providers: Sequence[str] = (),
         threads: int | None = None,
+        solver: Solver = FLOW,
     ):
         ort = runtime()
         wanted, self.provider_reason = choose(providers)
-        self.directory = Path(directory)
+        self.directory, self.solver = Path(directory), solver
         self.graphs = GraphSet.load(self.directory)
         self.threads = machine.recommended_threads()[0] if threads is None else threads
         self.device = Device(
@@ -102,7 +103,8 @@ class OnnxEngine:
         (image_tokens,) = self.sessions["vision"].run(None, {"pixels": inputs.pixels[None]})
         vision_ms = laps.next()
         image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask[None])
-        binding = self.sessions["read"].io_binding()
+        read = self.sessions["read"]
+        binding, used = read.io_binding(), {node.name for node in read.get_inputs()}
         for name, array in (
             ("image_tokens", image_tokens),
             ("camera_mask", camera_mask),
@@ -110,15 +112,17 @@ class OnnxEngine:
             ("token_mask", inputs.token_mask[None]),
             ("state", inputs.state[None]),
         ):
-            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+            if name in used:
+                binding.bind_cpu_input(name, np.ascontiguousarray(array))
         for name in self.graphs.reads:
             binding.bind_output(name)
-        self.sessions["read"].run_with_iobinding(binding)
-        velocity = self._velocity(binding.get_outputs(), noise[None], table[:1])
+        read.run_with_iobinding(binding)
+        act = self._act(binding.get_outputs(), noise[None], table[:1])
         prefix_ms = laps.next()
         step_ms: list[float] = []
         moments = np.split(table, len(table))
-        x = euler(velocity, noise[None], steps, lambda: step_ms.append(laps.next()), moments)
+        evaluations = self.solver.steps(steps)
+        x = solve(act, noise[None], evaluations, moments, lambda: step_ms.append(laps.next()))
         return x[0], Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +135,7 @@ class OnnxEngine:
             camera_mask = np.pad(camera_mask, ((0, 0), (0, missing)))
         return image_tokens, camera_mask
 
-    def _velocity(self, reads: Sequence[Any], x: np.ndarray, moment: np.ndarray) -> Any:
+    def _act(self, reads: Sequence[Any], x: np.ndarray, moment: np.ndarray) -> Any:
         """The step stage with everything bound that does not change during the solver's loop."""
         session = self.sessions["step"]
         binding = session.io_binding()
@@ -141,18 +145,18 @@ class OnnxEngine:
                 binding.bind_ortvalue_input(name, value)
         # An OrtValue on the CPU is a window on the array: these three are ours, and filled before each step.
         x_in, moment_in, out = np.array(x), np.array(moment), np.empty_like(x)
-        binding.bind_ortvalue_input("x", self._value(x_in))
-        if "moment" in used:
-            binding.bind_ortvalue_input("moment", self._value(moment_in))
-        binding.bind_ortvalue_output("velocity", self._value(out))
+        for name, array in (("x", x_in), ("moment", moment_in)):
+            if name in used:
+                binding.bind_ortvalue_input(name, self._value(array))
+        binding.bind_ortvalue_output("output", self._value(out))
 
-        def velocity(x: np.ndarray, moment: np.ndarray) -> np.ndarray:
+        def act(x: np.ndarray, moment: np.ndarray) -> np.ndarray:
             np.copyto(x_in, x)
             np.copyto(moment_in, moment)
             session.run_with_iobinding(binding)
             return out
 
-        return velocity
+        return act
 
 
 @lru_cache(maxsize=1)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from sinew.core import SinewError
+from sinew.engine.example import Inputs, Shapes
 from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
 from sinew.engine.plan import REWRITES, Plan
@@ -55,30 +57,30 @@ def export_graphs(
     except ImportError:
         raise SinewError("the export needs onnx and onnxscript: pip install 'sinew[onnx-export]'") from None
     directory.mkdir(parents=True, exist_ok=True)
-    vision, read, step, reads, grows = stages(plan)
-    model = plan.model
-    pixels = torch.zeros(1, views, 3, height, width)
-    tokens = torch.zeros(1, PROMPT, dtype=torch.int64)
-    seen, yes = torch.ones(1, views, dtype=torch.bool), torch.ones(1, PROMPT, dtype=torch.bool)
-    image_tokens = vision(pixels)
-    inputs = (image_tokens, seen, tokens, yes, torch.zeros(1, model.state_size))
+    model, shapes = plan.model, Shapes(views, height, width, PROMPT, next(iter(steps)))
+    vision, read, step, reads, grows = stages(plan, shapes)
+    example = Inputs.example(model, shapes)
+    inputs = (vision(example.pixels), *example[1:])
 
     # A single view is one size for good: torch.export takes a dynamic axis of length 1 for a constant.
     any_views: dict[str, Any] = {"pixels": {1: Dim.DYNAMIC} if views > 1 else None}
     recorded = twin(model)
     joined = join_attention(recorded)
     log.info("%s: %s, %s", joined.name, joined.status, joined.reason)
-    _write(Vision(recorded), (pixels,), any_views, ["pixels"], ["image_tokens"], directory / "vision.onnx")
+    component = model.component_of
+    names = ["pixels"], ["image_tokens"]
+    _write(Vision(recorded), example[:1], any_views, *names, directory / "vision.onnx", component)
     length = {1: Dim("length", min=2, max=1 << 14)}
-    names = ["image_tokens", "camera_mask", "tokens", "token_mask", "state"]
-    shapes: dict[str, Any] = dict(zip(names, (None, None, length, length, None), strict=True))
-    _write(read, inputs, shapes, names, list(reads), directory / "read.onnx")
+    given = ["image_tokens", *Inputs._fields[1:]]
+    axes: dict[str, Any] = dict(zip(given, (None, None, length, length, None), strict=True))
+    _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)
     prefix = Dim("prefix", min=2, max=1 << 15)
     tables = {count: plan.moments(count) for count in steps}
     sample = (torch.zeros(1, *model.noise_shape), next(iter(tables.values()))[0], *read(*inputs))
-    axes = tuple(g and {g[0]: prefix + g[1] if g[1] else prefix} for g in grows)
-    shapes = {"x": None, "moment": None, "tensors": axes}
-    _write(step, sample, shapes, ["x", "moment", *reads], ["velocity"], directory / "step.onnx")
+    growing = tuple(g and {g[0]: prefix + g[1] if g[1] else prefix} for g in grows)
+    axes = {"x": None, "moment": None, "tensors": growing}
+    given = ["x", "moment", *reads]
+    _write(step, sample, axes, given, ["output"], directory / "step.onnx", component)
     for count, table in tables.items():
         np.save(table_path(directory, count), torch.cat(table).float().numpy(), allow_pickle=False)
     record = GraphSet(architecture, views, reads, tuple(steps), plan.applied)
@@ -93,6 +95,7 @@ def _write(
     inputs: list[str],
     outputs: list[str],
     path: Path,
+    component_of: Callable[[str], str],
 ) -> None:
     quiet = logging.getLogger("torch.onnx")
     level = quiet.level
@@ -117,20 +120,19 @@ def _write(
                 verbose=False,
             )
             assert graph is not None
-            _label(graph.model, path.stem)
+            _label(graph.model, path.stem, component_of)
             graph.save(str(path), external_data=True)
     finally:
         quiet.setLevel(level)
 
 
-def _label(model: Any, stage: str) -> None:
+def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:
     """Tell every node its component, and drop what else is noted there: the exporter's stack traces make
     half of the file and name folders of this machine."""
     model.metadata_props.clear()
     for node in model.graph.all_nodes():
-        scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
-        language = stage == "read" and "'model.language" in scopes
-        component = "vision" if stage == "vision" else "language" if language else "head"
+        scope = re.search(r"'model\.(\w+)", node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
+        component = "vision" if stage == "vision" else component_of(scope[1] if scope else "")
         node.metadata_props.clear()
         node.metadata_props[COMPONENT] = component
         for value in node.outputs:

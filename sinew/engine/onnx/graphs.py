@@ -11,7 +11,7 @@ from sinew.core import BundleError
 
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def open_onnx(
         )
     folder = graphs or graphs_of(bundle)
     check_bits(folder)
-    engine = OnnxEngine(folder, providers, threads)
+    engine = OnnxEngine(folder, providers, threads, bundle.manifest.spec.solver)
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,17 +9,16 @@ from sinew.engine.plan.rewrite import Rewrite, Status, become, spans
 from sinew.layers.attention import attend
 from sinew.layers.decoder import DecoderAttention
 from sinew.layers.rope import Rotation
-from sinew.models.base import FlowModel, Prefix
+from sinew.models.base import Model
+from sinew.models.expert import ExpertModel, Prefix
 
 
-class StateInPrefix(FlowModel):
+class StateInPrefix(ExpertModel):
     """Over a model whose expert reads a state token that sees the prefix and itself, never the actions.
 
     Its keys and values therefore are the same in every step. They are appended to the prefix's, and the
     steps run over the actions alone.
     """
-
-    expert: Any
 
     def prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -45,8 +42,8 @@ class StateInPrefix(FlowModel):
         return Prefix(tuple(extended), valid, prefix.length + 1)
 
 
-def _constant_kv(model: FlowModel) -> tuple[Status, str, tuple[str, ...]]:
-    if hasattr(model, "state_proj") and hasattr(model, "state_token"):
+def _constant_kv(model: Model) -> tuple[Status, str, tuple[str, ...]]:
+    if getattr(model, "has_state_token", False):
         become(model, StateInPrefix)
         return "applied", "the state token sees the prefix and itself alone", ("expert",)
     crosses = [

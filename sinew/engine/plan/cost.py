@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,23 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.plan import Plan
-from sinew.models.base import FlowModel
-from sinew.solvers import euler
+from sinew.models.base import Model
+from sinew.solvers import solve
 
 aten = torch.ops.aten
 ROW_READERS = {aten.embedding, aten.index, aten.index_select, aten.gather}  # read the rows they return
-
-
-@dataclass(frozen=True, slots=True)
-class Shapes:
-    """One observation: views of height x width pixels, prompt tokens, solver steps."""
-
-    views: int
-    height: int
-    width: int
-    tokens: int
-    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,7 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def on_meta(model: FlowModel) -> FlowModel:
+def on_meta(model: Model) -> Model:
     """The model's shapes and dtypes without its memory."""
     held = [*model.parameters(), *model.buffers()]
     empty: dict[int, Any] = {
@@ -84,27 +75,22 @@ def on_meta(model: FlowModel) -> FlowModel:
 @torch.no_grad()  # not inference_mode: it would hand over composite operators whole
 def cost(plan: Plan, shapes: Shapes) -> Cost:
     """Of one observation, on a plan over a meta model (:func:`on_meta`)."""
-    model, meta = plan.model, torch.device("meta")
-    pixels = torch.empty(1, shapes.views, 3, shapes.height, shapes.width, device=meta)
-    tokens = torch.empty(1, shapes.tokens, dtype=torch.int64, device=meta)
-    everyone = torch.ones(1, shapes.views, dtype=torch.bool, device=meta)
-    state = torch.empty(1, model.state_size, device=meta)
-    noise = torch.empty(1, *model.noise_shape, device=meta)
+    model, inputs = plan.model, Inputs.example(plan.model, shapes)
+    noise = torch.empty(1, *model.noise_shape, device=inputs.state.device)
     plan.moments(shapes.steps)  # a table is made once, not per observation
     once, per_step = _Meter(), _Meter()
     with once:
-        image_tokens = model.embed_images(pixels)
-        prefix = model.prefix(image_tokens, everyone, tokens, tokens >= 0, state)
-        velocity, moments = plan.field(prefix, shapes.steps)
+        context = inputs.read(model)
     with per_step:
-        euler(velocity, noise, 1, None, moments)
+        first = model.solver.steps(shapes.steps)[:1], islice(plan.schedule(shapes.steps), 1)
+        solve(lambda x, moment: model.act(x, moment, context), noise, *first)
     weights = sum(map(_nbytes, model.parameters()))
     return Cost(
         once.flops + shapes.steps * per_step.flops, once.bytes + shapes.steps * per_step.bytes, weights
     )
 
 
-def savings(model: FlowModel, names: Iterable[str], shapes: Shapes) -> tuple[Cost, dict[str, Cost]]:
+def savings(model: Model, names: Iterable[str], shapes: Shapes) -> tuple[Cost, dict[str, Cost]]:
     """The cost without any rewrite, and what each of ``names`` takes off it, applied one after another."""
     empty = on_meta(model)
     whole = before = cost(Plan.of(empty, rewrites=()), shapes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
 
-from sinew.engine.eager import EagerEngine, Field
+import torch
+from torch import Tensor
+
+from sinew.engine.eager import EagerEngine
 from sinew.engine.plan import REWRITES, Plan
-from sinew.models.base import Prefix
 
 # The rewrites that pay under PyTorch on a CPU. Folding copies most weights out of the file for nothing that
 # the clock shows, and two products that are halves of one run faster apart (docs/plan.md has the numbers).
@@ -18,5 +20,5 @@ class PlannedEngine(EagerEngine):
         super().__init__(plan.model, device)
         self.plan = plan
 
-    def field(self, prefix: Prefix, steps: int) -> Field:
-        return self.plan.field(prefix, steps)
+    def moments(self, steps: int) -> Iterable[Tensor]:
+        return self.plan.schedule(steps)

@@ -11,7 +11,7 @@ from sinew.engine.plan.rewrite import Rewrite, Status, left_out, loaded_class, s
 from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear, linear_in_weight
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm, rms_normalize
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 
 
 class UnitRMSNorm(nn.Module):
@@ -82,7 +82,7 @@ def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
     return unit
 
 
-def _fold_norms(model: FlowModel) -> tuple[Status, str, tuple[str, ...]]:
+def _fold_norms(model: Model) -> tuple[Status, str, tuple[str, ...]]:
     names, left = [], {}
     for name, joint in list(sites(model)):
         readers = linears(joint)

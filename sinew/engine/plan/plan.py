@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +18,7 @@ from sinew.engine.plan.positions import HOIST_POSITIONS
 from sinew.engine.plan.prefix_end import DROP_UNREAD, LAST_LAYER
 from sinew.engine.plan.rewrite import Outcome, twin
 from sinew.engine.plan.time_tables import TABULATE_TIME
-from sinew.models.base import FlowModel, Prefix
-from sinew.solvers import times
+from sinew.models.base import Model
 
 # In the order in which they are applied: what is cut off needs no folding, what is folded is packed after.
 REWRITES = {
@@ -49,15 +48,13 @@ class Plan:
     stay in memory beside their replacements; let go of it, and they do not.
     """
 
-    model: FlowModel
+    model: Model
     outcomes: tuple[Outcome, ...]
     _tables: dict[int, list[Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     @torch.no_grad()
-    def of(
-        cls, model: FlowModel, steps: int | Sequence[int] = (), rewrites: Iterable[str] | None = None
-    ) -> Plan:
+    def of(cls, model: Model, steps: int | Sequence[int] = (), rewrites: Iterable[str] | None = None) -> Plan:
         """Rewrite ``model``, which is left as it is.
 
         steps: numbers of solver steps whose tables are made now; others get theirs when they are asked for.
@@ -81,28 +78,14 @@ class Plan:
     def applied(self) -> tuple[str, ...]:
         return tuple(outcome.name for outcome in self.outcomes if outcome.status == "applied")
 
-    def field(
-        self, prefix: Prefix, steps: int
-    ) -> tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor] | None]:
-        """The velocity under one observation, for :func:`sinew.solvers.euler`, and its moments.
-
-        Without a table (None), what the solver hands over is the time.
-        """
-        model = self.model
-        frame = model.frame(prefix) if HOIST_POSITIONS.name in self.applied else None
-        tabulated = TABULATE_TIME.name in self.applied
-
-        def velocity(x: Tensor, t: Tensor) -> Tensor:
-            moment = t if tabulated else model.moment(t)
-            return model.step(x, moment, model.frame(prefix) if frame is None else frame, prefix)
-
-        return velocity, self.moments(steps) if tabulated else None
+    def schedule(self, steps: int) -> Iterable[Tensor]:
+        """Return the moments of ``steps`` steps for :func:`sinew.solvers.solve`: the table if the plan has one, else
+        computed one by one."""
+        return self.moments(steps) if TABULATE_TIME.name in self.applied else self.model.moments(steps)
 
     @torch.no_grad()
     def moments(self, steps: int) -> list[Tensor]:
-        """The model's moment at each of the solver's times, each [1, ...]."""
+        """The table of the model's moments at each of the solver's times, each [1, ...]."""
         if steps not in self._tables:
-            device = next(self.model.parameters()).device
-            grid = torch.tensor(times(steps), dtype=torch.float32, device=device)
-            self._tables[steps] = [self.model.moment(t) for t in grid.split(1)]
+            self._tables[steps] = list(self.model.moments(steps))
         return self._tables[steps]

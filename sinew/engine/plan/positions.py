@@ -1,4 +1,7 @@
-"""Positions: rotary tables, masks and rows of the vision tower's position table, not computed per step."""
+"""Positions: rows of the vision tower's position table, not looked up where they are the table itself.
+
+Rotary tables and masks need no rewrite: a model's context holds them, once per observation.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sinew.engine.plan.rewrite import Rewrite, Status, become, exactly
+from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, left_out
 from sinew.layers.vit import VisionTransformer
 
 
@@ -20,13 +23,15 @@ class FullGridPositions(VisionTransformer):
 
 
 def _hoist(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    where = ["frame"]
-    if exactly(model.vision, VisionTransformer):
-        become(model.vision, FullGridPositions)
-        where.append("vision.position_embedding")
-    return "applied", "they depend on the prefix's length and on the image size alone", tuple(where)
+    names, left = [], {}
+    for name, module in model.named_modules():
+        if unknown := foreign(module, VisionTransformer):
+            left[name] = unknown
+        elif isinstance(module, VisionTransformer):
+            become(module, FullGridPositions)
+            names.append(f"{name}.position_embedding")
+    reason = "patches that fill the table's grid read it as it is"
+    return ("applied" if names else "not applicable"), reason + left_out(left), tuple(names)
 
 
-HOIST_POSITIONS = Rewrite(
-    "hoist-positions", "rotary tables, masks and position rows are made once per observation", _hoist
-)
+HOIST_POSITIONS = Rewrite("hoist-positions", "position rows of a whole grid are not looked up", _hoist)

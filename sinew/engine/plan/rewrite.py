@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sinew.layers.linear import Linear
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 
 Status = Literal["applied", "built in", "not applicable", "off"]
 
@@ -42,13 +42,13 @@ class Rewrite:
 
     name: str
     summary: str
-    apply: Callable[[FlowModel], tuple[Status, str, tuple[str, ...]]]
+    apply: Callable[[Model], tuple[Status, str, tuple[str, ...]]]
 
-    def __call__(self, model: FlowModel) -> Outcome:
+    def __call__(self, model: Model) -> Outcome:
         return Outcome(self.name, *self.apply(model))
 
 
-def twin(model: FlowModel) -> FlowModel:
+def twin(model: Model) -> Model:
     """The same parameters in a module tree of their own."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})

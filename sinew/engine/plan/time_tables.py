@@ -18,15 +18,14 @@ from torch import Tensor
 
 from sinew.engine.plan.rewrite import Rewrite, Status, become, linear
 from sinew.layers.linear import Linear, linear_in_weight
-from sinew.models.base import FlowModel
+from sinew.models.expert import ExpertModel
 
 
-class SplitActionTime(FlowModel):
+class SplitActionTime(ExpertModel):
     """Over a model whose action tokens are W2 silu(W [P x + p; e(t)] + b) + b2."""
 
     action_part: Linear  # Wa P, no bias
     time_part: Linear  # Wt, Wa p + b
-    action_time_mlp_out: Linear
 
     def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
         return self.time_part(super().moment(t))  # type: ignore[safe-super]
@@ -48,16 +47,18 @@ def split_action_time(model: Any) -> None:
 
 
 def _tabulate(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    if hasattr(model, "action_time_mlp_in"):
-        for layer in (model.action_in_proj, model.action_time_mlp_in):
-            if not linear_in_weight(layer):
-                reason = f"the embedded time alone; {type(layer).__name__} is not linear in its weight"
-                return "applied", reason, ("moment",)
-        split_action_time(model)
-        reason = "the embedded time and its half of the mixing layer depend on the step alone"
-        return "applied", reason, ("action_in_proj", "action_time_mlp_in")
-    reason = "the modulation of every adaptive norm depends on the step alone"
-    return "applied", reason, ("time_mlp_in", "time_mlp_out", "expert.*.dense")
+    if model.solver.kind == "single":
+        return "not applicable", "the head is asked once", ()
+    embed = getattr(type(model), "embed_actions", None)
+    if embed is not ExpertModel.embed_actions:
+        return "applied", "what the model takes from the time depends on the step alone", ("moment",)
+    for layer in (model.action_in_proj, model.action_time_mlp_in):
+        if not linear_in_weight(layer):
+            reason = f"the embedded time alone; {type(layer).__name__} is not linear in its weight"
+            return "applied", reason, ("moment",)
+    split_action_time(model)
+    reason = "the embedded time and its half of the mixing layer depend on the step alone"
+    return "applied", reason, ("action_in_proj", "action_time_mlp_in")
 
 
 TABULATE_TIME = Rewrite("tabulate-time", "what depends on the solver's time is read from a table", _tabulate)

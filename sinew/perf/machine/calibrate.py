@@ -11,7 +11,7 @@ from torch import nn
 from sinew import machine
 from sinew.core import SinewError
 from sinew.engine.plan.cost import on_meta
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
 from sinew.perf.machine.fit import Calibration, Sample, work
 from sinew.perf.machine.measure import DTYPES, Request, StageTime, measure_speeds, measure_stages
@@ -65,9 +65,7 @@ def calibrate(
         torch.set_num_threads(before)
 
 
-def measure_samples(
-    model: FlowModel, program: Program, requests: Sequence[Request], runs: int
-) -> list[Sample]:
+def measure_samples(model: Model, program: Program, requests: Sequence[Request], runs: int) -> list[Sample]:
     """``program``: of the same model. Stages that two requests share are one sample."""
     shapes = program.shapes
     return with_work(
@@ -124,7 +122,7 @@ def default_requests(program: Program) -> list[Request]:
     )
 
 
-def loaded(source: str | Path, dtype: str) -> tuple[FlowModel, Program]:
+def loaded(source: str | Path, dtype: str) -> tuple[Model, Program]:
     """The model on the CPU with its weights, or random ones for a preset, and its program."""
     if str(source) in PRESETS:
         program = preset(str(source)).cast(dtype)
@@ -140,7 +138,7 @@ def loaded(source: str | Path, dtype: str) -> tuple[FlowModel, Program]:
 
 
 @torch.no_grad()
-def random_weights(model: FlowModel) -> FlowModel:
+def random_weights(model: Model) -> Model:
     """A model like ``model`` on the CPU, with noise that keeps activations near one; speeds mean something."""
     made = model.to_empty(device="cpu")
     for module in made.modules():

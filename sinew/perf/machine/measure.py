@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import torch
 
 from sinew import machine
 from sinew.core import SinewError
-from sinew.models.base import FlowModel
-from sinew.solvers import euler
+from sinew.models.base import Model
+from sinew.solvers import solve
 
 GEMM_SIZE = 2048
 COPY_BYTES = 512 << 20  # beyond every cache
@@ -90,7 +92,7 @@ def measure_speeds(dtypes: Iterable[str] = ("float32",), device: str = "cpu", ru
 
 
 def measure_stages(
-    model: FlowModel, name: str, requests: Iterable[Request], size: tuple[int, int], runs: int = 3
+    model: Model, name: str, requests: Iterable[Request], size: tuple[int, int], runs: int = 3
 ) -> list[StageTime]:
     """Median seconds of vision, language and one solver step for each request, after one run to warm up.
 
@@ -125,7 +127,7 @@ def _same(stage: str, one: Request, other: Request) -> bool:
 
 
 def _stages(
-    model: FlowModel, request: Request, size: tuple[int, int], device: torch.device
+    model: Model, request: Request, size: tuple[int, int], device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The stages in order, each as a call; a stage must have run before the next is asked for."""
     generator = torch.Generator().manual_seed(0)
@@ -133,27 +135,29 @@ def _stages(
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    pixels = noise(1, request.views, 3, *size)
+    pixels = noise(1, request.views, model.channels, *size)
     cameras = torch.ones(1, request.views, dtype=torch.bool, device=device)
     tokens = torch.arange(request.tokens, device=device)[None] % model.config.vocab_size
     state, x = noise(1, model.state_size), noise(1, *model.noise_shape)
-    kept: dict[str, object] = {}
+    kept: dict[str, Any] = {}
 
     def keep(key: str, value: object) -> None:
         kept[key] = value
 
     yield "vision", lambda: keep("image", model.embed_images(pixels))
     image = kept["image"]
-    yield (
-        "language",
-        lambda: keep("prefix", model.prefix(image, cameras, tokens, tokens >= 0, state)),  # type: ignore[arg-type]
-    )
-    prefix = kept["prefix"]
-    yield "action", lambda: euler(lambda x, t: model.velocity(x, t, prefix), x, 1)  # type: ignore[arg-type]
+    yield "language", lambda: keep("context", model.read(image, cameras, tokens, tokens >= 0, state))
+    context, steps = kept["context"], model.solver.fixed_steps or 1
+
+    def action() -> object:
+        first = model.solver.steps(steps)[:1], islice(model.moments(steps), 1)
+        return solve(lambda x, moment: model.act(x, moment, context), x, *first)
+
+    yield "action", action
 
 
 @contextmanager
-def _chunk(model: FlowModel, chunk: int) -> Iterator[None]:
+def _chunk(model: Model, chunk: int) -> Iterator[None]:
     config = model.config
     model.config = replace(config, chunk_size=chunk)
     try:

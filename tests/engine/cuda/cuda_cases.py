@@ -18,7 +18,7 @@ from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.graphs import Recorded, Recorder
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.plan import Plan
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 from tests.golden import Golden
@@ -39,7 +39,7 @@ class Case:
     noise: np.ndarray
 
     @property
-    def model(self) -> FlowModel:
+    def model(self) -> Model:
         return self.policy.engine.model
 
     def inputs(self, pixels: bool = False) -> ModelInputs:

@@ -18,7 +18,7 @@ from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 from sinew.processing import ModelInputs
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def calibrate(
     bundle: Bundle,
-    model: FlowModel,
+    model: Model,
     observations: Iterable[tuple[ModelInputs, np.ndarray]],
     source: str,
     steps: int | None = None,

@@ -28,10 +28,10 @@ from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
 from sinew.engine.cuda.tune import tuning
 from sinew.layers.linear import linear_in_weight
 from sinew.layers.norm import AdaRMSNorm
+from sinew.models.base import Model
 
 VERSION = 1
 HEADROOM = 2.0
-VISION = ("vision", "connector")  # the modules of a model that belong to the component
 
 
 @dataclass(frozen=True)
@@ -52,35 +52,30 @@ class Calibration:
 # ----------------------------------------------------------------------------- which layers
 
 
-def linears(model: nn.Module, components: Iterable[str]) -> dict[str, nn.Linear]:
+def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
     """The linear layers of ``components`` that can be in FP8, by name, in the order of the model.
 
-    Left out: modules that the model keeps in float32, of the head all but its layers, the modulations of
-    adaptive norms (they are tabulated), and shapes that do not fit.
+    Left out: modules that the model keeps in float32, projections at the ends of the head (its linear layers that
+    belong to no block), the modulations of adaptive norms (they are tabulated), layers that are not linear in their
+    weight, and shapes that do not fit.
     """
     chosen = set(components)
     if unknown := chosen.difference(COMPONENTS):
         raise SinewError(
             f"fp8: expected components of {', '.join(COMPONENTS)}, got {', '.join(sorted(unknown))}"
         )
-    wide = getattr(model, "float32_modules", ())
     modulations = {id(norm.dense) for norm in model.modules() if isinstance(norm, AdaRMSNorm)}
     return {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and linear_in_weight(module)
-        and component_of(name) in chosen
-        and name.split(".")[0] not in wide
-        and (component_of(name) != "head" or ".layers." in name)
+        and model.component_of(name) in chosen
+        and name.split(".")[0] not in model.float32_modules
+        and (model.component_of(name) != "head" or "." in name)
         and id(module) not in modulations
         and unfit(module.weight) is None
     }
-
-
-def component_of(name: str) -> str:
-    first = name.partition(".")[0]
-    return "vision" if first in VISION else "language" if first == "language" else "head"
 
 
 def use_fp8(

@@ -17,7 +17,7 @@ from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.plan.norms import UnitRMSNorm
 from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.vit import VisionTransformer
-from sinew.models.base import FlowModel
+from sinew.models.expert import ExpertModel
 
 ROW = 16  # elements: rows of patches are padded to a multiple, so that a tensor core's loads are wide
 
@@ -49,15 +49,14 @@ def give_patches(tower: Any) -> None:
     tower.grids = {}
 
 
-class FusedDecode(FlowModel):
+class FusedDecode(ExpertModel):
     """The expert's final norm and the projection to actions, in one product."""
 
     ops: Ops
-    expert: Any
-    action_out_proj: Any
 
     def decode_actions(self, h: Tensor, *modulation: Any) -> Tensor:
-        linear, norm = self.action_out_proj, self.expert.norm
+        linear: Any = self.action_out_proj
+        norm = self.expert.norm
         if modulation:
             (m,) = modulation
             rows, options = modulated(self.ops, stream_of(h), norm.eps, m, linear)
@@ -70,7 +69,6 @@ class FusedActionTime(SplitActionTime):
     """The way in of pi0 and SmolVLA: two products of float32, with all that stands around them."""
 
     ops: Ops
-    expert: Any
 
     def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
         last, first = self.action_time_mlp_out, self.action_part
@@ -84,7 +82,6 @@ class TabulatedModulation(FusedDecode):
     the products (``scaled``), the shift times the weights that read it."""
 
     scaled: bool
-    action_in_proj: Any
 
     def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
         linear, (first, *_), _ = self.action_in_proj, *self.modulations(moment)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinew.engine.cuda.fp8.scales import component_of, linears, use_fp8
+from sinew.core import SinewError
+from sinew.engine.cuda.fp8.scales import linears, use_fp8
 from sinew.engine.cuda.fused.ends import (
     FusedActionTime,
     FusedDecode,
@@ -42,6 +43,7 @@ from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, Decoder
 from sinew.layers.linear import Linear, linear_in_weight
 from sinew.layers.norm import AdaRMSNorm
 from sinew.layers.vit import LayerScale, VisionTransformer, ViTAttention, ViTLayer, ViTMLP
+from sinew.models.expert import ExpertModel
 
 # All rewrites that take launches or bytes away. For the state token alone, `constant-kv` would read all of the
 # expert's weights once more (0.55 GB for pi0), and 63 actions with their state are the 64 rows of a tile.
@@ -137,13 +139,14 @@ def fuse(
     outcomes = [*plan.outcomes]
     if fp8:
         outcomes.append(_to_fp8(model, fp8, scales or {}))
-    outcomes += [_apply(fusion, model, ops, fp8) for fusion in FUSIONS]
+    rowwise = {name for name, _ in model.named_modules() if model.component_of(name) in fp8}
+    outcomes += [_apply(fusion, model, ops, rowwise) for fusion in FUSIONS]
     outcomes.append(_towers(model, ops))
     outcomes.append(_ends(model, ops, scaled and "head" not in fp8))
     return Plan(model.eval().requires_grad_(False), tuple(outcomes))
 
 
-def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcome:
+def _apply(fusion: Fusion, model: Any, ops: Ops, in_fp8: set[str]) -> Outcome:
     done, left, kinds = [], {}, set()
     for name, module in list(model.named_modules()):
         if not isinstance(module, fusion.kind):
@@ -151,7 +154,7 @@ def _apply(fusion: Fusion, model: Any, ops: Ops, fp8: tuple[str, ...]) -> Outcom
         if unknown := foreign(module, fusion.kind):
             left[name] = unknown
             continue
-        rowwise = fusion.rowwise is not None and component_of(name) in fp8
+        rowwise = fusion.rowwise is not None and name in in_fp8
         into = (fusion.rowwise if rowwise else None) or fusion.into
         if why := "no row-wise kernels" if rowwise and ops.rows is None else fusion.fits(module):
             left[name] = why
@@ -202,6 +205,8 @@ def _towers(model: Any, ops: Ops) -> Outcome:
 
 def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
     name = "fuse action projections"
+    if getattr(type(model), "decode_actions", None) is not ExpertModel.decode_actions:
+        return Outcome(name, "not applicable", "the model has no expert that is known here")
     adaptive = isinstance(model.expert.norm, AdaRMSNorm)
     fused = all(isinstance(layer, WITH_VECTORS) for layer in model.expert.layers)
     if not fused or not (adaptive or folds_away(model.expert.norm)):
@@ -220,6 +225,10 @@ def _ends(model: Any, ops: Ops, scaled: bool) -> Outcome:
 
 def _to_fp8(model: Any, fp8: tuple[str, ...], scales: Mapping[str, float]) -> Outcome:
     layers = linears(model, fp8)
+    if empty := sorted(set(fp8).difference(map(model.component_of, layers))):
+        raise SinewError(
+            f"fp8: {empty[0]}: expected linear layers that can be in e4m3, got none in this model"
+        )
     use_fp8(model, layers, scales)
     calibrated = sum(name in scales for name in layers)
     reason = f"e4m3, a scale per channel; inputs of {calibrated} of {len(layers)} calibrated, of the others per row"

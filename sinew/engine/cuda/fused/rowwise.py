@@ -16,6 +16,7 @@ from torch import Tensor
 from sinew.engine.cuda.fused.ends import PatchTower
 from sinew.engine.cuda.fused.layers import Modulated, activation, one, tables
 from sinew.engine.cuda.fused.rows import Operand, Rows, Target
+from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderLayer, KeyValue
 from sinew.layers.rope import Rotation
@@ -132,6 +133,8 @@ class RowwiseTower(PatchTower):
         for layer in layers:
             x, branch = layer.along(x, branch, views)
         norm: Any = self.norm
+        if not isinstance(norm, UnitLayerNorm):  # its readers are not known, so it kept its weight
+            return norm((x if branch is None else x + branch).unflatten(0, (views, -1)))
         total, normed = self.rows.norm(x, Target(norm.dtype), branch=branch, eps=norm.eps, kind="layer")
         return normed.data.unflatten(0, (views, -1))
 

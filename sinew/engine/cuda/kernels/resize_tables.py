@@ -53,6 +53,11 @@ class Resize:
     affine: Tensor
     exact: bool  # integer weights
 
+    @staticmethod
+    def supports(recipe: ImageRecipe) -> bool:
+        """Return True if tables can express a recipe. Engines resize on the host what they cannot."""
+        return not recipe.steps and recipe.channels == 3
+
     @classmethod
     def of(cls, height: int, width: int, recipe: ImageRecipe, device: torch.device | str = "cpu") -> Resize:
         from sinew.processing.image import inner_size

@@ -18,7 +18,7 @@ import torch
 from sinew.engine.cuda.device import COMMAND
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.tune import choices
-from sinew.models.base import FlowModel
+from sinew.models.base import Model
 
 # Name and options. The first is what runs where nothing was measured, and what the others' chunks are compared with.
 VARIANTS: tuple[tuple[str, Mapping[str, bool]], ...] = (
@@ -31,7 +31,7 @@ GAIN = 0.01  # part of the plain graph's time that a variant has to save
 UNTUNED = f"not tuned for this policy on this device: {COMMAND}"
 
 
-def resolve(options: CudaOptions, device: torch.device, model: FlowModel) -> tuple[CudaOptions, str]:
+def resolve(options: CudaOptions, device: torch.device, model: Model) -> tuple[CudaOptions, str]:
     """(options without None, why). model: of the plan that the engine is made from."""
     undecided = [name for name in OPEN if getattr(options, name) is None]
     way, reason = VARIANTS[0][0], "as asked for"
@@ -49,7 +49,7 @@ def resolve(options: CudaOptions, device: torch.device, model: FlowModel) -> tup
     return replace(options, **decided), reason
 
 
-def key(options: CudaOptions, model: FlowModel) -> str:
+def key(options: CudaOptions, model: Model) -> str:
     """Of the choice: the model's sizes and precision, and the options that change what is launched."""
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
     facts = type(model).__name__, model.config, dtypes, sorted(options.fp8), options.scaled_norms
@@ -59,7 +59,7 @@ def key(options: CudaOptions, model: FlowModel) -> str:
 def settle(
     options: CudaOptions,
     device: torch.device,
-    model: FlowModel,
+    model: Model,
     make: Callable[[CudaOptions], Any],
     chunks: Callable[[Any], Sequence[np.ndarray]],
     measure: Callable[[Any], float],

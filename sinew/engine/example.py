@@ -1,0 +1,60 @@
+"""One observation as tensors, and one example of it for whatever is traced, exported or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sinew.bundle.schema import Manifest
+from sinew.models.base import Context, Model
+from sinew.processing import ModelInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """One observation: views of height x width pixels, prompt tokens, solver steps."""
+
+    views: int
+    height: int
+    width: int
+    tokens: int
+    steps: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Shapes:
+        """The largest observation of a bundle: all cameras, the longest prompt."""
+        spec, image = manifest.spec, manifest.processing.image
+        return cls(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
+
+
+class Inputs(NamedTuple):
+    """What a model is given of an observation: pixels for ``embed_images``, the rest for ``read``. B is the batch."""
+
+    pixels: Tensor  # float32 [B, V, channels, height, width]
+    camera_mask: Tensor  # bool [B, V]
+    tokens: Tensor  # int64 [B, L]
+    token_mask: Tensor  # bool [B, L]
+    state: Tensor  # float32 [B, S]
+
+    @classmethod
+    def of(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
+        arrays: list[Any] = [getattr(inputs, name) for name in cls._fields]
+        return cls(*(torch.from_numpy(array)[None].to(device) for array in arrays))
+
+    @classmethod
+    def example(cls, model: Model, shapes: Shapes, device: torch.device | str | None = None) -> Inputs:
+        """Zeros of ``shapes``, everything valid, on ``device`` (by default the model's). Shapes alone matter."""
+        at = next(model.parameters()).device if device is None else torch.device(device)
+        return cls(
+            torch.zeros(1, shapes.views, model.channels, shapes.height, shapes.width, device=at),
+            torch.ones(1, shapes.views, dtype=torch.bool, device=at),
+            torch.zeros(1, shapes.tokens, dtype=torch.int64, device=at),
+            torch.ones(1, shapes.tokens, dtype=torch.bool, device=at),
+            torch.zeros(1, model.state_size, device=at),
+        )
+
+    def read(self, model: Model) -> Context:
+        return model.read(model.embed_images(self.pixels), *self[1:])

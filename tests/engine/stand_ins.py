@@ -1,0 +1,218 @@
+"""Models unlike SmolVLA and pi, in the shapes that engines look at (not anybody's mathematics).
+
+* ``TwoTowers``: two vision towers over six channels, a bidirectional language model with action slots behind the
+  prompt, and a head that is asked once (as OpenVLA-OFT).
+* ``HiddenStates``: one tower, a causal language model whose hidden states are the context, and a transformer head that
+  cross-attends to them under a time that runs from 0 to 1 (as GR00T).
+* ``Ternary``: the first with layers of three weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend, block_mask
+from sinew.layers.decoder import Decoder, DecoderConfig
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.norm import LayerNorm
+from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.models.base import Model, Regression
+from sinew.solvers import Solver
+
+SIDE, PATCH = 16, 8
+TOWER = ViTConfig(32, 48, 2, 4, SIDE, PATCH, 1e-6)
+LANGUAGE = DecoderConfig(
+    hidden_size=40,
+    intermediate_size=56,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    chunk_size: int = 6
+    max_state_dim: int = 5
+    max_action_dim: int = 7
+    vocab_size: int = 50
+    vision: ViTConfig = TOWER
+    language: DecoderConfig = LANGUAGE
+
+
+class TernaryLinear(Linear):
+    """Weights of -1, 0 and 1 times one scale for the whole matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.abs().mean()
+        weight = (self.weight / scale).round().clamp(-1, 1) * scale
+        return F.linear(x.to(weight.dtype), weight, self.bias)
+
+
+class Slots(NamedTuple):
+    """Hidden states of the action slots, [B, H, A * C]."""
+
+    hidden: Tensor
+
+
+class TwoTowers(Regression):
+    config_type = Config
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        width = config.language.hidden_size
+        self.vision = nn.ModuleList([VisionTransformer(config.vision), VisionTransformer(config.vision)])
+        self.connector = nn.Sequential(
+            Linear(2 * config.vision.hidden_size, width), nn.GELU(), Linear(width, width)
+        )
+        self.language = Decoder(config.language, config.vocab_size)
+        self.proprio = Linear(config.max_state_dim, width)
+        self.head = nn.Sequential(
+            LayerNorm(config.max_action_dim * width),
+            Linear(config.max_action_dim * width, 64),
+            nn.ReLU(),
+            Linear(64, config.max_action_dim),
+        )
+
+    @property
+    def channels(self) -> int:
+        return 6
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        B, V = pixels.shape[:2]
+        halves = pixels.flatten(0, 1).chunk(2, dim=1)  # [B * V, 3, height, width] each
+        features = [tower(half) for tower, half in zip(self.vision, halves, strict=True)]
+        return self.connector(torch.cat(features, dim=-1)).unflatten(0, (B, V))
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Slots:
+        B, V, N, C = image_tokens.shape
+        slots = self.config.chunk_size * self.config.max_action_dim
+        embed = self.language.embed_tokens
+        zeros = image_tokens.new_zeros(B, slots, C)
+        x = torch.cat([image_tokens.flatten(1, 2), self.proprio(state)[:, None], embed(tokens), zeros], dim=1)
+        here = torch.ones(B, 1, dtype=torch.bool, device=state.device)
+        valid = torch.cat(
+            [camera_mask.repeat_interleave(N, dim=1), here, token_mask, here.expand(B, slots)], dim=1
+        )
+        positions = valid.long().cumsum(dim=1) - 1
+        x, _ = self.language(x, positions, block_mask(valid, torch.zeros_like(valid)))
+        # The first slot is read at the last token of the prompt: with padding on the left that is the one before.
+        hidden = self.language.norm(x[:, -slots - 1 : -1])
+        return Slots(hidden.unflatten(1, (self.config.chunk_size, -1)).flatten(2))
+
+    def regress(self, context: Slots) -> Tensor:
+        return self.head(context.hidden).float()
+
+
+class Conditioning(NamedTuple):
+    """Hidden states [B, P, C] with their mask [B, P], the state's token [B, 1, D]; the mask is there twice, and is an
+    input passed through."""
+
+    hidden: Tensor
+    valid: Tensor
+    state: Tensor
+    again: dict[str, Tensor]
+    nothing: None = None
+
+
+class HiddenStates(Model):
+    config_type = Config
+    solver = Solver(start=0.0, end=1.0)
+    WIDTH, HEADS = 48, 2  # a head size of 24, which no kernel takes
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        width, D = config.language.hidden_size, self.WIDTH
+        self.vision = VisionTransformer(config.vision)
+        self.connector = Linear(config.vision.hidden_size, width)
+        self.language = Decoder(config.language, config.vocab_size)
+        self.encode = nn.Sequential(Linear(config.max_state_dim, D), nn.ReLU(), Linear(D, D))
+        self.buckets = Embedding(1000, D)
+        self.actions_in = Linear(config.max_action_dim, D)
+        self.blocks = nn.ModuleList(Block(D, width) for _ in range(2))
+        self.actions_out = Linear(D, config.max_action_dim)
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        return self.connector(self.vision(pixels.flatten(0, 1))).unflatten(0, pixels.shape[:2])
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Conditioning:
+        x = torch.cat([image_tokens.flatten(1, 2), self.language.embed_tokens(tokens)], dim=1)
+        seen = camera_mask.repeat_interleave(image_tokens.shape[2], dim=1)
+        valid = torch.cat([seen, token_mask], dim=1)
+        positions = valid.long().cumsum(dim=1) - 1
+        x, _ = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
+        return Conditioning(self.language.norm(x), valid, self.encode(state)[:, None], {"valid": valid})
+
+    def moment(self, t: Tensor) -> Tensor:  # float64 [B] -> [B, D]
+        return self.buckets((t * 1000).long())
+
+    def act(self, x: Tensor, moment: Tensor, context: Conditioning) -> Tensor:
+        h = torch.cat([context.state, self.actions_in(x)], dim=1)
+        for block in self.blocks:
+            h = block(h, moment, context.hidden, context.again["valid"])
+        return self.actions_out(h[:, -self.config.chunk_size :]).float()
+
+
+class Block(nn.Module):
+    """Cross-attention under a norm that the time modulates."""
+
+    def __init__(self, width: int, context: int):
+        super().__init__()
+        self.modulate = Linear(width, 2 * width)
+        self.q, self.k, self.v = Linear(width, width), Linear(context, width), Linear(context, width)
+        self.out = Linear(width, width)
+
+    def forward(self, h: Tensor, moment: Tensor, hidden: Tensor, valid: Tensor) -> Tensor:
+        scale, shift = self.modulate(F.silu(moment))[:, None].chunk(2, dim=-1)
+        n = F.layer_norm(h, h.shape[-1:]) * (1 + scale) + shift
+        heads = (HiddenStates.HEADS, -1)
+        q, k, v = (part.unflatten(-1, heads) for part in (self.q(n), self.k(hidden), self.v(hidden)))
+        return h + self.out(attend(q, k, v, valid[:, None].expand(-1, h.shape[1], -1)))
+
+
+class Ternary(TwoTowers):
+    """TwoTowers whose language model has ternary layers."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        for module in list(self.language.layers.modules()):
+            if type(module) is Linear:
+                module.__class__ = TernaryLinear
+
+
+KINDS = {"two towers": TwoTowers, "hidden states": HiddenStates, "ternary": Ternary}
+
+
+def make(kind: str, seed: int = 0) -> Model:
+    """A model with weights that matter: norms far from one, biases far from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    model = KINDS[kind](Config()).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+        parameter.data = scale * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1)
+    return model
+
+
+def published_widths(kind: str) -> Config:
+    """Sizes near those of the models that a kind stands for, for engines that check launches without memory."""
+    language = replace(
+        LANGUAGE, hidden_size=2048, intermediate_size=6144, num_heads=16, num_kv_heads=8, head_dim=128
+    )
+    if kind != "hidden states":
+        language = replace(language, hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32)
+    tower = ViTConfig(1152, 4304, 2, 16, 224, 14, 1e-6)
+    return Config(8, 8, 7, 32064, tower, language)

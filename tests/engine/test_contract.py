@@ -1,0 +1,224 @@
+"""Models unlike those that exist, on every engine: what a new family may rely on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
+from sinew.core import ObservationError, SinewError
+from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fused.fuse import ON_CUDA
+from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.eager import EagerEngine
+from sinew.engine.example import Shapes
+from sinew.engine.plan import REWRITES, Plan
+from sinew.engine.plan.cost import on_meta, savings
+from sinew.engine.plan.engine import PlannedEngine
+from sinew.models.base import Model
+from sinew.perf.trace import trace
+from sinew.processing import ModelInputs
+from sinew.solvers import Step
+from tests.engine.cuda.cuda_cases import Frozen
+from tests.engine.stand_ins import KINDS, SIDE, TernaryLinear, make
+
+BOUND = 1e-5  # of the action scale
+CPU = torch.device("cpu")
+VIEWS, TOKENS, STEPS = 2, 5, 3
+SHAPES = Shapes(VIEWS, SIDE, SIDE, TOKENS, STEPS)
+
+
+@pytest.fixture(params=KINDS)
+def model(request) -> Model:
+    return make(request.param)
+
+
+def steps_of(model: Model) -> int:
+    return model.solver.fixed_steps or STEPS
+
+
+def observation(model: Model, tokens: int = TOKENS, views: int = VIEWS) -> tuple[ModelInputs, np.ndarray]:
+    rng = np.random.default_rng(tokens)
+    inputs = ModelInputs(
+        rng.standard_normal((views, model.channels, SIDE, SIDE), np.float32),
+        np.ones(views, bool),
+        rng.integers(1, model.config.vocab_size, tokens),
+        np.ones(tokens, bool),
+        rng.standard_normal(model.state_size, np.float32),
+    )
+    noise = rng.standard_normal(model.noise_shape, np.float32)
+    return inputs, noise if model.solver.kind == "euler" else np.zeros_like(noise)
+
+
+def chunk(engine, inputs: ModelInputs, noise: np.ndarray) -> np.ndarray:
+    actions, timing = engine.run(inputs, noise, steps_of(getattr(engine, "model", None) or engine))
+    assert timing.step_ms
+    return actions
+
+
+def largest(got: np.ndarray, wanted: np.ndarray) -> float:
+    assert np.isfinite(wanted).all()
+    assert np.ptp(wanted) > 0.1
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+def processing(model: Model) -> Processing:
+    config, same = model.config, Normalization("identity")
+    prompt = PromptRecipe(32, config.vocab_size, 0, padding_side="left")
+    image = ImageRecipe(SIDE, SIDE)
+    return Processing(image, prompt, same, same, config.max_state_dim, config.max_action_dim)
+
+
+# ----------------------------------------------------------------------------- eager
+
+
+def test_eager_runs_the_contract(model):
+    """The four calls by hand, with the solver written out."""
+    inputs, noise = observation(model)
+    with torch.no_grad():
+        arrays = (inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
+        context = model.read(
+            model.embed_images(torch.from_numpy(inputs.pixels)[None]),
+            *(torch.from_numpy(array)[None] for array in arrays),
+        )
+        x = torch.from_numpy(noise)[None]
+        if model.solver.kind == "single":
+            x = model.act(x, model.moment(torch.zeros(1)), context)
+        else:
+            for k in range(STEPS):
+                moment = model.moment(torch.tensor([k / STEPS], dtype=torch.float64))
+                x = x + 1 / STEPS * model.act(x, moment, context)
+    assert np.array_equal(chunk(EagerEngine(model, CPU), inputs, noise), x[0].numpy())
+
+
+def test_guidance_sees_the_head_at_every_step():
+    """A guided step may differentiate the head: here it asks for the product of its Jacobian with ones."""
+    model, seen = make("hidden states"), []
+    inputs, noise = observation(model)
+
+    def guidance(act, x, step: Step):
+        output, pullback = torch.func.vjp(act, x)
+        (product,) = pullback(torch.ones_like(output))
+        assert product.shape == x.shape
+        assert bool(product.abs().sum() > 0)
+        assert torch.equal(model.solver.denoised(x, output, step.time), x + (1 - step.time) * output)
+        seen.append(step.time)
+        return output
+
+    engine = EagerEngine(model, CPU)
+    guided, _ = engine.run(inputs, noise, STEPS, guidance=guidance)
+    assert seen == [0, 1 / 3, 2 / 3]
+    assert largest(guided, chunk(engine, inputs, noise)) <= BOUND
+    still, _ = engine.run(inputs, noise, STEPS, guidance=lambda act, x, step: torch.zeros_like(x))
+    assert np.array_equal(still, noise)
+
+
+# ----------------------------------------------------------------------------- plan, costs
+
+
+def test_every_rewrite(model):
+    inputs, noise = observation(model)
+    wanted = chunk(EagerEngine(model, CPU), inputs, noise)
+    for rewrites in ([], *([one] for one in REWRITES), list(REWRITES)):
+        plan = Plan.of(model, steps_of(model), rewrites)
+        assert largest(chunk(PlannedEngine(plan, CPU), inputs, noise), wanted) <= BOUND, rewrites
+    assert {"fold-norms", "pack-qkv", "hoist-positions"} <= set(
+        plan.applied
+    )  # blocks are known, families are not
+    ternary = [name for name, module in model.named_modules() if type(module) is TernaryLinear]
+    assert {type(plan.model.get_submodule(name)) for name in ternary} <= {TernaryLinear}
+
+
+def test_costs_and_trace(model):
+    whole, saved = savings(model, Plan.of(model).applied, Shapes(VIEWS, SIDE, SIDE, TOKENS, steps_of(model)))
+    assert whole.flops > 0
+    assert saved
+    empty, shapes = on_meta(model), Shapes(VIEWS, SIDE, SIDE, TOKENS, steps_of(model))
+    for plan in (None, Plan.of(empty)):
+        found = trace(empty, shapes, plan)
+        assert all(found.flops(stage) > 0 for stage in ("vision", "language", "action"))
+        assert found.cache_nbytes > 0
+
+
+# ----------------------------------------------------------------------------- ONNX Runtime
+
+
+def test_onnx_runtime(model, tmp_path: Path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from sinew.engine.onnx.engine import OnnxEngine
+    from sinew.engine.onnx.export import ON_ONNX, export_graphs
+
+    steps = steps_of(model)
+    plan = Plan.of(model, steps, ON_ONNX)
+    sizes = {"views": VIEWS, "height": SIDE, "width": SIDE, "steps": (steps,)}
+    graphs = export_graphs(plan, tmp_path, architecture="stand-in", **sizes)
+    assert len(set(graphs.reads)) == len(graphs.reads)
+    engine = OnnxEngine(tmp_path, threads=1, solver=model.solver)
+    eager = EagerEngine(model, CPU)
+    for tokens in (TOKENS, 2, 11):
+        inputs, noise = observation(model, tokens)
+        got, _ = engine.run(inputs, noise, steps)
+        assert largest(got, chunk(eager, inputs, noise)) <= BOUND, tokens
+    with pytest.raises(ObservationError, match="solver_steps"):
+        engine.run(inputs, noise, steps + 1)
+
+
+# ----------------------------------------------------------------------------- CUDA, by the twins
+
+
+@pytest.mark.parametrize("rewrites", [ON_CUDA, ()], ids=["rewritten", "as loaded"])
+@pytest.mark.parametrize("stages", [False, True], ids=["whole", "stages"])
+@pytest.mark.parametrize("recorder", [None, Frozen], ids=["calls", "frozen"])
+def test_cuda(model, rewrites, stages, recorder):
+    options = CudaOptions(stages=stages)
+    engine = CudaEngine(
+        Plan.of(model, rewrites=rewrites),
+        CPU,
+        processing=processing(model),
+        options=options,
+        recorder=recorder and recorder(),
+    )
+    assert not hasattr(model, "connect")
+    assert not engine.takes_frames  # image tokens do not follow from one tower's features alone
+    eager = EagerEngine(model, CPU)
+    for tokens in (TOKENS, 20):  # both are padded, to 16 and to 32
+        inputs, noise = observation(model, tokens)
+        assert largest(chunk(engine, inputs, noise), chunk(eager, inputs, noise)) <= BOUND
+
+
+def test_padding_on_the_wrong_side_is_seen(model):
+    """The two towers' first action is read at the last token of the prompt: padding behind it would change it."""
+    inputs, noise = observation(model)
+    recipe = processing(model)
+    wrong = replace(recipe, prompt=replace(recipe.prompt, padding_side="right"))
+    engine = CudaEngine(Plan.of(model, rewrites=ON_CUDA), CPU, processing=wrong)
+    gap = largest(chunk(engine, inputs, noise), chunk(EagerEngine(model, CPU), inputs, noise))
+    assert (gap > BOUND) == (model.solver.kind == "single")
+
+
+def test_what_is_fused_is_said(model):
+    plan = Plan.of(model, rewrites=ON_CUDA)
+    engine = CudaEngine(plan, CPU, processing=processing(model))
+    said = {outcome.name: outcome for outcome in engine.plan.outcomes[len(plan.outcomes) :]}
+    assert said["fuse ViTLayer"].status == "applied"
+    assert said["fuse action projections"].status == "not applicable"
+    known = said["fuse DecoderLayer"]
+    assert known.status == ("not applicable" if isinstance(model, KINDS["ternary"]) else "applied")
+    refused = {outcome.name for outcome in plan.outcomes if "TernaryLinear is not linear" in outcome.reason}
+    assert refused == ({"fold-norms", "pack-qkv", "pack-gate-up"} if known.status != "applied" else set())
+
+
+def test_fp8_of_a_component_that_has_nothing_for_it_is_an_error():
+    model = make("ternary")
+    model.components = {**model.components, "proprio": "vision"}
+    plan = Plan.of(model, rewrites=ON_CUDA)
+    with pytest.raises(SinewError, match="fp8: language: expected linear layers .* got none"):
+        CudaEngine(plan, CPU, processing=processing(model), options=CudaOptions(fp8=("language",)))
+    head = CudaEngine(plan, CPU, processing=processing(model), options=CudaOptions(fp8=("head",)))
+    (outcome,) = [o for o in head.plan.outcomes if o.name == "fp8"]
+    assert outcome.where == ("head.3",)  # the other's input is no multiple of 16
