@@ -48,3 +48,33 @@ def pi_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         return out
 
     return make
+
+
+GROOT = {  # case -> folder of the checkpoint, and what has to be given with it
+    "groot-n17": (
+        "checkpoint",
+        "vlm",
+        {"embodiment": "oxe_droid_relative_eef_relative_joint"},
+        {"frames": "240x300"},
+    ),
+    "groot-n16": ("checkpoint", "eagle", {}, {"letterbox": "true"}),
+    "groot-n15": ("checkpoint", "eagle", {"base": "base"}, {}),
+    "groot-n15-nvidia": ("base", "eagle", {}, {"embodiment_id": "2"}),
+}
+
+
+@pytest.fixture(scope="session")
+def groot_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same for GR00T: ``groot_bundle("groot-n17") -> path``."""
+    directory = tmp_path_factory.mktemp("bundles")
+
+    def make(case: str) -> Path:
+        out = directory / f"{case}.gguf"
+        folder, vlm, options, settings = GROOT[case]
+        home = golden / case.removesuffix("-nvidia")
+        if not out.exists():
+            given = {key: home / value if key == "base" else value for key, value in options.items()}
+            convert(home / folder, out, vlm=home / vlm, settings=settings, name=case, **given)
+        return out
+
+    return make

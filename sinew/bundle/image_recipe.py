@@ -16,18 +16,45 @@ class ImageStep:
     resize       to ``height`` x ``width`` whatever the aspect ratio, by ``method``
     centre_crop  the middle part of this ``area``, resized to ``height`` x ``width`` (TensorFlow's crop_and_resize)
     jpeg         written as JPEG of this ``quality`` and read again, as TensorFlow does it
+    square       black bars around the picture, which stays in the middle, until it is square
+    short_side   the shorter side becomes ``edge`` and the other keeps the aspect ratio, by ``method``
+    crop         the middle: this ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width``;
+                 rounded: its place is rounded (torchvision's), not cut (albumentations')
+    grid         both sides become the nearest multiples of ``unit``, with ``min_pixels`` to ``max_pixels`` in all
+                 (Qwen's image processors), by ``method``
 
     method: "lanczos3" (TensorFlow's, antialiased), "area" (OpenCV's INTER_AREA), "bilinear" or "bicubic" (torch's
-    antialiased uint8 kernels). other_sizes: only for frames that do not have the recipe's size as they come.
+    antialiased uint8 kernels), "pil_bicubic" (Pillow's), "bilinear_cut" (torch's antialiased on floats, then cut to
+    uint8). other_sizes: only for frames that do not have the recipe's size as they come.
     """
 
-    kind: Literal["resize", "centre_crop", "jpeg"]
+    kind: Literal["resize", "centre_crop", "jpeg", "square", "short_side", "crop", "grid"]
     height: int = 0
     width: int = 0
-    method: Literal["lanczos3", "area", "bilinear", "bicubic"] = "lanczos3"
+    method: Literal["lanczos3", "area", "bilinear", "bicubic", "pil_bicubic", "bilinear_cut"] = "lanczos3"
     area: float = 1.0
     quality: int = 95
     other_sizes: bool = False
+    edge: int = 0
+    fraction: float = 0.0
+    rounded: bool = False
+    unit: int = 0
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+    @property
+    def is_believable(self) -> bool:
+        """Return True if every number that the kind reads is one that a picture can have."""
+        sized = 1 <= self.height <= MAX_SIZE and 1 <= self.width <= MAX_SIZE
+        return {
+            "resize": sized,
+            "centre_crop": sized and 0 < self.area <= 1,
+            "jpeg": 1 <= self.quality <= 100,
+            "square": True,
+            "short_side": 1 <= self.edge <= MAX_SIZE,
+            "crop": 0 < self.fraction <= 1 or (self.fraction == 0 and sized),
+            "grid": 1 <= self.unit <= MAX_SIZE and 1 <= self.min_pixels <= self.max_pixels <= MAX_SIZE**2,
+        }[self.kind]
 
 
 @dataclass(frozen=True)
@@ -60,7 +87,8 @@ class ImageRecipe:
 
 def image_rules(image: ImageRecipe) -> dict[str, bool]:
     """Return what must hold of a recipe from a file: the message of each rule, and whether it is kept."""
-    sized = [(step.height, step.width) for step in image.steps if step.kind != "jpeg"]
+    fixed = [step for step in image.steps if step.kind != "jpeg"][-1:]
+    fixed = [step for step in fixed if step.kind in ("resize", "centre_crop")]  # the others follow the frame
     return {
         "processing.image: sides out of range": 1 <= image.height <= MAX_SIZE
         and 1 <= image.width <= MAX_SIZE,
@@ -71,10 +99,8 @@ def image_rules(image: ImageRecipe) -> dict[str, bool]:
         "processing.image: mean and std are not three numbers per group": len(image.mean) in (3, 6, 9, 12)
         and len(image.mean) == len(image.std),
         "processing.image: a step's size, area or quality is out of range": all(
-            1 <= side <= MAX_SIZE for size in sized for side in size
-        )
-        and all(0 < step.area <= 1 and 1 <= step.quality <= 100 for step in image.steps),
+            step.is_believable for step in image.steps
+        ),
         "processing.image: the steps end in another size": image.resize == "letterbox"
-        or not image.steps
-        or sized[-1:] == [(image.height, image.width)],
+        or all((step.height, step.width) == (image.height, image.width) for step in fixed),
     }

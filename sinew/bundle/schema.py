@@ -45,6 +45,9 @@ class PromptRecipe:
              sequence goes on behind the prompt.
     lower: in small letters. ensure_last: a token that is appended unless it is the last already; -1 for none.
     drop: tokens that only mark in the template where the model puts something of its own, such as a view.
+    words_only: in small letters, and nothing but letters, digits, underscores and spaces. as_list: as Python writes a
+    list of one text (``['pick it up']``). placeholders: how many tokens ``placeholder`` a prompt must hold, one for
+    each image token; no instruction may add one.
     """
 
     max_tokens: int
@@ -61,6 +64,10 @@ class PromptRecipe:
     lower: bool = False
     ensure_last: int = -1
     drop: tuple[int, ...] = ()
+    words_only: bool = False
+    as_list: bool = False
+    placeholder: int = -1
+    placeholders: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,7 @@ class Processing:
     padded_action_dim: int  # and produces actions of this width
     empty_cameras: int = 0  # masked, empty images that followed the views in training
     pad_missing_cameras: bool = False  # cameras that are not there were masked, empty images too (pi0)
+    all_cameras: bool = False  # an observation without one of them is refused
     state_steps: tuple[VectorStep, ...] = ()  # before the state is normalised
     action_steps: tuple[VectorStep, ...] = ()  # after the actions are un-normalised
     state_parts: tuple[VectorPart, ...] = ()  # in place of ``state``, where parts are normalised differently

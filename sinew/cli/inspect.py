@@ -68,6 +68,18 @@ def step_text(step: Any) -> str:
         text = f"JPEG {step.quality}"
     elif step.kind == "centre_crop":
         text = f"middle {step.area:.0%} to {step.height}x{step.width}"
+    elif step.kind == "square":
+        text = "black bars to a square"
+    elif step.kind == "short_side":
+        text = f"{step.method} to a short side of {step.edge}"
+    elif step.kind == "crop":
+        text = (
+            f"middle {step.fraction:.0%} of both sides"
+            if step.fraction
+            else f"middle {step.height}x{step.width}"
+        )
+    elif step.kind == "grid":
+        text = f"{step.method} to multiples of {step.unit}"
     else:
         text = f"{step.method} to {step.height}x{step.width}"
     return text + (" (other sizes)" if step.other_sizes else "")

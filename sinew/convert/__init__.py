@@ -19,7 +19,7 @@ from sinew.core import ConvertError
 # Modules of sinew.convert.families, in the order in which they are asked. Each has NAMES (checkpoints that it
 # reads, for messages), OPTIONS (fields of Options that it reads), SETTINGS (of --set), recognises(path) and
 # read(path, options) -> Conversion.
-FAMILIES = ("smolvla", "pi", "openpi", "vlacpp")
+FAMILIES = ("smolvla", "pi", "gr00t", "openpi", "vlacpp")
 CHECKPOINT_FILES = [
     "*.json",
     "*.safetensors",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
 from sinew.convert.read.files import read_json
 from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
@@ -21,6 +22,17 @@ class TokenizerFiles:
     path: Path
     pad_token_id: int | None
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, special tokens in it included."""
+        return Tokenizer.from_str(self.text).encode(text).ids
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token. Raises :class:`ConvertError` for an id that is not there."""
+        found = Tokenizer.from_str(self.text).id_to_token(token_id)
+        if found is None:
+            raise ConvertError(f"{self.path}: the tokenizer has no token of id {token_id}")
+        return found
+
     def token_id(self, token: str) -> int:
         found = Tokenizer.from_str(self.text).token_to_id(token)
         if found is None:
@@ -32,13 +44,18 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
     """The first candidate (file or directory) that has a tokenizer; ``missing`` ends the error otherwise."""
     for candidate in candidates:
         path = candidate / "tokenizer.json" if candidate.is_dir() else candidate
+        if candidate.is_dir() and not path.is_file() and is_bpe(candidate):
+            path = candidate / "vocab.json"
         if path.is_file():
             break
     else:
         tried = ", ".join(str(candidate) for candidate in candidates) or "nothing"
         raise ConvertError(f"no tokenizer.json found (looked in {tried}); {missing}")
     try:
-        text = tokenizer_json(path) if path.suffix == ".model" else path.read_text(encoding="utf-8")
+        if path.name == "vocab.json":
+            text = bpe_tokenizer(path.parent)
+        else:
+            text = tokenizer_json(path) if path.suffix == ".model" else path.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_str(text)
     except ConvertError:
         raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.linear import Linear
+from sinew.layers.norm import LayerNorm
 
 
 def pixel_shuffle(x: Tensor, rows: int, cols: int, scale: int) -> Tensor:
@@ -29,3 +31,22 @@ class PixelShuffleConnector(nn.Module):
 
     def forward(self, x: Tensor, rows: int, cols: int) -> Tensor:  # [B, rows * cols, C] -> [B, tokens, C']
         return self.proj(pixel_shuffle(x, rows, cols, self.scale))
+
+
+class UnshuffleConnector(nn.Module):
+    """Eagle 2's connector: squares of patches folded into tokens, a norm, and two layers with a GELU between.
+
+    Inside a token channels run slowest (``torch.nn.functional.pixel_unshuffle``'s order).
+    """
+
+    def __init__(self, vision_size: int, language_size: int, scale: int):
+        super().__init__()
+        self.scale = scale
+        self.norm = LayerNorm(vision_size * scale**2, eps=1e-5)
+        self.fc1 = Linear(vision_size * scale**2, language_size)
+        self.fc2 = Linear(language_size, language_size)
+
+    def forward(self, x: Tensor, rows: int, cols: int) -> Tensor:  # [B, rows * cols, C] -> [B, tokens, C']
+        grid = x.transpose(1, 2).unflatten(2, (rows, cols))  # [B, C, rows, cols]
+        folded = F.pixel_unshuffle(grid, self.scale).flatten(2).transpose(1, 2)  # [B, tokens, scale^2 * C]
+        return self.fc2(F.gelu(self.fc1(self.norm(folded))))

@@ -38,6 +38,7 @@ class DecoderConfig:
     rope_theta: float
     family: Literal["llama", "gemma"] = "llama"  # SiLU and plain norms, or tanh-GELU and offset norms
     qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -57,6 +58,9 @@ class DecoderAttention(nn.Module):
         self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return (self.q_proj,) if self.is_cross else (self.q_proj, self.k_proj, self.v_proj)
@@ -70,7 +74,10 @@ class DecoderAttention(nn.Module):
 
     def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         k, v = self.key_value(h, h)
-        return rotate(self.query(h)), rotate(k), v
+        q = self.query(h)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q), rotate(k), v
 
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         """q: [B, L, H, D] over ``kv``, and behind it over ``own`` -> [B, L, H * D]; mask as :func:`.attend`'s.

@@ -160,3 +160,24 @@ class VisionTransformer(nn.Module):
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C]
         ids = position_rows(rows, cols, self.config.side)
         return self.position_embedding(ids.to(self.position_embedding.weight.device))
+
+
+class ResizedPositions(VisionTransformer):
+    """A tower whose square position table is resized to the patches' grid, bilinearly and antialiased (SigLIP 2)."""
+
+    def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C]
+        side = self.config.side
+        table = self.position_embedding.weight.float().unflatten(0, (side, side))
+        down, across = (antialias_matrix(side, count, table.device) for count in (rows, cols))
+        resized = torch.einsum("rs,stc,kt->rkc", down, table, across)
+        return resized.flatten(0, 1).to(self.position_embedding.weight.dtype)
+
+
+def antialias_matrix(size: int, target: int, device: torch.device) -> Tensor:
+    """Return the weights of torch's antialiased bilinear ``interpolate`` along one axis, float32 [target, size]."""
+    scale = size / target
+    reach = max(scale, 1.0)
+    center = scale * (torch.arange(target, dtype=torch.float64) + 0.5)
+    distance = torch.arange(size, dtype=torch.float64)[None] + 0.5 - center[:, None]
+    weights = (1.0 - (distance / reach).abs()).clamp(min=0.0)
+    return (weights / weights.sum(dim=1, keepdim=True)).float().to(device)

@@ -7,7 +7,7 @@ import numpy as np
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
 from sinew.processing.resize import resize_bilinear, to_planes
-from sinew.processing.steps import apply_image_steps
+from sinew.processing.steps import apply_image_steps, size_after
 
 MAX_SIDE = 8192
 
@@ -28,6 +28,11 @@ def check_frame(frame: object, name: str, recipe: ImageRecipe) -> None:
         raise ObservationError(name, f"sides of 1 to {MAX_SIDE} pixels", f"{height} x {width}")
     if recipe.resize == "none" and not recipe.steps and (height, width) != (recipe.height, recipe.width):
         raise ObservationError(name, f"exactly {recipe.height} x {recipe.width}", f"{height} x {width}")
+    if recipe.resize == "none" and recipe.steps:
+        end = size_after(recipe, height, width)
+        if end != (recipe.height, recipe.width):
+            expected = f"a frame that becomes {recipe.height} x {recipe.width}"
+            raise ObservationError(name, expected, f"{height} x {width}, which becomes {end[0]} x {end[1]}")
     if frame.dtype == np.float32:
         # min and max are NaN when any pixel is, and NaN fails both comparisons.
         low, high = float(frame.min()), float(frame.max())

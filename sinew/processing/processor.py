@@ -139,6 +139,12 @@ class Processor:
             check_frame(frame, f"images.{name}", self.recipe.image)
         if not observation.images:
             raise ObservationError("images", f"at least one of the cameras {known}", "none")
+        if self.recipe.all_cameras:
+            for name in known:
+                if name not in observation.images:
+                    raise ObservationError(
+                        f"images.{name}", "a frame: this policy reads all cameras", "nothing"
+                    )
 
     def _state(self, observation: Observation) -> np.ndarray:
         """The state, checked, in the frame and units that the policy was trained on: [D]."""

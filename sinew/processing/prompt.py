@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 
 import numpy as np
@@ -38,6 +39,10 @@ class Prompter:
             prompt = prompt.strip().replace("_", " ").replace("\n", " ")
         if self.recipe.lower:
             prompt = prompt.lower()
+        if self.recipe.words_only:
+            prompt = re.sub(r"[^\w\s]", "", prompt.lower())
+        if self.recipe.as_list:
+            prompt = str([prompt])
         text = self.recipe.template
         if "{state}" in text:  # filled first: an instruction may contain anything
             text = text.replace("{state}", " ".join(map(str, self.state_bins(state))))
@@ -91,6 +96,11 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
+        if self.recipe.placeholders:
+            found = int((array == self.recipe.placeholder).sum())
+            if found != self.recipe.placeholders:
+                expected = f"{self.recipe.placeholders} image tokens ({self.recipe.placeholder})"
+                raise ObservationError(name, expected, str(found))
         return array.astype(np.int64)
 
     def pad(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

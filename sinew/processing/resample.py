@@ -153,6 +153,46 @@ def _antialias_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np
     return sources, np.trunc(scaled + np.where(weights < 0, -0.5, 0.5)).astype(np.int32), bits
 
 
+def resize_cut(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """uint8 [h, w, C] -> uint8 [height, width, C]: torch's antialiased bilinear resize of x / 255, then cut to uint8.
+
+    So GR00T N1.5's video transforms do it. The cut makes the last bit of every float32 sum matter: weights and sums
+    are those of ATen's kernel for floats, in its order.
+    """
+    out = image.astype(np.float32) / np.float32(255)
+    for axis, target in ((1, width), (0, height)):
+        if out.shape[axis] == target:
+            continue
+        shape = [1, 1, 1]
+        shape[axis] = target
+        total: np.ndarray | np.float32 = np.float32(0)
+        for source, weight in zip(*_triangle_taps(out.shape[axis], target), strict=True):
+            total = total + np.take(out, source, axis=axis) * weight.reshape(shape)
+        out = np.asarray(total)
+    return (out * np.float32(255)).astype(np.uint8)
+
+
+@lru_cache(maxsize=64)
+def _triangle_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return source indices and float32 weights, both [taps, target], computed in float32 as ATen computes them."""
+    one, half = np.float32(1), np.float32(0.5)
+    scale = np.float32(size) / np.float32(target)
+    support = max(scale, one)
+    inverse = one / support
+    taps = math.ceil(float(support)) * 2 + 1
+    sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target), np.float32)
+    for at in range(target):
+        center = scale * (np.float32(at) + half)
+        low = max(int(center - support + half), 0)
+        count = min(int(center + support + half), size) - low
+        distance = (np.arange(low, low + count, dtype=np.float32) - center + half) * inverse
+        values = np.maximum(one - np.abs(distance), np.float32(0))
+        total = np.add.accumulate(values)[-1]  # one after the other, as there
+        weights[:count, at] = values / total
+        sources[:count, at] = range(low, low + count)
+    return sources, weights
+
+
 def _triangle(x: float) -> float:
     return max(1.0 - abs(x), 0.0)
 

@@ -89,13 +89,14 @@ class Schema:
 
     defaults: upstream's, for keys that an older version did not write. fixed: keys with the only value that is
     implemented. unread: keys without influence on inference. steps: of the preprocessor in their order, those that
-    all families have aside.
+    all families have aside; after: of the postprocessor.
     """
 
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     steps: Mapping[str, Step] = field(default_factory=dict)
+    after: Mapping[str, Step] = field(default_factory=lambda: POSTPROCESSOR)
 
 
 class LeRobotCheckpoint:
@@ -116,7 +117,7 @@ class LeRobotCheckpoint:
             **schema.steps,
             **ANYWHERE,
         }
-        self.pipelines = Pipelines(path, {PRE: pre, POST: POSTPROCESSOR})
+        self.pipelines = Pipelines(path, {PRE: pre, POST: schema.after})
 
     def __getitem__(self, key: str) -> Any:
         if key in self.config:

@@ -1,0 +1,60 @@
+"""A chat template (Jinja) of a processor, run once at conversion: the bundle keeps the text that it makes.
+
+A policy's conversation never changes but for the instruction, so the template is rendered around a mark that stands
+for it. Templates come from strangers: the sandbox that transformers uses for them runs this one, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sinew.convert.read.files import read_json, read_text
+from sinew.core import ConvertError
+
+MARK = "\u0001instruction\u0001"  # no tokenizer's text holds this
+MAX_TEXT = 1 << 16
+
+
+def find_chat_template(directory: Path) -> tuple[str, Path]:
+    """Return the chat template of a processor's directory and the file that holds it. Raises ConvertError."""
+    if (path := directory / "chat_template.jinja").is_file():
+        return read_text(path), path
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        path = directory / name
+        template = read_json(path).get("chat_template") if path.is_file() else None
+        if isinstance(template, str):
+            return template, path
+    raise ConvertError(f"{directory}: no chat template (chat_template.jinja or .json, tokenizer_config.json)")
+
+
+def render(template: str, content: Sequence[str], generate: bool, where: Path) -> str:
+    """Return the text of one user turn. content: "image" or "text", in order; the text is :data:`MARK`.
+
+    generate: whether the assistant's turn is opened behind it. Raises :class:`ConvertError`.
+    """
+    from jinja2 import TemplateError  # torch depends on it
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": MARK} if kind == "text" else {"type": "image", "image": "frame"}
+        for kind in content
+    ]
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    try:
+        text = environment.from_string(template).render(
+            messages=[{"role": "user", "content": parts}], add_generation_prompt=generate
+        )
+    except Exception as error:  # noqa: BLE001 - a template may fail in any way
+        raise ConvertError(f"{where}: the chat template fails ({type(error).__name__}: {error})") from None
+    if text.count(MARK) != 1 or len(text) > MAX_TEXT:
+        raise ConvertError(
+            f"{where}: expected a chat template that repeats the instruction once, got {text.count(MARK)} times"
+        )
+    return text

@@ -1,0 +1,152 @@
+"""GR00T N1.7: Qwen3-VL (Cosmos-Reason2) under the head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sinew.bundle.image_recipe import ImageStep
+from sinew.convert.chat_template import MARK, find_chat_template, render
+from sinew.convert.conversion import Conversion
+from sinew.convert.families.gr00t_files import (
+    NvidiaFiles,
+    Record,
+    head_config,
+    processing,
+    qwen3,
+    specification,
+    token_prompt,
+)
+from sinew.convert.families.gr00t_images import image_recipe
+from sinew.convert.families.gr00t_vectors import read_vectors
+from sinew.convert.families.gr00t_weights import head_rules, language_rules, qwen_vision_rules
+from sinew.convert.options import Options
+from sinew.convert.tensors import apply
+from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
+from sinew.core import CameraSpec, ConvertError
+from sinew.layers.qwen_vit import QwenViTConfig
+from sinew.models.gr00t import Gr00tQwenConfig
+
+ARCHITECTURE = "gr00t_n1_7"
+BACKBONE = r"backbone\.model\.model\."
+VLM_FILES = [
+    "config.json",
+    "tokenizer*.json",
+    "*preprocessor_config.json",
+    "chat_template*",
+    "special_tokens*",
+]
+DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read an N1.7 directory, the weights aside. Raises :class:`ConvertError`."""
+    files = NvidiaFiles(path, options)
+    config, processor = files.config, files.processor
+    vlm_dir = find_model_dir(str(config["model_name"]), options.vlm, path, "--vlm", VLM_FILES)
+    vlm = Record(vlm_dir / "config.json")
+    text, vision = vlm.part("text_config"), vlm.part("vision_config")
+    if config.get("state_history_length", 1) != 1:
+        raise ConvertError(
+            f"{config.path}: state_history_length: expected 1, got {config['state_history_length']}"
+        )
+    modalities = files.modalities
+    modalities.only_now("video")
+    modalities.only_now("state")
+    tower = vision_config(vision)
+
+    preprocessor = Record(vlm_dir / "preprocessor_config.json")
+    size = preprocessor.get("size", {})
+    unit = tower.patch_size * tower.merge
+    smallest = size.get("shortest_edge", preprocessor.get("min_pixels"))
+    largest = size.get("longest_edge", preprocessor.get("max_pixels"))
+    if smallest is None or largest is None:
+        raise ConvertError(f"{preprocessor.path}: no size.shortest_edge and longest_edge")
+    grid = ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method="bicubic")
+    image, frames = image_recipe(processor, preprocessor, grid, options)
+    rows, cols = image.height // unit, image.width // unit
+
+    cameras = [CameraSpec(key, *frames) for key in modalities.keys("video")]
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
+    )
+    template, template_file = find_chat_template(vlm_dir)
+    rendered = render(template, ["image"] * len(cameras) + ["text"], False, template_file)
+    placeholder = tokenizer.token_text(vlm["image_token_id"])
+    if rendered.count(placeholder) != len(cameras):
+        raise ConvertError(f"{template_file}: expected one {placeholder} per image")
+    filled = rendered.replace(placeholder, placeholder * (rows * cols)).replace(MARK, "{prompt}")
+    prompt = token_prompt(
+        filled,
+        tokenizer,
+        text["vocab_size"],
+        vlm["image_token_id"],
+        bool(processor.get("formalize_language", True)),
+    )
+
+    vectors = read_vectors(modalities, processor.content)
+    sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
+    if not sections.get("mrope_interleaved") or len(sections.get("mrope_section", ())) != 3:
+        raise ConvertError(f"{text.path}: expected interleaved rotary positions with three sections")
+    language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])
+    model = Gr00tQwenConfig(
+        language=language,
+        head=head_config(config, masks=True),
+        vocab_size=text["vocab_size"],
+        chunk_size=config["action_horizon"],
+        max_state_dim=config["max_state_dim"],
+        max_action_dim=config["max_action_dim"],
+        image_token=vlm["image_token_id"],
+        vision=tower,
+        rows=rows,
+        cols=cols,
+        position_sections=tuple(sections["mrope_section"]),
+    )
+    tensors, _ = files.weights
+    rules = (
+        *head_rules(files.embodiment.number),
+        *language_rules(BACKBONE + r"language_model\.", language.num_layers),
+        *qwen_vision_rules(BACKBONE + r"visual\."),
+    )
+    return Conversion(
+        architecture=ARCHITECTURE,
+        format="gr00t-n1.7",
+        config=model,
+        spec=specification(
+            ARCHITECTURE,
+            path.name,
+            cameras,
+            vectors,
+            config,
+            options,
+            prompt,
+            modalities.keys("language")[0],
+            files.embodiment.tag,
+            DEFAULT_TASK,
+        ),
+        processing=processing(image, prompt, vectors, config),
+        tokenizer=tokenizer.text,
+        tensors=apply(tensors, rules),
+        dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
+        sources=[*files.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
+    )
+
+
+def vision_config(vision: Record) -> QwenViTConfig:
+    """Return the sizes of Qwen3-VL's tower."""
+    if vision["hidden_act"] != "gelu_pytorch_tanh":
+        raise ConvertError(f"{vision.path}: vision_config.hidden_act: expected gelu_pytorch_tanh")
+    side = int(vision["num_position_embeddings"] ** 0.5)
+    if side**2 != vision["num_position_embeddings"]:
+        raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings is not a square")
+    return QwenViTConfig(
+        hidden_size=vision["hidden_size"],
+        intermediate_size=vision["intermediate_size"],
+        num_layers=vision["depth"],
+        num_heads=vision["num_heads"],
+        output_size=vision["out_hidden_size"],
+        patch_size=vision["patch_size"],
+        merge=vision["spatial_merge_size"],
+        temporal_patch=vision["temporal_patch_size"],
+        side=side,
+        taps=tuple(vision["deepstack_visual_indexes"]),
+    )

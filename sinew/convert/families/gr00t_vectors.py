@@ -1,0 +1,220 @@
+"""State and action of a GR00T checkpoint: modality configuration and statistics -> normalisation as data.
+
+Source: Isaac-GR00T ``gr00t/data/state_action/state_action_processor.py`` and ``gr00t/data/utils.py`` (N1.6, N1.7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.bundle.schema import Normalization, VectorPart, VectorStep
+from sinew.core import ConvertError, VectorSpec
+
+POSES = {"XYZ_ROT6D": 9, "XYZ_ROTVEC": 6}
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """What a policy needs to know of its state and its actions. ``horizon``: rows of a chunk that mean something."""
+
+    state: VectorSpec
+    action: VectorSpec
+    state_parts: tuple[VectorPart, ...]
+    action_parts: tuple[VectorPart, ...]
+    action_steps: tuple[VectorStep, ...]
+    horizon: int
+
+
+class Modalities:
+    """One embodiment's modality configuration and statistics, with errors that name files and fields."""
+
+    def __init__(self, record: Mapping[str, Any], statistics: Mapping[str, Any], tag: str, where: Path):
+        self.record, self.statistics, self.tag, self.where = record, statistics, tag, where
+
+    def keys(self, modality: str) -> tuple[str, ...]:
+        """Return the keys of a modality in the order in which the model reads them."""
+        keys = self._modality(modality).get("modality_keys")
+        if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
+            raise ConvertError(f"{self.where}: {self.tag}.{modality} has no list of modality_keys")
+        return tuple(keys)
+
+    def moments(self, modality: str) -> list[int]:
+        """Return the steps that are sampled, relative to now."""
+        found = self._modality(modality).get("delta_indices")
+        if not isinstance(found, list) or not found or not all(isinstance(i, int) for i in found):
+            raise ConvertError(f"{self.where}: {self.tag}.{modality} has no list of delta_indices")
+        return found
+
+    def only_now(self, modality: str) -> None:
+        """Raise ConvertError unless the policy reads one moment of ``modality``."""
+        if self.moments(modality) != [0]:
+            raise ConvertError(
+                f"{self.where}: {self.tag}.{modality}.delta_indices: expected [0], got {self.moments(modality)}"
+                " (a history of observations is not supported)"
+            )
+
+    def listed(self, modality: str, name: str) -> tuple[str, ...]:
+        """Return an optional list of keys, such as ``sin_cos_embedding_keys``."""
+        return tuple(self._modality(modality).get(name) or ())
+
+    def flag(self, modality: str, name: str) -> bool:
+        """Return an optional switch of a modality."""
+        return bool(self._modality(modality).get(name))
+
+    def actions(self) -> list[dict[str, Any]]:
+        """Return how each action key is represented, in order; absolute where the files do not say."""
+        count = len(self.keys("action"))
+        configs = self._modality("action").get("action_configs") or [{}] * count
+        if len(configs) != count:
+            raise ConvertError(
+                f"{self.where}: {self.tag}.action has {len(configs)} action_configs for {count} keys"
+            )
+        return configs
+
+    def stats(self, kind: str, key: str, names: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return two statistics of one key, float64 [D] or [T, D] each."""
+        found = []
+        for name in names:
+            try:
+                values = np.asarray(self.statistics[kind][key][name], np.float64)
+            except (KeyError, TypeError, ValueError):
+                raise ConvertError(
+                    f"{self.where.parent}: no statistics {kind}.{key}.{name} of {self.tag!r}; statistics.json has to"
+                    " hold those of the robot that the policy was trained on"
+                ) from None
+            if values.ndim not in (1, 2) or not values.size or not np.isfinite(values).all():
+                raise ConvertError(f"statistics {kind}.{key}.{name} of {self.tag!r} are not finite vectors")
+            found.append(values)
+        first, second = found
+        if first.shape != second.shape:
+            raise ConvertError(f"statistics {kind}.{key} of {self.tag!r} differ in their shapes")
+        return first, second
+
+    def _modality(self, name: str) -> Mapping[str, Any]:
+        found = self.record.get(name)
+        if not isinstance(found, dict):
+            raise ConvertError(f"{self.where}: the modality {name!r} of {self.tag!r} is missing")
+        return found
+
+
+def read_vectors(modalities: Modalities, settings: Mapping[str, Any]) -> Vectors:
+    """Return the vectors of an embodiment. ``settings``: the processor's own (``processor_kwargs``)."""
+    bounds = ("q01", "q99") if settings.get("use_percentiles") else ("min", "max")
+    sin_cos = modalities.listed("state", "sin_cos_embedding_keys")
+    if not settings.get("apply_sincos_state_encoding"):
+        sin_cos = ()
+    mean_std = modalities.listed("state", "mean_std_embedding_keys")
+    blank = bool(settings.get("exclude_state")) or modalities.flag("state", "exclude_state")
+    clip = bool(settings.get("clip_outliers", True))
+    state_parts = []
+    for key in modalities.keys("state"):
+        (low, high) = modalities.stats("state", key, bounds)
+        dim = low.shape[-1]
+        if blank:  # the model was trained on zeros
+            part = VectorPart(key, dim, min_max(np.zeros(dim), np.zeros(dim), clip))
+        elif key in sin_cos:
+            part = VectorPart(key, dim, Normalization("identity"), sin_cos=True)
+        elif key in mean_std:
+            part = VectorPart(key, dim, standard(*modalities.stats("state", key, ("mean", "std"))))
+        else:
+            equal = np.isclose(high, low)  # upstream's own test for a constant
+            part = VectorPart(key, dim, min_max(low, np.where(equal, low, high), clip))
+        state_parts.append(part)
+
+    offsets = dict(zip((part.name for part in state_parts), _offsets(state_parts), strict=True))
+    horizon = len(modalities.moments("action"))
+    action_parts: list[VectorPart] = []
+    steps: list[VectorStep] = []
+    for key, config in zip(modalities.keys("action"), modalities.actions(), strict=True):
+        relative = config.get("rep") == "RELATIVE" and bool(settings.get("use_relative_action"))
+        # Upstream takes the relative actions' own range whatever use_percentiles says.
+        kind, names = ("relative_action", ("min", "max")) if relative else ("action", bounds)
+        if key in modalities.listed("action", "mean_std_embedding_keys"):
+            normalization = standard(*modalities.stats(kind, key, ("mean", "std")), horizon=horizon)
+        else:
+            normalization = min_max(*modalities.stats(kind, key, names), clip=True, horizon=horizon)
+        dim = modalities.stats(kind, key, names)[0].shape[-1]
+        start = sum(part.dim for part in action_parts)
+        action_parts.append(VectorPart(key, dim, normalization))
+        if relative:
+            steps.append(_relative(config, key, dim, start, offsets, modalities))
+    return Vectors(
+        state=named(state_parts),
+        action=named(action_parts),
+        state_parts=tuple(state_parts),
+        action_parts=tuple(action_parts),
+        action_steps=tuple(steps),
+        horizon=horizon,
+    )
+
+
+def _relative(
+    config: Mapping[str, Any],
+    key: str,
+    dim: int,
+    start: int,
+    offsets: Mapping[str, slice],
+    modalities: Modalities,
+) -> VectorStep:
+    reference = config.get("state_key") or key
+    if reference not in offsets:
+        raise ConvertError(
+            f"{modalities.where}: action {key!r} is relative to the state {reference!r}, which is not among"
+            f" {', '.join(offsets)}"
+        )
+    part = offsets[reference]
+    if part.stop - part.start != dim:
+        raise ConvertError(
+            f"{modalities.where}: action {key!r} has {dim} values, the state {reference!r} another number"
+        )
+    dims, state_dims = tuple(range(start, start + dim)), tuple(range(part.start, part.stop))
+    if config.get("type") == "NON_EEF":
+        return VectorStep("add_state", dims, state_dims=state_dims)
+    form = str(config.get("format"))
+    if config.get("type") != "EEF" or POSES.get(form) != dim:
+        raise ConvertError(
+            f"{modalities.where}: relative action {key!r} of {dim} values: expected NON_EEF, or EEF as"
+            f" {' or '.join(POSES)}, got {config.get('type')} as {form}"
+        )
+    return VectorStep("compose_pose", dims, state_dims=state_dims)
+
+
+def _offsets(parts: Sequence[VectorPart]) -> list[slice]:
+    ends = np.cumsum([part.dim for part in parts]).tolist()
+    return [slice(end - part.dim, end) for end, part in zip(ends, parts, strict=True)]
+
+
+def named(parts: Sequence[VectorPart]) -> VectorSpec:
+    """Return a vector whose dimensions are called after their parts, as the GR00T wire groups them."""
+    names = tuple(f"{part.name}.{i}" for part in parts for i in range(part.dim))
+    return VectorSpec(len(names), names)
+
+
+def min_max(low: np.ndarray, high: np.ndarray, clip: bool, horizon: int = 0) -> Normalization:
+    """Return the normalisation to [-1, 1]; statistics [T, D] are those of each of the first ``horizon`` steps."""
+    return _per_step("min_max", {"min": low, "max": high}, clip, horizon)
+
+
+def standard(mean: np.ndarray, std: np.ndarray, horizon: int = 0) -> Normalization:
+    """Return (x - mean) / std; where std is zero, upstream leaves the value as it is."""
+    still = std == 0
+    return _per_step(
+        "mean_std", {"mean": np.where(still, 0, mean), "std": np.where(still, 1, std)}, False, horizon
+    )
+
+
+def _per_step(mode: Any, stats: Mapping[str, np.ndarray], clip: bool, horizon: int) -> Normalization:
+    first = next(iter(stats.values()))
+    rows = 0
+    if first.ndim == 2:
+        rows = horizon
+        if len(first) < horizon:
+            raise ConvertError(f"statistics of {len(first)} steps for a chunk of {horizon}")
+        stats = {name: values[:horizon] for name, values in stats.items()}
+    listed = {name: tuple(float(v) for v in values.reshape(-1)) for name, values in stats.items()}
+    return Normalization(mode, listed, eps=0.0, convention="gr00t", clip=clip, rows=rows)

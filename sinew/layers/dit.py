@@ -1,0 +1,221 @@
+"""Transformer blocks of a diffusion action head, as diffusers builds them and GR00T uses them.
+
+A block is attention and a GELU MLP around pre-norms, with biases everywhere. In the diffusion transformer the
+first norm has no weights of its own: its scale and shift come from the embedded time, and attention alternates
+between the head's own tokens and the features of the vision-language model (Peebles and Xie 2023; diffusers
+``BasicTransformerBlock`` with ``ada_norm``). With a plain norm the same block refines those features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import attend
+from sinew.layers.linear import Linear, rounded
+from sinew.layers.norm import LayerNorm
+from sinew.layers.sizes import check_sizes
+
+NORM_EPS = 1e-5  # of every norm inside a block
+OUT_EPS = 1e-6  # of the last norm of a diffusion transformer
+MAX_PERIOD = 10_000.0  # of both sinusoids
+TIME_CHANNELS = 256  # of the sinusoids that the time embedding starts from
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    """Sizes of a stack of blocks. ``context_size`` is the width of what cross-attention reads."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    output_size: int
+    context_size: int
+    is_cross: tuple[bool, ...]  # of each block: its attention reads the context, not the block's own stream
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if len(self.is_cross) != self.num_layers:
+            raise ValueError(f"is_cross has {len(self.is_cross)} entries for {self.num_layers} blocks")
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the width of the stream."""
+        return self.num_heads * self.head_dim
+
+
+def plain_layer_norm(x: Tensor, eps: float) -> Tensor:
+    """Normalise the last axis of x without weights, statistics and result in float32."""
+    return F.layer_norm(x.float(), x.shape[-1:], eps=eps)
+
+
+def modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Return LN(x) * (1 + scale) + shift in x's dtype. x: [B, L, C]; scale, shift: [B, C]."""
+    normal = plain_layer_norm(x, eps)
+    return (normal * (1.0 + scale.float()[:, None]) + shift.float()[:, None]).to(x.dtype)
+
+
+class BiasedAttention(nn.Module):
+    """Multi-head attention with biases. ``context_size``: the width of what keys and values are made of."""
+
+    def __init__(self, size: int, num_heads: int, head_dim: int, context_size: int):
+        super().__init__()
+        self.head_dim = head_dim
+        inner = num_heads * head_dim
+        self.q_proj = Linear(size, inner)
+        self.k_proj = Linear(context_size, inner)
+        self.v_proj = Linear(context_size, inner)
+        self.o_proj = Linear(inner, size)
+
+    def query(self, x: Tensor) -> Tensor:  # [B, L, C] -> [B, L, H, D]
+        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def key_value(self, context: Tensor) -> tuple[Tensor, Tensor]:  # [B, K, C'] -> [B, K, H, D] each
+        shape = (-1, self.head_dim)
+        return self.k_proj(context).unflatten(-1, shape), self.v_proj(context).unflatten(-1, shape)
+
+    def forward(self, x: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """x: [B, L, C]; kv: [B, K, H, D] each; mask: bool [B, L, K], True = may see -> [B, L, C]."""
+        return self.o_proj(attend(self.query(x), *kv, mask))
+
+
+class GeluMLP(nn.Module):
+    """fc2(gelu(fc1(x))) with the tanh approximation; four times as wide inside."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.fc1 = Linear(size, 4 * size)
+        self.fc2 = Linear(4 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class SelfAttentionLayer(nn.Module):
+    """A block with plain norms over one sequence."""
+
+    def __init__(self, size: int, num_heads: int, head_dim: int):
+        super().__init__()
+        self.norm1 = LayerNorm(size, eps=NORM_EPS)
+        self.attn = BiasedAttention(size, num_heads, head_dim, size)
+        self.norm2 = LayerNorm(size, eps=NORM_EPS)
+        self.mlp = GeluMLP(size)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x: [B, L, C]; mask: bool [B, L, L], True = may see -> [B, L, C]."""
+        h = self.norm1(x)
+        x = x + self.attn(h, self.attn.key_value(h), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+class DiTLayer(nn.Module):
+    """A block whose first norm is modulated by the time: ``dense(silu(time))`` is [scale, shift]."""
+
+    def __init__(self, config: DiTConfig, is_cross: bool):
+        super().__init__()
+        size = config.hidden_size
+        self.is_cross = is_cross
+        self.dense = Linear(size, 2 * size)
+        self.attn = BiasedAttention(
+            size, config.num_heads, config.head_dim, config.context_size if is_cross else size
+        )
+        self.mlp = GeluMLP(size)
+
+    def forward(
+        self, x: Tensor, modulation: Tensor, kv: tuple[Tensor, Tensor] | None, mask: Tensor
+    ) -> Tensor:
+        """x: [B, L, C]; modulation: [B, 2C], scale before shift; kv: the context's in a cross block, else None.
+
+        mask: bool [B, L, keys], True = may see. Returns [B, L, C].
+        """
+        scale, shift = modulation.chunk(2, dim=-1)
+        h = modulated(x, scale, shift, NORM_EPS)
+        x = x + self.attn(h, self.attn.key_value(h) if kv is None else kv, mask)
+        return x + self.mlp(plain_layer_norm(x, NORM_EPS).to(x.dtype))
+
+
+class DiT(nn.Module):
+    """A diffusion transformer: embedded time, blocks, and a modulated norm before the last projection."""
+
+    layers: Sequence[DiTLayer]
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.time_in = Linear(TIME_CHANNELS, size)
+        self.time_out = Linear(size, size)
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
+            DiTLayer(config, is_cross) for is_cross in config.is_cross
+        )
+        self.dense = Linear(size, 2 * size)
+        self.proj = Linear(size, config.output_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the stream of hidden states."""
+        return self.proj.weight.dtype
+
+    def modulations(self, bucket: Tensor) -> Tensor:
+        """Return what the time adds to every norm: bucket int64 [B] -> [B, layers + 1, 2C].
+
+        A block's row holds its scale, then its shift; the last row holds the shift first, as upstream packs it.
+        """
+        time = self.time_out(F.silu(self.time_in(bucket_sinusoids(bucket))))
+        condition = F.silu(time)
+        denses = [layer.dense for layer in self.layers] + [self.dense]
+        return torch.stack([dense(condition) for dense in denses], dim=1)
+
+    def context(self, features: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return keys and values of every cross block, [B, K, H, D] each. features: [B, K, C']."""
+        return tuple(layer.attn.key_value(features) for layer in self.layers if layer.is_cross)
+
+    def forward(
+        self,
+        x: Tensor,
+        modulations: Tensor,
+        kv: tuple[tuple[Tensor, Tensor], ...],
+        masks: tuple[Tensor, ...],
+        own: Tensor,
+    ) -> Tensor:
+        """Return the head's features [B, L, output_size] of its tokens x [B, L, C].
+
+        modulations: :meth:`modulations`'s; kv and masks (bool [B, L, K]): one for each cross block, in order;
+        own: bool [B, L, L], what the tokens see of each other.
+        """
+        crosses = iter(zip(kv, masks, strict=True))
+        *rows, last = modulations.unbind(dim=1)
+        for layer, row in zip(self.layers, rows, strict=True):
+            x = layer(x, row, *(next(crosses) if layer.is_cross else (None, own)))
+        shift, scale = last.chunk(2, dim=-1)
+        return self.proj(modulated(x, scale, shift, OUT_EPS))
+
+
+def bucket_sinusoids(bucket: Tensor) -> Tensor:
+    """Return [cos, sin] of bucket * 10000^(-j / 127), float32 [B, 256], for int64 [B] time buckets.
+
+    Source: diffusers ``get_timestep_embedding`` with ``flip_sin_to_cos`` and ``downscale_freq_shift`` of one.
+    """
+    half = TIME_CHANNELS // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=bucket.device) * -math.log(MAX_PERIOD)
+    angle = bucket[:, None].float() * (exponent / (half - 1)).exp()
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+def action_sinusoids(bucket: Tensor, size: int) -> Tensor:
+    """Return [sin, cos] of bucket * 10000^(-2j / size), float32 [B, size], for int64 [B] time buckets.
+
+    The division comes before the product, in float32, as the reference rounds: buckets reach a thousand, where
+    one unit in the last place of a frequency moves a sine by 5e-5.
+    Source: Isaac-GR00T ``SinusoidalPositionalEncoding``.
+    """
+    half = size // 2
+    step = rounded(rounded(math.log(MAX_PERIOD), torch.float32) / half, torch.float32)
+    exponent = -torch.arange(half, dtype=torch.float32, device=bucket.device) * step
+    angle = bucket[:, None].float() * exponent.exp()
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)

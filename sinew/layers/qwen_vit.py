@@ -1,0 +1,201 @@
+"""Qwen3-VL's vision tower: rotary positions, 2 x 2 merging of patches, and taps for the language model.
+
+Patches run in block order from the start: the four patches of a merged token stand side by side, merged tokens in
+row-major order. Every patch sees every patch of its own view. Besides the tower's output, the features after some
+layers ("deepstack") are merged as well; they are added to the image rows of the language model's first layers.
+Source: transformers ``modeling_qwen3_vl.py`` (``Qwen3VLVisionModel``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.norm import LayerNorm
+from sinew.layers.rope import Rotation
+from sinew.layers.sizes import check_sizes
+
+
+@dataclass(frozen=True)
+class QwenViTConfig:
+    """Sizes of the tower. ``side``: rows (and columns) of the position table; ``taps``: layers after which features
+    are merged for the language model."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    output_size: int
+    patch_size: int
+    merge: int
+    temporal_patch: int  # how often a still image is repeated in a patch
+    side: int
+    taps: tuple[int, ...]
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError("vision: the width must be a multiple of four times the number of heads")
+        if any(not 0 <= tap < self.num_layers for tap in self.taps):
+            raise ValueError(f"vision: taps {self.taps} are not layers of {self.num_layers}")
+
+    @property
+    def head_dim(self) -> int:
+        """Return the width of one head."""
+        return self.hidden_size // self.num_heads
+
+
+def block_order(x: Tensor, rows: int, cols: int, merge: int) -> Tensor:
+    """Reorder [..., rows * cols, C] from row-major to blocks of merge x merge patches in row-major order."""
+    shape = x.shape
+    x = x.reshape(*shape[:-2], rows // merge, merge, cols // merge, merge, shape[-1])
+    return x.transpose(-4, -3).reshape(shape)
+
+
+def grid_positions(rows: int, cols: int, merge: int) -> Tensor:
+    """Return row and column of every patch in block order, int64 [rows * cols, 2]."""
+    row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    return block_order(torch.stack([row, col], dim=-1).flatten(0, 1), rows, cols, merge)
+
+
+def grid_rotation(
+    rows: int, cols: int, merge: int, head_dim: int, theta: float, device: torch.device
+) -> Rotation:
+    """Return the rotation of patches in block order: a quarter of the head turns with the row, a quarter with the
+    column, and the halves pair up. Tables are [1, rows * cols, 1, head_dim / 2]."""
+    exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
+    frequency = 1.0 / theta**exponent  # [head_dim / 4]
+    where = grid_positions(rows, cols, merge).to(device)
+    angle = (where[..., None].float() * frequency).flatten(-2)[None, :, None]  # [1, L, 1, head_dim / 2]
+    return Rotation(angle.cos(), angle.sin())
+
+
+class RotaryViTAttention(nn.Module):
+    """Full attention of a vision tower whose queries and keys are rotated."""
+
+    def __init__(self, config: QwenViTConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = Linear(config.hidden_size, config.hidden_size)
+        self.v_proj = Linear(config.hidden_size, config.hidden_size)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rotate: Rotation) -> Tensor:  # [B, L, C]
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (p.transpose(1, 2) for p in (rotate(q), rotate(k), v))  # [B, H, L, D]
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class QwenViTMLP(nn.Module):
+    def __init__(self, config: QwenViTConfig):
+        super().__init__()
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class QwenViTLayer(nn.Module):
+    def __init__(self, config: QwenViTConfig):
+        super().__init__()
+        self.norm1 = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attn = RotaryViTAttention(config)
+        self.norm2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = QwenViTMLP(config)
+
+    def forward(self, x: Tensor, rotate: Rotation) -> Tensor:  # [B, L, C]
+        x = x + self.attn(self.norm1(x), rotate)
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nn.Module):
+    """Four neighbouring patches -> one token. ``joined``: the norm sees the four side by side, not each alone."""
+
+    def __init__(self, config: QwenViTConfig, joined: bool):
+        super().__init__()
+        size = config.hidden_size * config.merge**2
+        self.joined, self.merge = joined, config.merge
+        self.norm = LayerNorm(size if joined else config.hidden_size, eps=config.norm_eps)
+        self.fc1 = Linear(size, size)
+        self.fc2 = Linear(size, config.output_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, L, C] in block order -> [B, L / merge^2, output_size]
+        B, L, C = x.shape
+        area = self.merge**2
+        x = self.norm(x.reshape(B, L // area, area * C) if self.joined else x)
+        return self.fc2(F.gelu(self.fc1(x.reshape(B, L // area, area * C))))
+
+
+class QwenViT(nn.Module):
+    def __init__(self, config: QwenViTConfig):
+        super().__init__()
+        self.config = config
+        channels = 3 * config.temporal_patch
+        self.patch_embedding = nn.Conv2d(
+            channels, config.hidden_size, config.patch_size, stride=config.patch_size
+        )
+        self.position_embedding = Embedding(config.side**2, config.hidden_size)
+        self.layers = nn.ModuleList(QwenViTLayer(config) for _ in range(config.num_layers))
+        self.merger = PatchMerger(config, joined=False)
+        self.tap_mergers = nn.ModuleList(PatchMerger(config, joined=True) for _ in config.taps)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return merged tokens of pixels [B, 3, height, width]: [B, tokens, (1 + taps) * output_size].
+
+        The tower's output comes first, then the taps in order.
+        """
+        pixels = pixels.to(self.patch_embedding.weight.dtype)
+        frames = pixels.repeat_interleave(
+            self.config.temporal_patch, dim=1
+        )  # the weight's order: colour, frame
+        patches = self.patch_embedding(frames)  # [B, C, rows, cols]
+        rows, cols = patches.shape[-2:]
+        return self.encode(patches.flatten(2).transpose(1, 2), rows, cols)
+
+    def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
+        """x: [B, rows * cols, C], embedded patches in row-major order without positions -> as :meth:`forward`."""
+        config = self.config
+        x = block_order(x, rows, cols, config.merge) + self.positions(rows, cols)
+        rotate = grid_rotation(rows, cols, config.merge, config.head_dim, config.rope_theta, x.device)
+        tapped = []
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotate)
+            if index in config.taps:
+                tapped.append(self.tap_mergers[config.taps.index(index)](x))
+        return torch.cat([self.merger(x), *tapped], dim=-1)
+
+    def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C] in block order
+        """Return the position table, sampled bilinearly with its corners on the corners of the grid."""
+        config, table = self.config, self.position_embedding.weight
+        ids, weights = bilinear_rows(rows, cols, config.side)
+        ids, weights = (
+            block_order(part, rows, cols, config.merge).to(table.device) for part in (ids, weights)
+        )
+        return (self.position_embedding(ids) * weights.to(table.dtype)[..., None]).sum(dim=1)
+
+
+def bilinear_rows(rows: int, cols: int, side: int) -> tuple[Tensor, Tensor]:
+    """Return which four rows of a side x side table each patch reads, int64 [rows * cols, 4], and their weights.
+
+    Coordinates are float32 ``linspace``, as the reference computes them: the index is what it truncates to.
+    """
+    lows, highs, parts = [], [], []
+    for count in (rows, cols):
+        at = torch.linspace(0, side - 1, count)
+        low = at.long()
+        lows.append(low)
+        highs.append((low + 1).clamp(max=side - 1))
+        parts.append(at - low)
+    (r0, c0), (r1, c1), (dr, dc) = lows, highs, parts
+    ids = [r[:, None] * side + c[None] for r in (r0, r1) for c in (c0, c1)]
+    weights = [y[:, None] * x[None] for y in (1 - dr, dr) for x in (1 - dc, dc)]
+    return torch.stack(ids, -1).flatten(0, 1), torch.stack(weights, -1).flatten(0, 1)
