@@ -38,7 +38,7 @@ class DecoderConfig:
     rope_theta: float
     family: Literal["llama", "gemma"] = "llama"  # SiLU and plain norms, or tanh-GELU and offset norms
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each head, before the rotation (Qwen3)
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -58,6 +58,7 @@ class DecoderAttention(nn.Module):
         self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
+        self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -74,10 +75,13 @@ class DecoderAttention(nn.Module):
 
     def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         k, v = self.key_value(h, h)
-        q = self.query(h)
-        if hasattr(self, "q_norm"):
+        return *self.turn(self.query(h), k, rotate), v
+
+    def turn(self, q: Tensor, k: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as attention reads them: normed per head where the model does that, and rotated."""
+        if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q), rotate(k), v
+        return rotate(q), rotate(k)
 
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         """q: [B, L, H, D] over ``kv``, and behind it over ``own`` -> [B, L, H * D]; mask as :func:`.attend`'s.

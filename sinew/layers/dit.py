@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.attention import attend
+from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
@@ -72,6 +73,9 @@ class BiasedAttention(nn.Module):
         self.v_proj = Linear(context_size, inner)
         self.o_proj = Linear(inner, size)
 
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
+
     def query(self, x: Tensor) -> Tensor:  # [B, L, C] -> [B, L, H, D]
         return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
 
@@ -92,6 +96,9 @@ class GeluMLP(nn.Module):
         self.fc1 = Linear(size, 4 * size)
         self.fc2 = Linear(4 * size, size)
 
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return (self.fc1,)
+
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
@@ -105,6 +112,9 @@ class SelfAttentionLayer(nn.Module):
         self.attn = BiasedAttention(size, num_heads, head_dim, size)
         self.norm2 = LayerNorm(size, eps=NORM_EPS)
         self.mlp = GeluMLP(size)
+
+    def joints(self) -> list[Joint]:
+        return [Joint(self, "norm1", (self.attn,)), Joint(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x: [B, L, C]; mask: bool [B, L, L], True = may see -> [B, L, C]."""

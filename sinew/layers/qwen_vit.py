@@ -14,41 +14,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.layers.joints import Joint
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
+from sinew.layers.vit import ViTConfig, ViTLayer
 
 
 @dataclass(frozen=True)
 class QwenViTConfig:
-    """Sizes of the tower. ``side``: rows (and columns) of the position table; ``taps``: layers after which features
-    are merged for the language model."""
+    """Sizes of the tower. ``blocks``: those of a plain tower. taps: layers after which features are merged for the
+    language model; merge: patches along a side of one token; temporal_patch: how often a still image is repeated in
+    a patch; output_size: width of a token.
+    """
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
+    blocks: ViTConfig
     output_size: int
-    patch_size: int
     merge: int
-    temporal_patch: int  # how often a still image is repeated in a patch
-    side: int
+    temporal_patch: int
     taps: tuple[int, ...]
-    norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if self.hidden_size % (4 * self.num_heads):
+        if self.blocks.hidden_size % (4 * self.blocks.num_heads):
             raise ValueError("vision: the width must be a multiple of four times the number of heads")
-        if any(not 0 <= tap < self.num_layers for tap in self.taps):
-            raise ValueError(f"vision: taps {self.taps} are not layers of {self.num_layers}")
+        if any(not 0 <= tap < self.blocks.num_layers for tap in self.taps):
+            raise ValueError(f"vision: taps {self.taps} are not layers of {self.blocks.num_layers}")
 
     @property
     def head_dim(self) -> int:
         """Return the width of one head."""
-        return self.hidden_size // self.num_heads
+        return self.blocks.hidden_size // self.blocks.num_heads
+
+    @property
+    def patch_size(self) -> int:
+        """Return the side of a patch in pixels."""
+        return self.blocks.patch_size
 
 
 def block_order(x: Tensor, rows: int, cols: int, merge: int) -> Tensor:
@@ -76,57 +79,20 @@ def grid_rotation(
     return Rotation(angle.cos(), angle.sin())
 
 
-class RotaryViTAttention(nn.Module):
-    """Full attention of a vision tower whose queries and keys are rotated."""
-
-    def __init__(self, config: QwenViTConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.q_proj = Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = Linear(config.hidden_size, config.hidden_size)
-        self.v_proj = Linear(config.hidden_size, config.hidden_size)
-        self.o_proj = Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, x: Tensor, rotate: Rotation) -> Tensor:  # [B, L, C]
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (p.transpose(1, 2) for p in (rotate(q), rotate(k), v))  # [B, H, L, D]
-        out = F.scaled_dot_product_attention(q, k, v)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class QwenViTMLP(nn.Module):
-    def __init__(self, config: QwenViTConfig):
-        super().__init__()
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-class QwenViTLayer(nn.Module):
-    def __init__(self, config: QwenViTConfig):
-        super().__init__()
-        self.norm1 = LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = RotaryViTAttention(config)
-        self.norm2 = LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = QwenViTMLP(config)
-
-    def forward(self, x: Tensor, rotate: Rotation) -> Tensor:  # [B, L, C]
-        x = x + self.attn(self.norm1(x), rotate)
-        return x + self.mlp(self.norm2(x))
-
-
 class PatchMerger(nn.Module):
     """Four neighbouring patches -> one token. ``joined``: the norm sees the four side by side, not each alone."""
 
     def __init__(self, config: QwenViTConfig, joined: bool):
         super().__init__()
-        size = config.hidden_size * config.merge**2
+        width, eps = config.blocks.hidden_size, config.blocks.norm_eps
+        size = width * config.merge**2
         self.joined, self.merge = joined, config.merge
-        self.norm = LayerNorm(size if joined else config.hidden_size, eps=config.norm_eps)
+        self.norm = LayerNorm(size if joined else width, eps=eps)
         self.fc1 = Linear(size, size)
         self.fc2 = Linear(size, config.output_size)
+
+    def joints(self) -> list[Joint]:
+        return [Joint(self, "norm", (self.fc1,))]
 
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C] in block order -> [B, L / merge^2, output_size]
         B, L, C = x.shape
@@ -139,12 +105,11 @@ class QwenViT(nn.Module):
     def __init__(self, config: QwenViTConfig):
         super().__init__()
         self.config = config
-        channels = 3 * config.temporal_patch
-        self.patch_embedding = nn.Conv2d(
-            channels, config.hidden_size, config.patch_size, stride=config.patch_size
-        )
-        self.position_embedding = Embedding(config.side**2, config.hidden_size)
-        self.layers = nn.ModuleList(QwenViTLayer(config) for _ in range(config.num_layers))
+        blocks = config.blocks
+        channels, patch = 3 * config.temporal_patch, blocks.patch_size
+        self.patch_embedding = nn.Conv2d(channels, blocks.hidden_size, patch, stride=patch)
+        self.position_embedding = Embedding(blocks.side**2, blocks.hidden_size)
+        self.layers = nn.ModuleList(ViTLayer(blocks) for _ in range(blocks.num_layers))
         self.merger = PatchMerger(config, joined=False)
         self.tap_mergers = nn.ModuleList(PatchMerger(config, joined=True) for _ in config.taps)
 
@@ -176,7 +141,7 @@ class QwenViT(nn.Module):
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C] in block order
         """Return the position table, sampled bilinearly with its corners on the corners of the grid."""
         config, table = self.config, self.position_embedding.weight
-        ids, weights = bilinear_rows(rows, cols, config.side)
+        ids, weights = bilinear_rows(rows, cols, config.blocks.side)
         ids, weights = (
             block_order(part, rows, cols, config.merge).to(table.device) for part in (ids, weights)
         )

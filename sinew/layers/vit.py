@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sinew.layers.joints import Joint
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
+from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
 
@@ -81,8 +82,12 @@ class ViTAttention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v)  # [B, H, L, D]
         return out.transpose(1, 2).flatten(2)
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
-        return self.o_proj(self.attend(*self.project(x)))
+    def forward(self, x: Tensor, rotate: Rotation | None = None) -> Tensor:  # [B, L, C]
+        q, k, v = self.project(x)
+        if rotate is not None:
+            heads = (-1, self.head_dim)
+            q, k = (rotate(part.unflatten(-1, heads)).flatten(-2) for part in (q, k))
+        return self.o_proj(self.attend(q, k, v))
 
 
 class ViTMLP(nn.Module):
@@ -123,8 +128,8 @@ class ViTLayer(nn.Module):
     def joints(self) -> list[Joint]:
         return [Joint(self, "norm1", (self.attn,)), Joint(self, "norm2", (self.mlp,))]
 
-    def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
-        x = x + self.scale1(self.attn(self.norm1(x)))
+    def forward(self, x: Tensor, rotate: Rotation | None = None) -> Tensor:  # [B, L, C]
+        x = x + self.scale1(self.attn(self.norm1(x), rotate))
         return x + self.scale2(self.mlp(self.norm2(x)))
 
 

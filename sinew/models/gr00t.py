@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,17 @@ from torch import Tensor, nn
 from sinew.layers.attention import block_mask
 from sinew.layers.connector import UnshuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig
+from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear
 from sinew.layers.qwen_vit import QwenViT, QwenViTConfig
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import ResizedPositions, VisionTransformer, ViTConfig
+from sinew.models.base import Model
 from sinew.models.gr00t_head import Context, Head, HeadConfig
+from sinew.solvers import Solver
+
+SOLVER = Solver(start=0.0, end=1.0)
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,14 @@ class Gr00tEagleConfig(Gr00tConfig):
     unshuffle: int
 
 
-class Gr00t(nn.Module):
+class Gr00t(Model):
     """The part that all versions share: placing image tokens, running the language model, and the head."""
 
-    components: ClassVar = {"vision": "vision", "connector": "vision", "language": "language"}
-    float32_modules: ClassVar[tuple[str, ...]] = ()
+    solver = SOLVER
 
     def __init__(self, config: Gr00tConfig):
         super().__init__()
-        self.config: Any = config
+        self.config = config
         self.language = Decoder(config.language, config.vocab_size)
         self.head = Head(config.head, config.max_state_dim, config.max_action_dim)
 
@@ -78,9 +81,12 @@ class Gr00t(nn.Module):
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Context:
         """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
-        is_image = (tokens == self.config.image_token) & token_mask
-        features = self.features(image_tokens, is_image, tokens, token_mask)
-        return self.head.context(features, is_image, token_mask, state)
+        placed = (tokens == self.config.image_token) & token_mask  # [B, L]
+        count = image_tokens.shape[2]
+        view = ((placed.long().cumsum(dim=1) - 1) // count).clamp(0, image_tokens.shape[1] - 1)
+        is_image = placed & camera_mask.gather(1, view)
+        valid = token_mask & (is_image | ~placed)
+        return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
 
     @abstractmethod
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
@@ -90,7 +96,8 @@ class Gr00t(nn.Module):
         """Return the language model's input [B, L, C], then what each tap adds to it, zero outside the images."""
         table = self.language.embed_tokens
         flat = image_tokens.flatten(1, 2).to(table.weight.dtype)  # [B, V * N, (1 + taps) * C]
-        index = (is_image.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
+        placed = tokens == self.config.image_token
+        index = (placed.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
         rows = flat.gather(1, index[..., None].expand(-1, -1, flat.shape[2]))
         x, *taps = rows.split(self.config.language.hidden_size, dim=-1)
         here = is_image[..., None]
@@ -106,7 +113,8 @@ class Gr00t(nn.Module):
         return x
 
     def moment(self, t: Tensor) -> Tensor:
-        return self.head.moment(time_bucket(t, self.config.head.buckets))
+        """Return :meth:`Head.moment` of the time's bucket, cut in double precision as the reference cuts it."""
+        return self.head.moment((t * self.config.head.buckets).long())
 
     def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
         return self.head.velocity(x, moment, context)
@@ -121,11 +129,14 @@ class Gr00tEagle(Gr00t):
         super().__init__(config)
         width = config.language.hidden_size
         if config.unshuffle == 1:
-            self.vision = VisionTransformer(config.vision)
+            self.vision: VisionTransformer = VisionTransformer(config.vision)
             self.connector: nn.Module = Linear(config.vision.hidden_size, width)
         else:
             self.vision = ResizedPositions(config.vision)
             self.connector = UnshuffleConnector(config.vision.hidden_size, width, config.unshuffle)
+
+    def joints(self) -> list[Joint]:
+        return [Joint(self.vision, "norm", (self.connector,))] if self.config.unshuffle == 1 else []
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, C]."""
@@ -196,12 +207,3 @@ def rotate_axes(positions: Tensor, head_dim: int, theta: float, axes: tuple[int,
     picked = torch.stack([columns[axis] for axis in axes], dim=-1)  # [B, L, head_dim / 2]
     radians = picked / theta**exponents
     return Rotation(radians.cos()[..., None, :], radians.sin()[..., None, :])
-
-
-def time_bucket(t: Tensor, buckets: int) -> Tensor:
-    """Return floor(t * buckets), int64, for float32 times k / N of up to a hundred steps.
-
-    The reference truncates in double precision. A float32 time may lie a rounding error below its bucket, and never
-    nearer than a hundredth of a bucket above one, so a thousandth decides as the reference does (a test tries all).
-    """
-    return (t.double() * buckets + 1e-3).floor().long()

@@ -19,6 +19,7 @@ from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, KeyMap, PolicySpec
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.dit import DiTConfig
+from sinew.models.gr00t import SOLVER
 from sinew.models.gr00t_head import HeadConfig
 
 LEROBOT_PREFIX = "_groot_model."
@@ -270,6 +271,7 @@ def specification(
         chunk_size=chunk,
         noise_rows=rows if rows != chunk else 0,
         noise_dim=config["max_action_dim"],
+        solver=SOLVER,
         solver_steps=options.setting("solver_steps", config["num_inference_timesteps"]),
         max_prompt_tokens=prompt.max_tokens,
         embodiment=tag,

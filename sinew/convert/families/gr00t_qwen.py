@@ -24,6 +24,7 @@ from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import CameraSpec, ConvertError
 from sinew.layers.qwen_vit import QwenViTConfig
+from sinew.layers.vit import ViTConfig
 from sinew.models.gr00t import Gr00tQwenConfig
 
 ARCHITECTURE = "gr00t_n1_7"
@@ -35,6 +36,7 @@ VLM_FILES = [
     "chat_template*",
     "special_tokens*",
 ]
+VISION_EPS = 1e-6  # fixed in Qwen3-VL's code
 DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
 
 
@@ -139,14 +141,17 @@ def vision_config(vision: Record) -> QwenViTConfig:
     if side**2 != vision["num_position_embeddings"]:
         raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings is not a square")
     return QwenViTConfig(
-        hidden_size=vision["hidden_size"],
-        intermediate_size=vision["intermediate_size"],
-        num_layers=vision["depth"],
-        num_heads=vision["num_heads"],
+        blocks=ViTConfig(
+            hidden_size=vision["hidden_size"],
+            intermediate_size=vision["intermediate_size"],
+            num_layers=vision["depth"],
+            num_heads=vision["num_heads"],
+            image_size=side * vision["patch_size"],
+            patch_size=vision["patch_size"],
+            norm_eps=VISION_EPS,
+        ),
         output_size=vision["out_hidden_size"],
-        patch_size=vision["patch_size"],
         merge=vision["spatial_merge_size"],
         temporal_patch=vision["temporal_patch_size"],
-        side=side,
         taps=tuple(vision["deepstack_visual_indexes"]),
     )

@@ -28,7 +28,11 @@ class PackedAttention(DecoderAttention):
     def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.qkv_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, L, H + 2 Hkv, D]
         turning, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
-        q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
+        if self.qk_norm:  # by weights of their own, so not in one rotation
+            q, k = turning.split([self.num_heads, self.num_kv_heads], dim=-2)
+            q, k = self.turn(q, k, rotate)
+        else:
+            q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
         return q, k.contiguous(), v.contiguous()  # they are kept: as views they would keep the queries too
 
 

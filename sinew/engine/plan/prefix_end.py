@@ -39,6 +39,8 @@ def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     last = layers[depth - 1]
     if unknown := foreign(last, DecoderLayer) or foreign(last.attn, DecoderAttention):
         return "not applicable", unknown, ()
+    if last.attn.qk_norm:
+        return "not applicable", "keys are normed before their rotation", ()
     layers[depth - 1] = KeyValueLayer(layers[depth - 1])
     model.language.layers = nn.ModuleList(layers[:depth])
     unread = len(layers) - depth

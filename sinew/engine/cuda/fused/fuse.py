@@ -74,6 +74,8 @@ def _layer(layer: Any) -> str | None:
     attn = layer.attn
     if unknown := foreign(attn, DecoderAttention) or foreign(layer.mlp, GatedMLP):
         return unknown
+    if attn.qk_norm:
+        return "norms of queries and keys"
     if not (attn.is_cross or isinstance(attn, PackedAttention)) or not isinstance(layer.mlp, PackedMLP):
         return "not packed"
     read = [attn.q_proj if attn.is_cross else attn.qkv_proj, attn.o_proj]

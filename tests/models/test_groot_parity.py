@@ -1,0 +1,162 @@
+"""GR00T N1.5, N1.6 and N1.7 against NVIDIA's and LeRobot's stored intermediates, stage by stage and end to end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sinew.layers.qwen_vit import block_order
+from sinew.policy import Policy, load
+from tests.convert.test_groot import CASES, observation, reference_pixels
+from tests.golden import Golden, assert_parity
+
+STAGE = {"atol": 1e-5, "rtol": 1e-5}  # of stages whose values reach ten
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, groot_bundle) -> tuple[Policy, Golden]:
+    return load(groot_bundle(request.param), dtype="float32"), Golden(golden / request.param)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.reshape(expected.shape), expected, **STAGE)
+    assert_parity(found.reshape(expected.shape), expected)
+
+
+def read(policy: Policy, g: Golden) -> tuple[torch.Tensor, ...]:
+    """Image tokens of the reference's pixels, and the other arguments of ``read``."""
+    pixels = torch.from_numpy(reference_pixels(g))[None]
+    valid = g["attention_mask"] == 1
+    cameras = torch.ones(1, len(g.cameras), dtype=torch.bool)
+    state = g["state_normalized"][:, 0]
+    return policy.engine.model.embed_images(pixels), cameras, g["input_ids"], valid, state
+
+
+def test_actions_match_the_reference(case):
+    policy, g = case
+    chunk = policy.infer(observation(g))
+    assert_parity(chunk.actions, g.numpy("actions")[0])
+    assert len(chunk.timing.step_ms) == len(g["t"])
+
+
+@torch.inference_mode()
+def test_vision_stages_match(case):
+    policy, g = case
+    model = policy.engine.model
+    image_tokens = read(policy, g)[0]
+    width = model.config.language.hidden_size
+    tower, *taps = image_tokens.split(width, dim=-1)
+    close(tower, g["image_tokens"])
+    assert len(taps) == sum(name.startswith("deepstack.") for name in g.tensors)
+    for index, tap in enumerate(taps):
+        close(tap, g[f"deepstack.{index}"])
+    if not taps:
+        pixels = torch.from_numpy(reference_pixels(g))
+        close(model.vision(pixels), g["vision_last_hidden"])
+
+
+@torch.inference_mode()
+def test_language_stages_match(case):
+    policy, g = case
+    model = policy.engine.model
+    image_tokens, _, tokens, valid, _ = read(policy, g)
+    is_image = tokens == model.config.image_token
+    if "image_mask" in g.tensors:
+        assert torch.equal(is_image, g["image_mask"])
+    embedded, *_ = model.embed(image_tokens, is_image, tokens)
+    close(embedded, g["inputs_embeds"])
+    outputs: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: outputs.append(out[0]))
+        for layer in model.language.layers
+    ]
+    features = model.features(image_tokens, is_image, tokens, valid)
+    for hook in hooks:
+        hook.remove()
+    close(features, g["backbone_features"])
+    stored = [g[name] for name in g.tensors if name.startswith("lm_layer.")]
+    assert len(outputs) == len(stored)
+    for index, output in enumerate(outputs):
+        close(output, g[f"lm_layer.{index}"])
+
+
+@torch.inference_mode()
+def test_positions_of_images_equal_the_reference(golden, groot_bundle):
+    policy, g = load(groot_bundle("groot-n17"), dtype="float32"), Golden(golden / "groot-n17")
+    model, tokens = policy.engine.model, g["input_ids"]
+    found = model.positions(tokens == model.config.image_token, g["attention_mask"] == 1)
+    assert torch.equal(found.permute(2, 0, 1), g["position_ids"][1:])
+
+
+@torch.inference_mode()
+def test_every_solver_step_matches(case):
+    policy, g = case
+    model = policy.engine.model
+    context = model.read(*read(policy, g))
+    close(model.head.refine(g["backbone_features"], g["attention_mask"] == 1), g["vl_embeds"])
+    close(context.state, g["state_token"])
+    for time, x_t, v_t in zip(model.solver.times(4), g["x_t"], g["v_t"], strict=True):
+        close(model.act(x_t, model.moment(torch.tensor([time], dtype=torch.float64)), context), v_t)
+
+
+@torch.inference_mode()
+def test_the_transformer_before_the_decoder_matches(case):
+    policy, g = case
+    model, outputs = policy.engine.model, []
+    hook = model.head.dit.register_forward_hook(lambda _, __, out: outputs.append(out))
+    context = model.read(*read(policy, g))
+    model.act(g["x_t"][0], model.moment(torch.zeros(1, dtype=torch.float64)), context)
+    hook.remove()
+    close(outputs[0], g["dit_out_step0"])
+
+
+def test_time_buckets_are_the_references(case):
+    """int(k / float(N) * buckets), for every number of steps that a request may ask for."""
+    policy, g = case
+    model = policy.engine.model
+    buckets: list[int] = []
+    hook = model.head.moment
+    model.head.moment = lambda bucket: buckets.extend(bucket.tolist())  # type: ignore[method-assign]
+    try:
+        for count in range(1, 101):
+            buckets.clear()
+            for time in model.solver.times(count):
+                model.moment(torch.tensor([time], dtype=torch.float64))
+            assert buckets == [int(k / float(count) * 1000) for k in range(count)], count
+    finally:
+        model.head.moment = hook
+    assert g["t"][:, 0].tolist() == [0, 250, 500, 750]
+
+
+def test_block_order_puts_squares_side_by_side():
+    rows, cols = 4, 6
+    grid = torch.arange(rows * cols)[:, None]
+    found = block_order(grid, rows, cols, 2)[:, 0].view(-1, 2, 2)
+    assert found[0].tolist() == [[0, 1], [6, 7]]
+    assert found[3].tolist() == [[12, 13], [18, 19]]
+
+
+@torch.inference_mode()
+def test_padding_of_the_prompt_changes_nothing(case):
+    """Engines with buckets pad it; upstream never does for one observation."""
+    policy, g = case
+    model = policy.engine.model
+    image_tokens, cameras, tokens, valid, state = read(policy, g)
+    padded = torch.nn.functional.pad(tokens, (0, 7), value=3), torch.nn.functional.pad(valid, (0, 7))
+    outputs = []
+    for ids, mask in ((tokens, valid), padded):
+        context = model.read(image_tokens, cameras, ids, mask, state)
+        outputs.append(model.act(g["noise"], model.moment(torch.zeros(1, dtype=torch.float64)), context))
+    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-6, rtol=0)
+
+
+def test_both_layouts_of_n15_act_alike(golden, groot_bundle):
+    """The same weights from NVIDIA's shards and from LeRobot's file; one reads the task in brackets, and crops."""
+    g = Golden(golden / "groot-n15")
+    first, second = (load(groot_bundle(name), dtype="float32") for name in ("groot-n15", "groot-n15-nvidia"))
+    for policy in (first, second):
+        assert_parity(
+            policy.processor.actions(g.numpy("action_pred")[0], observation(g)), g.numpy("actions")[0]
+        )
+    tokens = g.numpy("input_ids")[0].tolist()
+    assert tokens[:20] == second.processor.inputs(observation(g)).tokens[:20].tolist()
