@@ -1,4 +1,4 @@
-"""Opening files that strangers may have prepared: regular ones only, and never through a planted link."""
+"""Opening files that strangers may have prepared: regular ones only."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ def open_regular(path: Path | str) -> BinaryIO:
     except BaseException:
         os.close(number)
         raise
-
-
-def create(path: Path | str) -> BinaryIO:
-    """Create a file that is not there yet and open it for reading and writing, unbuffered.
-
-    Raises FileExistsError where anything of that name exists, a link included: nothing is written through it.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _flags("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY")
-    return open(os.open(path, flags, 0o666), "r+b", buffering=0)
 
 
 def _flags(*names: str) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from sinew.bundle.files import open_regular
 from sinew.core import BundleError
 
 MAGIC = b"GGUF"
@@ -69,7 +70,7 @@ class GGUFFile:
     def __init__(self, path: Path):
         self.path = Path(path)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:  # mmap of an empty file
             raise BundleError(f"{self.path}: the file is empty") from None

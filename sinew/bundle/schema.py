@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe, image_rules
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.rules import problems
 from sinew.core import BundleError, PolicySpec
 
 FORMAT_VERSION = 1
@@ -257,72 +258,9 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Sizes that are believable and agree with each other; a number read from a file is a suggestion."""
-        spec, processing = self.spec, self.processing
-        image, names = processing.image, [camera.name for camera in spec.cameras]
-        rules = {
-            "spec.cameras: expected 1 to 16 different names": 1 <= len(names) <= 16
-            and len(set(names)) == len(names),
-            "spec: chunk_size, noise_dim or solver_steps out of range": 1 <= spec.chunk_size <= MAX_SIZE
-            and (spec.noise_rows == 0 or spec.chunk_size <= spec.noise_rows <= MAX_SIZE)
-            and 0 <= spec.noise_dim <= MAX_SIZE
-            and 0 <= spec.solver_steps <= MAX_SIZE,
-            "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps
-            in (None, spec.solver_steps),
-            "spec.noise_dim: expected 0 where the solver starts from zeros, else the padded action dim": spec.noise_dim
-            == (0 if spec.solver.noise == "zeros" else processing.padded_action_dim),
-            "spec.state does not fit processing.padded_state_dim": 1
-            <= spec.state.dim
-            <= processing.padded_state_dim
-            <= MAX_SIZE,
-            "spec.action does not fit processing.padded_action_dim": 1
-            <= spec.action.dim
-            <= processing.padded_action_dim
-            <= MAX_SIZE,
-            "processing.prompt: max_tokens out of range": 1 <= processing.prompt.max_tokens <= MAX_SIZE,
-            "processing.prompt: pad_token_id is not in the vocabulary": 0
-            <= processing.prompt.pad_token_id
-            < processing.prompt.vocab_size,
-            "processing.prompt: ensure_last or drop is not in the vocabulary": all(
-                0 <= token < processing.prompt.vocab_size for token in processing.prompt.drop
-            )
-            and -1 <= processing.prompt.ensure_last < processing.prompt.vocab_size,
-            "processing.prompt: state_bins or state_values out of range": 1
-            <= processing.prompt.state_bins
-            <= MAX_SIZE
-            and 0 <= processing.prompt.state_values <= MAX_SIZE,
-            "processing: a step's dims are outside its vector": all(
-                0 <= d < vector.dim
-                for steps, vector in (
-                    (processing.state_steps, spec.state),
-                    (processing.action_steps, spec.action),
-                )
-                for step in steps
-                for d in step.dims
-            )
-            and all(d < spec.state.dim for step in processing.action_steps for d in step.reads),
-            "processing: a pose has 6 or 9 numbers, in the state as in the action": all(
-                len(step.dims) in (6, 9) and len(step.reads) == len(step.dims)
-                for step in processing.action_steps
-                if step.kind == "compose_pose"
-            ),
-            "processing: the parts of a vector do not add up to it": all(
-                not parts
-                or (all(part.dim > 0 for part in parts) and sum(part.dim for part in parts) == vector.dim)
-                for parts, vector in (
-                    (processing.state_parts, spec.state),
-                    (processing.action_parts, spec.action),
-                )
-            ),
-            "spec.keys: an image key names a camera that is not there": all(
-                camera in names for keys in spec.keys for camera in keys.images.values()
-            ),
-            "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
-        }
-        rules |= image_rules(image)
-        for problem, fine in rules.items():
-            if not fine:
-                raise BundleError(f"sinew.{problem}")
+        """Raise :class:`BundleError` for a value that is not believable, or does not agree with another."""
+        for problem in problems(self):
+            raise BundleError(f"sinew.{problem}")
 
 
 _PARTS: dict[str, Any] = {
@@ -344,6 +282,9 @@ def from_json(text: str, kind: type[T], where: str) -> T:
     """Decode JSON text into ``kind`` (a dataclass or container), strictly."""
     try:
         raw = json.loads(text)
+        json.dumps(
+            raw, ensure_ascii=False
+        ).encode()  # escapes can spell half a character, which nothing can print
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{where} is not JSON: {error}") from None
     return from_builtins(raw, kind, where)

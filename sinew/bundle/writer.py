@@ -12,11 +12,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from sinew.bundle.files import open_regular
 from sinew.bundle.schema import ALIGNMENT, Manifest
 from sinew.core import BundleError
 
@@ -36,11 +38,11 @@ class FileSlice:
 
     def blocks(self) -> Iterable[memoryview]:
         buffer = memoryview(bytearray(min(COPY_BLOCK, self.nbytes) or 1))
-        with open(self.path, "rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             file.seek(self.offset)
             left = self.nbytes
             while left:
-                got = file.readinto(buffer[: min(left, len(buffer))])
+                got = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]
                 if not got:
                     raise BundleError(f"{self.path} became shorter while it was read")
                 yield buffer[:got]
@@ -88,9 +90,12 @@ def write_bundle(
     for tensor in tensors:
         if len(tensor.name.encode()) > MAX_TENSOR_NAME:
             raise BundleError(f"tensor name {tensor.name!r} is longer than {MAX_TENSOR_NAME} bytes")
-    partial = path.with_name(path.name + ".partial")
+    if path.exists() and not path.is_file():
+        raise BundleError(f"{path}: expected a regular file or none, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    # A directory of our own: nobody can have planted a link under a name in it.
+    with TemporaryDirectory(prefix=f".{path.name[:64]}.", dir=path.parent) as folder:
+        partial = Path(folder) / "bundle.gguf"
         header_bytes = _write_header(partial, manifest(), tensors)
         with open(partial, "r+b") as out:
             out.seek(header_bytes)
@@ -101,17 +106,12 @@ def write_bundle(
                     if progress:
                         progress(len(block))
             _pad(out)
-        final = partial.with_name(path.name + ".header")
-        try:
-            if _write_header(final, manifest(), tensors) != header_bytes:
-                raise AssertionError("the manifest changed its length while the bundle was written")
-            with open(partial, "r+b") as out:
-                out.write(final.read_bytes())
-        finally:
-            final.unlink(missing_ok=True)
+        final = partial.with_name("header.gguf")
+        if _write_header(final, manifest(), tensors) != header_bytes:
+            raise AssertionError("the manifest changed its length while the bundle was written")
+        with open(partial, "r+b") as out:
+            out.write(final.read_bytes())
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _write_header(path: Path, manifest: Manifest, tensors: Sequence[TensorSource]) -> int:

@@ -86,12 +86,23 @@ def step_text(step: Any) -> str:
 
 
 def tokenizer_facts(text: str) -> dict[str, Any]:
-    model = json.loads(text).get("model", {})
-    return {"bytes": len(text.encode()), "type": model.get("type"), "vocabulary": len(model.get("vocab", ()))}
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        record = None
+    model = record.get("model") if isinstance(record, dict) else None
+    facts = model if isinstance(model, dict) else {}
+    vocabulary = facts.get("vocab")
+    return {
+        "bytes": len(text.encode()),
+        "type": str(facts.get("type")),
+        "vocabulary": len(vocabulary) if isinstance(vocabulary, dict | list) else 0,
+    }
 
 
 def show(bundle: Bundle, all_tensors: bool) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console, manifest, spec = Console(), bundle.manifest, bundle.manifest.spec
@@ -137,7 +148,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "notes": "; ".join(source.notes) or "-",
     }
     for key, value in rows.items():
-        facts.add_row(key, value)
+        facts.add_row(escape(key), escape(value))
     console.print(facts)
     console.print(config_table(manifest.config))
     console.print(tensor_table(bundle, all_tensors))
@@ -154,23 +165,25 @@ def _quantised(found: Quantization | None) -> str:
 
 
 def config_table(config: dict[str, Any]) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("config", "", box=None, pad_edge=False)
     for key, value in config.items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())
-        table.add_row(key, str(value))
+        table.add_row(escape(key), escape(str(value)))
     return table
 
 
 def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     if all_tensors:
         table = Table("tensor", "shape", "type", "bytes", box=None, pad_edge=False)
         for t in bundle.infos.values():
-            table.add_row(t.name, "x".join(map(str, t.shape)), t.type.name, str(t.nbytes))
+            table.add_row(escape(t.name), "x".join(map(str, t.shape)), t.type.name, str(t.nbytes))
         return table
     table = Table("component", "tensors", "parameters", "MB", "stored as", box=None, pad_edge=False)
     groups: dict[str, list] = defaultdict(list)
@@ -181,7 +194,7 @@ def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:
         parameters = sum(_elements(t.shape) for t in members)
         types = "+".join(sorted({t.type.name for t in members}))
         megabytes = f"{sum(t.nbytes for t in members) / 1e6:.1f}"
-        table.add_row(component, str(len(members)), f"{parameters:,}", megabytes, types)
+        table.add_row(escape(component), str(len(members)), f"{parameters:,}", megabytes, types)
     return table
 
 

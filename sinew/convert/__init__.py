@@ -8,18 +8,32 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from sinew.bundle.rules import constant_values
 from sinew.bundle.writer import Progress
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.lerobot_folder import resolve
 from sinew.convert.options import COMPAT, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import download
-from sinew.core import ConvertError
+from sinew.core import ConvertError, SinewError
 
 # Modules of sinew.convert.families, in the order in which they are asked. Each has NAMES (checkpoints that it
 # reads, for messages), OPTIONS (fields of Options that it reads), SETTINGS (of --set), recognises(path) and
 # read(path, options) -> Conversion.
 FAMILIES = ("smolvla", "pi", "gr00t", "openpi", "vlacpp")
+# What readers meet in files whose values have other types than upstream writes. Each reader names the fields that it
+# knows to go wrong; this is for the rest.
+MALFORMED = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    OSError,
+)
 CHECKPOINT_FILES = [
     "*.json",
     "*.safetensors",
@@ -99,7 +113,17 @@ def read(source: str | Path, options: Options) -> Conversion:
 
 def _read(path: Path, options: Options) -> Conversion:
     family = recognise(path)
-    return family.read(path, options.for_family(family, path))
+    try:
+        conversion = family.read(path, options.for_family(family, path))
+        notes = (*conversion.notes, *constant_values(conversion.processing))
+    except SinewError:
+        raise
+    except MALFORMED as error:
+        raise ConvertError(
+            f"{path}: its files do not have the form of a checkpoint of {' or '.join(family.NAMES)}"
+            f" ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+    return replace(conversion, notes=notes)
 
 
 def recognise(path: Path) -> ModuleType:

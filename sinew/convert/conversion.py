@@ -18,7 +18,7 @@ from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.options import Options
-from sinew.core import ConvertError, PolicySpec
+from sinew.core import BundleError, ConvertError, PolicySpec
 from sinew.models import build_on_meta, misfit
 
 HASH_BLOCK = 1 << 20
@@ -83,11 +83,18 @@ class Conversion:
                     precision=_precision(kept),
                 )
 
+            try:
+                manifest().check()
+            except BundleError as error:
+                raise ConvertError(f"the checkpoint cannot become a bundle: {error}") from None
             write_bundle(out, _laid_out_first(manifest, hashes), list(kept.values()), progress)
 
     def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> None:
         """Every tensor of the model is there with its shape, and nothing else."""
-        model = build_on_meta(self.architecture, self.config)
+        try:
+            model = build_on_meta(self.architecture, self.config)
+        except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
+            raise ConvertError(f"the checkpoint's config describes no model: {error}") from None
         if problems := misfit(model, {name: t.shape for name, t in kept.items()}, upstream):
             raise ConvertError(f"the checkpoint does not fit its config: {problems}")
         if odd := next((t for t in kept.values() if t.type not in TORCH_DTYPES), None):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
-from sinew.convert.read.files import read_json
+from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
 from sinew.core import ConvertError
+from sinew.processing.tokenizer import open_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -21,20 +24,21 @@ class TokenizerFiles:
     text: str
     path: Path
     pad_token_id: int | None
+    tokenizer: Tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, special tokens in it included."""
-        return Tokenizer.from_str(self.text).encode(text).ids
+        return self.tokenizer.encode(text).ids
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token. Raises :class:`ConvertError` for an id that is not there."""
-        found = Tokenizer.from_str(self.text).id_to_token(token_id)
+        found = self.tokenizer.id_to_token(token_id)
         if found is None:
             raise ConvertError(f"{self.path}: the tokenizer has no token of id {token_id}")
         return found
 
     def token_id(self, token: str) -> int:
-        found = Tokenizer.from_str(self.text).token_to_id(token)
+        found = self.tokenizer.token_to_id(token)
         if found is None:
             raise ConvertError(f"{self.path}: the tokenizer has no token {token!r}")
         return found
@@ -51,23 +55,19 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
     else:
         tried = ", ".join(str(candidate) for candidate in candidates) or "nothing"
         raise ConvertError(f"no tokenizer.json found (looked in {tried}); {missing}")
-    try:
-        if path.name == "vocab.json":
-            text = bpe_tokenizer(path.parent)
-        else:
-            text = tokenizer_json(path) if path.suffix == ".model" else path.read_text(encoding="utf-8")
-        tokenizer = Tokenizer.from_str(text)
-    except ConvertError:
-        raise
-    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-        raise ConvertError(f"{path}: not a tokenizer.json ({error})") from None
+    if path.name == "vocab.json":
+        text = bpe_tokenizer(path.parent)
+    else:
+        text = tokenizer_json(path) if path.suffix == ".model" else read_text(path)
+    tokenizer = open_tokenizer(text, ConvertError, f"{path}: the tokenizer")
     config = path.with_name("tokenizer_config.json")
     pad = read_json(config).get("pad_token") if config.exists() else None
     if isinstance(pad, dict):  # serialised AddedToken
         pad = pad.get("content")
     if pad is None:
-        pad = (json.loads(text).get("padding") or {}).get("pad_token")
-    return TokenizerFiles(text, path, tokenizer.token_to_id(pad) if isinstance(pad, str) else None)
+        padding = json.loads(text).get("padding")
+        pad = padding.get("pad_token") if isinstance(padding, dict) else None
+    return TokenizerFiles(text, path, tokenizer.token_to_id(pad) if isinstance(pad, str) else None, tokenizer)
 
 
 def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: list[str]) -> Path:

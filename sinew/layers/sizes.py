@@ -7,6 +7,7 @@ from typing import Any
 
 MAX_WIDTH = 1 << 20
 MAX_LAYERS = 512
+MAX_LENGTH = 8192  # tokens or actions
 
 
 def check_sizes(config: Any) -> None:
@@ -19,6 +20,7 @@ def check_sizes(config: Any) -> None:
         value = getattr(config, field.name)
         if isinstance(value, int) and not isinstance(value, bool):
             limit = MAX_LAYERS if field.name == "num_layers" else MAX_WIDTH
+            limit = MAX_LENGTH if field.name in ("chunk_size", "prefix_length") else limit
             low = 0 if field.default == 0 else 1
             if not low <= value <= limit:
                 raise ValueError(f"{field.name} is {value}, expected {low} to {limit}")

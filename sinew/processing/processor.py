@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, Observation, ObservationError, SinewError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
 from sinew.processing.prompt import Prompter
 from sinew.processing.vectors import apply_steps
-
-MAX_SOLVER_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import lru_cache
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
+from sinew.processing.tokenizer import encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
 REMEMBERED = (
@@ -21,16 +21,8 @@ class Prompter:
     """Turns an instruction into ``(tokens int64 [L], mask bool [L])``."""
 
     def __init__(self, tokenizer_json: str, recipe: PromptRecipe):
-        from tokenizers import Tokenizer  # here: who brings tokens needs no tokenizer
-
         self.recipe = recipe
-        try:
-            # Settings for batches that a training run may have left in the file; padding is ours to do.
-            record = json.loads(tokenizer_json)
-            record["truncation"] = record["padding"] = None
-            self.tokenizer = Tokenizer.from_str(json.dumps(record))
-        except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-            raise BundleError(f"the bundle's tokenizer cannot be read: {error}") from None
+        self.tokenizer = open_tokenizer(tokenizer_json, BundleError, "the bundle's tokenizer")
         self._ids = lru_cache(maxsize=REMEMBERED)(self._tokenize)
 
     def text(self, prompt: str, state: np.ndarray) -> str:
@@ -74,11 +66,12 @@ class Prompter:
             ids = self._ids(self.text(prompt, state))
         except (UnicodeEncodeError, TypeError):  # lone surrogates, which no tokenizer can take
             raise ObservationError("prompt", "text that UTF-8 can carry", "lone surrogates") from None
+        except ValueError as error:
+            raise ObservationError("prompt", "text that the tokenizer takes", str(error)) from None
         return self.check_tokens(ids, "prompt")
 
     def _tokenize(self, text: str) -> np.ndarray:
-        encoding = self.tokenizer.encode(text, add_special_tokens=self.recipe.add_special_tokens)
-        ids, last = encoding.ids, self.recipe.ensure_last
+        ids, last = encode(self.tokenizer, text, self.recipe.add_special_tokens), self.recipe.ensure_last
         if self.recipe.drop:
             ids = [token for token in ids if token not in self.recipe.drop]
         if last >= 0 and ids[-1:] != [last]:

@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.schema import MAX_SIZE, Normalization, VectorStep
+from sinew.bundle.image_recipe import MAX_SIZE
+from sinew.bundle.schema import Normalization, VectorStep
 from sinew.bundle.writer import TensorSource
 from sinew.convert.families.lerobot_folder import Dataset, name_of, read_dataset
 from sinew.convert.families.lerobot_stats import (

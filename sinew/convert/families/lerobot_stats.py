@@ -54,10 +54,11 @@ def read_stats_file(file: Path) -> Statistics:
     """Return the statistics of a data set's ``meta/stats.json``. Raises :class:`ConvertError`."""
     record = read_json(file)
     try:
-        return {
-            feature: {stat: np.asarray(values, np.float32) for stat, values in stats.items()}
-            for feature, stats in record.items()
-            if feature in (STATE, ACTION)
-        }
+        with np.errstate(over="ignore"):  # what becomes infinite is refused with the others that are
+            return {
+                feature: {stat: np.asarray(values, np.float32) for stat, values in stats.items()}
+                for feature, stats in record.items()
+                if feature in (STATE, ACTION)
+            }
     except (AttributeError, ValueError, TypeError) as error:
         raise ConvertError(f"{file}: not a table of statistics ({error})") from None

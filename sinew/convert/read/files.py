@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes. Raises :class:`ConvertError`."""
     try:
         with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > limit:
+                raise ConvertError(f"{path}: expected at most {limit} bytes, got more")
             pieces, left = [], limit + 1
             while left and (piece := file.read(min(left, 1 << 24))):
                 pieces.append(piece)
@@ -42,6 +45,8 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         record = json.loads(text)
+        if "\\ud" in text.lower():  # escapes can spell half a character, which nothing can print
+            json.dumps(record, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ConvertError(f"{path}: not JSON ({error})") from None
     if not isinstance(record, dict):

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from sinew.convert.read.files import read_bytes
 from sinew.core import ConvertError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # sentencepiece_model.proto, SentencePiece.Type
@@ -30,7 +31,7 @@ def tokenizer_json(path: Path) -> str:
         ) from None
     model = ModelProto()
     try:
-        model.ParseFromString(path.read_bytes())
+        model.ParseFromString(read_bytes(path))
     except Exception as error:  # noqa: BLE001 - protobuf's error class differs between its implementations
         raise ConvertError(f"{path}: not a SentencePiece model ({error})") from None
     if not model.pieces or model.trainer_spec.model_type != BPE:

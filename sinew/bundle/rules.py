@@ -1,0 +1,213 @@
+"""What must hold of a manifest before anything is built from it: a number read from a file is a suggestion."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sinew.bundle.image_recipe import MAX_SIZE, image_rules
+
+if TYPE_CHECKING:
+    from sinew.bundle.schema import Manifest, Normalization, Processing
+
+MAX_SOLVER_STEPS = 100
+MAX_HZ = 10_000.0
+MAX_NAME = 256  # characters
+MAX_TEXT = 1 << 14  # characters of a template or a default prompt
+MAX_PIXELS = (
+    1 << 25
+)  # of all views that the model reads, or of all frames that cameras are said to give, times 4
+MAX_NOISE = 1 << 22
+PAIRS = {"min_max": ("min", "max"), "quantiles": ("q01", "q99"), "quantile10": ("q10", "q90")}
+
+
+def problems(manifest: Manifest) -> Iterator[str]:
+    """Yield what is wrong with a manifest, each with the record and the field."""
+    rules = {
+        **_spec_rules(manifest),
+        **_processing_rules(manifest),
+        **image_rules(manifest.processing.image),
+        **_pixel_rules(manifest),
+    }
+    yield from (problem for problem, fine in rules.items() if not fine)
+    for where, recipe, _ in normalizations(manifest.processing):
+        yield from (f"{where}: {problem}" for problem in statistics_problems(recipe))
+    found = manifest.quantization
+    if found is not None:
+        numbers = (found.error, found.error_max, *found.scales.values())
+        if not all(map(math.isfinite, numbers)) or not all(scale > 0 for scale in found.scales.values()):
+            yield "quantization: expected finite errors and positive scales"
+
+
+def normalizations(processing: Processing) -> Iterator[tuple[str, Normalization, str]]:
+    """Yield every normalisation that is in use: its place in the record, itself, and what it normalises."""
+    for what, whole, parts in (
+        ("state", processing.state, processing.state_parts),
+        ("action", processing.action, processing.action_parts),
+    ):
+        if parts:
+            for part in parts:
+                yield f"processing.{what}_parts.{part.name}", part.normalization, what
+        else:
+            yield f"processing.{what}", whole, what
+
+
+def statistics_problems(recipe: Normalization) -> Iterator[str]:
+    """Yield what is wrong with the statistics that a normalisation reads: finite, std >= 0, low <= high."""
+    if not (math.isfinite(recipe.eps) and recipe.eps >= 0):
+        yield f"eps: expected a number of at least 0, got {recipe.eps}"
+    if not 0 <= recipe.rows <= MAX_SIZE:
+        yield f"rows: expected 0 to {MAX_SIZE}, got {recipe.rows}"
+    for name, values in recipe.stats.items():
+        if bad := [i for i, value in enumerate(values) if not math.isfinite(value)]:
+            yield f"{name}[{bad[0]}]: expected a finite number, got {values[bad[0]]}"
+    if recipe.mode == "mean_std":
+        for i, value in enumerate(recipe.stats.get("std", ())):
+            if value < 0:
+                yield f"std[{i}]: expected at least 0, got {value}"
+    if pair := PAIRS.get(recipe.mode):
+        low, high = (recipe.stats.get(name, ()) for name in pair)
+        for i, (a, b) in enumerate(zip(low, high, strict=False)):
+            if a > b:
+                yield f"{pair[0]}[{i}]: expected at most {pair[1]}[{i}] = {b}, got {a}"
+
+
+def constant_values(processing: Processing) -> list[str]:
+    """Return a sentence for each normalisation with values that do not vary: a zero std, or a range of zero."""
+    found = []
+    for where, recipe, what in normalizations(processing):
+        low, high = (recipe.stats.get(name, ()) for name in PAIRS.get(recipe.mode, ("", "")))
+        flat = [i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a == b]
+        if recipe.mode == "mean_std":
+            flat = [i for i, value in enumerate(recipe.stats.get("std", ())) if value == 0]
+        if flat:
+            effect = (
+                "is always the same" if what == "action" else "is magnified wherever it differs from training"
+            )
+            found.append(f"{where}: value {', '.join(map(str, flat))} did not vary in training and {effect}")
+    return found
+
+
+def _spec_rules(manifest: Manifest) -> dict[str, bool]:
+    spec, names = manifest.spec, [camera.name for camera in manifest.spec.cameras]
+    texts = (manifest.name, spec.name, spec.architecture, spec.embodiment)
+    vectors = (spec.state, spec.action)
+    return {
+        "spec.cameras: expected 1 to 16 different names": 1 <= len(names) <= 16
+        and len(set(names)) == len(names),
+        f"spec.cameras: expected printable names of 1 to {MAX_NAME} characters": all(map(_is_name, names)),
+        f"spec.cameras: height and width: expected 1 to {MAX_SIZE} pixels": all(
+            1 <= side <= MAX_SIZE for camera in spec.cameras for side in (camera.height, camera.width)
+        ),
+        "spec: chunk_size, noise_dim or noise_rows out of range": 1 <= spec.chunk_size <= MAX_SIZE
+        and (spec.noise_rows == 0 or spec.chunk_size <= spec.noise_rows <= MAX_SIZE)
+        and 0 <= spec.noise_dim <= MAX_SIZE
+        and math.prod(spec.noise_shape) <= MAX_NOISE,
+        f"spec.solver_steps: expected 1 to {MAX_SOLVER_STEPS}": 1 <= spec.solver_steps <= MAX_SOLVER_STEPS,
+        "spec: solver_steps does not fit spec.solver": spec.solver.fixed_steps in (None, spec.solver_steps),
+        "spec.solver: expected finite numbers": all(
+            map(math.isfinite, (spec.solver.start, spec.solver.end, *itertools.chain(*spec.solver.table)))
+        ),
+        "spec.noise_dim: expected 0 where the solver starts from zeros, else the padded action dim": spec.noise_dim
+        == (0 if spec.solver.noise == "zeros" else manifest.processing.padded_action_dim),
+        "spec.n_action_steps: expected at most chunk_size": 0 <= spec.n_action_steps <= spec.chunk_size,
+        f"spec.control_hz: expected actions per second, above 0 and at most {MAX_HZ:g}": spec.control_hz
+        is None
+        or 0 < spec.control_hz <= MAX_HZ,
+        f"spec.max_prompt_tokens: expected 1 to {MAX_SIZE}": 1 <= spec.max_prompt_tokens <= MAX_SIZE,
+        f"spec: expected names of at most {MAX_NAME} characters": all(len(t) <= MAX_NAME for t in texts)
+        and all(len(n) <= MAX_NAME for v in vectors for n in (*v.names, *v.units)),
+        "spec: expected one name and one unit for each value of a vector, or none": all(
+            len(given) in (0, vector.dim) for vector in vectors for given in (vector.names, vector.units)
+        ),
+        f"spec.default_prompt: expected at most {MAX_TEXT} characters": len(spec.default_prompt) <= MAX_TEXT,
+        "spec.keys: an image key names a camera that is not there": all(
+            camera in names for keys in spec.keys for camera in keys.images.values()
+        ),
+    }
+
+
+def _pixel_rules(manifest: Manifest) -> dict[str, bool]:
+    """Rules of sizes that are believable one by one and not together."""
+    spec, image = manifest.spec, manifest.processing.image
+    views = len(spec.cameras) + manifest.processing.empty_cameras
+    frames = sum(camera.height * camera.width for camera in spec.cameras)
+    read = views * image.height * image.width
+    return {
+        f"processing.image: expected at most {MAX_PIXELS} pixels of all views": read <= MAX_PIXELS,
+        f"spec.cameras: expected at most {4 * MAX_PIXELS} pixels of all frames": frames <= 4 * MAX_PIXELS,
+    }
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text) <= MAX_NAME and text.isprintable()
+
+
+def _processing_rules(manifest: Manifest) -> dict[str, bool]:
+    spec, processing, prompt = manifest.spec, manifest.processing, manifest.processing.prompt
+    steps = (*processing.state_steps, *processing.action_steps)
+    return {
+        "spec.state does not fit processing.padded_state_dim": 1
+        <= spec.state.dim
+        <= processing.padded_state_dim
+        <= MAX_SIZE,
+        "spec.action does not fit processing.padded_action_dim": 1
+        <= spec.action.dim
+        <= processing.padded_action_dim
+        <= MAX_SIZE,
+        "processing.prompt: max_tokens out of range": 1 <= prompt.max_tokens <= MAX_SIZE,
+        f"processing.prompt: expected texts of at most {MAX_TEXT} characters": len(prompt.template)
+        + len(prompt.ensure_suffix)
+        <= MAX_TEXT
+        and prompt.template.count("{prompt}") <= 4
+        and prompt.template.count("{state}") <= 4,
+        "processing.prompt: pad_token_id is not in the vocabulary": 0
+        <= prompt.pad_token_id
+        < prompt.vocab_size,
+        "processing.prompt: ensure_last or drop is not in the vocabulary": all(
+            0 <= token < prompt.vocab_size for token in prompt.drop
+        )
+        and -1 <= prompt.ensure_last < prompt.vocab_size,
+        "processing.prompt: state_bins or state_values out of range": 1 <= prompt.state_bins <= MAX_SIZE
+        and 0 <= prompt.state_values <= MAX_SIZE,
+        "processing: a step's dims are outside its vector": all(
+            0 <= d < vector.dim
+            for steps, vector in (
+                (processing.state_steps, spec.state),
+                (processing.action_steps, spec.action),
+            )
+            for step in steps
+            for d in step.dims
+        )
+        and all(0 <= d < spec.state.dim for step in processing.action_steps for d in step.reads),
+        "processing: a step's numbers are not finite": all(
+            math.isfinite(number)
+            for step in steps
+            for number in (step.scale, step.offset, step.arm, step.horn)
+        ),
+        "processing: linear_to_angle needs a horn longer than 0": all(
+            step.horn > 0 for step in steps if step.kind == "linear_to_angle"
+        ),
+        "processing.state_steps: expected steps that read no state": not any(
+            step.reads for step in processing.state_steps
+        ),
+        "processing: add_state needs as many values of the state as of the actions": all(
+            len(step.reads) == len(step.dims) for step in steps if step.kind == "add_state"
+        ),
+        "processing: a pose has 6 or 9 numbers, in the state as in the action": all(
+            len(step.dims) in (6, 9) and len(step.reads) == len(step.dims)
+            for step in processing.action_steps
+            if step.kind == "compose_pose"
+        ),
+        "processing: the parts of a vector do not add up to it": all(
+            not parts
+            or (all(part.dim > 0 for part in parts) and sum(part.dim for part in parts) == vector.dim)
+            for parts, vector in (
+                (processing.state_parts, spec.state),
+                (processing.action_parts, spec.action),
+            )
+        ),
+        "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
+    }

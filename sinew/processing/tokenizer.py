@@ -1,0 +1,112 @@
+"""Opening the tokenizer of a stranger's file: its work is bounded, and its panics are errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from sinew.core import BundleError, SinewError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MAX_GROWTH = 64  # characters that normalisation may make of one
+MAX_SPECIAL = 256  # tokens that post-processing may add
+MAX_DEPTH = 32
+TRIAL = "Pick up the red cube, then stop.\n" + "a" * 200 + " " * 200 + "1" * 200 + "!" * 200 + "é中"
+
+
+def open_tokenizer(
+    text: str, error: type[SinewError] = BundleError, where: str = "the tokenizer"
+) -> Tokenizer:
+    """Return the tokenizer that a ``tokenizer.json`` describes, after a trial.
+
+    Truncation and padding, which a training run may have left in the file, are taken out. Raises ``error`` where the
+    text is no tokenizer, where it would multiply its input or draw at random, or where encoding a short text fails.
+    """
+    from tokenizers import Tokenizer  # here: who brings tokens needs no tokenizer
+
+    try:
+        record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+        record["truncation"] = record["padding"] = None
+        for problem in _problems(record):
+            raise ValueError(problem)
+        tokenizer = Tokenizer.from_str(json.dumps(record))
+        ids = tokenizer.encode(TRIAL).ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as problem:  # noqa: BLE001 - Rust's panics are no Exception
+        raise error(f"{where} cannot be read: {_reason(problem)}") from None
+    if len(ids) > MAX_SPECIAL + 4 * len(TRIAL.encode()):
+        raise error(f"{where} makes {len(ids)} tokens of {len(TRIAL)} characters")
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the ids of ``text``. Raises ValueError where the tokenizer fails, panics included."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except (KeyboardInterrupt, SystemExit, UnicodeEncodeError, TypeError):
+        raise
+    except BaseException as problem:  # noqa: BLE001 - Rust's panics are no Exception
+        raise ValueError(_reason(problem)) from None
+
+
+def _reason(problem: BaseException) -> str:
+    text = str(problem).strip()
+    return text.splitlines()[0][:200] if text else type(problem).__name__
+
+
+def _problems(record: dict[str, Any]) -> Iterator[str]:
+    model = record.get("model")
+    if isinstance(model, dict) and model.get("dropout"):
+        yield f"model.dropout: expected none, got {model['dropout']!r}: its tokens would be random"
+    growth = 1.0
+    for step in _flat(record.get("normalizer"), "normalizers"):
+        growth *= _growth(step)
+    if growth > MAX_GROWTH:
+        yield f"normalizer: expected at most {MAX_GROWTH} characters out of one, got {growth:.3g}"
+    special, sequences = 0, 1
+    for step in _flat(record.get("post_processor"), "processors"):
+        if step.get("type") != "TemplateProcessing":
+            special += 4
+            continue
+        single = [piece for piece in step.get("single", ()) if isinstance(piece, dict)]
+        copies = sum("Sequence" in piece for piece in single)
+        tokens = step.get("special_tokens")
+        longest = max(map(_id_count, tokens.values()), default=0) if isinstance(tokens, dict) else 0
+        special = special * max(copies, 1) + (len(single) - copies) * longest
+        sequences *= copies
+    if sequences > 1 or special > MAX_SPECIAL:
+        yield f"post_processor: expected one text and at most {MAX_SPECIAL} tokens, got {sequences} and {special}"
+
+
+def _id_count(token: Any) -> int:
+    ids = token.get("ids") if isinstance(token, dict) else None
+    return len(ids) if isinstance(ids, list) else 1
+
+
+def _flat(step: Any, members: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{members} are nested more than {MAX_DEPTH} deep")
+    if not isinstance(step, dict):
+        return
+    if isinstance(step.get(members), list):
+        for member in step[members]:
+            yield from _flat(member, members, depth + 1)
+    else:
+        yield step
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """Characters that one becomes, at most."""
+    if step.get("type") != "Replace":
+        return 1.0
+    content, pattern = str(step.get("content", "")), step.get("pattern")
+    found = pattern.get("String") if isinstance(pattern, dict) else None
+    if isinstance(found, str) and found:
+        return max(1.0, len(content) / len(found))
+    return 1.0 + len(content)  # a regular expression may match between any two characters

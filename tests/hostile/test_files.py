@@ -1,0 +1,276 @@
+"""Hostile files: short forms of the fuzzers, and each shape that once ended in a traceback, a hang or a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.files import open_regular
+from sinew.cli import main
+from sinew.convert import convert
+from sinew.convert.read.files import read_bytes
+from sinew.core import BundleError, CameraSpec, ConvertError, SinewError
+from sinew.policy import load
+from sinew.processing.tokenizer import open_tokenizer
+from tests.bundle.test_bundle import sources
+from tests.hostile import files
+
+CASE = "smolvla-2cam"
+
+
+# ----------------------------------------------------------------------------- fuzzers, short
+
+
+@pytest.fixture(scope="module")
+def fuzzers(golden, tmp_path_factory):
+    return files.cases(golden, tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize("kind", ["checkpoints", "manifests", "headers", "torch"])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(number=st.integers(0, 1 << 32))
+def test_every_input_is_a_policy_or_an_error(fuzzers, kind, number):
+    with contextlib.suppress(SinewError):
+        fuzzers[kind](random.Random(f"{kind} {number}"))
+
+
+# ----------------------------------------------------------------------------- files that are no files
+
+
+@pytest.fixture
+def checkpoint(golden, tmp_path) -> Path:
+    for folder in ("checkpoint", "vlm"):
+        shutil.copytree(golden / CASE / folder, tmp_path / folder, copy_function=shutil.copyfile)
+    return tmp_path / "checkpoint"
+
+
+def within(seconds: float, work) -> BaseException | None:
+    """What ``work`` raised; a failure if it hangs."""
+    found: list[BaseException | None] = []
+
+    def call() -> None:
+        try:
+            work()
+            found.append(None)
+        except BaseException as error:  # noqa: BLE001 - handed on
+            found.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it hangs"
+    return found[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "policy_preprocessor.json"])
+@pytest.mark.parametrize("kind", ["fifo", "zero", "directory"])
+def test_only_regular_files_are_read(checkpoint, name, kind):
+    """A FIFO without a writer once waited for ever, a link to /dev/zero once read until memory was gone."""
+    path = checkpoint / name
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "zero":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    error = within(60, lambda: convert(checkpoint, checkpoint.parent / "out.gguf"))
+    assert isinstance(error, ConvertError)
+    assert "expected a regular file, got a" in str(error)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_bundles_are_regular_files(tmp_path):
+    os.mkfifo(tmp_path / "fifo.gguf")
+    for path in (tmp_path / "fifo.gguf", Path("/dev/zero"), tmp_path):
+        error = within(60, lambda path=path: Bundle(path))
+        assert isinstance(error, BundleError)
+        assert "expected a regular file" in str(error)
+
+
+def test_files_have_a_largest_size(checkpoint):
+    with pytest.raises(ConvertError, match=r"config.json: expected at most 1000 bytes"):
+        read_bytes(checkpoint / "config.json", 1000)
+    os.truncate(checkpoint / "config.json", 1 << 40)  # sparse
+    with pytest.raises(ConvertError, match=r"config.json: expected at most 268435456 bytes"):
+        convert(checkpoint, checkpoint.parent / "out.gguf")
+
+
+def test_links_to_regular_files_are_followed(checkpoint, tmp_path):
+    """The hub's cache is made of links."""
+    (checkpoint / "config.json").rename(tmp_path / "blob")
+    (checkpoint / "config.json").symlink_to(tmp_path / "blob")
+    convert(checkpoint, tmp_path / "out.gguf")
+    with open_regular(checkpoint / "config.json") as file:
+        assert file.read(1) == b"{"
+
+
+def test_planted_links_are_not_written_through(checkpoint, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("out.gguf", "out.gguf.partial", "out.gguf.header", "out.gguf.partial.header"):
+        (tmp_path / name).symlink_to(victim)
+    convert(checkpoint, tmp_path / "out.gguf")
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "out.gguf").is_symlink()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_output_is_a_regular_file_or_none(checkpoint, tmp_path):
+    (tmp_path / "out.gguf").mkdir()
+    with pytest.raises(BundleError, match="expected a regular file or none"):
+        convert(checkpoint, tmp_path / "out.gguf")
+
+
+# ----------------------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(
+    ("stats", "message"),
+    [
+        ({"mean": [float("nan")] + [0] * 5}, r"mean\[0\]: expected a finite number, got nan"),
+        ({"std": [1] * 5 + [float("inf")]}, r"std\[5\]: expected a finite number, got inf"),
+        ({"std": [1, 1, -1, 1, 1, 1]}, r"std\[2\]: expected at least 0, got -1"),
+        ({"std": [1e39] * 6}, r"std\[0\]: expected a finite number"),
+    ],
+)
+def test_statistics_that_cannot_be(checkpoint, stats, message):
+    good = {"mean": [0.0] * 6, "std": [1.0] * 6}
+    file = checkpoint.parent / "stats.json"
+    file.write_text(json.dumps({"observation.state": good, "action": good | stats}))
+    with pytest.raises(ConvertError, match=f"processing.action: {message}"):
+        convert(checkpoint, checkpoint.parent / "out.gguf", stats=file)
+
+
+def test_a_range_upside_down(golden, tmp_path):
+    vector = {"q01": [0.0] * 7, "q99": [1.0] * 7}
+    record = {"observation.state": vector, "action": vector | {"q99": [1.0] * 6 + [-1.0]}}
+    (tmp_path / "stats.json").write_text(json.dumps(record))
+    case = golden / "pi05-2cam"
+    with pytest.raises(ConvertError, match=r"q01\[6\]: expected at most q99\[6\] = -1.0, got 0.0"):
+        convert(
+            case / "checkpoint", tmp_path / "o.gguf", arch=case / "arch.json", stats=tmp_path / "stats.json"
+        )
+
+
+def test_values_that_never_vary_are_noted(checkpoint, capsys):
+    good = {"mean": [0.0] * 6, "std": [1.0] * 6}
+    file = checkpoint.parent / "stats.json"
+    file.write_text(json.dumps({"observation.state": good, "action": good | {"std": [1, 1, 0, 1, 1, 0]}}))
+    out = checkpoint.parent / "out.gguf"
+    assert main(["convert", str(checkpoint), str(out), "--stats", str(file)]) == 0
+    assert "processing.action: value 2, 5 did not vary in training" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+    assert any("value 2, 5 did not vary" in note for note in Bundle(out).manifest.provenance.notes)
+
+
+# ----------------------------------------------------------------------------- manifests
+
+
+def test_fields_of_a_manifest_are_bounded(smolvla_bundle, tmp_path):
+    bundle = Bundle(smolvla_bundle(CASE))
+    m, spec, out = bundle.manifest, bundle.manifest.spec, tmp_path / "m.gguf"
+
+    def camera(name: str = "camera1", height: int = 480) -> dict:
+        return {"cameras": (CameraSpec(name, height, 640), spec.cameras[1])}
+
+    cases = {
+        "height and width: expected 1 to 8192": camera(height=1 << 31),
+        "expected 1 to 8192 pixels": camera(height=0),
+        "expected printable names": camera(name="a\nb"),
+        "printable names of 1 to 256": camera(name="a" * 70_000),
+        "pixels of all frames": {"cameras": tuple(CameraSpec(f"c{i}", 8192, 8192) for i in range(16))},
+        "solver_steps: expected 1 to 100": {"solver_steps": 0},
+        "expected 1 to 100": {"solver_steps": 101},
+        "control_hz: expected actions per second": {"control_hz": -5.0},
+        "above 0 and at most 10000": {"control_hz": 1e9},
+        "n_action_steps": {"n_action_steps": 51},
+        "max_prompt_tokens": {"max_prompt_tokens": 0},
+        "one name and one unit": {"state": replace(spec.state, names=("a",))},
+        "default_prompt": {"default_prompt": "x" * 100_000},
+    }
+    for message, change in cases.items():
+        write_bundle(out, lambda change=change: replace(m, spec=replace(spec, **change)), sources(bundle))
+        with pytest.raises(BundleError, match=message):
+            Bundle(out)
+    config = {**m.config, "prefix_length": 1 << 20}
+    write_bundle(out, lambda: replace(m, config=config), sources(bundle))
+    with pytest.raises(BundleError, match="prefix_length is 1048576, expected 0 to 8192"):
+        load(out)
+
+
+def test_inspect_prints_any_name(smolvla_bundle, tmp_path, capsys):
+    bundle = Bundle(smolvla_bundle(CASE))
+    spec = replace(bundle.manifest.spec, name="[/red]", cameras=(CameraSpec("[/x]", 8, 8),))
+    manifest = replace(
+        bundle.manifest, name="[/red]", spec=spec, config={**bundle.manifest.config, "[/a]": "[/b]"}
+    )
+    write_bundle(tmp_path / "m.gguf", lambda: manifest, sources(bundle))
+    assert main(["inspect", str(tmp_path / "m.gguf"), "--tensors"]) == 0
+    assert "[/red]" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------- tokenizers
+
+
+def with_tokenizer(golden: Path, **changes) -> str:
+    return json.dumps(json.loads((golden / CASE / "vlm" / "tokenizer.json").read_text()) | changes)
+
+
+def split(pattern: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 34}}, "characters out of one, got 1.72e"),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b" * 99}}, "got 100"),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "aa"}}, "cannot be read"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be read"),
+        ({"pre_tokenizer": split("(a+)+$")}, "retry-limit"),
+        ({"pre_tokenizer": split("(")}, "cannot be read"),
+        (
+            {"post_processor": TEMPLATE | {"single": [TEXT] * 20}},
+            "expected one text and at most 256 tokens, got 20",
+        ),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "dropout": 0.1}}, "random"),
+        ({"model": []}, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_tokenizers_neither_panic_nor_grow(golden, changes, message):
+    """Doubling replacements took 10 GB and aborted the process, a template of 20,000 texts did not return."""
+    found = within(60, lambda: open_tokenizer(with_tokenizer(golden, **changes)))
+    assert isinstance(found, BundleError)
+    assert message in str(found)
+
+
+def test_panics_while_serving_are_errors_of_the_prompt(smolvla_bundle, golden, tmp_path):
+    """A pattern that only an unforeseen text trips: the trial passes, the request is refused."""
+    bundle = Bundle(smolvla_bundle(CASE))
+    tokenizer = with_tokenizer(golden, pre_tokenizer=split("(z+)+$"))
+    write_bundle(tmp_path / "m.gguf", lambda: replace(bundle.manifest, tokenizer=tokenizer), sources(bundle))
+    policy = load(tmp_path / "m.gguf")
+    policy.warm_up()
+    observation = policy.dummy_observation()
+    with pytest.raises(SinewError, match="prompt: expected text that the tokenizer takes"):
+        policy.infer(replace(observation, prompt="z" * 60 + "!"))
+    policy.infer(observation)
