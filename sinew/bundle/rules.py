@@ -67,19 +67,23 @@ def statistics_problems(recipe: Normalization) -> Iterator[str]:
         for i, value in enumerate(recipe.stats.get("std", ())):
             if value < 0:
                 yield f"std[{i}]: expected at least 0, got {value}"
-    if pair := PAIRS.get(recipe.mode):
+    # Upstream's statistics of each step of relative actions are taken as they are; `range_notes` tells of them.
+    if (pair := PAIRS.get(recipe.mode)) and not recipe.rows:
         low, high = (recipe.stats.get(name, ()) for name in pair)
         for i, (a, b) in enumerate(zip(low, high, strict=False)):
             if a > b:
                 yield f"{pair[0]}[{i}]: expected at most {pair[1]}[{i}] = {b}, got {a}"
 
 
-def constant_values(processing: Processing) -> list[str]:
-    """Return a sentence for each normalisation with values that do not vary: a zero std, or a range of zero."""
+def range_notes(processing: Processing) -> list[str]:
+    """Return a sentence for each normalisation with values that do not vary (a zero std, a range of zero), and for
+    statistics of each step whose range is upside down."""
     found = []
     for where, recipe, what in normalizations(processing):
         low, high = (recipe.stats.get(name, ()) for name in PAIRS.get(recipe.mode, ("", "")))
         flat = [i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a == b]
+        if turned := sum(a > b for a, b in zip(low, high, strict=False)):
+            found.append(f"{where}: {turned} ranges are upside down, which turns these values around")
         if recipe.mode == "mean_std":
             flat = [i for i, value in enumerate(recipe.stats.get("std", ())) if value == 0]
         if flat:

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from sinew.bundle.rules import constant_values
+from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.lerobot_folder import resolve
@@ -115,7 +115,7 @@ def _read(path: Path, options: Options) -> Conversion:
     family = recognise(path)
     try:
         conversion = family.read(path, options.for_family(family, path))
-        notes = (*conversion.notes, *constant_values(conversion.processing))
+        notes = (*conversion.notes, *range_notes(conversion.processing))
     except SinewError:
         raise
     except MALFORMED as error:
