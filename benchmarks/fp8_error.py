@@ -44,7 +44,7 @@ def bundle(case: Path, folder: Path) -> Path:
 
 
 def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
-    policy, golden = load(path), Golden(case)
+    policy, golden = load(path, "cpu", engine="eager"), Golden(case)
     inputs = policy.processor.inputs(replace(policy.dummy_observation(), **golden.observation()))
     noise = golden.numpy("noise")[0]
 
@@ -52,7 +52,7 @@ def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
         return torch.from_numpy(engine.run(inputs, noise, STEPS)[0])
 
     wanted, model = chunk(policy.engine), policy.engine.model
-    yield {"what": "bfloat16", "error": relative_l2(chunk(load(path, dtype="bfloat16").engine), wanted)}
+    yield {"what": "bfloat16", "error": relative_l2(chunk(load(path, "cpu", "bf16", "eager").engine), wanted)}
     yield {"what": "1 % of noise on vision's weights", "error": relative_l2(chunk(noisy(policy)), wanted)}
     for planned in (False, True):
         for components in COMPONENTS:
@@ -84,7 +84,7 @@ def trained(path: Path) -> Iterator[dict[str, Any]]:
     """Median and largest error of the action's own columns."""
     from sinew.cli.quantize import _episodes
 
-    policy = load(path)
+    policy = load(path, "cpu", engine="eager")
     origin, stream = _episodes(policy) or ("", iter(()))
     data = [
         (policy.processor.inputs(o), policy.processor.noise(o)[0]) for o in islice(stream, SEEN + COMPARED)
@@ -101,7 +101,7 @@ def trained(path: Path) -> Iterator[dict[str, Any]]:
         errors = [relative_l2(got, want) for got, want in pairs]
         return {"what": what, "source": origin, "error": float(np.median(errors)), "largest": max(errors)}
 
-    yield row("bfloat16", load(path, dtype="bfloat16").engine)
+    yield row("bfloat16", load(path, "cpu", "bf16", "eager").engine)
     for components in COMPONENTS[2:]:
         for calibrated in (False, True):
             model = twin(policy.engine.model)

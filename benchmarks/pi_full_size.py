@@ -42,7 +42,7 @@ def infer(bundle: Path, dtype: str, runs: int) -> dict:
     import sinew
 
     start = time.perf_counter()
-    policy = sinew.load(bundle, dtype=dtype)
+    policy = sinew.load(bundle, "cpu", dtype, "eager")
     load_s = time.perf_counter() - start
     chunks = [policy.warm_up() for _ in range(runs)]
     status = Path("/proc/self/status").read_text().splitlines()

@@ -101,7 +101,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     seen = observations(arguments.observations)
-    policy, half = load(BUNDLE), load(BUNDLE, dtype="bfloat16")
+    policy, half = load(BUNDLE, "cpu", engine="eager"), load(BUNDLE, "cpu", "bf16", "eager")
     refined = chunks(policy, seen, REFINED)
     with wrong_rows():
         refined_wrong = chunks(policy, seen, REFINED)

@@ -9,13 +9,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sinew import __version__, machine
-from sinew.core import SinewError
+from sinew.core import DISTRIBUTION, BundleError, SinewError, install
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -33,13 +33,13 @@ PACKAGES = {
     "numpy": "numpy",
     "PIL": "pillow",
     "safetensors": "safetensors",
-    "sinew_client": "sinew-client",
+    "sinew_client": "sinew-vla-client",
     "tokenizers": "tokenizers",
     "zmq": "pyzmq",
 }
 
 # extra -> (modules it brings, what they enable)
-EXTRAS = {
+FEATURES = {
     "hub": (("huggingface_hub",), "checkpoint names on the Hugging Face hub in `sinew convert`"),
     "sim": (("mujoco", "gymnasium"), "the embedded simulation tasks"),
     "demo": (("skimage",), "photographs for `sinew demo`"),
@@ -109,7 +109,7 @@ def python() -> Check:
 def packages() -> Check:
     missing = [distribution for module, distribution in PACKAGES.items() if _absent(module)]
     if missing:
-        advice = f"pip install -c constraints.txt {' '.join(missing)}"
+        advice = f"pip install --force-reinstall {DISTRIBUTION}"
         return Check("packages", "fail", f"missing: {', '.join(missing)}", advice)
     return Check("packages", "ok", f"all {len(PACKAGES)} found")
 
@@ -125,7 +125,7 @@ def torch_build() -> Check:
     try:
         import torch
     except ImportError as error:
-        return Check("torch", "fail", f"does not import: {error}", "pip install -c constraints.txt torch")
+        return Check("torch", "fail", f"does not import: {error}", f"{install('torch')}, or --engine onnx")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     cuda = torch.version.cuda
     detail = f"torch {torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "CPU build")
@@ -174,7 +174,7 @@ def threads() -> Check:
 def onnxruntime() -> Check:
     """The portable engine: what it would run on, with how many threads, and why."""
     if _absent("onnxruntime"):
-        return Check("onnxruntime", "ok", "absent: the onnx engine needs it (pip install 'sinew[onnx]')")
+        return Check("onnxruntime", "ok", "absent: the onnx engine needs it ({install('onnxruntime')})")
     from sinew.engine.onnx.providers import choose, runtime
     from sinew.engine.onnx.quantize import weight_bits
 
@@ -232,11 +232,11 @@ def simd() -> Check:
 
 def extras() -> list[Check]:
     results = []
-    for extra, (modules, enables) in EXTRAS.items():
+    for extra, (modules, enables) in FEATURES.items():
         missing = [module for module in modules if _absent(module)]
         detail = f"absent: {enables} need it" if missing else f"present: {enables}"
         results.append(
-            Check(f"extra {extra}", "ok", detail + (f" (pip install 'sinew[{extra}]')" if missing else ""))
+            Check(f"extra {extra}", "ok", detail + (f" ({install(missing[0])})" if missing else ""))
         )
     return results
 
@@ -309,27 +309,30 @@ NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
 SKIPPED = "no torch, and the onnx engine needs none; eager, plan and `sinew export` do"
 
 
-def bundle(
-    path: Path, engine: str | None = None, providers: tuple[str, ...] = (), device: str = "cpu"
-) -> list[Check]:
-    """Load a bundle and run it once on grey frames."""
+def bundle(path: Path, options: Mapping[str, Any]) -> list[Check]:
+    """Load a bundle and run it once on grey frames. ``options``: of ``sinew.load``."""
     import numpy as np
 
     import sinew
 
     try:
         started = time.perf_counter()
-        policy = sinew.load(path, device, engine=engine, providers=providers)
+        policy = sinew.load(path, **options)
         load_ms = (time.perf_counter() - started) * 1e3
         spec = policy.spec
-        cameras = ", ".join(f"{camera.name} {camera.width}x{camera.height}" for camera in spec.cameras)
+        cameras = ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
         results = [
             Check(
                 "bundle",
                 "ok",
                 f"{spec.name} ({spec.architecture}) loaded in {load_ms:.0f} ms; cameras {cameras}",
             ),
-            Check("bundle dtype", "ok", f"{policy.dtype} on {policy.device}: {policy.dtype_reason}"),
+            Check("bundle device", "ok", f"{policy.device}: {policy.choice.device_reason}"),
+            Check(
+                "bundle precision",
+                "warn" if policy.choice.ignored else "ok",
+                f"{policy.precision_text}: {policy.dtype_reason}",
+            ),
             _engine(policy),
         ]
         needed, available = policy.weights_nbytes, machine.memory()[1]
@@ -338,7 +341,11 @@ def bundle(
             results.append(Check("bundle memory", "fail", detail, "every inference would read from disk"))
         chunk = policy.warm_up()
     except SinewError as error:
-        return [Check("bundle", "fail", str(error), "convert the checkpoint again with `sinew convert`")]
+        bad = isinstance(error, BundleError) and path.exists()
+        advice = (
+            "convert the checkpoint again with `sinew convert`" if bad else "give what the message expects"
+        )
+        return [Check("bundle", "fail", str(error), advice)]
     finite = bool(np.isfinite(chunk.actions).all())
     results.append(
         Check(
@@ -353,14 +360,13 @@ def bundle(
 
 
 def _engine(policy: Policy) -> Check:
-    detail = f"{policy.engine_name}, {policy.threads} threads"
+    detail = f"{policy.engine_name} ({policy.choice.engine_reason}), {policy.threads} threads"
     if policy.engine_name == "onnx":
         engine = policy.engine
         detail += f", {', '.join(engine.providers)} ({engine.provider_reason})"
         detail += f", graphs in {engine.directory}"
         if policy.recipe:
-            detail += ", " + ", ".join(f"{name} {kind}" for name, kind in policy.recipe.items())
-            detail += f" ({engine.graphs.method})"
+            detail += f", {engine.graphs.method}"
     if policy.engine_name == "cuda":
         from sinew.engine.cuda.device import describe
 

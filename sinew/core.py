@@ -6,7 +6,8 @@ controller can import them without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -61,6 +62,63 @@ class CancelledError(SinewError):
     """The inference was abandoned between two stages: the server is stopping or the client left."""
 
     code = "cancelled"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'camera1'?`` where a known name is close, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+DISTRIBUTION = "sinew-vla"  # on package indexes, where the name `sinew` is another project's
+
+# Modules that not every installation has -> the extra of the distribution that brings them.
+EXTRAS = {
+    "grpc": "lerobot",
+    "gymnasium": "sim",
+    "huggingface_hub": "hub",
+    "matplotlib": "plots",
+    "mujoco": "sim",
+    "onnx": "onnx-export",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx-export",
+    "safetensors": "torch",
+    "sentencepiece": "sentencepiece",
+    "skimage": "demo",
+    "tensorstore": "jax",
+    "torch": "torch",
+}
+
+
+def install(module: str) -> str:
+    """Return the command that brings a module: the extra of this distribution, or what it is made of."""
+    extra = EXTRAS.get(module.partition(".")[0])
+    return (
+        f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install --force-reinstall {DISTRIBUTION}"
+    )
+
+
+class MissingPackageError(SinewError):
+    """What was asked for needs a package that is not installed; the message says how to get it."""
+
+    code = "missing_package"
+
+    def __init__(self, what: str, module: str, otherwise: str = ""):
+        super().__init__(f"{what} needs {module}: {install(module)}{otherwise}")
+
+
+# ----------------------------------------------------------------------------- precision
+
+# The words of flags, recipes and reports -> torch's names of the types.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def dtype_word(text: str) -> str:
+    """Return fp32, bf16, fp16 or native for one of these, or for torch's own name of the type."""
+    words = {long: word for word, long in DTYPES.items()}
+    if (word := words.get(text, text)) not in (*DTYPES, "native"):
+        raise SinewError(f"dtype: expected one of {', '.join(DTYPES)}, native, got {text!r}")
+    return word
 
 
 # ----------------------------------------------------------------------------- specification
@@ -193,10 +251,11 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class ActionChunk:
     """``actions``: float32 [H, D] in world units, first row first. ``seed`` reproduces the noise
-    (None when the caller gave the noise itself)."""
+    (None when the caller gave the noise itself). ``warnings``: what the policy had to do without, in sentences."""
 
     actions: np.ndarray
     timing: Timing = field(default_factory=Timing)
     seed: int | None = None
     session: str = ""
     time: float | None = None
+    warnings: tuple[str, ...] = ()

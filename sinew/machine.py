@@ -144,6 +144,16 @@ def bfloat16_units() -> str | None:
     return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)
 
 
+def may_have_cuda() -> bool:
+    """Return whether an NVIDIA driver seems to be there; false spares the import of torch that would find out."""
+    if sys.platform == "darwin":
+        return False
+    if sys.platform != "linux":
+        return True
+    places = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvhost-gpu", "/dev/nvmap", "/dev/dxg")
+    return (PROC / "driver/nvidia/version").exists() or any(Path(place).exists() for place in places)
+
+
 def resident_bytes() -> dict[str, int]:
     """Memory of this process: ``peak`` and ``now``, and where known ``anonymous`` and ``file`` (mapped
     weights and libraries count there)."""

@@ -5,7 +5,6 @@ Imports no torch: a policy whose engine is ONNX Runtime runs where torch is not 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,91 +15,143 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle import Bundle
-from sinew.core import ActionChunk, Observation, SinewError
+from sinew.bundle.rename import rename_cameras
+from sinew.core import ActionChunk, BundleError, Observation
+from sinew.engine.base import OFFERS
+from sinew.engine.choose import ASKED, choose
 from sinew.processing import Processor
 
-log = logging.getLogger(__name__)
-
-DTYPES = ("float32", "bfloat16", "float16")
-ENGINES = ("eager", "plan", "onnx", "cuda")
 EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
 
 
 def load(
     path: str | Path,
-    device: str = "cpu",
+    device: str | None = None,
     dtype: str | None = None,
     engine: str | None = None,
-    *,
-    threads: int | None = None,
-    providers: Sequence[str] = (),
+    **options: Any,
 ) -> Policy:
-    """Load a bundle, or a folder that ``sinew export`` wrote. See :class:`Policy` for the rest."""
+    """Load a bundle, or a folder that ``sinew export`` wrote. ``options``: those of :class:`Policy`."""
+    return Policy(open_bundle(path), device, dtype, engine, **options)
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Open a bundle file, or the head of a folder that ``sinew export`` wrote; reads no weights, imports no torch."""
     path = Path(path)
-    file = path / EXPORTED if path.is_dir() else path
-    return Policy(Bundle(file), device, dtype, engine, threads=threads, providers=providers)
+    if not path.exists():
+        hub = len(path.parts) == 2 and path.suffix != ".gguf" and not path.is_absolute()
+        hint = f"; a checkpoint of the hub: `sinew convert {path} policy.gguf` first" if hub else ""
+        raise BundleError(f"{path}: no such file{hint}")
+    if path.is_dir():
+        if not (path / EXPORTED).is_file():
+            checkpoint = (path / "config.json").is_file()
+            hint = f"; a checkpoint: `sinew convert {path} policy.gguf` first" if checkpoint else ""
+            raise BundleError(
+                f"{path}: expected a bundle, or a folder of `sinew export` with {EXPORTED}{hint}"
+            )
+        path = path / EXPORTED
+    return Bundle(path)
 
 
 class Policy:
     """A loaded policy. ``infer`` is serialised by a lock; everything else may be called from any thread.
 
-    dtype: "float32", "bfloat16", "float16", or "native" for what the bundle stores, component by component.
-    None chooses and records why in ``dtype_reason``. Weights whose stored type is the chosen one stay in
-    the file's memory map; the others are converted once, here.
+    device: "cpu", "cuda:N"; None or "auto" takes a GPU where PyTorch has one.
+
+    dtype: "fp32", "bf16", "fp16", or "native" for what the bundle stores, component by component; None chooses by
+    device and engine. Weights whose stored type is the chosen one stay in the file's memory map; the others are
+    converted once, here.
 
     engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "onnx",
     the planned model in ONNX Runtime, exported beside the bundle on first use (which needs torch; afterwards
-    nothing does), with the bundle's own quantisation; "cuda", the planned model with our kernels in one CUDA graph.
-    None: "onnx" for an exported folder, else "eager", on every device.
+    nothing does); "cuda", the planned model with our kernels in one CUDA graph. None or "auto" takes the fastest that
+    is installed, fits the device, follows the bundle's recipe and is proved for it. ``choice`` has the reasons.
 
     threads: for compute. None gives ONNX Runtime one per usable core, and lets ``warm_up`` find out by trying
     whether PyTorch is faster with one or with its own choice.
     providers: of ONNX Runtime, in order of preference, by its names or short ones such as "cuda".
+    ignore_recipe: run a quantised bundle with an engine that does not compute its recipe; said in every report.
+    rename: the robot's name of a camera -> the bundle's; from then on the camera has the robot's name.
+    allow_missing_cameras: accept observations without a frame for some cameras; each chunk then carries a warning.
     """
 
     def __init__(
         self,
         bundle: Bundle,
-        device: str = "cpu",
+        device: str | None = None,
         dtype: str | None = None,
         engine: str | None = None,
         *,
         threads: int | None = None,
         providers: Sequence[str] = (),
+        ignore_recipe: bool = False,
+        rename: Mapping[str, str] | None = None,
+        allow_missing_cameras: bool = False,
     ):
         self.bundle = bundle
-        self.manifest = bundle.manifest
-        self.spec = bundle.manifest.spec
-        graphs = exported_graphs(bundle)
-        self.engine_name = engine or ("eager" if graphs is None else "onnx")
-        if self.engine_name not in ENGINES:
-            raise SinewError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
-        if graphs is not None and self.engine_name != "onnx":
-            raise SinewError(
-                f"engine {engine!r}: {graphs} holds graphs and no weights; expected engine onnx, or the bundle"
-            )
-        if providers and self.engine_name != "onnx":
-            raise SinewError(f"provider {', '.join(providers)}: expected engine onnx, got {self.engine_name}")
-        self.dtype, self.dtype_reason = choose_dtype(dtype, device, self.engine_name)
-        self.processor = Processor(bundle.manifest)
-        self.engine: Any
-        if self.engine_name == "onnx":
-            from sinew.engine.onnx.opening import open_onnx
-
-            self.engine = open_onnx(bundle, device, self.dtype, graphs, threads, providers)
-        else:
-            from sinew.engine.loading import torch_engine
-
-            self.engine = torch_engine(bundle, self.engine_name, device, self.dtype, threads)
+        self.manifest = rename_cameras(bundle.manifest, rename or {})
+        self.spec = self.manifest.spec
+        self.choice = choose(
+            bundle,
+            engine,
+            device,
+            dtype,
+            threads=threads,
+            providers=providers,
+            ignore_recipe=ignore_recipe,
+        )
+        self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
+        self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
+        self.engine: Any = OFFERS[self.engine_name].open(bundle, self.choice.options)
         self.device = self.engine.device
-        self.threads_reason = "one per core" if threads is None else "asked for"
+        self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None and hasattr(self.engine, "settle_threads")
         self._takes_frames = getattr(self.engine, "takes_frames", False)  # it resizes on the device
         self._unnormalizes = getattr(
             self.engine, "unnormalizes", False
         )  # and it has the actions' statistics there
         self._lock = threading.Lock()
-        self._warned: set[frozenset[str]] = set()
+
+    def __repr__(self) -> str:
+        cameras = ", ".join(camera.name for camera in self.spec.cameras)
+        return (
+            f"<sinew.Policy {self.spec.name!r} ({self.spec.architecture}), cameras {cameras},"
+            f" state {self.spec.state.dim}, action {self.spec.action.dim}, chunks of {self.spec.chunk_size};"
+            f" engine {self.engine_name} on {self.device}, {self.precision_text}>"
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what runs the policy and why, ready for JSON: for metadata, reports and ``sinew doctor``."""
+        return {
+            "engine": self.engine_name,
+            "engine_reason": self.choice.engine_reason,
+            "device": str(self.device),
+            "device_reason": self.choice.device_reason,
+            "dtype": self.precision_text,
+            "dtype_reason": self.dtype_reason,
+            "precision": self.precision,
+            "ignored_recipe": self.choice.ignored,
+        }
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """Component -> the precision in which it really computes: fp32, bf16, fp16, int8, int8-rows, fp8."""
+        return self.engine.precision
+
+    @property
+    def precision_text(self) -> str:
+        """The same for people, with the recipe that is not followed, if that is so."""
+        kinds = self.precision
+        words = next(iter(kinds.values()), self.dtype) if len(set(kinds.values())) < 2 else None
+        text = words or ", ".join(f"{part} {kind}" for part, kind in kinds.items())
+        return (
+            f"{text} (the bundle's recipe is IGNORED: {self.choice.ignored})" if self.choice.ignored else text
+        )
+
+    @property
+    def dtype_reason(self) -> str:
+        """Why the weights have their precision."""
+        return "the bundle's recipe" if self.recipe else self.choice.dtype_reason
 
     @property
     def threads(self) -> int:
@@ -141,7 +192,6 @@ class Policy:
         """
         observation = _observation(observation)
         self.processor.check(observation)
-        self._warn_missing_cameras(observation)
         with self._lock:
             start = time.perf_counter()
             inputs = self.processor.inputs(observation, pixels=not self._takes_frames)
@@ -159,7 +209,8 @@ class Policy:
             postprocess_ms=1e3 * (end - computed),
             total_ms=1e3 * (end - start),
         )
-        return ActionChunk(actions, timing, seed, observation.session, observation.time)
+        warnings = self._warnings(observation)
+        return ActionChunk(actions, timing, seed, observation.session, observation.time, warnings)
 
     def warm_up(self) -> ActionChunk:
         """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA
@@ -184,33 +235,14 @@ class Policy:
             seed=0,
         )
 
-    def _warn_missing_cameras(self, observation: Observation) -> None:
-        missing = frozenset(c.name for c in self.spec.cameras).difference(observation.images)
-        if missing and missing not in self._warned:
-            self._warned.add(missing)
-            log.warning(
-                "no frame for %s; the policy runs without, as upstream does", ", ".join(sorted(missing))
-            )
+    def _warnings(self, observation: Observation) -> tuple[str, ...]:
+        """What this chunk was computed without."""
+        missing = [camera.name for camera in self.spec.cameras if camera.name not in observation.images]
+        found = [f"no frame for {', '.join(missing)}: the policy ran without"] if missing else []
+        if self.choice.ignored:
+            found.append(f"the bundle's recipe is ignored: {self.choice.ignored}")
+        return tuple(found)
 
 
 def _observation(observation: Observation | Mapping[str, Any]) -> Observation:
     return observation if isinstance(observation, Observation) else Observation.from_mapping(observation)
-
-
-def choose_dtype(dtype: str | None, device: str, engine: str = "eager") -> tuple[str, str]:
-    """The precision of the weights and why it was chosen. ``device``: cpu, cuda:N ..."""
-    if dtype is not None:
-        if dtype != "native" and dtype not in DTYPES:
-            raise SinewError(f"dtype {dtype!r} is not one of native, {', '.join(DTYPES)}")
-        return dtype, "asked for"
-    if device.partition(":")[0] == "cpu":
-        return "float32", "the reference precision; half-precision linear layers are slow on most CPUs"
-    if engine == "cuda":
-        return "bfloat16", "what the kernels' tensor cores multiply; projections of the head stay float32"
-    return "native", "as stored in the bundle"
-
-
-def exported_graphs(bundle: Bundle) -> Path | None:
-    """The folder of graphs that this bundle is the head of; None for a bundle with weights."""
-    folder = bundle.path.parent
-    return folder if not bundle.infos and (folder / "graphs.json").is_file() else None

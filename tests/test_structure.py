@@ -21,7 +21,7 @@ STOREYS = [
     {"models"},
     {"layers", "processing"},
     {"bundle"},
-    {"machine", "core", "solvers"},
+    {"machine", "progress", "core", "solvers"},
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")
 

@@ -6,7 +6,6 @@ A verb is a plain function with a typed signature; what it returns is the exit c
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,8 +14,9 @@ from cyclopts import App, CycloptsError
 from rich.console import Console
 from rich.markup import escape
 
-from sinew import __version__
-from sinew.core import SinewError
+from sinew import __version__, progress
+from sinew.cli import terminal
+from sinew.core import MissingPackageError, SinewError, did_you_mean
 
 VERBS = {
     "convert": "Turn an upstream checkpoint into one bundle file.",
@@ -44,13 +44,16 @@ def build_app() -> App:
     app = App(
         name="sinew",
         help="Real-time inference for vision-language-action policies.",
-        help_epilogue="`--debug` (or SINEW_DEBUG=1) shows the traceback of an error.",
+        help_epilogue=(
+            "`--json` prints a result as JSON alone, `--json FILE.json` writes it beside the text; in a pipe it is the"
+            " last line. `--debug` (or SINEW_DEBUG=1) shows the traceback of an error."
+        ),
         version=__version__,
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
     for order, (verb, summary) in enumerate(VERBS.items()):
-        options = {} if verb in GROUPS else {"help": summary, "version_flags": []}
+        options = {"help": summary} if verb in GROUPS else {"help": summary, "version_flags": []}
         app.command(f"sinew.cli.{verb}:{verb}", name=verb, sort_key=order, **options)
     return app
 
@@ -59,15 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Arguments are those after the program's name."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = _take_flag(tokens, "--debug") or os.environ.get("SINEW_DEBUG", "") not in ("", "0")
-    errors = Console(stderr=True)
+    terminal.take_json(tokens)
+    errors = terminal.console(stderr=True, highlight=None)
     if tokens and not tokens[0].startswith("-") and tokens[0] not in VERBS:
         # Checked here because cyclopts would import every verb, torch with them, to word its own message.
-        close = difflib.get_close_matches(tokens[0], VERBS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(VERBS)}"
+        hint = did_you_mean(tokens[0], VERBS).removeprefix("; ") or f"expected one of {', '.join(VERBS)}"
         _print_error(errors, f"unknown verb {tokens[0]!r}: {hint}")
         return EXIT_USAGE
+    if "--port" in tokens and tokens[0] == "serve":
+        _print_error(errors, "--port: each wire has a port of its own, --wire NAME:PORT, as --wire http:8001")
+        return EXIT_USAGE
+    before = progress.listen(terminal.show_task)
     try:
-        result = build_app()(tokens, exit_on_error=False, error_console=errors)
+        result = build_app()(tokens, exit_on_error=False, console=terminal.console(), error_console=errors)
         return result if isinstance(result, int) else 0
     except CycloptsError:
         return EXIT_USAGE  # cyclopts has already printed what is wrong with the arguments
@@ -77,11 +84,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (`sinew inspect … | head`). Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except (SinewError, OSError) as error:
+    except Exception as error:
         if debug:
             raise
-        _print_error(errors, str(error))
+        _print_error(errors, _words(error))
         return EXIT_ERROR
+    finally:
+        progress.listen(before)
+
+
+def _words(error: Exception) -> str:
+    """One line for a user: what can be mended is said as it is, the rest is called what it is."""
+    if isinstance(error, SinewError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("sinew."):
+        return str(MissingPackageError("this command", error.name))
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror or error}"
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first} (a fault of this program; `--debug` shows where)"
 
 
 def _print_error(console: Console, message: str) -> None:

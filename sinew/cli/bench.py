@@ -5,25 +5,25 @@ Load, warm-up and steady state are timed apart; the last line of standard output
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter, validators
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sinew import __version__, machine
+from sinew.cli import terminal
 from sinew.cli.bench_roofline import print_roofline, roofline_record
-from sinew.cli.options import Engine, Providers, precision
+from sinew.cli.options import RUNS, Runs
 from sinew.core import Observation, ObservationError, PolicySpec, Timing
 
 if TYPE_CHECKING:
@@ -38,10 +38,7 @@ def bench(
     /,
     *,
     runs: Annotated[int, Parameter(validator=lambda _, n: _at_least_one(n))] = 20,
-    engine: Engine | None = None,
-    provider: Providers = (),
-    device: str = "cpu",
-    dtype: str | None = None,
+    load: Runs = RUNS,
     threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     image_size: str | None = None,
     prompt: str = PROMPT,
@@ -53,10 +50,6 @@ def bench(
     Args:
         bundle: the bundle file, or a folder that `sinew export` wrote.
         runs: inferences in the steady state.
-        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
-        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
-        device: cpu, or cuda:N.
-        dtype: compute type; the device's default if absent.
         threads: for compute; chosen from the cores of this process if absent.
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.
         prompt: the instruction.
@@ -64,9 +57,7 @@ def bench(
         deadline_ms: count the inferences that take longer.
     """
     size = parse_size(image_size) if image_size else None
-    options = {
-        "device": device, "dtype": dtype, "threads": threads, "engine": engine, "providers": provider
-    }  # fmt: skip
+    options = load.keywords() | {"threads": threads}
     result = measure(bundle, runs, options, size, prompt, solver_steps)
     if deadline_ms is not None:
         totals = np.array(result["samples_ms"]["total"])
@@ -74,7 +65,7 @@ def bench(
         result["deadline"] = {"ms": deadline_ms, "misses": misses, "miss_rate": misses / runs}
     result["command"] = shlex.join(["sinew", *sys.argv[1:]])
     print_report(result)
-    print(json.dumps(result))
+    terminal.emit(result)
     return 0
 
 
@@ -88,28 +79,23 @@ def measure(
 ) -> dict[str, Any]:
     """Load, warm up and run; returns everything that the report and the JSON line show. ``options``: of
     ``sinew.load``."""
-    errors = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-        disable=not errors.is_terminal,  # without a terminal a progress bar is only noise in a log
-    )
-    with progress:
+    from sinew.engine.choose import choose
+    from sinew.policy import Policy, open_bundle
+
+    opened = open_bundle(bundle)
+    chosen = choose(opened, **options)  # mistakes show before torch is imported
+    with terminal.bars(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    ) as progress:
         task = progress.add_task("import", total=runs)
         clock = time.perf_counter
         started = clock()
-        import sinew.policy
-
-        if options["engine"] != "onnx" and not bundle.is_dir():
-            import sinew.engine.loading  # torch, whose import is not a part of loading
+        if chosen.engine != "onnx":
+            import_module("sinew.engine.loading")  # torch, whose import is not a part of loading
         imported = clock()
         import_rss = machine.resident_bytes()
         progress.update(task, description="load")
-        policy = sinew.load(bundle, **options)
+        policy = Policy(opened, **options)
         loaded = clock()
         load_rss = machine.resident_bytes()
         progress.update(task, description="warm-up")
@@ -241,10 +227,7 @@ def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
     return {
         "architecture": spec.architecture,
         "name": spec.name,
-        "device": str(policy.device),
-        "engine": policy.engine_name,
-        "dtype": precision(policy),
-        "dtype_reason": policy.dtype_reason,
+        **policy.describe(),
         **launched(policy),
         "views": len(observation["images"]),
         "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
@@ -264,12 +247,13 @@ def launched(policy: Policy) -> dict[str, Any]:
 
 def print_report(result: dict[str, Any]) -> None:
     policy, stages, memory = result["policy"], result["stages_ms"], result["memory_bytes"]
-    console = Console()
+    console = terminal.console()
     console.print(
         f"{policy['name']} ({policy['architecture']}), engine {policy['engine']}, {policy['dtype']} on"
         f" {policy['device']},"
         f" {result['threads']} threads, {policy['views']} views, {policy['solver_steps']} solver steps,"
         f" {policy['prompt_tokens']} prompt tokens",
+        f"engine: {policy['engine_reason']}; device: {policy['device_reason']}; dtype: {policy['dtype_reason']}",
         f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores,"
         f" {', '.join(f'{name} {version}' for name, version in result['software'].items())},"
         f" sinew {result['sinew']}",

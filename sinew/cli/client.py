@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -14,17 +13,18 @@ from typing import Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter, validators
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sinew_client import ActionChunk, Client, ClientError
 from sinew_client.control import is_journal
 
 from sinew import __version__, machine
+from sinew.cli import terminal
 from sinew.cli.bench import PROMPT, parse_size
 from sinew.cli.replay import print_replay, replay_journal, replay_records
 from sinew.cli.serve import KEY_VARIABLE
 from sinew.core import SinewError
+from sinew.serve.recorder import read_records
 
 SCHEMA = "sinew.client/1"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -64,28 +64,34 @@ def client(
         replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
     key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
+    if not address.startswith(("tcp://", "ipc://", "inproc://")) or address.endswith("//"):
+        plain = address.rpartition("//")[2].split("/")[0]
+        raise SinewError(
+            f"address: expected tcp://HOST:PORT of the native wire, as tcp://{plain}, got {address!r}"
+        )
+    size = parse_size(image_size) if image_size else None
+    records = read_records(replay) if replay is not None and not is_journal(replay) else ()
     command = ["sinew", *("..." if key and key in word else word for word in sys.argv[1:])]
     try:
         if replay is not None and is_journal(replay):
             result = replay_journal(replay)
-            print(json.dumps(result))
+            terminal.emit(result)
             return 0 if result["differ"] == 0 else 1
         with Client(address, timeout=timeout, jpeg_quality=jpeg_quality, api_key=key) as server:
             metadata = server.metadata()
             if replay is not None:
-                result = replay_records(server, replay, deadline_ms)
+                result = replay_records(server, records, deadline_ms)
                 result |= {"command": shlex.join(command), "address": address, "server": metadata["server"]}
                 print_replay(result)
-                print(json.dumps(result))
+                terminal.emit(result)
                 return 0 if result["differ"] == 0 else 1
-            size = parse_size(image_size) if image_size else None
             observation = make_observation(metadata["policy"], size, prompt, solver_steps)
             if deadline_ms is not None:
                 observation["deadline_ms"] = deadline_ms
             for _ in range(warmup):
                 server.infer(observation)
             start = time.perf_counter()
-            runs = track(range(requests), "requests", console=Console(stderr=True), transient=True)
+            runs = track(range(requests), "requests", console=terminal.console(stderr=True), transient=True)
             chunks = [server.infer({**observation, "seed": run}) for run in runs]
             seconds = time.perf_counter() - start
     except ClientError as error:
@@ -108,7 +114,7 @@ def client(
         "actions_per_second": requests / seconds * metadata["policy"]["chunk_size"],
     }
     print_report(result)
-    print(json.dumps(result))
+    terminal.emit(result)
     return 0
 
 
@@ -165,7 +171,7 @@ def summarize(samples: Sequence[float]) -> dict[str, float]:
 def print_report(result: dict[str, Any]) -> None:
     server, policy = result["server"], result["policy"]
     height, width, _ = next(iter(result["frames"].values()))
-    console = Console()
+    console = terminal.console()
     console.print(
         f"{policy['name']} ({policy['architecture']}), {server['dtype']} on {server['device']}"
         f" ({server['hardware']}, {server['threads']} threads) at {result['address']}",

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from sinew.cli import terminal
 
 
 def convert(
@@ -82,11 +83,16 @@ def convert(
     )
     conversion = read(source, options)
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=terminal.console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=conversion.nbytes)
         conversion.write(out, name or conversion.spec.name, options, lambda n: progress.advance(task, n))
     seconds = time.perf_counter() - start
+    size, architecture = out.stat().st_size, conversion.spec.architecture
+    console = terminal.console(markup=False)
     for note in conversion.notes:
-        print(f"note: {note}")
-    print(f"{out}: {conversion.spec.architecture}, {out.stat().st_size / 1e6:.1f} MB, {seconds:.1f} s")
+        console.print(f"note: {note}", soft_wrap=True)
+    console.print(f"{out}: {architecture}, {size / 1e6:.1f} MB, {seconds:.1f} s", soft_wrap=True)
+    terminal.emit(
+        {"out": str(out), "architecture": architecture, "bytes": size, "notes": list(conversion.notes)}
+    )
     return 0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter, validators
-from rich.console import Console
 
-from sinew.core import SinewError
+from sinew.cli import terminal
+from sinew.core import MissingPackageError
 
 
 def demo(
@@ -37,7 +37,7 @@ def demo(
         rounds: with --full-size, how many times to send each of the three scenes.
         tiny: with --full-size, a policy of a million parameters, for tests.
     """
-    console = Console(highlight=False)
+    console = terminal.console()
     if full_size:
         from sinew.cli import full_size as full
 
@@ -46,6 +46,6 @@ def demo(
     try:
         from sinew.eval import demo as closed_loop
     except ImportError as error:
-        raise SinewError(f"the simulated task needs {error.name}: pip install 'sinew[sim]'") from None
+        raise MissingPackageError("the simulated task", error.name or "mujoco") from None
     closed_loop.run(out, episodes, console, sweep_episodes=sweep_episodes)
     return 0

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from sinew import machine
-from sinew.cli.options import Engine
-from sinew.core import SinewError
+from sinew.cli import terminal
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
+from sinew.core import MissingPackageError, SinewError
 from sinew.eval import suites
+from sinew.eval.policies import EXPERT, chosen
 from sinew.eval.report import stats
 from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.runner import Episode
@@ -47,9 +48,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     latency: str | None = None,
     handover: str | None = None,
     solver_steps: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
-    engine: Engine | None = None,
-    dtype: str | None = None,
-    device: str = "cpu",
+    cameras: Cameras = CAMERAS,
+    runs: Runs = RUNS,
     sweep: Annotated[list[str] | None, Parameter(negative="")] = None,
     compare: Annotated[list[str] | None, Parameter(negative="")] = None,
     gate: Path | None = None,
@@ -79,9 +79,6 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
             as in aggregate:average or rtc:guided:exp:5 (docs/control.md).
         solver_steps: instead of the bundle's own number.
-        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
-        dtype: compute type; the device's default if absent.
-        device: cpu, or cuda:N.
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype; repeatable.
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a gate file; its protocol is run, and success is held against its record.
@@ -135,29 +132,31 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         Latency(given["latency"] or "0"),
         given["handover"] or "aligned",
         given["solver_steps"],
-        dtype,
-        device,
-        engine,
+        runs.dtype,
+        runs.device,
+        None if runs.engine == "auto" else runs.engine,
+        runs.ignore_recipe,
+        cameras.rename,
+        cameras.allow_missing_cameras,
     )
-    variants = _variants(base, sweep or [], compare or [])
-    for variant in variants:
-        chosen = (variant.dtype, variant.engine, None if variant.device == "cpu" else variant.device)
-        if "://" in variant.target and any(chosen):
-            raise SinewError("engine, dtype and device belong to the server; start it with them")
-
+    if runs.provider:
+        raise SinewError(
+            "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
+        )
+    variants = [_settled(variant) for variant in _variants(base, sweep or [], compare or [])]
     elsewhere = _elsewhere(task, interpreter, out)
-    if elsewhere is not None and any(variant.engine for variant in variants):
+    if elsewhere is not None and runs.engine != "auto":
         raise SinewError(
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
         )
     report = _run(task, variants, range(first, first + count), workers or _workers(realtime), out, elsewhere)
     failed = held is not None and not _judge(held, report)
     _write(report, out, record_gate)
-    console = Console(highlight=False)
+
+    console = terminal.console()
     for part in _terminal(report):
         console.print(part, soft_wrap=isinstance(part, str))
-    report.pop("episodes")
-    print(json.dumps(report))
+    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
     return 1 if failed else 0
 
 
@@ -207,6 +206,20 @@ def _variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> 
     return variants
 
 
+def _settled(variant: Variant) -> Variant:
+    """The variant with the engine and device that will run it, so that logs and reports name them."""
+    if "://" in variant.target:
+        device = None if variant.device == "auto" else variant.device
+        flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
+        if any(flags) or variant.allow_missing_cameras:
+            raise SinewError("engine, dtype, device and cameras belong to the server; start it with them")
+        return replaced(variant, device="cpu")
+    if variant.target == EXPERT:
+        return replaced(variant, device="cpu")
+    choice = chosen(variant)
+    return replaced(variant, engine=choice.engine, device=choice.options.device)
+
+
 def _json_object(flag: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
@@ -225,7 +238,8 @@ def _set_up(simulator: str) -> int:
     python = foreign.set_up(simulator)
     if note := suites.SIMULATORS[simulator].after:
         print(note, file=sys.stderr)
-    print(json.dumps({"simulator": simulator, "interpreter": str(python)}))
+    terminal.console().print(f"interpreter  {python}", soft_wrap=True, markup=False)
+    terminal.emit({"simulator": simulator, "interpreter": str(python)})
     return 0
 
 
@@ -266,18 +280,18 @@ def _run(
         from sinew.eval.adapters import make_env
         from sinew.eval.report.report import document
     except ModuleNotFoundError as error:
-        raise SinewError(f"evaluation needs {error.name}: pip install 'sinew[sim]'") from error
+        raise MissingPackageError("evaluation", error.name or "mujoco") from None
     if elsewhere is not None:
         control_hz = elsewhere.control_hz(task)
     else:
         env, about = make_env(task.env, task.adapter, task.env_options)
         env.close()
         control_hz = about.control_hz
-    errors = Console(stderr=True, highlight=False)
+    errors = terminal.console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}
     bars: dict[Variant, TaskID] = {}
-    with Progress(*columns, console=errors, disable=not errors.is_terminal) as progress:
+    with terminal.bars(*columns) as progress:
         bars = {v: progress.add_task(v.label(variants), total=len(seeds)) for v in variants}
 
         def show(variant: Variant, episode: Episode) -> None:

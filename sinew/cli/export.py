@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sinew.cli import terminal
 from sinew.core import SinewError
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def export(bundle: Path, /, *, onnx: Path) -> int:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     size = sum(path.stat().st_size for path in onnx.iterdir())
-    print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch")
+    console = terminal.console(markup=False)
+    console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch", soft_wrap=True)
+    terminal.emit({"folder": str(onnx), "bytes": size})
     return 0
 
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from sinew import machine
-from sinew.core import BundleError, SinewError
+from sinew.core import BundleError, MissingPackageError, SinewError
 from sinew.eval.server import serving
 from sinew.presets.smolvla_layout import TINY, Widths
 
@@ -48,7 +48,7 @@ def photographs() -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
     try:
         from skimage import data
     except ImportError:
-        raise SinewError("the demo's photographs are in scikit-image: pip install 'sinew[demo]'") from None
+        raise MissingPackageError("the demo, for its photographs,", "skimage") from None
     left, right, _ = data.stereo_motorcycle()
     return [
         ("grasp the handle of the motorcycle", (left, right)),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from cyclopts import Parameter
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from sinew.cli.options import Engine, Providers
-from sinew.core import ActionChunk, ObservationError, PolicySpec
+from sinew import progress
+from sinew.cli import terminal
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
 
 
 def infer(
@@ -26,11 +30,8 @@ def infer(
     prompt: str,
     seed: int | None = None,
     solver_steps: int | None = None,
-    engine: Engine | None = None,
-    provider: Providers = (),
-    device: str = "cpu",
-    dtype: str | None = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    cameras: Cameras = CAMERAS,
+    runs: Runs = RUNS,
 ) -> int:
     """Run a bundle once on image files and a state, and print the action chunk.
 
@@ -41,27 +42,30 @@ def infer(
         prompt: the instruction.
         seed: of the noise that starts the solver; drawn and reported if absent.
         solver_steps: instead of the bundle's own number.
-        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
-        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
-        device: cpu, or cuda:N.
-        dtype: compute type; the device's default if absent.
-        json_output: print one JSON object instead of a table.
     """
-    import sinew
+    from sinew.bundle.rename import rename_cameras
+    from sinew.policy import Policy, open_bundle
+    from sinew.processing import Processor
 
-    policy = sinew.load(bundle, device, dtype, engine, providers=provider)
-    observation = {
-        "images": read_images(image, policy.spec),
-        "state": parse_vector("state", state),
-        "prompt": prompt,
-        "seed": seed,
-        "solver_steps": solver_steps,
-    }
-    chunk = policy.infer(observation)
-    if json_output:
-        print(json.dumps(chunk_to_dict(chunk)))
-    else:
-        print_chunk(chunk, policy.spec)
+    options = cameras.keywords()
+    opened = open_bundle(bundle)
+    manifest = rename_cameras(opened.manifest, options["rename"])
+    observation = Observation(
+        images=read_images(image, manifest.spec),
+        state=parse_vector("--state", state),
+        prompt=prompt,
+        seed=seed,
+        solver_steps=solver_steps,
+    )
+    # Mistakes show before torch is imported and gigabytes are read.
+    Processor(manifest, allow_missing_cameras=cameras.allow_missing_cameras).check(observation)
+    with progress.task(f"loading {bundle}"):
+        policy = Policy(opened, **runs.keywords(), **options)
+    with progress.task("the first inference"):
+        chunk = policy.infer(observation)
+    record = chunk_to_dict(chunk) | {"policy": policy.describe()}
+    print_chunk(chunk, policy)
+    terminal.emit(record)
     return 0
 
 
@@ -95,18 +99,28 @@ def read_image(path: Path, field: str) -> np.ndarray:
 
 
 def parse_vector(field: str, text: str) -> np.ndarray:
-    try:
-        return np.array([float(part) for part in text.replace(",", " ").split()], dtype=np.float32)
-    except ValueError as error:
-        raise ObservationError(field, "numbers separated by commas", str(error)) from None
+    # Brackets are what copying a list from Python or JSON brings along.
+    parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    for part in parts:
+        try:
+            float(part)
+        except ValueError:
+            raise ObservationError(field, "numbers separated by commas, as 0,-45,60", repr(part)) from None
+    return np.array([float(part) for part in parts], dtype=np.float32)
 
 
 def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:
-    return {"actions": chunk.actions.tolist(), "seed": chunk.seed, "timing": asdict(chunk.timing)}
+    return {
+        "actions": chunk.actions.tolist(),
+        "seed": chunk.seed,
+        "timing": asdict(chunk.timing),
+        "warnings": list(chunk.warnings),
+    }
 
 
-def print_chunk(chunk: ActionChunk, spec: PolicySpec, rows: int | None = None) -> None:
+def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> None:
     """The chunk as a table, a row per action; ``rows`` cuts a long one short."""
+    spec = policy.spec
     names = spec.action.names or tuple(str(i) for i in range(spec.action.dim))
     units = spec.action.units or ("",) * spec.action.dim
     table = Table(title=f"action chunk of {spec.name}: {len(chunk.actions)} actions, seed {chunk.seed}")
@@ -118,14 +132,25 @@ def print_chunk(chunk: ActionChunk, spec: PolicySpec, rows: int | None = None) -
         table.add_row(str(step), *(f"{value:.4f}" for value in action))
     if len(shown) < len(chunk.actions):
         table.caption = f"the first {len(shown)} of {len(chunk.actions)}"
-    console = Console()
+    console = terminal.console()
     # A robot with many joints needs more columns than a terminal: let the lines run over, never cut digits.
     console.print(table, width=max(console.width, 12 * len(names)), soft_wrap=True)
     timing = chunk.timing
+    for warning in chunk.warnings:
+        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+    console.print(running(policy), soft_wrap=True, markup=False)
     console.print(
         f"total {timing.total_ms:.1f} ms: preprocess {timing.preprocess_ms:.1f}, vision {timing.vision_ms:.1f},"
         f" prefix {timing.prefix_ms:.1f}, solver {timing.solver_ms:.1f} in {len(timing.step_ms)} steps,"
         f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)",
-        highlight=False,
         soft_wrap=True,
+    )
+
+
+def running(policy: Policy) -> str:
+    """What runs a policy, and why, in one line."""
+    about = policy.describe()
+    return (
+        f"engine {about['engine']} ({about['engine_reason']}), {about['dtype']} ({about['dtype_reason']}),"
+        f" device {about['device']} ({about['device_reason']})"
     )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from sinew.cli import terminal
+
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.schema import Quantization
@@ -22,32 +24,27 @@ def inspect(
     tensors: Annotated[bool, Parameter(negative="")] = False,
     plan: Annotated[bool, Parameter(negative="")] = False,
     dtype: str | None = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
-    """Print what a bundle holds. Reads the header alone, so it is fast for any size.
+    """Print what a bundle holds. Reads the header alone, so it is fast for any size. --json has every tensor too.
 
     Args:
-        bundle: the bundle file.
+        bundle: the bundle file, or a folder that `sinew export` wrote.
         tensors: list every tensor, not only the totals per component.
         plan: list instead what the rewrites of the plan do to this model, and what they save.
         dtype: compute type that the plan is for; the CPU's default if absent.
-        json_output: print one JSON object: all of the above and every tensor.
     """
-    from sinew.bundle import Bundle
+    from sinew.policy import open_bundle
 
-    opened = Bundle(bundle)
+    opened = open_bundle(bundle)
     if plan:
         from sinew.cli.plan_report import plan_record, show_plan
 
         record = plan_record(opened, dtype)
-        if json_output:
-            print(json.dumps(record))
-        else:
-            show_plan(record)
-    elif json_output:
-        print(json.dumps(describe(opened)))
+        show_plan(record)
+        terminal.emit(record)
     else:
         show(opened, tensors)
+        terminal.emit(describe(opened))
     return 0
 
 
@@ -101,11 +98,10 @@ def tokenizer_facts(text: str) -> dict[str, Any]:
 
 
 def show(bundle: Bundle, all_tensors: bool) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console, manifest, spec = Console(), bundle.manifest, bundle.manifest.spec
+    console, manifest, spec = terminal.console(), bundle.manifest, bundle.manifest.spec
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")

@@ -1,19 +1,70 @@
-"""Flags that several verbs share: which engine runs a bundle, and how that is said."""
+"""Flags that several verbs share: what runs a bundle, and how its observations are named."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-if TYPE_CHECKING:
-    from sinew.policy import Policy
-
-Engine = Literal["eager", "plan", "onnx", "cuda"]
+Engine = Literal["auto", "eager", "plan", "onnx", "cuda"]
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
+Flag = Annotated[bool, Parameter(negative="")]
+Texts = Annotated[tuple[str, ...], Parameter(negative="")]
 
 
-def precision(policy: Policy) -> str:
-    """What the policy computes in: its dtype, and the components that are quantised below it."""
-    parts = [f"{component} {kind}" for component, kind in policy.recipe.items()]
-    return f"{policy.dtype} ({', '.join(parts)})" if parts else policy.dtype
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Runs:
+    """What runs a bundle.
+
+    Attributes:
+        engine: eager, plan, onnx or cuda; auto takes the fastest that is installed, fits the device, follows the
+            bundle's recipe and is proved for it.
+        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
+        device: cpu, or cuda:N; auto takes a GPU where PyTorch has one.
+        dtype: fp32, bf16, fp16, or native for what the bundle stores; the device's default if absent.
+        ignore_recipe: run a quantised bundle unquantised where the engine does not compute its recipe.
+    """
+
+    engine: Engine = "auto"
+    provider: Providers = ()
+    device: str = "auto"
+    dtype: str | None = None
+    ignore_recipe: Flag = False
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the arguments of ``sinew.load``."""
+        return {
+            "engine": self.engine,
+            "providers": self.provider,
+            "device": self.device,
+            "dtype": self.dtype,
+            "ignore_recipe": self.ignore_recipe,
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Cameras:
+    """How the cameras of observations are named.
+
+    Attributes:
+        rename: NEW=CAMERA, repeatable: the bundle's CAMERA is called NEW by your robot, as front=camera1.
+        allow_missing_cameras: take observations without a frame of some cameras; each reply then carries a warning.
+    """
+
+    rename: Texts = ()
+    allow_missing_cameras: Flag = False
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the arguments of ``sinew.load``."""
+        from sinew.bundle.rename import parse_renames
+
+        return {
+            "rename": parse_renames(self.rename),
+            "allow_missing_cameras": self.allow_missing_cameras,
+        }
+
+
+RUNS, CAMERAS = Runs(), Cameras()

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter, validators
-from rich.console import Console
 from rich.table import Table
 
+from sinew import progress
+from sinew.cli import terminal
 from sinew.cli.perf_machine import calibrate, fit, predict
 from sinew.cli.perf_options import Positive, Rate, dtypes
 from sinew.cli.perf_scenario import scenario
@@ -71,12 +72,13 @@ def run(
     from sinew.perf.roofline import timing
 
     shape = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
-    program = Program.load(source, **shape, dtypes=dtypes(dtype), engine=engine)
-    parts = program.components(traffic)
     machines = [load_hardware(name, data) for name in hardware or ("thor", "rtx4090", "h200")]
+    with progress.task(f"tracing {source}"):
+        program = Program.load(source, **shape, dtypes=dtypes(dtype), engine=engine)
+        parts = program.components(traffic)
     timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
     records = [_record(machine, timings[machine.name]) for machine in machines]
-    console = Console()
+    console = terminal.console()
     console.print(_component_table(source, records))
     gib = memory_report(program).weights_nbytes / 2**30
     console.print(
@@ -87,7 +89,7 @@ def run(
         plots.roofline(machines, timings, plot, formats)
     if table is not None:
         write_csv(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
-    print(json.dumps({"schema": "sinew.perf/1", "source": source, "traffic": traffic, "machines": records}))
+    terminal.emit({"schema": "sinew.perf/1", "source": source, "traffic": traffic, "machines": records})
     return 0
 
 
@@ -111,7 +113,7 @@ def paper(
     from sinew.perf.paper.published import CORRECTIONS, compare, corrected_study, corrections
 
     names = list(CORRECTIONS) if correct == ["all"] else correct or []
-    console, study = Console(), corrected_study(names)
+    console, study = terminal.console(), corrected_study(names)
     rows, changed, others = compare(study), corrections(), defects()
     console.print(_printed_table(rows, names))
     console.print(_corrections_table(changed))
@@ -139,7 +141,7 @@ def paper(
         "corrections": changed,
         "defects": [asdict(defect) for defect in others],
     }
-    print(json.dumps(record))
+    terminal.emit(record)
     return int(not names and any(row.status == "differs" for row in rows))
 
 
@@ -177,8 +179,8 @@ def need(
         table.add_column(name, justify="left" if name in ("machine", "precision") else "right")
     for row in found:
         table.add_row(row["title"], row["precision"], str(row["steps"]), f"{row['hz']:.1f}")
-    Console().print(table if found else f"nothing in the table reaches {rate:g} Hz")
-    print(json.dumps({"schema": "sinew.perf.need/1", "rate": rate, "model": model, "found": found}))
+    terminal.console().print(table if found else f"nothing in the table reaches {rate:g} Hz")
+    terminal.emit({"schema": "sinew.perf.need/1", "rate": rate, "model": model, "found": found})
     return 0 if found else 1
 
 
@@ -192,7 +194,7 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
     """
     from sinew.perf.hardware import hardware, networks
 
-    console = Console()
+    console = terminal.console()
     table = Table(title="machines")
     for name in ("name", "", "BF16, TFLOP/s", "GB/s", "GiB", "source"):
         table.add_column(name, justify="left" if name in ("name", "", "source") else "right")
@@ -209,6 +211,11 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
         up, down = f"{link.upload / 1e6:g}", f"{link.download / 1e6:g}"
         table.add_row(link.name, up, down, f"{link.base_ms:g}", link.source)
     console.print(table)
+    known = {
+        "machines": [asdict(entry) for entry in hardware(data).values()],
+        "networks": [asdict(link) for link in networks(links).values()],
+    }
+    terminal.emit({"schema": "sinew.perf.machines/1", **known})
     return 0
 
 

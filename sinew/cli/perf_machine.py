@@ -5,7 +5,6 @@ The last line of standard output is one JSON object.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sinew import machine
+from sinew.cli import terminal
 from sinew.core import SinewError
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def fit(
         device=device,
         search=search,
     )
-    print_fit(found, Console())
+    print_fit(found, terminal.console())
     record = asdict(found) | {"fits": found.fits, "headroom": found.headroom, "total": found.report.total}
-    print(json.dumps(record))
+    terminal.emit(record)
     return 0 if found.fits else 1
 
 
@@ -95,7 +95,9 @@ def print_fit(found: Fit, console: Console) -> None:
     verdict = f"fits with {_mib(found.headroom)} MiB to spare"
     if not found.fits:
         verdict = f"does not fit: {_mib(-found.headroom)} MiB too much"
-    largest = ", ".join(f"{axis} {value}" for axis, value in found.largest.items())
+    largest = ", ".join(f"{axis} {value}" for axis, value in found.largest.items() if value)
+    if not largest and found.largest:
+        largest = f"none, even with one of {', '.join(found.largest)}"
     console.print(
         verdict + (f"; largest alone: {largest}" if largest else ""), highlight=False, soft_wrap=True
     )
@@ -123,7 +125,7 @@ def calibrate(
     """
     from sinew.perf.machine.calibrate import calibrate as measure
 
-    errors = Console(stderr=True)
+    errors = terminal.console(stderr=True)
     found, path = measure(
         source,
         directory=directory,
@@ -133,8 +135,8 @@ def calibrate(
         runs=runs,
         report=lambda line: errors.print(line, highlight=False),
     )
-    print_calibration(found, Console())
-    print(json.dumps(asdict(found) | {"path": str(path)}))
+    print_calibration(found, terminal.console())
+    terminal.emit(asdict(found) | {"path": str(path)})
     return 0
 
 
@@ -194,9 +196,9 @@ def predict(
         row["roofline"] = calibration.roofline_seconds(ideal, fitted.speeds)
         stages[real.name] = {name: 1e3 * seconds for name, seconds in row.items()}
         table.add_row(real.name, *(f"{milliseconds:.1f}" for milliseconds in stages[real.name].values()))
-    Console().print(table)
+    terminal.console().print(table)
     record = {"source": source, "engine": engine, "threads": count, "band": fitted.band, "stages_ms": stages}
-    print(json.dumps(record))
+    terminal.emit(record)
     return 0
 
 

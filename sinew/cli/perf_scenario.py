@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
 
+from sinew.cli import terminal
 from sinew.cli.perf_options import Positive, Rate, dtypes
 
 
@@ -103,7 +102,7 @@ def scenario(
                 "age_bound_ms": 1e3 * dual.plan_age_max_s,
             }
         )
-    console = Console()
+    console = terminal.console()
     titles = {
         "where": "where", "latency_ms": "latency, ms", "sync_hz": "in step, Hz", "async_hz": "asynchronous, Hz",
         "age_p95_ms": "age p95, ms", "age_bound_ms": "age at most, ms", "underruns": "steps without action",
@@ -124,10 +123,8 @@ def scenario(
         console.print(note, highlight=False, soft_wrap=True)
     if plot is not None:
         plots.placements([(row["where"], row["latency_ms"]) for row in rows[:3]], plot)
-    print(
-        json.dumps(
-            {"schema": "sinew.perf.scenario/1", "up_bytes": size.up, "down_bytes": size.down, "rows": rows}
-        )
+    terminal.emit(
+        {"schema": "sinew.perf.scenario/1", "up_bytes": size.up, "down_bytes": size.down, "rows": rows}
     )
     return 0
 

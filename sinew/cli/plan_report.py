@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sinew.cli import terminal
+
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
@@ -21,12 +23,12 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     """
     import torch
 
+    from sinew.engine.choose import choose_dtype
     from sinew.engine.example import Shapes
     from sinew.engine.loading import load_model
     from sinew.engine.plan import REWRITES, Plan
     from sinew.engine.plan.cost import savings
     from sinew.engine.plan.engine import ON_CPU
-    from sinew.policy import choose_dtype
     from sinew.processing import Processor
 
     manifest = bundle.manifest
@@ -68,10 +70,9 @@ def mapped_bytes(bundle: Bundle, model: Any) -> int:
 
 
 def show_plan(record: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console, shapes = Console(), record["shapes"]
+    console, shapes = terminal.console(), record["shapes"]
     table = Table("rewrite", "status", box=None, pad_edge=False)
     for header in ("GFLOP", "MB moved", "MB weights"):
         table.add_column(header, justify="right")

@@ -5,7 +5,6 @@ The last line of standard output is one JSON object.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from cyclopts import Parameter, validators
 
+from sinew.cli import terminal
 from sinew.core import Observation, ObservationError, SinewError
 
 if TYPE_CHECKING:
@@ -64,11 +64,15 @@ def quantize(
     out.parent.mkdir(parents=True, exist_ok=True)
     make = _in_fp8 if "fp8" in chosen.values() else _in_int8
     record, why = make(opened, chosen, observations, out)
-    print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
-    print(f"weights  {record.bits} bits per output channel: {why}")
-    print(f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk")
-    print(f"         over {record.observations} observations from {record.source}")
-    print(json.dumps({"out": str(out), **asdict(record)}))
+    console = terminal.console(markup=False)
+    console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
+    console.print(f"weights  {record.bits} bits per output channel: {why}", soft_wrap=True)
+    console.print(
+        f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk",
+        soft_wrap=True,
+    )
+    console.print(f"         over {record.observations} observations from {record.source}", soft_wrap=True)
+    terminal.emit({"out": str(out), **asdict(record)})
     return 0
 
 
@@ -85,7 +89,7 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
     folder = Path(tempfile.mkdtemp(prefix=f"{out.stem}.onnx.", dir=out.parent))
     try:
         quantize_graphs(source, folder, chosen, bits)
-        reference = Policy(opened, engine="onnx")
+        reference = Policy(opened, "cpu", engine="onnx")
         origin, stream = observed(reference)
         errors = measure(reference, OnnxEngine(folder), islice(stream, count))
         record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
@@ -106,7 +110,7 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
     from sinew.engine.plan import Plan
     from sinew.policy import Policy
 
-    reference = Policy(opened, engine="eager")
+    reference = Policy(opened, "cpu", engine="eager")
     model = reference.engine.model
     origin, stream = observed(reference)
     made, _ = calibrate(opened, model, islice(stream, count), origin)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from sinew_client import Client, ServerError
 from sinew_client.control import repeat
 
 from sinew import __version__
+from sinew.cli import terminal
 from sinew.core import Observation
-from sinew.serve.recorder import Record, read_records
+from sinew.serve.recorder import Record
 
 SCHEMA = "sinew.replay/1"
 
@@ -22,7 +23,7 @@ SCHEMA = "sinew.replay/1"
 def replay_journal(path: Path) -> dict[str, Any]:
     """Repeat the decisions of a ``sinew run --record`` file; no server is asked."""
     found = repeat(path)
-    console = Console(highlight=False)
+    console = terminal.console()
     for line in found.differences[:20]:
         console.print(line, soft_wrap=True)
     differ = len(found.differences)
@@ -30,13 +31,13 @@ def replay_journal(path: Path) -> dict[str, Any]:
     return {"schema": SCHEMA, "commands": found.commands, "held": found.held, "differ": differ}
 
 
-def replay_records(server: Client, directory: Path, deadline_ms: float | None) -> dict[str, Any]:
-    """Send every record of a folder, oldest first. The seed that drew the noise is in the record, so the same
+def replay_records(server: Client, records: Iterable[Record], deadline_ms: float | None) -> dict[str, Any]:
+    """Send every record, oldest first. The seed that drew the noise is in the record, so the same
     bundle, device and dtype give the same actions, bit for bit.
 
-    Raises SinewError for files that are no records; an error that the server answers is a result.
+    An error that the server answers is a result.
     """
-    rows = [_replay(server, record, deadline_ms) for record in read_records(directory)]
+    rows = [_replay(server, record, deadline_ms) for record in records]
     counts = {
         name: sum(row["result"] == name for row in rows) for name in ("equal", "differ", "error", "new")
     }
@@ -89,7 +90,7 @@ def print_replay(result: dict[str, Any]) -> None:
         worst = row.get("max_abs_difference")
         now = row.get("now") or (f"differs by up to {worst:.3g}" if worst is not None else "actions")
         table.add_row(row["file"], row["wire"], row["then"], now)
-    console = Console()
+    console = terminal.console()
     if table.row_count:
         console.print(table)
     console.print(

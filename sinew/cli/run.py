@@ -1,7 +1,6 @@
 """``sinew run``: a policy drives a robot.
 
-Space pauses and holds, or goes on; ``p`` changes the instruction; ``q`` stops. The last line of standard output is
-one JSON object.
+Space pauses and holds, or goes on; ``p`` changes the instruction; ``q`` stops.
 """
 
 from __future__ import annotations
@@ -15,15 +14,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
-from rich.console import Console
 from rich.table import Table
 from sinew_client import Client, ClientError
 from sinew_client.control import Cadence, Journal, Limits, Loop, Settings
 from sinew_client.control.requester import Call
 from sinew_client.control.robots import Dry, open_class, open_lerobot
 
+from sinew import progress
+from sinew.cli import terminal
+from sinew.cli.infer import running
+from sinew.cli.options import RUNS, Runs
 from sinew.cli.run_view import Keys, View
 from sinew.core import SinewError
+
+log = logging.getLogger(__name__)
 
 SCHEMA = "sinew.run/1"
 
@@ -51,8 +55,7 @@ def run(
     episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     go: Annotated[bool, Parameter(negative="")] = False,
     record: Path | None = None,
-    device: str = "cpu",
-    engine: str | None = None,
+    runs: Runs = RUNS,
 ) -> int:
     """Drive a robot with a policy: chunks become one command per control step, whatever the network does.
 
@@ -79,12 +82,10 @@ def run(
         episodes: of gym:ENV, end after so many.
         go: begin at once, also with a keyboard.
         record: file for the journal; `sinew client --replay FILE` repeats its decisions.
-        device: of a bundle: cpu, or cuda:N.
-        engine: of a bundle: eager, plan, onnx or cuda.
     """
     with ExitStack() as stack:
         try:
-            policy, connect = _connection(target, device, engine)
+            policy, connect = _connection(target, runs)
             machine, instruction, rate = _robot(robot, robot_options, cameras, policy, episodes)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
@@ -116,7 +117,7 @@ def run(
     if hasattr(machine, "finished"):
         result |= {"episodes": machine.finished, "successes": machine.successes}
     print_cadence(cadence)
-    print(json.dumps(result))
+    terminal.emit(result)
     return 0
 
 
@@ -146,22 +147,26 @@ def print_cadence(cadence: Cadence) -> None:
     table = Table(title="cadence", show_header=False)
     for name, text in cadence.rows():
         table.add_row(name, text)
-    Console(stderr=True, highlight=False).print(table)
+    terminal.console(stderr=True).print(table)
 
 
 # ----------------------------------------------------------------------------- what is connected to what
 
 
-def _connection(target: str, device: str, engine: str | None) -> tuple[dict[str, Any], Callable[[], Call]]:
+def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[[], Call]]:
     """Return what the policy says about itself, and what opens a connection to it."""
     if "://" in target:
+        if runs != RUNS:
+            raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
         with Client(target, timeout=10.0) as client:
             policy = client.metadata()["policy"]
         return policy, lambda: _Remote(target)
     from sinew.policy import load
 
-    local = load(target, device, None, engine)
-    local.warm_up()
+    with progress.task(f"loading {target}"):
+        local = load(target, **runs.keywords())
+        local.warm_up()
+    log.info("%s", running(local))
     return local.spec.to_dict(), lambda: lambda observation, _: local.infer(observation).actions
 
 

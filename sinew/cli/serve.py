@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, validators
 
 from sinew import __version__, machine
-from sinew.cli.options import Engine, Providers, precision
-from sinew.core import BundleError, SinewError, VectorSpec
+from sinew.cli.infer import running
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
+from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import GRACE_S, Process
 from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.wires import open_wires, parse
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe")  # what decides how a bundle is run
 KEY_VARIABLE = "SINEW_API_KEY"
 
 
@@ -35,10 +37,8 @@ def serve(
     *,
     wire: Annotated[list[str] | None, Parameter(negative="")] = None,
     host: str = "127.0.0.1",
-    engine: Engine | None = None,
-    provider: Providers = (),
-    device: str = "cpu",
-    dtype: str | None = None,
+    cameras: Cameras = CAMERAS,
+    runs: Runs = RUNS,
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 8,
     threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
@@ -46,7 +46,7 @@ def serve(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     record: Path | None = None,
-    access_log: str | None = None,
+    access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     verbose: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
@@ -59,10 +59,6 @@ def serve(
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
             (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
-        engine: eager, plan, onnx or cuda; onnx for an exported folder, else eager.
-        provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
-        device: cpu, or cuda:N.
-        dtype: compute type; the device's default if absent.
         queue: requests that may wait for the running one; more are refused as busy.
         threads: for compute; chosen from the cores of this process if absent.
         deadline_ms: refuse requests that would begin later than this after their arrival.
@@ -76,12 +72,12 @@ def serve(
     _set_up_logs(verbose, access_log)
     listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key)
     api_key = _api_key(api_key_file)
+    options = runs.keywords() | cameras.keywords()
+    _check_early(bundle, options)
     wires = open_wires(parse(wire or ()), listen)
     process = Process(wires)
     finished = True
     try:
-        if not bundle.exists():
-            raise BundleError(f"{bundle}: no such file")
         if not listen.is_loopback:
             _warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
         from sinew.serve.recorder import Recorder
@@ -91,7 +87,7 @@ def serve(
             finished = _load_and_run(
                 process,
                 bundle,
-                {"device": device, "dtype": dtype, "engine": engine, "providers": provider},
+                options,
                 threads,
                 queue,
                 api_key,
@@ -110,6 +106,17 @@ def serve(
         sys.stdout.flush()
         os._exit(0)
     return 0
+
+
+def _check_early(bundle: Path, options: dict[str, Any]) -> None:
+    """Find mistakes in flags and file before ports are taken and torch is imported."""
+    from sinew.bundle.rename import rename_cameras
+    from sinew.engine.choose import choose
+    from sinew.policy import open_bundle
+
+    opened = open_bundle(bundle)
+    rename_cameras(opened.manifest, options["rename"])
+    choose(opened, **{name: options[name] for name in CHOSEN})
 
 
 def _load_and_run(
@@ -134,6 +141,7 @@ def _load_and_run(
         policy = sinew.load(bundle, threads=threads, **options)
         scheduler = Scheduler(policy, queue_size=queue)
         scheduler.start()
+        logger.info("%s", running(policy))
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
         service = Service(
             scheduler,
@@ -161,9 +169,7 @@ def describe(policy: Policy) -> dict[str, Any]:
         "server": {
             "name": "sinew",
             "version": __version__,
-            "device": str(policy.device),
-            "dtype": precision(policy),
-            "engine": policy.engine_name,
+            **policy.describe(),
             "threads": policy.threads,
             "hardware": machine.cpu_model(),
         },
@@ -182,7 +188,8 @@ def ready_text(policy: Policy, wires: Sequence[Wire]) -> str:
     ]
     lines = [
         f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
-        f"  policy   {spec.name} ({spec.architecture}), {precision(policy)} on {policy.device}, {policy.engine_name}",
+        f"  policy   {spec.name} ({spec.architecture}), {policy.precision_text} on {policy.device}",
+        f"  engine   {policy.engine_name}: {policy.choice.engine_reason}",
         *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",

@@ -7,7 +7,6 @@ of standard output is one JSON object.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from sinew.cli import terminal
 from sinew.core import Observation, SinewError
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def tune(
         again: also what was tuned before.
     """
     from sinew.bundle import Bundle
+    from sinew.engine.choose import choose_dtype
     from sinew.engine.cuda.device import require
     from sinew.engine.cuda.tune.timing import on
     from sinew.engine.loading import cuda_options, parse_device
-    from sinew.policy import choose_dtype
 
     opened, where = Bundle(bundle), parse_device(device)
     if where.type == "cpu":
@@ -94,8 +94,8 @@ def reported(session: Session, lengths: Sequence[int]) -> int:
     except KeyboardInterrupt:
         interrupted = True
     result = session.result(interrupted)
-    print_report(result, Console())
-    print(json.dumps(result))
+    print_report(result, terminal.console())
+    terminal.emit(result)
     return INTERRUPTED if interrupted else int(result["failed"] > 0)
 
 
@@ -230,7 +230,7 @@ class Session:
     @contextmanager
     def _progress(self) -> Iterator[Callable[[str], None]]:
         """A line with what is tried, the number of problems that are kept, and how much of the budget is used."""
-        errors = Console(stderr=True)
+        errors = terminal.console(stderr=True)
         columns = (TextColumn("{task.fields[kept]} kept"), BarColumn(), TextColumn("{task.description}"))
         # Without a terminal a progress bar is only noise in a log.
         with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:

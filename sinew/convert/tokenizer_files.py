@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
 from sinew.convert.read.files import read_json, read_text
 from sinew.convert.read.sentencepiece import tokenizer_json
-from sinew.core import ConvertError
+from sinew.core import ConvertError, install
 from sinew.processing.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def download(name: str, patterns: list[str], otherwise: str, repo_type: str = "m
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ConvertError(
-            f"{name!r} is not a local directory; {otherwise}, or install the hub extra (pip install 'sinew[hub]')"
+            f"{name!r} is not a local directory; {otherwise}, or install the hub extra ({install('huggingface_hub')})"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, repo_type=repo_type))

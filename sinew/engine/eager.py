@@ -13,6 +13,7 @@ import torch
 from sinew import machine
 from sinew.core import CancelledError, Timing
 from sinew.engine.example import Inputs
+from sinew.engine.precision import precision_of
 from sinew.engine.threads import settle
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
@@ -46,6 +47,11 @@ class EagerEngine:
         self._threads, reason = settle(infer, torch.set_num_threads, many)
         EagerEngine._settled = self._threads
         return reason
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """Component -> precision of its parameters."""
+        return precision_of(self.model)
 
     @property
     def weights_nbytes(self) -> int:

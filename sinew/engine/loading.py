@@ -11,7 +11,8 @@ import torch
 from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import from_builtins
-from sinew.core import BundleError, SinewError
+from sinew.core import DTYPES, BundleError, SinewError, dtype_word
+from sinew.engine.base import Options
 from sinew.engine.eager import EagerEngine
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
@@ -24,33 +25,48 @@ if TYPE_CHECKING:
     from sinew.engine.cuda.options import CudaOptions
 
 log = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def torch_engine(
-    bundle: Bundle, name: str, device: str, dtype: str, threads: int | None = None
-) -> EagerEngine | CudaEngine:
-    """``name``: "eager", "plan" or "cuda". ``threads``: of the whole process, for PyTorch has one pool; None leaves
-    it."""
-    where = parse_device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
+def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
+    """Return the reference engine over the bundle's weights."""
+    where = _device(options)
+    model = load_model(bundle, where, options.dtype)
+    bundle.release(model.parameters())
+    return EagerEngine(model, where)
+
+
+def open_planned(bundle: Bundle, options: Options) -> PlannedEngine:
+    """Return the engine of the rewritten model."""
+    where = _device(options)
+    model = load_model(bundle, where, options.dtype)
+    rewrites = ON_CPU if where.type == "cpu" else None
+    engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
+    bundle.release(engine.model.parameters())
+    return engine
+
+
+def open_cuda(bundle: Bundle, options: Options) -> CudaEngine:
+    """Return the CUDA engine, in the precision of the bundle's recipe unless that is ignored."""
+    from sinew.engine.cuda.options import CudaOptions
+
+    where = _device(options, available=False)  # the engine's own words say more
+    engine = cuda_engine(bundle, where, options.dtype, None if options.recipe else CudaOptions())
+    bundle.release(engine.model.parameters())
+    return engine
+
+
+def _device(options: Options, available: bool = True) -> torch.device:
+    """The device, with the process told how many threads to use; None leaves PyTorch's one pool as it is."""
+    where = parse_device(options.device)
+    if available:
+        require_device(where)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     if where.type == "cpu" and torch.get_num_threads() > 1 and not machine.WAITING & os.environ.keys():
         log.warning(
             "%s; beside busy programs set GOMP_SPINCOUNT=0, or import sinew first", machine.spinning()
         )
-    if name == "cuda":
-        engine: EagerEngine | CudaEngine = cuda_engine(bundle, where, dtype)
-        bundle.release(engine.model.parameters())
-        return engine
-    model = load_model(bundle, where, dtype)
-    if name == "eager":
-        engine = EagerEngine(model, where)
-    else:
-        rewrites = ON_CPU if where.type == "cpu" else None
-        engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
-    bundle.release(engine.model.parameters())
-    return engine
+    return where
 
 
 def cuda_engine(
@@ -106,7 +122,28 @@ def parse_device(text: str) -> torch.device:
     try:
         return torch.device(text)
     except RuntimeError:
-        raise SinewError(f"device {text!r} is not a torch device such as cpu or cuda:0") from None
+        raise SinewError(f"device: expected one such as cpu, cuda or cuda:0, got {text!r}") from None
+
+
+def require_device(device: torch.device) -> None:
+    """Raise :class:`SinewError` for a device that this PyTorch cannot compute on."""
+    if device.type in ("cpu", "meta"):
+        return
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+            raise SinewError(
+                f"device {device}: torch {torch.__version__} ({built}) finds no CUDA device;"
+                " `sinew doctor` says more"
+            )
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise SinewError(f"device {device}: expected one of {torch.cuda.device_count()} CUDA devices")
+        return
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise SinewError(f"device {device}: this torch {torch.__version__} cannot use it: {reason}") from None
 
 
 def load_model(bundle: Bundle, device: torch.device, dtype: str) -> Model:
@@ -127,10 +164,12 @@ def load_model(bundle: Bundle, device: torch.device, dtype: str) -> Model:
         )
 
     model.solver = spec.solver
+    word = dtype_word(dtype)
+    narrow = torch.float32 if word == "native" else getattr(torch, DTYPES[word])
     state = {}
     for name, tensor in bundle.tensors("meta" if device.type == "meta" else "cpu").items():
-        keep_wide = name.split(".")[0] in cls.float32_modules and dtype != "native"
-        target = tensor.dtype if dtype == "native" else torch.float32 if keep_wide else DTYPES[dtype]
+        keep_wide = name.split(".")[0] in cls.float32_modules and word != "native"
+        target = tensor.dtype if word == "native" else torch.float32 if keep_wide else narrow
         state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
     model.load_state_dict(state, strict=True, assign=True)
     return model

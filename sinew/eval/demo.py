@@ -44,7 +44,7 @@ def run(
     sweep_episodes: per point of the figure; 0 leaves it out. Returns the report. Raises :class:`SinewError`
     when the bundle is missing or the server does not start.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     if not bundle.is_file():
         raise SinewError(f"{bundle}: the trained demo policy is missing")
     out_dir.mkdir(parents=True, exist_ok=True)

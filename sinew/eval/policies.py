@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from sinew.bundle.rename import parse_renames, rename_cameras
 from sinew.core import SinewError
+from sinew.engine.choose import Choice, choose
 from sinew.eval.settings import Variant
+from sinew.policy import open_bundle
 
 if TYPE_CHECKING:
     import gymnasium
@@ -46,10 +49,11 @@ class InProcess:
         solver_steps: int | None,
         engine: str | None = None,
         threads: int | None = None,
+        **options: Any,
     ):
         from sinew.policy import load
 
-        self.policy = load(bundle, device, dtype, engine, threads=threads)
+        self.policy = load(bundle, device, dtype, engine, threads=threads, **options)
         self.chunk_size = self.policy.spec.chunk_size
         self.solver_steps = solver_steps
         self.policy.warm_up()
@@ -152,8 +156,23 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
     # One compute thread, as in workers, so that the same episode gives the same bits.
     threads = 1 if variant.device == "cpu" else None
     return InProcess(
-        variant.target, variant.device, variant.dtype, variant.solver_steps, variant.engine, threads
+        variant.target,
+        variant.device,
+        variant.dtype,
+        variant.solver_steps,
+        variant.engine,
+        threads,
+        ignore_recipe=variant.ignore_recipe,
+        rename=parse_renames(variant.rename),
+        allow_missing_cameras=variant.allow_missing_cameras,
     )
+
+
+def chosen(variant: Variant) -> Choice:
+    """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
+    opened = open_bundle(variant.target)
+    rename_cameras(opened.manifest, parse_renames(variant.rename))
+    return choose(opened, variant.engine, variant.device, variant.dtype, ignore_recipe=variant.ignore_recipe)
 
 
 @lru_cache(maxsize=64)

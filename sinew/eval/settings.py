@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from sinew_client.control import parse_handover
 
-from sinew.core import SinewError
-
-ENGINES = ("eager", "plan", "onnx", "cuda")  # sinew.policy's, which needs more to be imported
+from sinew.core import SinewError, dtype_word
+from sinew.engine.base import ENGINES
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _LATENCY = re.compile(
@@ -77,8 +76,11 @@ class Variant:
     handover: str = "aligned"
     solver_steps: int | None = None
     dtype: str | None = None
-    device: str = "cpu"
+    device: str = "auto"
     engine: str | None = None
+    ignore_recipe: bool = False
+    rename: tuple[str, ...] = ()
+    allow_missing_cameras: bool = False
 
     def __post_init__(self) -> None:
         if self.replan < 0:
@@ -89,6 +91,8 @@ class Variant:
             raise SinewError(str(error)) from error
         if self.solver_steps is not None and self.solver_steps < 1:
             raise SinewError(f"solver_steps: expected 1 or more, got {self.solver_steps}")
+        if self.dtype is not None:
+            dtype_word(self.dtype)
         if self.engine not in (None, *ENGINES):
             raise SinewError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
 
@@ -119,10 +123,10 @@ class Variant:
         return value.text if isinstance(value, Latency) else str(value)
 
     def to_dict(self) -> dict[str, Any]:
-        record = {**asdict(self), "latency": self.latency.text}
-        if self.engine is None:  # logs of episodes that were played before there was a choice stay valid
-            del record["engine"]
-        return record
+        record = {**asdict(self), "latency": self.latency.text, "rename": list(self.rename)}
+        # Logs of episodes that were played before there was a choice stay valid.
+        later = ("engine", "ignore_recipe", "rename", "allow_missing_cameras")
+        return {name: value for name, value in record.items() if value or name not in later}
 
 
 def parse_replan(text: str) -> int:

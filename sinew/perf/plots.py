@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import MissingPackageError, SinewError
 from sinew.perf.hardware import Hardware
 from sinew.perf.roofline import Timing
 
@@ -97,7 +97,7 @@ def _figure(height: float = 5.0) -> tuple[Any, Any]:
     try:
         import matplotlib
     except ImportError:
-        raise SinewError("figures need matplotlib: pip install 'sinew[plots]'") from None
+        raise MissingPackageError("a figure", "matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
-from sinew.core import BundleError, Observation, ObservationError, SinewError
+from sinew.core import BundleError, Observation, ObservationError, SinewError, did_you_mean
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
 from sinew.processing.prompt import Prompter
@@ -36,8 +36,12 @@ class ModelInputs:
 class Processor:
     """Built from a bundle's manifest; stateless, so it may be used from several threads."""
 
-    def __init__(self, manifest: Manifest):
+    def __init__(self, manifest: Manifest, allow_missing_cameras: bool = False):
         self.spec, self.recipe = manifest.spec, manifest.processing
+        # As many as were masked, empty images in training may stay away; more only where the caller wants it.
+        self.may_miss = len(self.spec.cameras) if allow_missing_cameras else self.recipe.empty_cameras
+        if self.recipe.all_cameras:
+            self.may_miss = 0
         self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt)
         recipe, spec = self.recipe, self.spec
         self.state_normalizer = normalizer(recipe.state, recipe.state_parts, spec.state.dim, "state")
@@ -134,16 +138,22 @@ class Processor:
             raise ObservationError("images", "a mapping of camera names", type(observation.images).__name__)
         for name, frame in observation.images.items():
             if name not in known:
-                raise ObservationError(f"images.{name}", f"one of the cameras {known}", "an unknown camera")
+                free = [camera for camera in known if camera not in observation.images]
+                hint = did_you_mean(str(name), free) or (
+                    f" (rename {name}={free[0]} maps it)" if free else ""
+                )
+                raise ObservationError(
+                    f"images.{name}", f"one of the cameras {known}", f"an unknown camera{hint}"
+                )
             check_frame(frame, f"images.{name}", self.recipe.image)
         if not observation.images:
             raise ObservationError("images", f"at least one of the cameras {known}", "none")
-        if self.recipe.all_cameras:
-            for name in known:
-                if name not in observation.images:
-                    raise ObservationError(
-                        f"images.{name}", "a frame: this policy reads all cameras", "nothing"
-                    )
+        missing = [name for name in known if name not in observation.images]
+        if len(missing) > self.may_miss:
+            hint = "" if self.recipe.all_cameras else " (allow_missing_cameras runs without)"
+            raise ObservationError(
+                f"images.{missing[0]}", f"a frame of each of the cameras {known}", f"none{hint}"
+            )
 
     def _state(self, observation: Observation) -> np.ndarray:
         """The state, checked, in the frame and units that the policy was trained on: [D]."""

@@ -128,8 +128,7 @@ def read_records(directory: Path) -> Iterator[Record]:
     paths = sorted(directory.glob("*.npz"))
     if not paths:
         raise SinewError(f"{directory}: no records (*.npz) there")
-    for path in paths:
-        yield read_record(path)
+    return (read_record(path) for path in paths)  # the folder is looked at now, its files one by one
 
 
 def read_record(path: Path) -> Record:

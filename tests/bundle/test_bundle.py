@@ -92,7 +92,7 @@ def test_reading_is_zero_copy_and_private(path):
     for name, info in bundle.infos.items():
         assert bundle.tensor(name).data_ptr() == start + info.offset
         assert info.offset % 64 == 0
-    model = load(path, dtype="float32").engine.model
+    model = load(path, dtype="float32", engine="eager").engine.model
     mapped = np.frombuffer(bundle.file.map, np.uint8)
     before = path.read_bytes()
     bundle.tensor("action_in_proj.bias").fill_(7.0)
@@ -102,7 +102,7 @@ def test_reading_is_zero_copy_and_private(path):
 
 
 def test_loading_in_the_stored_precision_copies_no_weights(path):
-    policy = load(path, dtype="float32")
+    policy = load(path, dtype="float32", engine="eager")
     region = np.frombuffer(policy.bundle.file.map, np.uint8)
     low, high = region.ctypes.data, region.ctypes.data + region.size
     assert all(low <= p.data_ptr() < high for p in policy.engine.model.parameters())
@@ -167,7 +167,7 @@ def test_a_missing_a_surplus_and_a_misshapen_tensor_are_named(path, tmp_path):
     ):
         write_bundle(tmp_path / "v.gguf", lambda: bundle.manifest, variant)
         with pytest.raises(BundleError, match=message):
-            load(tmp_path / "v.gguf")
+            load(tmp_path / "v.gguf", engine="eager")
 
 
 def with_manifest(path: Path, out: Path, **changes) -> Path:
@@ -195,7 +195,7 @@ def test_manifest_errors_name_the_field(path, tmp_path):
     }
     for message, change in cases.items():
         with pytest.raises(BundleError, match=message):
-            load(with_manifest(path, out, **change))
+            load(with_manifest(path, out, **change), engine="eager")
 
 
 def test_other_gguf_files_are_told_apart(tmp_path):
@@ -314,7 +314,7 @@ def test_a_damaged_header_is_a_bundle_or_an_error(path, tmp_path, data):
     file = tmp_path / "fuzzed.gguf"
     file.write_bytes(raw)
     with contextlib.suppress(SinewError):
-        load(file)
+        load(file, engine="eager")
     gc.collect()
 
 

@@ -48,7 +48,7 @@ def run(checkpoint: Path, **options):
 
 
 def infer(bundle: Path, golden: Path, case: str = CASE) -> np.ndarray:
-    return load(bundle, dtype="float32").infer(Golden(golden / case).observation()).actions
+    return load(bundle, dtype="float32", engine="eager").infer(Golden(golden / case).observation()).actions
 
 
 # ----------------------------------------------------------------------------- layouts
@@ -118,7 +118,7 @@ def test_tokenizer_and_arch_files_replace_the_vlm_directory(checkpoint, golden):
 def test_image_special_tokens_are_embedded_around_each_view(checkpoint, golden):
     """The flag changes the prefix by three rows of the token table per view, unscaled."""
     edit(checkpoint / "config.json", add_image_special_tokens=True)
-    policy = load(run(checkpoint))
+    policy = load(run(checkpoint), engine="eager")
     model, table = policy.engine.model, policy.engine.model.language.embed_tokens.weight
     assert (model.config.image_start_tokens, model.config.image_end_tokens) == ((301, 300), (301,))
     g = Golden(golden / CASE)
@@ -140,7 +140,7 @@ def test_empty_cameras_do_not_change_the_actions(checkpoint, golden):
     features = json.loads((checkpoint / "config.json").read_text())["input_features"]
     features["observation.images.empty_camera_0"] = {"type": "VISUAL", "shape": [3, 480, 640]}
     edit(checkpoint / "config.json", empty_cameras=1, input_features=features)
-    policy = load(run(checkpoint))
+    policy = load(run(checkpoint), engine="eager")
     assert [c.name for c in policy.spec.cameras] == ["camera1", "camera2"]
     g = Golden(golden / CASE)
     observation = Observation.from_mapping(g.observation())
@@ -153,7 +153,7 @@ def test_empty_cameras_do_not_change_the_actions(checkpoint, golden):
 
 
 def test_one_camera_may_be_missing_but_not_all(checkpoint, golden):
-    policy = load(run(checkpoint))
+    policy = load(run(checkpoint), engine="eager")
     observation = Golden(golden / CASE).observation()
     both = policy.infer(observation).actions
     del observation["images"]["camera2"]
@@ -163,7 +163,7 @@ def test_one_camera_may_be_missing_but_not_all(checkpoint, golden):
 def test_a_policy_that_does_not_resize_takes_one_size_only(checkpoint, golden):
     config = json.loads((checkpoint / "config.json").read_text()) | {"resize_imgs_with_padding": None}
     (checkpoint / "config.json").write_text(json.dumps(config))
-    policy = load(run(checkpoint))
+    policy = load(run(checkpoint), engine="eager")
     assert not policy.spec.resizes_frames
     assert {(c.height, c.width) for c in policy.spec.cameras} == {(128, 128)}
     policy.warm_up()
@@ -177,7 +177,7 @@ def test_identity_normalisation(checkpoint, golden):
         path.unlink()
     edit(checkpoint / "config.json", normalization_mapping=identity)
     g = Golden(golden / CASE)
-    policy = load(run(checkpoint))
+    policy = load(run(checkpoint), engine="eager")
     observation = g.observation() | {"state": g.numpy("state_normalized")[0]}
     assert_parity(policy.infer(observation).actions, g.numpy("chunk_normalized")[0])
 
@@ -195,7 +195,7 @@ def test_vlacpp_files_import(golden, tmp_path, case):
     if case == "smolvla-2cam":
         assert_parity(infer(bundle, golden, case), g.numpy("actions")[0])
     for dtype in ("float32", "native"):
-        actions = torch.from_numpy(load(bundle, dtype=dtype).infer(g.observation()).actions)
+        actions = torch.from_numpy(load(bundle, dtype=dtype, engine="eager").infer(g.observation()).actions)
         assert relative_l2(actions, g["actions"][0]) <= 3e-3
     notes = Bundle(bundle).manifest.provenance.notes
     assert any("camera1, camera2" in note for note in notes)

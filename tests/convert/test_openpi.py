@@ -34,7 +34,9 @@ def openpi_checkpoint(golden, tmp_path):
 
 def make_policy(openpi_checkpoint, name: str) -> tuple[Policy, dict]:
     path, arch, stats = openpi_checkpoint(name)
-    return load(convert(path, path.parent / f"{name}.gguf", arch=arch, openpi_config=name)), stats
+    return load(
+        convert(path, path.parent / f"{name}.gguf", arch=arch, openpi_config=name), engine="eager"
+    ), stats
 
 
 def observation(policy: Policy, prompt: str = "fold_the\ntowel ") -> dict:

@@ -31,7 +31,9 @@ CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
 def case(request, golden, smolvla_bundle, pi_bundle, tmp_path_factory):
     """Eager policy, fixture, engine over graphs for 4 and 10 steps."""
     name = request.param
-    policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), dtype="float32")
+    policy = load(
+        (pi_bundle if name.startswith("pi") else smolvla_bundle)(name), dtype="float32", engine="eager"
+    )
     folder, image = tmp_path_factory.mktemp("graphs"), policy.manifest.processing.image
     export_graphs(
         Plan.of(policy.engine.model, rewrites=ON_ONNX),

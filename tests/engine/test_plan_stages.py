@@ -21,7 +21,9 @@ CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
 @pytest.fixture(params=CASES)
 def case(request, golden, smolvla_bundle, pi_bundle):
     name = request.param
-    policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), dtype="float32")
+    policy = load(
+        (pi_bundle if name.startswith("pi") else smolvla_bundle)(name), dtype="float32", engine="eager"
+    )
     g = Golden(golden / name)
     inputs = policy.processor.inputs(Observation.from_mapping(g.observation()))
     arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)

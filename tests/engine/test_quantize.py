@@ -233,9 +233,15 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
     assert np.array_equal(load(fresh, engine="onnx", threads=1).infer(g.observation()).actions, actions)
     assert main(["export", str(out), "--onnx", str(tmp_path / "robot")]) == 0
     assert np.array_equal(load(tmp_path / "robot", threads=1).infer(g.observation()).actions, actions)
+    chosen = load(out, threads=1)
+    assert (chosen.engine_name, chosen.choice.engine_reason) == ("onnx", "it follows the bundle's recipe")
+    assert np.array_equal(chosen.infer(g.observation()).actions, actions)
+    assert chosen.precision == {"vision": "int8", "language": "int8", "head": "fp32"}
+    with pytest.raises(SinewError, match="vision int8, language int8, which engine eager does not compute"):
+        load(out, engine="eager")
+    ignored = load(out, engine="eager", ignore_recipe=True)
     assert np.array_equal(
-        load(out, engine="eager").infer(g.observation()).actions,
-        load(source, engine="eager").infer(g.observation()).actions,
+        ignored.infer(g.observation()).actions, load(source, engine="eager").infer(g.observation()).actions
     )
 
 
@@ -340,22 +346,24 @@ def test_a_recipe_in_fp8_carries_its_scales(narrow, capsys, monkeypatch, tmp_pat
     assert main(["inspect", str(narrow)]) == 0
     assert "vision fp8" in capsys.readouterr().out
 
-    policy = load(narrow, engine="cuda")
+    policy = load(narrow, "cpu", engine="cuda")
     assert policy.recipe == {"vision": "fp8", "language": "fp8"}
     (outcome,) = (o for o in policy.engine.plan.outcomes if o.name == "fp8")
     layers = len(record.scales)
     assert f"inputs of {layers} of {layers} calibrated" in outcome.reason
-    plain = load(DATA / "pen.gguf", engine="cuda")
+    plain = load(DATA / "pen.gguf", "cpu", engine="cuda")
     observation = plain.dummy_observation()
     a, b = (each.infer(observation).actions for each in (policy, plain))
     assert 1e-6 < distance(a, b) < 0.5
 
 
 def test_other_engines_and_a_recipe_in_fp8(narrow):
-    observation = load(narrow).dummy_observation()
-    wide = load(DATA / "pen.gguf").infer(observation).actions
+    plain = load(DATA / "pen.gguf", "cpu", engine="eager")
+    ignored = load(narrow, "cpu", engine="eager", ignore_recipe=True)
+    observation = plain.dummy_observation()
     np.testing.assert_array_equal(
-        load(narrow).infer(observation).actions, wide
+        ignored.infer(observation).actions, plain.infer(observation).actions
     )  # eager has its own precision
-    with pytest.raises(SinewError, match="vision, language in fp8, which engine 'onnx' does not compute"):
-        load(narrow, engine="onnx")
+    for engine in ("eager", "plan", "onnx"):
+        with pytest.raises(SinewError, match="vision fp8, language fp8, which engine .* does not compute"):
+            load(narrow, "cpu", engine=engine)

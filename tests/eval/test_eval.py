@@ -321,7 +321,7 @@ def test_mapping_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nowhere.gguf",), "no such bundle"),
+        (("nowhere.gguf",), "no such file"),
         (("expert", "--env", "Nowhere-v0"), "cannot make the environment"),
         (("expert", "--env", "sinew/Blocks-v0", "--env-options", "[1]"), "expected a JSON object"),
         (("expert", "--replan", "often"), "--replan"),

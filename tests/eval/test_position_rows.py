@@ -56,7 +56,7 @@ def test_the_naive_rule_is_wrong_in_float32_and_right_in_bfloat16():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_served_model_reads_the_right_rows_in_every_precision(smolvla_bundle, golden, dtype):
     """Record the indices that really reach the table during an inference."""
-    policy = load(smolvla_bundle("smolvla-2cam"), dtype=dtype)
+    policy = load(smolvla_bundle("smolvla-2cam"), dtype=dtype, engine="eager")
     table = policy.engine.model.vision.position_embedding
     seen: list[torch.Tensor] = []
     handle = table.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
@@ -69,7 +69,7 @@ def test_the_served_model_reads_the_right_rows_in_every_precision(smolvla_bundle
 @torch.inference_mode()
 def test_a_shifted_row_would_fail_the_parity_gate(smolvla_bundle, golden, monkeypatch):
     """The golden gate sees the fault that an error-free run hides."""
-    policy = load(smolvla_bundle("smolvla-2cam"))
+    policy = load(smolvla_bundle("smolvla-2cam"), engine="eager")
     g = Golden(golden / "smolvla-2cam")
     right = torch.from_numpy(policy.infer(g.observation()).actions)
 
@@ -83,6 +83,6 @@ def test_a_shifted_row_would_fail_the_parity_gate(smolvla_bundle, golden, monkey
 
 
 def test_indices_in_half_precision_are_refused(smolvla_bundle):
-    table = load(smolvla_bundle("smolvla-2cam")).engine.model.vision.position_embedding
+    table = load(smolvla_bundle("smolvla-2cam"), engine="eager").engine.model.vision.position_embedding
     with pytest.raises(TypeError, match="int64 or int32"):
         table(torch.arange(4, dtype=torch.bfloat16))

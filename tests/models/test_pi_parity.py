@@ -23,7 +23,9 @@ CASES = ["pi0-2cam", "pi05-2cam"]
 
 @pytest.fixture(params=CASES)
 def case(request, golden, pi_bundle) -> tuple[Policy, Golden]:
-    return load(pi_bundle(request.param), dtype="float32"), Golden(golden / request.param)
+    return load(
+        pi_bundle(request.param), dtype="float32", engine="eager", allow_missing_cameras=True
+    ), Golden(golden / request.param)
 
 
 def batched(policy: Policy, g: Golden) -> tuple[torch.Tensor, ...]:
@@ -128,7 +130,10 @@ def test_a_missing_camera_is_masked_and_costs_nothing(checkpoint, golden):
     features = json.loads((checkpoint / "config.json").read_text())["input_features"]
     features["observation.images.right_wrist_0_rgb"] = {"type": "VISUAL", "shape": [3, 480, 640]}
     edit(checkpoint, input_features=features)
-    policy, g = load(run(checkpoint)), golden_of(checkpoint, golden)
+    policy, g = (
+        load(run(checkpoint), engine="eager", allow_missing_cameras=True),
+        golden_of(checkpoint, golden),
+    )
     observation = Observation.from_mapping(g.observation())
     padded = policy.processor.inputs(observation, padded=True)
     assert padded.camera_mask.tolist() == [True, True, False]
@@ -163,7 +168,10 @@ def test_vlacpp_files_import(golden, tmp_path, case):
     bundle = convert(
         file, tmp_path / "ours.gguf", tokenizer=golden / case / "checkpoint" / "tokenizer", cameras=names
     )
-    assert_parity(load(bundle).infer(g.observation()).actions, g.numpy("actions")[0])
+    assert_parity(
+        load(bundle, engine="eager", allow_missing_cameras=True).infer(g.observation()).actions,
+        g.numpy("actions")[0],
+    )
 
 
 def test_openpi_names_and_tied_weights(checkpoint, golden):
@@ -178,7 +186,10 @@ def test_openpi_names_and_tied_weights(checkpoint, golden):
     (checkpoint / "model.safetensors").unlink()
     save_file(renamed, checkpoint / "model.safetensors")
     g = golden_of(checkpoint, golden)
-    assert_parity(load(run(checkpoint)).infer(g.observation()).actions, g.numpy("actions")[0])
+    assert_parity(
+        load(run(checkpoint), engine="eager", allow_missing_cameras=True).infer(g.observation()).actions,
+        g.numpy("actions")[0],
+    )
 
 
 def test_the_first_layout_of_lerobots_pi0(golden, tmp_path):
@@ -186,7 +197,9 @@ def test_the_first_layout_of_lerobots_pi0(golden, tmp_path):
     from safetensors.torch import load_file, save_file
 
     source = golden / "pi0-2cam"
-    current = load(convert(source / "checkpoint", tmp_path / "new.gguf", arch=source / "arch.json"))
+    current = load(
+        convert(source / "checkpoint", tmp_path / "new.gguf", arch=source / "arch.json"), engine="eager"
+    )
     g, old = Golden(source), tmp_path / "old"
     old.mkdir()
     shutil.copytree(source / "checkpoint" / "tokenizer", old / "tokenizer", copy_function=shutil.copyfile)
@@ -221,7 +234,11 @@ def test_the_first_layout_of_lerobots_pi0(golden, tmp_path):
         "adapt_to_pi_aloha": False,
     }
     (old / "config.json").write_text(json.dumps({key: config[key] for key in kept} | early))
-    policy = load(convert(old, tmp_path / "old.gguf", arch=source / "arch.json"))
+    policy = load(
+        convert(old, tmp_path / "old.gguf", arch=source / "arch.json"),
+        engine="eager",
+        allow_missing_cameras=True,
+    )
 
     observation = g.observation()
     square = {name: frame[:56, :56] for name, frame in observation["images"].items()}
@@ -239,12 +256,15 @@ def test_the_token_table_wins_over_a_head_that_differs(checkpoint, golden):
     (checkpoint / "model.safetensors").unlink()
     save_file(weights, checkpoint / "model.safetensors")
     g = golden_of(checkpoint, golden)
-    assert_parity(load(run(checkpoint)).infer(g.observation()).actions, g.numpy("actions")[0])
+    assert_parity(
+        load(run(checkpoint), engine="eager", allow_missing_cameras=True).infer(g.observation()).actions,
+        g.numpy("actions")[0],
+    )
 
 
 def test_lerobot_04_behaviour_is_an_option(checkpoint):
     """Bars of -3 after scaling, and (pi0.5) a state padded to 32 values in the prompt."""
-    policy = load(run(checkpoint, compat="lerobot-0.4"))
+    policy = load(run(checkpoint, compat="lerobot-0.4"), engine="eager", allow_missing_cameras=True)
     assert policy.manifest.processing.compat == "lerobot-0.4"
     camera = policy.spec.cameras[0].name
     frame = np.full((10, 40, 3), 255, np.uint8)
@@ -307,7 +327,7 @@ def test_each_family_is_told_from_the_other(checkpoint):
 
 def test_state_bins_are_numpy_digitize_on_float32(pi_bundle):
     """Bins of the state in the prompt are picked by comparison; edges and their neighbours decide it."""
-    prompter = load(pi_bundle("pi05-2cam")).processor.prompter
+    prompter = load(pi_bundle("pi05-2cam"), engine="eager", allow_missing_cameras=True).processor.prompter
     edges = np.linspace(-1, 1, 257)[:-1].astype(np.float32)
     around = np.concatenate([edges, np.nextafter(edges, np.float32(-2)), np.nextafter(edges, np.float32(2))])
     extremes = np.float32([-1, 1, -1.0000001, 1.5, -7, 0, 1e-9, -1e-9])
@@ -317,7 +337,7 @@ def test_state_bins_are_numpy_digitize_on_float32(pi_bundle):
 
 
 def test_an_instruction_cannot_inject_the_state(pi_bundle):
-    prompter = load(pi_bundle("pi05-2cam")).processor.prompter
+    prompter = load(pi_bundle("pi05-2cam"), engine="eager", allow_missing_cameras=True).processor.prompter
     text = prompter.text("put {state} into {prompt}", np.zeros(7, np.float32))
     assert text == "Task: put {state} into {prompt}, State: 128 128 128 128 128 128 128;\nAction: "
 

@@ -194,7 +194,7 @@ def test_flops_are_torchs_on_meta(name: str) -> None:
 
 
 def test_flops_are_torchs_on_a_real_model() -> None:
-    model = load(golden.BUNDLE, dtype="float32").engine.model
+    model = load(golden.BUNDLE, dtype="float32", engine="eager").engine.model
     shapes = replace(Program.load(golden.BUNDLE).shapes, tokens=12)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FUSED_ON_CPU) as counter:
         run(model, shapes)

@@ -18,7 +18,7 @@ import numpy as np
 from sinew.bundle.writer import TensorSource
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import BF16, F32, Transform, moved
-from sinew.core import ConvertError
+from sinew.core import ConvertError, install
 
 Entry = tuple[str, str, tuple[int, ...], Transform]  # PyTorch name, stored name, index, transform
 
@@ -73,7 +73,7 @@ class Store:
             import tensorstore
         except ImportError:
             raise ConvertError(
-                f"{path} is a JAX checkpoint; reading it needs tensorstore (pip install 'sinew[jax]'), or make a"
+                f"{path} is a JAX checkpoint; reading it needs tensorstore ({install('tensorstore')}), or make a"
                 " PyTorch one of it with openpi's examples/convert_jax_model_to_pytorch.py"
             ) from None
         self.path, self.tensorstore = path, tensorstore

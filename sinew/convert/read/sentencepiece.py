@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from sinew.convert.read.files import read_bytes
-from sinew.core import ConvertError
+from sinew.core import ConvertError, install
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # sentencepiece_model.proto, SentencePiece.Type
 BPE = 2  # TrainerSpec.ModelType
@@ -27,7 +27,7 @@ def tokenizer_json(path: Path) -> str:
     except ImportError:
         raise ConvertError(
             f"{path} is a SentencePiece model; reading it needs sentencepiece"
-            " (pip install 'sinew[sentencepiece]'), or give the tokenizer.json of the same repository"
+            f" ({install('sentencepiece')}), or give the tokenizer.json of the same repository"
         ) from None
     model = ModelProto()
     try:

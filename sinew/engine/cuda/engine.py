@@ -28,6 +28,7 @@ from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.tune.variants import resolve
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.plan import Plan
+from sinew.engine.precision import precision_of
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
 
@@ -85,6 +86,11 @@ class CudaEngine:
     @property
     def threads(self) -> int:
         return torch.get_num_threads()
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """Component -> precision: of its parameters, or fp8 where the linear layers multiply in that."""
+        return precision_of(self.model) | self.recipe
 
     @property
     def weights_nbytes(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sinew import machine
+from sinew.bundle.schema import COMPONENTS
 from sinew.core import CancelledError, ObservationError, SinewError, Timing
 from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
@@ -82,6 +83,11 @@ class OnnxEngine:
     def recipe(self) -> dict[str, str]:
         """Components whose matrix products are quantised."""
         return {name: kind for name, kind in self.graphs.recipe.items() if kind != "fp32"}
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """Component -> precision of its matrix products."""
+        return dict.fromkeys(COMPONENTS, "fp32") | self.recipe
 
     @property
     def weights_nbytes(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from sinew.core import SinewError
+from sinew.core import MissingPackageError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
@@ -55,7 +55,7 @@ def export_graphs(
         import onnx  # noqa: F401 - torch.onnx needs both and says so less clearly
         import onnxscript  # noqa: F401
     except ImportError:
-        raise SinewError("the export needs onnx and onnxscript: pip install 'sinew[onnx-export]'") from None
+        raise MissingPackageError("the export", "onnxscript") from None
     directory.mkdir(parents=True, exist_ok=True)
     model, shapes = plan.model, Shapes(views, height, width, PROMPT, next(iter(steps)))
     vision, read, step, reads, grows = stages(plan, shapes)

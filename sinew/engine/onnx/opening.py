@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
-from sinew import machine
+from sinew import machine, progress
 from sinew.bundle import Bundle
-from sinew.core import BundleError, SinewError
-from sinew.engine.onnx.cache import cached_graphs
+from sinew.core import BundleError, SinewError, install
+from sinew.engine.base import Options, recipe
+from sinew.engine.onnx.cache import cache_folder, cached_graphs
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
 
@@ -19,42 +19,30 @@ log = logging.getLogger(__name__)
 ROOM = 3  # times the weights in float32: they, their folded copies, and the exporter's transposed ones
 
 
-def open_onnx(
-    bundle: Bundle,
-    device: str = "cpu",
-    dtype: str = "float32",
-    graphs: Path | None = None,
-    threads: int | None = None,
-    providers: Sequence[str] = (),
-) -> OnnxEngine:
-    """``graphs``: a folder that was exported before; None for the one beside the bundle, made on first use."""
-    if device != "cpu" or dtype != "float32":
-        raise SinewError(
-            f"engine 'onnx' runs float32 on cpu, not {dtype} on {device};"
-            " other hardware is chosen with a provider, less precision with `sinew quantize`"
-        )
-    recipe = bundle.manifest.quantization
-    if recipe is not None and recipe.fp8:
-        raise SinewError(
-            f"{bundle.path}: its recipe has {', '.join(recipe.fp8)} in fp8, which engine 'onnx' does not compute;"
-            " engine 'cuda' does"
-        )
-    folder = graphs or graphs_of(bundle)
+def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
+    """Return the engine over the graphs of an export, or those beside the bundle, which are made on first use."""
+    folder = options.graphs or graphs_of(bundle)
     check_bits(folder)
-    engine = OnnxEngine(folder, providers, threads, bundle.manifest.spec.solver)
+    engine = OnnxEngine(folder, options.providers, options.threads, bundle.manifest.spec.solver)
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
             f" got {engine.graphs.architecture}"
+        )
+    wanted = recipe(bundle)
+    if engine.recipe != wanted:
+        raise BundleError(
+            f"{engine.directory}: expected graphs with the bundle's recipe {wanted or 'of none'},"
+            f" got {engine.recipe or 'none'}; remove the folder, or export it again"
         )
     return engine
 
 
 def graphs_of(bundle: Bundle) -> Path:
     """The folder of graphs beside the bundle, quantised as the bundle says; exported if it is not there."""
-    return cached_graphs(
-        bundle.path, lambda folder: write_graphs(bundle, folder), variant(usable_bits(bundle))
-    )
+    variant_here = variant(usable_bits(bundle))
+    where = cache_folder(bundle.path, variant_here)
+    return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder, where), variant_here)
 
 
 def variant(bits: int) -> str:
@@ -88,37 +76,40 @@ def check_bits(folder: Path) -> None:
         )
 
 
-def write_graphs(bundle: Bundle, folder: Path) -> None:
-    """Export the bundle's model to ``folder``, quantised as the bundle says."""
+def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None) -> None:
+    """Export the bundle's model to ``folder``, quantised as the bundle says. where: the folder's later name."""
+    where = where or folder
     try:
         from sinew.engine.loading import load_model, parse_device
         from sinew.engine.onnx.export import ON_ONNX, export_graphs
         from sinew.engine.plan import Plan
     except ImportError as error:
         raise SinewError(
-            f"{bundle.path}: the graphs are not exported yet, which needs {error.name};"
+            f"{bundle.path}: the graphs are not exported yet, which needs {error.name}"
+            f" ({install(error.name or 'torch')});"
             " run `sinew export BUNDLE --onnx DIR` where it is installed, and load DIR"
         ) from None
     manifest = bundle.manifest
     image, steps = manifest.processing.image, manifest.spec.solver_steps
-    log.info("exporting %s to %s; this takes a minute, once", bundle.path, folder)
     model = load_model(bundle, parse_device("cpu"), "float32")
     wide = sum(4 * math.prod(info.shape) for info in bundle.infos.values())
     rewrites = ON_ONNX
     if ROOM * wide > machine.memory()[1]:
         log.info("memory is short: norms are not folded, which copies most weights and gains a step 1 %%")
         rewrites = tuple(name for name in ON_ONNX if name != "fold-norms")
-    export_graphs(
-        Plan.of(model, steps, rewrites),
-        folder,
-        architecture=manifest.architecture,
-        views=len(manifest.spec.cameras),
-        height=image.height,
-        width=image.width,
-        steps=(steps,),
-    )
+    with progress.task(f"exporting {bundle.path.name} for ONNX Runtime to {where}, once"):
+        export_graphs(
+            Plan.of(model, steps, rewrites),
+            folder,
+            architecture=manifest.architecture,
+            views=len(manifest.spec.cameras),
+            height=image.height,
+            width=image.width,
+            steps=(steps,),
+        )
     bundle.release(())
     if manifest.quantization is not None:
         from sinew.engine.onnx.quantize import quantize_graphs
 
-        quantize_graphs(folder, folder, manifest.quantization.recipe, usable_bits(bundle))
+        with progress.task(f"quantising the graphs of {bundle.path.name}"):
+            quantize_graphs(folder, folder, manifest.quantization.recipe, usable_bits(bundle))

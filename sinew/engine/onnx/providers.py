@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import MissingPackageError, SinewError
 
 CPU = "CPUExecutionProvider"
 # short name -> ONNX Runtime's
@@ -26,7 +26,7 @@ def runtime() -> Any:
     try:
         import onnxruntime
     except ImportError:
-        raise SinewError("the onnx engine needs onnxruntime: pip install 'sinew[onnx]'") from None
+        raise MissingPackageError("engine onnx", "onnxruntime") from None
     return onnxruntime
 
 

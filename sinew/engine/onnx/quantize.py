@@ -23,7 +23,7 @@ import numpy as np
 
 from sinew import machine
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import SinewError
+from sinew.core import MissingPackageError, SinewError
 from sinew.engine.onnx.graphs import COMPONENT, STAGES, GraphSet, table_path
 
 PRECISIONS = ("int8", "int8-rows", "fp8", "fp32")
@@ -62,7 +62,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     try:
         import onnx
     except ImportError:
-        raise SinewError("quantisation needs onnx: pip install 'sinew[onnx-export]'") from None
+        raise MissingPackageError("quantisation", "onnx") from None
     graphs = GraphSet.load(source)
     if graphs.recipe:
         raise SinewError(f"{source}: expected graphs in float32, got {graphs.recipe}")

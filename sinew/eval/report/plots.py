@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sinew.core import SinewError
+from sinew.core import MissingPackageError
 from sinew.eval.report.report import swept
 
 # Okabe and Ito's colours, told apart by colour-blind readers and in grey.
@@ -15,7 +15,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
-    """A PNG per swept field. Raises :class:`SinewError` where matplotlib is missing."""
+    """A PNG per swept field. Raises :class:`MissingPackageError` where matplotlib is missing."""
     changed = [name for name in swept(report) if name != "target"]
     if not changed:
         return []
@@ -127,7 +127,7 @@ def _figure() -> tuple[Any, Any]:
     try:
         import matplotlib
     except ImportError:
-        raise SinewError("figures need matplotlib: pip install 'sinew[sim]'") from None
+        raise MissingPackageError("a figure", "matplotlib") from None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from sinew import __version__, machine
-from sinew.eval.policies import identity
+from sinew.eval.policies import chosen, identity
 from sinew.eval.report import stats
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
@@ -82,13 +82,11 @@ def row(variant: Variant, episodes: Sequence[Episode], control_hz: float, label:
 
 
 def dtype_of(variant: Variant) -> str:
-    """The precision that a variant computes in; empty for an expert."""
+    """The precision that a variant computes in, component by component; empty for an expert."""
     about = identity(variant.target)
     if about["kind"] != "bundle":
         return str(about.get("dtype", ""))
-    from sinew.policy import choose_dtype
-
-    return choose_dtype(variant.dtype, variant.device)[0]
+    return chosen(variant).precision_text
 
 
 def by_task(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
@@ -198,12 +196,14 @@ def conditions(report: dict[str, Any]) -> str:
     """One paragraph: what was run, where, how."""
     task, seeds = report["task"], report["seeds"]
     variant, policy = report["variants"][0]["variant"], report["variants"][0]["policy"]
+    ran = f"{variant['device']}, engine {variant.get('engine', 'eager')}"
+    ran = ran if policy["kind"] == "bundle" else policy["kind"]
     clock = "real time" if task["realtime"] else "simulated latency"
     dtype = report["variants"][0]["dtype"] or "scripted"
     return (
         f"{task['env']} at {report['control_hz']:g} Hz, seeds {seeds['first']} to"
         f" {seeds['first'] + seeds['count'] - 1}, {clock}, hand-over {variant['handover']};"
-        f" {variant['target']} ({dtype}, {variant['device'] if policy['kind'] == 'bundle' else policy['kind']},"
+        f" {variant['target']} ({dtype}, {ran},"
         f" solver steps {variant['solver_steps'] or 'of the bundle'});"
         f" {report['workers']} workers on {report['hardware']}; sinew {report['sinew']}, {report['date'][:10]}."
     )

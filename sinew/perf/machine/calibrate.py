@@ -87,7 +87,7 @@ def engine_samples(
 
     if str(source) in PRESETS:
         raise SinewError(f"source: expected a bundle for engine {engine}, got the preset {source}")
-    policy = load(source, dtype=dtype, engine=engine, threads=threads)
+    policy = load(source, "cpu", dtype, engine, threads=threads)
     asked = requests_of(policy) if requests is None else requests
     say(f"measuring {policy.spec.name} under {engine}: {len(asked)} requests of {runs} runs")
     program = Program.load(source, dtypes=dtype, engine="plan")
@@ -130,7 +130,7 @@ def loaded(source: str | Path, dtype: str) -> tuple[Model, Program]:
     else:
         from sinew.policy import load
 
-        policy = load(source, dtype=dtype)
+        policy = load(source, "cpu", dtype, "eager")
         model = policy.engine.model
         declared = Program.load(source)
         program = of_model(model, declared.shapes, declared.name)

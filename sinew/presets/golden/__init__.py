@@ -36,7 +36,7 @@ def check() -> list[Check]:
     """Run the stored observation and compare with the stored actions."""
     import sinew
 
-    policy = sinew.load(BUNDLE, dtype="float32")
+    policy = sinew.load(BUNDLE, "cpu", "fp32", "eager")
     actions = policy.infer(observation()).actions.astype(np.float64)
     with np.load(REFERENCE, allow_pickle=False) as stored:
         reference = stored["actions"].astype(np.float64)

@@ -64,12 +64,20 @@ class Listen:
     def tls(self) -> ssl.SSLContext | None:
         """The server's side of TLS, if there are files for it. Raises SinewError for files that do not do."""
         if self.tls_cert is None:
+            if self.tls_key is not None:
+                raise SinewError(f"TLS: --tls-key {self.tls_key}: expected --tls-cert beside it, got none")
             return None
+        for flag, path in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
+            if path is not None and not path.is_file():
+                raise SinewError(f"TLS: {flag} {path}: expected a PEM file, got none there")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key)
         except (OSError, ssl.SSLError) as error:
-            raise SinewError(f"TLS: {self.tls_cert}, {self.tls_key}: {error}") from error
+            files = (
+                f"{self.tls_cert}, {self.tls_key}" if self.tls_key else f"{self.tls_cert}, with no --tls-key"
+            )
+            raise SinewError(f"TLS: {files}: {error}") from error
         return context
 
 

@@ -48,7 +48,9 @@ class Client:
             try:
                 import PIL.Image  # noqa: F401
             except ImportError as error:
-                raise ClientError("jpeg_quality needs Pillow: pip install sinew-client[jpeg]") from error
+                raise ClientError(
+                    "jpeg_quality needs Pillow: pip install 'sinew-vla-client[jpeg]'"
+                ) from error
         self.address = address
         self.timeout = timeout
         self.retries = retries

@@ -20,7 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import unquote
 
-from sinew.core import BusyError, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.core import (
+    BusyError,
+    MissingPackageError,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    RequestError,
+    SinewError,
+)
 from sinew.serve.scheduler import DeadlineError, ShuttingDownError, SupersededError
 from sinew.serve.service import Inference, Service, UnauthorizedError, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
@@ -49,7 +57,7 @@ class LeRobotWire:
             import grpc
             import grpc.aio
         except ImportError as error:
-            raise SinewError(f"--wire {NAME} needs grpcio: pip install 'sinew[lerobot]' ({error})") from error
+            raise MissingPackageError(f"--wire {NAME}", "grpc", f" ({error})") from error
         self._grpc = grpc
         self._listen = listen
         self._sessions = Sessions(listen)

@@ -1,0 +1,52 @@
+"""Cameras by the names of the robot that a policy will run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sinew.bundle.schema import Manifest
+from sinew.core import SinewError, did_you_mean
+
+
+def rename_cameras(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
+    """Return the manifest with cameras renamed; ``names``: new name -> the bundle's. Their order stays.
+
+    Raises :class:`SinewError` for a camera that the bundle does not have, and for names that would not be unique.
+    """
+    if not names:
+        return manifest
+    known = [camera.name for camera in manifest.spec.cameras]
+    for new, old in names.items():
+        if old not in known:
+            raise SinewError(
+                f"rename {new}={old}: expected one of the cameras {known} after the equals sign,"
+                f" got {old!r}{did_you_mean(old, known)}"
+            )
+    new_of = {old: new for new, old in names.items()}
+    if len(new_of) < len(names):
+        raise SinewError(
+            f"rename: expected each camera once, got {', '.join(f'{n}={o}' for n, o in names.items())}"
+        )
+    after = [new_of.get(name, name) for name in known]
+    if len(set(after)) < len(after):
+        raise SinewError(f"rename: expected different names of all cameras, got {', '.join(after)}")
+    cameras = tuple(replace(c, name=name) for c, name in zip(manifest.spec.cameras, after, strict=True))
+    keys = tuple(
+        replace(keys, images={key: new_of.get(camera, camera) for key, camera in keys.images.items()})
+        for keys in manifest.spec.keys
+    )
+    return replace(manifest, spec=replace(manifest.spec, cameras=cameras, keys=keys))
+
+
+def parse_renames(texts: tuple[str, ...]) -> dict[str, str]:
+    """Return new name -> the bundle's, of texts such as ``front=camera1``."""
+    found: dict[str, str] = {}
+    for text in texts:
+        new, separator, old = text.partition("=")
+        if not separator or not new or not old:
+            raise SinewError(f"rename: expected NEW=CAMERA, as front=camera1, got {text!r}")
+        if new in found:
+            raise SinewError(f"rename: expected {new!r} once, got {found[new]} and {old}")
+        found[new] = old
+    return found

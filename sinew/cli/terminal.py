@@ -1,0 +1,133 @@
+"""How every verb talks: one kind of console, one place for JSON, one way to show that something takes its time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from sinew.core import SinewError
+
+WIDTH = 120  # columns where there is no terminal to ask; tables of 80 are cut to pieces
+PATIENCE_S = 2.0  # what takes longer is announced
+
+
+@dataclass
+class Output:
+    """What ``--json`` asked for: on standard output instead of the text, or in a file beside it."""
+
+    json: bool = False
+    file: Path | None = None
+
+
+output = Output()
+
+
+def console(stderr: bool = False, **options: Any) -> Console:
+    """Return a console that prints text as it is: no emoji for ``:words:``, wide enough where nobody looks.
+
+    The one of standard output is quiet where ``--json`` asked for JSON alone.
+    """
+    made = Console(
+        stderr=stderr, emoji=False, quiet=output.json and not stderr, **{"highlight": False, **options}
+    )
+    if not made.is_terminal and "width" not in options:
+        made.width = max(WIDTH, made.width)
+    return made
+
+
+def take_json(tokens: list[str]) -> None:
+    """Remove ``--json``, ``--json FILE.json`` and ``--json=FILE`` from a command line, and remember what they ask."""
+    output.json, output.file = False, None
+    end = tokens.index("--") if "--" in tokens else len(tokens)
+    left, words = [], iter(range(end))
+    for index in words:
+        token = tokens[index]
+        if token.startswith("--json="):
+            output.file = Path(token.removeprefix("--json="))
+        elif token == "--json":  # noqa: S105
+            if index + 1 < end and tokens[index + 1].endswith(".json"):
+                output.file = Path(tokens[next(words)])
+            else:
+                output.json = True
+        else:
+            left.append(token)
+    tokens[:end] = left
+
+
+def emit(record: dict[str, Any]) -> None:
+    """Write a result as JSON where ``--json`` asks for it, and as the last line where standard output is no terminal.
+
+    Its text has been printed with :func:`console`, which is quiet where JSON alone was asked for.
+    """
+    if output.file is not None:
+        try:
+            output.file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SinewError(f"--json {output.file}: {error.strerror}") from None
+    if output.json or (output.file is None and not sys.stdout.isatty()):
+        print(json.dumps(record), flush=True)
+
+
+# ----------------------------------------------------------------------------- progress
+
+_bars: Progress | None = None
+
+
+@contextmanager
+def bars(*columns: Any) -> Iterator[Progress]:
+    """Progress on standard error; the tasks of :mod:`sinew.progress` join the one that is open."""
+    global _bars  # noqa: PLW0603 - one terminal
+    where = console(stderr=True)
+    with Progress(*columns, console=where, transient=True, disable=not where.is_terminal) as progress:
+        before, _bars = _bars, progress
+        try:
+            yield progress
+        finally:
+            _bars = before
+
+
+@contextmanager
+def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Show a task: a spinner or a bar on a terminal, elsewhere one line once it takes longer than two seconds."""
+    where = console(stderr=True)
+    if not where.is_terminal:
+        said = threading.Timer(PATIENCE_S, lambda: where.print(f"{text} ...", soft_wrap=True, markup=False))
+        said.daemon = True
+        said.start()
+        try:
+            yield lambda _: None
+        finally:
+            said.cancel()
+        return
+    if _bars is None:
+        with bars(*_columns(total)), show_task(text, total) as advance:
+            yield advance
+        return
+    shown = _bars.add_task(text.replace("[", r"\["), total=total)
+    progress = _bars
+    try:
+        yield lambda more: progress.update(shown, advance=1, description=more.replace("[", r"\[") or text)
+    finally:
+        progress.remove_task(shown)
+
+
+def _columns(total: int | None) -> Sequence[Any]:
+    if total is None:
+        return SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

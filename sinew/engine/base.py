@@ -1,0 +1,142 @@
+"""What every engine says of itself before it is opened. Needs no torch: a robot with graphs alone has none.
+
+An :class:`Offer` answers four questions by name of what is wrong: is the engine installed, does it fit the device,
+does it follow the bundle's recipe, is it proved for the bundle. :mod:`sinew.engine.choose` asks them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle import Bundle
+from sinew.core import SinewError, install
+from sinew.engine import proofs
+
+TESTED = frozenset({"smolvla", "pi0", "pi05"})  # architectures with golden tests of every engine on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What an engine is opened with. ``dtype``: fp32, bf16, fp16 or native. ``recipe``: whether to follow the bundle's.
+
+    ``graphs``: the folder of an export; None for a bundle with weights.
+    """
+
+    device: str = "cpu"
+    dtype: str = "fp32"
+    threads: int | None = None
+    providers: tuple[str, ...] = ()
+    graphs: Path | None = None
+    recipe: bool = True
+
+
+class Offer:
+    """One engine: how it is opened, and whether it can and should be. Each ``un...`` method returns what is wrong,
+    or nothing."""
+
+    name: str
+    opens: str  # "module:function" of (bundle, options)
+    packages: tuple[str, ...] = ("torch",)
+    follows: frozenset[str] = frozenset()  # precisions of a recipe, besides fp32
+
+    def uninstalled(self) -> str:
+        missing = [package for package in self.packages if not installed(package)]
+        return f"engine {self.name} needs {missing[0]}: {install(missing[0])}" if missing else ""
+
+    def unfit(self, bundle: Bundle, options: Options) -> str:
+        """Return why this engine cannot run the bundle on the device; reads no weights."""
+        if options.graphs is not None:
+            return f"engine {self.name}: {options.graphs} holds graphs and no weights; engine onnx runs them"
+        if options.providers:
+            return f"provider {', '.join(options.providers)}: expected engine onnx, got {self.name}"
+        return ""
+
+    def unfollowed(self, bundle: Bundle) -> str:
+        """Return the parts of the bundle's recipe that this engine does not compute."""
+        return ", ".join(
+            f"{part} {kind}" for part, kind in recipe(bundle).items() if kind not in self.follows
+        )
+
+    def unproved(self, bundle: Bundle, options: Options) -> str:
+        """Return why nothing shows that this engine computes what the reference computes."""
+        if _type(options.device) == "cpu" and bundle.manifest.architecture in TESTED:
+            return ""
+        return proofs.lacking(bundle.path, self.name, options.device)
+
+    def open(self, bundle: Bundle, options: Options) -> Any:
+        """Return the engine; raises :class:`SinewError` for what keeps it from running."""
+        for problem in (self.uninstalled(), self.unfit(bundle, options)):
+            if problem:
+                raise SinewError(problem)
+        module, _, function = self.opens.partition(":")
+        return getattr(import_module(module), function)(bundle, options)
+
+
+class Eager(Offer):
+    name, opens = "eager", "sinew.engine.loading:open_eager"
+
+    def unproved(self, bundle: Bundle, options: Options) -> str:
+        return ""  # it is what the others are compared with
+
+
+class Planned(Offer):
+    name, opens = "plan", "sinew.engine.loading:open_planned"
+
+
+class Onnx(Offer):
+    name, opens = "onnx", "sinew.engine.onnx.opening:open_onnx"
+    packages = ("onnxruntime",)
+    follows = frozenset({"int8", "int8-rows"})
+
+    def unfit(self, bundle: Bundle, options: Options) -> str:
+        if _type(options.device) != "cpu" or options.dtype != "fp32":
+            return (
+                f"engine onnx runs fp32 on cpu, not {options.dtype} on {options.device};"
+                " other hardware is chosen with a provider, less precision with `sinew quantize`"
+            )
+        if not options.recipe and recipe(bundle):
+            return "engine onnx runs the bundle's graphs, which follow its recipe; engine plan can ignore it"
+        return ""
+
+
+class Cuda(Offer):
+    name, opens = "cuda", "sinew.engine.loading:open_cuda"
+    follows = frozenset({"fp8"})
+
+    def unproved(self, bundle: Bundle, options: Options) -> str:
+        if _type(options.device) == "cpu":
+            return "engine cuda runs its kernels' twins on a CPU, which is for tests of them"
+        return proofs.lacking(bundle.path, self.name, options.device)
+
+
+# The order is that of speed, where they run (docs/engines.md); the last one runs everywhere.
+OFFERS: dict[str, Offer] = {offer.name: offer for offer in (Cuda(), Onnx(), Planned(), Eager())}
+ENGINES = ("auto", "eager", "plan", "onnx", "cuda")
+
+
+def recipe(bundle: Bundle) -> dict[str, str]:
+    """Return the components that the bundle wants below its dtype, with their precision."""
+    found = bundle.manifest.quantization
+    return {} if found is None else {part: kind for part, kind in found.recipe.items() if kind != "fp32"}
+
+
+def followers(bundle: Bundle) -> Sequence[str]:
+    """Return the names of the engines that follow the bundle's recipe."""
+    return [name for name, offer in OFFERS.items() if not offer.unfollowed(bundle)]
+
+
+def installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # the parent of a dotted name; a module blocked in sys.modules
+        return False
+
+
+def _type(device: str) -> str:
+    return device.partition(":")[0]

@@ -1,0 +1,171 @@
+"""Which engine, device and precision run a bundle, and why. Imports torch only to ask it for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sinew import machine
+from sinew.bundle import Bundle
+from sinew.bundle.schema import COMPONENTS
+from sinew.core import SinewError, dtype_word
+from sinew.engine.base import ENGINES, OFFERS, Offer, Options, followers, installed, recipe
+from sinew.engine.onnx.cache import cache_folder
+
+ASKED = "asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What will run a bundle. ``ignored``: the part of the bundle's recipe that was given up, on request."""
+
+    engine: str
+    engine_reason: str
+    device_reason: str
+    dtype_reason: str
+    options: Options
+    ignored: str = ""
+    recipe: Mapping[str, str] = field(default_factory=dict)  # in force
+
+    @property
+    def precision_text(self) -> str:
+        """The precision of each component before anything is loaded, for reports."""
+        if self.ignored:
+            return f"{self.options.dtype} (the bundle's recipe is IGNORED: {self.ignored})"
+        if not self.recipe:
+            return self.options.dtype
+        return ", ".join(f"{part} {self.recipe.get(part, self.options.dtype)}" for part in COMPONENTS)
+
+
+def choose(
+    bundle: Bundle,
+    engine: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    *,
+    threads: int | None = None,
+    providers: Sequence[str] = (),
+    ignore_recipe: bool = False,
+) -> Choice:
+    """Return the fastest engine that is installed, fits the device, follows the bundle's recipe and is proved for it.
+
+    engine and device: "auto" or None leave it open. Raises :class:`SinewError` for what was asked for and cannot be:
+    nothing else is taken in its place.
+    """
+    if engine not in (None, *ENGINES):
+        raise SinewError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
+    named = None if engine in (None, "auto") else engine
+    word = None if dtype is None else dtype_word(dtype)
+    graphs = exported_graphs(bundle)
+    if named is None and (graphs is not None or providers):
+        named = "onnx"
+    where, device_reason = choose_device(device, named, graphs)
+    options = Options(where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe)
+
+    def opened(name: str) -> tuple[Options, str]:
+        chosen, why = choose_dtype(word, where, name)
+        return replace(options, dtype=chosen), why
+
+    if named is not None:
+        options, dtype_reason = opened(named)
+        offer = OFFERS[named]
+        if problem := _refused(offer, bundle, options, ignore_recipe):
+            raise SinewError(problem)
+        reason = ASKED
+        if engine in (None, "auto"):
+            reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
+        ignored = offer.unfollowed(bundle) if ignore_recipe else ""
+        return Choice(
+            named, reason, device_reason, dtype_reason, options, ignored, _in_force(offer, bundle, ignored)
+        )
+
+    passed_over: list[tuple[str, str]] = []
+    for name, offer in OFFERS.items():
+        options, dtype_reason = opened(name)
+        problem = _refused(offer, bundle, options, ignore_recipe) or offer.unproved(bundle, options)
+        if not problem:
+            problem = _slow_start(name, bundle)
+        if not problem:
+            reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
+            if recipe(bundle) and not ignore_recipe:
+                reason = "it follows the bundle's recipe"
+            if _worth_saying(passed_over):
+                reason += f"; {'; '.join(_worth_saying(passed_over))}"
+            ignored = offer.unfollowed(bundle) if ignore_recipe else ""
+            return Choice(
+                name, reason, device_reason, dtype_reason, options, ignored, _in_force(offer, bundle, ignored)
+            )
+        passed_over.append((name, problem))
+    raise SinewError(
+        f"{bundle.path}: no engine can run this bundle on {where}: "
+        + "; ".join(dict.fromkeys(problem for _, problem in passed_over))
+    )
+
+
+def choose_device(
+    device: str | None, engine: str | None = None, graphs: Path | None = None
+) -> tuple[str, str]:
+    """Return the device and why: a GPU where PyTorch has one, unless the engine is ONNX Runtime's."""
+    if device not in (None, "auto"):
+        return device, ASKED
+    if engine == "onnx" or graphs is not None:
+        return "cpu", "other hardware of ONNX Runtime's is chosen with a provider"
+    if engine == "cuda":
+        return "cuda", "engine cuda is for GPUs; `--device cpu` runs its kernels' twins, to test them"
+    if not machine.may_have_cuda():
+        return "cpu", "no NVIDIA driver here"
+    if not installed("torch"):
+        return "cpu", "an NVIDIA driver is here, but no torch"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda", f"torch finds {torch.cuda.get_device_name(0)}"
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    return "cpu", f"torch {torch.__version__} ({built}) finds no CUDA device"
+
+
+def choose_dtype(dtype: str | None, device: str, engine: str = "eager") -> tuple[str, str]:
+    """Return the precision of the weights (fp32, bf16, fp16, native) and why it was chosen."""
+    if dtype is not None:
+        return dtype_word(dtype), ASKED
+    if device.partition(":")[0] == "cpu":
+        return "fp32", "the reference precision; half-precision linear layers are slow on most CPUs"
+    if engine == "cuda":
+        return "bf16", "what the kernels' tensor cores multiply; projections of the head stay fp32"
+    return "native", "as stored in the bundle"
+
+
+def exported_graphs(bundle: Bundle) -> Path | None:
+    """Return the folder of graphs that this bundle is the head of; None for a bundle with weights."""
+    folder = bundle.path.parent
+    return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
+
+
+def _refused(offer: Offer, bundle: Bundle, options: Options, ignore_recipe: bool) -> str:
+    """Why an engine must not run this bundle, whoever asks for it."""
+    if problem := offer.uninstalled() or offer.unfit(bundle, options):
+        return problem
+    if ignore_recipe or not (unfollowed := offer.unfollowed(bundle)):
+        return ""
+    able = followers(bundle)
+    who = f"engine {' or '.join(able)} does" if able else "no engine here does"
+    return (
+        f"{bundle.path}: its recipe has {unfollowed}, which engine {offer.name} does not compute; {who}"
+        " (`--ignore-recipe` runs it unquantised and says so in every report)"
+    )
+
+
+def _in_force(offer: Offer, bundle: Bundle, ignored: str) -> Mapping[str, str]:
+    return {} if ignored else {part: kind for part, kind in recipe(bundle).items() if kind in offer.follows}
+
+
+def _slow_start(name: str, bundle: Bundle) -> str:
+    """Why an engine that could run would keep its user waiting: nobody asked for an export of minutes."""
+    if name != "onnx" or recipe(bundle) or (cache_folder(bundle.path) / "graphs.json").exists():
+        return ""
+    return "engine onnx has no graphs of this bundle yet; `--engine onnx` exports them, once"
+
+
+def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:
+    return [problem for name, problem in passed_over if name != "cuda" or "valid" in problem]

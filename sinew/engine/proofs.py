@@ -1,0 +1,56 @@
+"""Records of ``sinew validate``: on this machine, this engine computed what the reference computes from this bundle.
+
+One JSON file per bundle (by fingerprint), engine and kind of device, in ``$XDG_CACHE_HOME/sinew/proofs``
+(``~/.cache`` by default). A record of another version of Sinew or other hardware is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sinew import __version__, machine
+from sinew.engine.onnx.cache import fingerprint
+
+
+def folder() -> Path:
+    """Return the directory of the records."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "sinew" / "proofs"
+
+
+def hardware(device: str) -> str:
+    """Return the name of what computes on ``device``."""
+    if device.partition(":")[0] != "cuda":
+        return machine.cpu_model()
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def keep(bundle: Path, engine: str, device: str, report: dict[str, Any]) -> Path:
+    """Write the record of a validation, passed or not, and return its path."""
+    path = _path(bundle, engine, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"sinew": __version__, "hardware": hardware(device), **report}
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def lacking(bundle: Path, engine: str, device: str) -> str:
+    """Return why there is no proof of the engine for the bundle on this machine; nothing if there is one."""
+    command = f"`sinew validate {bundle} --engine {engine} --device {device}`"
+    try:
+        record = json.loads(_path(bundle, engine, device).read_text(encoding="utf-8"))
+        found = record["passed"], record["sinew"], record["hardware"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return f"engine {engine} is not validated for this bundle on {device}: {command}"
+    if found[1:] != (__version__, hardware(device)):
+        return f"engine {engine} was validated by sinew {found[1]} on {found[2]}; again: {command}"
+    return "" if found[0] is True else f"engine {engine} failed its validation for this bundle: {command}"
+
+
+def _path(bundle: Path, engine: str, device: str) -> Path:
+    return folder() / f"{fingerprint(bundle)[:16]}-{engine}-{device.partition(':')[0]}.json"

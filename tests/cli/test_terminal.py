@@ -1,0 +1,208 @@
+"""What every verb does alike: consoles, JSON, progress, and errors of one line that come before the work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import sinew
+from sinew import progress
+from sinew.bundle import Bundle
+from sinew.cli import main, terminal
+from sinew.cli.infer import parse_vector
+from sinew.core import EXTRAS, MissingPackageError, ObservationError, install
+
+ROOT = Path(__file__).resolve().parents[2]
+PEN = ROOT / "sinew" / "assets" / "pen.gguf"
+
+
+def flat(capsys: pytest.CaptureFixture[str]) -> str:
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err
+    return " ".join((said.out + said.err).split())
+
+
+@pytest.fixture
+def infer(tmp_path: Path) -> list[str]:
+    """A complete command line of `sinew infer` for the pen policy."""
+    spec, picture = Bundle(PEN).manifest.spec, tmp_path / "a.png"
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(picture)
+    images = [part for camera in spec.cameras for part in ("--image", f"{camera.name}={picture}")]
+    state = ",".join(["0"] * spec.state.dim)
+    return ["infer", str(PEN), *images, "--state", state, "--prompt", "go", "--device", "cpu"]
+
+
+# ----------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "wanted"),
+    [
+        (["doctor", "--json"], ["doctor"], (True, None)),
+        (["doctor", "--json", "policy.gguf"], ["doctor", "policy.gguf"], (True, None)),
+        (["doctor", "--json", "out.json", "p.gguf"], ["doctor", "p.gguf"], (False, "out.json")),
+        (["doctor", "--json=x", "p.gguf"], ["doctor", "p.gguf"], (False, "x")),
+        (["doctor", "--", "--json"], ["doctor", "--", "--json"], (False, None)),
+    ],
+)
+def test_json_flag(given: list[str], left: list[str], wanted: tuple[bool, str | None]) -> None:
+    terminal.take_json(given)
+    assert given == left
+    assert (terminal.output.json, terminal.output.file and str(terminal.output.file)) == wanted
+
+
+def test_json_is_alone_or_last_or_in_a_file(infer: list[str], tmp_path: Path, capsys) -> None:
+    assert main([*infer, "--seed", "1", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main([*infer, "--seed", "1"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert len(text) > 10
+    assert json.loads(last)["actions"] == alone["actions"]
+    assert main([*infer, "--seed", "1", "--json", str(tmp_path / "out.json")]) == 0
+    assert "{" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["actions"] == alone["actions"]
+    assert alone["policy"]["engine"] == "plan"
+    assert alone["policy"]["precision"] == {"vision": "fp32", "language": "fp32", "head": "fp32"}
+
+
+def test_a_terminal_gets_no_json(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    terminal.take_json([])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    terminal.emit({"a": 1})
+    assert capsys.readouterr().out == ""
+
+
+# ----------------------------------------------------------------------------- consoles and progress
+
+
+def test_consoles_print_names_as_they_are(capsys) -> None:
+    terminal.take_json([])
+    line = f"my:robot_face:policy.gguf {'x' * 90}"
+    terminal.console().print(line)
+    assert capsys.readouterr().out == f"{line}\n"  # nor are 116 columns broken where nobody looks
+
+
+def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
+    before = progress.listen(terminal.show_task)
+    try:
+        with progress.task("exporting pen.gguf"):
+            deadline = time.monotonic() + 10
+            said = ""
+            while "exporting" not in said and time.monotonic() < deadline:
+                said += capsys.readouterr().err
+        assert said == "exporting pen.gguf ...\n"
+    finally:
+        progress.listen(before)
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["serve", PEN, "--wire", "openpi:abc"], "--wire openpi:abc: expected a port"),
+        (["serve", "nope.gguf", "--access-log", "-"], "nope.gguf: no such file"),
+        (["serve", PEN, "--tls-key", "key.pem"], "--tls-key key.pem: expected --tls-cert beside it"),
+        (["serve", PEN, "--tls-cert", "foo.pem"], "--tls-cert foo.pem: expected a PEM file, got none there"),
+        (["serve", PEN, "--port", "9000"], "--wire NAME:PORT"),
+        (["serve", "lerobot/smolvla_base"], "`sinew convert lerobot/smolvla_base policy.gguf` first"),
+        (["inspect", ROOT / "docs"], "expected a bundle, or a folder of `sinew export`"),
+        (["doctor", "nope.gguf", "--json"], "give what the message expects"),
+        (
+            ["client", "127.0.0.1:5555"],
+            "expected tcp://HOST:PORT of the native wire, as tcp://127.0.0.1:5555",
+        ),
+        (["client", "ws://127.0.0.1:8000/x"], "as tcp://127.0.0.1:8000"),
+        (["client", "--replay", ROOT / "docs"], "no records (*.npz) there"),
+        (["perf", "run", "pi0.5", "--hardware", "nope"], "hardware 'nope'"),
+        (["bench", PEN, "--dtype", "int3"], "dtype: expected one of fp32, bf16, fp16, native"),
+        (["eval", PEN, "--dtype", "int3"], "dtype: expected one of fp32, bf16, fp16, native"),
+        (["evl"], "did you mean 'eval'?"),
+    ],
+    ids=lambda value: (
+        "-".join(map(str, value))[:40].replace(str(ROOT), "") if isinstance(value, list) else ""
+    ),
+)
+def test_small_mistakes(command: list[object], words: str, capsys) -> None:
+    assert main(list(map(str, command))) in (1, 2)
+    assert words in flat(capsys)
+
+
+def test_a_state_with_brackets_is_read() -> None:
+    np.testing.assert_array_equal(parse_vector("--state", "[0, -45,60]"), [0, -45, 60])
+    with pytest.raises(ObservationError, match=r"--state: expected numbers .* got 'x'"):
+        parse_vector("--state", "0,x")
+
+
+def test_no_axis_of_a_misfit_is_zero(capsys) -> None:
+    assert main(["perf", "fit", "pi0.5", "--memory-gib", "8", "--json"]) == 1
+    capsys.readouterr()
+    assert main(["perf", "fit", "pi0.5", "--memory-gib", "8"]) == 1
+    assert "largest alone: none, even with one of" in flat(capsys)
+
+
+EARLY = """
+import sys
+from sinew.cli import main
+code = main({arguments!r})
+print(code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--image", "nope.jpg"), ("--state", "1,2,3"), ("--rename", "x=y"), ("--prompt", "")],
+)
+def test_mistakes_are_found_before_torch(infer: list[str], flag: str, value: str) -> None:
+    arguments = list(infer)
+    if flag in arguments:
+        arguments[arguments.index(flag) + 1] = f"now={value}" if flag == "--image" else value
+    else:
+        arguments += [flag, value]
+    run = subprocess.run(
+        [sys.executable, "-c", EARLY.format(arguments=arguments)], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["1", "False"], run.stderr
+
+
+def test_a_fault_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("seven")
+
+    monkeypatch.setattr("sinew.checks.installation", broken)
+    assert main(["doctor"]) == 1
+    assert flat(capsys) == "error: ZeroDivisionError: seven (a fault of this program; `--debug` shows where)"
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor", "--debug"])
+
+
+def test_a_missing_package_names_our_distribution(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'mujoco'", name="mujoco")
+
+    monkeypatch.setattr("sinew.checks.installation", absent)
+    assert main(["doctor"]) == 1
+    assert "needs mujoco: pip install 'sinew-vla[sim]'" in flat(capsys)
+    assert "pip install 'sinew-vla[plots]'" in str(MissingPackageError("a figure", "matplotlib"))
+    assert install("yaml") == "pip install --force-reinstall sinew-vla"
+
+
+def test_extras_exist() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS.values()) <= set(project["optional-dependencies"])
+
+
+def test_a_policy_shows_what_it_is() -> None:
+    shown = repr(sinew.load(PEN, "cpu"))
+    for words in ("'pen' (smolvla)", "cameras now, previous", "engine plan on cpu", "fp32"):
+        assert words in shown

@@ -1,0 +1,187 @@
+"""Which engine runs a bundle: the fastest that follows its recipe and is proved for it, or an error that says which."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sinew import load
+from sinew.bundle import Bundle
+from sinew.bundle.schema import Quantization
+from sinew.cli import main
+from sinew.cli.quantize import write
+from sinew.core import SinewError
+from sinew.engine import base, proofs
+from sinew.engine.choose import choose
+from sinew.engine.onnx.cache import cache_folder
+
+PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+INT8 = {"vision": "int8", "language": "int8", "head": "fp32"}
+FP8 = {"vision": "fp8", "language": "fp8", "head": "fp32"}
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+@pytest.fixture
+def with_recipe(tmp_path: Path):
+    """Write the pen policy with a recipe in its header, and no graphs beside it."""
+
+    def make(recipe: dict[str, str]) -> Path:
+        out = tmp_path / "small.gguf"
+        write(Bundle(PEN), Quantization(recipe, 7, 0.01, 0.02, 1, "a test", "a test"), out)
+        return out
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# ----------------------------------------------------------------------------- recipes
+
+
+def test_a_recipe_chooses_the_engine_that_follows_it(with_recipe) -> None:
+    choice = choose(Bundle(with_recipe(INT8)), device="cpu")
+    assert choice.engine == "onnx"
+    assert choice.engine_reason.startswith("it follows the bundle's recipe")
+    assert choice.precision_text == "vision int8, language int8, head fp32"
+
+
+@pytest.mark.parametrize("engine", ["eager", "plan", "cuda"])
+def test_an_engine_that_does_not_follow_the_recipe_is_refused(with_recipe, engine: str) -> None:
+    with pytest.raises(SinewError) as caught:
+        load(with_recipe(INT8), "cpu", engine=engine)
+    for words in (
+        "vision int8, language int8",
+        f"engine {engine} does not",
+        "engine onnx does",
+        "--ignore-recipe",
+    ):
+        assert words in str(caught.value)
+
+
+def test_a_recipe_that_nothing_here_follows_is_an_error(with_recipe) -> None:
+    with pytest.raises(SinewError, match="no engine can run this bundle on cpu: .*engine cuda does"):
+        choose(Bundle(with_recipe(FP8)), device="cpu")
+
+
+def test_an_ignored_recipe_is_said_in_every_report(with_recipe, capsys) -> None:
+    bundle = with_recipe(INT8)
+    policy = load(bundle, "cpu", ignore_recipe=True)
+    wide = load(PEN, "cpu")
+    assert policy.engine_name == "plan"
+    words = "IGNORED: vision int8, language int8"
+    assert words in policy.precision_text
+    assert words in repr(policy)
+    assert policy.describe()["ignored_recipe"] == "vision int8, language int8"
+    chunk = policy.infer(policy.dummy_observation())
+    np.testing.assert_array_equal(chunk.actions, wide.infer(policy.dummy_observation()).actions)
+    assert any("vision int8, language int8" in warning for warning in chunk.warnings)
+    assert main(["bench", str(bundle), "--runs", "1", "--ignore-recipe", "--device", "cpu", "--json"]) == 0
+    assert words in json.loads(capsys.readouterr().out)["policy"]["dtype"]
+
+
+def test_a_recipe_cannot_be_ignored_in_graphs_that_follow_it(with_recipe) -> None:
+    with pytest.raises(SinewError, match="engine plan can ignore it"):
+        choose(Bundle(with_recipe(INT8)), "onnx", ignore_recipe=True)
+
+
+@pytest.mark.parametrize("verb", ["infer", "serve", "bench", "eval"])
+def test_every_verb_refuses(with_recipe, verb: str, capsys, tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(picture)
+    spec = Bundle(PEN).manifest.spec
+    images = [part for camera in spec.cameras for part in ("--image", f"{camera.name}={picture}")]
+    state = ",".join(["0"] * spec.state.dim)
+    flags = [*images, "--state", state, "--prompt", "go"] if verb == "infer" else []
+    assert main([verb, str(with_recipe(INT8)), "--engine", "plan", *flags]) == 1
+    assert "which engine plan does not compute; engine onnx does" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+
+
+# ----------------------------------------------------------------------------- what is chosen where all is open
+
+
+def test_graphs_decide_between_plan_and_onnx(tmp_path: Path) -> None:
+    bundle = tmp_path / "pen.gguf"
+    bundle.write_bytes(PEN.read_bytes())
+    before = choose(Bundle(bundle), device="cpu")
+    assert before.engine == "plan"
+    assert "`--engine onnx` exports them" in before.engine_reason
+    folder = cache_folder(bundle)
+    folder.mkdir()
+    (folder / "graphs.json").touch()
+    assert choose(Bundle(bundle), device="cpu").engine == "onnx"
+    assert choose(Bundle(bundle), device="cpu", dtype="bf16").engine == "plan"  # the graphs are fp32
+
+
+def test_an_architecture_without_a_proof_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "TESTED", frozenset())
+    bundle = Bundle(PEN)
+    choice = choose(bundle, device="cpu")
+    assert choice.engine == "eager"
+    assert f"`sinew validate {PEN} --engine plan --device cpu`" in choice.engine_reason
+    proofs.keep(PEN, "plan", "cpu", {"passed": True})
+    assert choose(bundle, device="cpu").engine == "plan"
+    proofs.keep(PEN, "plan", "cpu", {"passed": False})
+    refused = choose(bundle, device="cpu")
+    assert refused.engine == "eager"
+    assert "failed its validation" in refused.engine_reason
+    path = proofs.keep(PEN, "plan", "cpu", {"passed": True})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hardware": "another processor"}))
+    assert "on another processor; again" in choose(bundle, device="cpu").engine_reason
+
+
+def test_the_twins_are_never_chosen(with_recipe) -> None:
+    assert choose(Bundle(PEN), device="cpu").engine != "cuda"
+    assert choose(Bundle(PEN), "cuda").options.device == "cuda"  # not the processor
+
+
+# ----------------------------------------------------------------------------- devices
+
+
+@no_gpu
+@pytest.mark.parametrize("engine", ["auto", "eager", "plan", "cuda"])
+def test_a_gpu_that_is_not_there_is_said_plainly(engine: str) -> None:
+    with pytest.raises(SinewError, match=r"cuda: torch .* finds no CUDA device; `sinew doctor` says more"):
+        load(PEN, "cuda", engine=engine)
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", PEN, "--runs", "1", "--device", "cuda"],
+        ["serve", PEN, "--wire", "http:0", "--device", "cuda"],
+        ["doctor", PEN, "--device", "cuda"],
+        ["bench", PEN, "--runs", "1", "--engine", "cuda"],
+    ],
+    ids=lambda command: f"{command[0]}-{command[-1]}",
+)
+def test_no_traceback_for_a_missing_gpu(command: list[object], capsys) -> None:
+    assert main(list(map(str, command))) == 1
+    said = capsys.readouterr()
+    assert "finds no CUDA device" in (said.out + said.err).replace("\n", " ")
+    assert "Traceback" not in said.out + said.err
+
+
+def test_wrong_devices_and_precisions_name_what_is_expected() -> None:
+    with pytest.raises(SinewError, match="device: expected one such as cpu, cuda or cuda:0, got 'gpu'"):
+        load(PEN, "gpu")
+    with pytest.raises(SinewError, match="dtype: expected one of fp32, bf16, fp16, native, got 'int3'"):
+        load(PEN, "cpu", "int3")
+
+
+def test_the_reported_precision_is_what_is_loaded() -> None:
+    assert load(PEN, "cpu", "bf16").precision["vision"] == "bf16"
+    assert load(PEN, "cpu", "bfloat16").precision == load(PEN, "cpu", "bf16").precision
+    assert load(PEN, "cpu").precision == {"vision": "fp32", "language": "fp32", "head": "fp32"}
+    assert replace(choose(Bundle(PEN), device="cpu"), ignored="x").precision_text.endswith("IGNORED: x)")
