@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rules import problems
+from sinew.bundle.upgrade import READS, upgraded
 from sinew.core import BundleError, PolicySpec
 
-FORMAT_VERSION = 1
 COMPONENTS = (
     "vision",
     "language",
@@ -220,7 +220,7 @@ class Manifest:
         """GGUF key-value pairs (``general.architecture`` and alignment belong to the writer)."""
         record: dict[str, str | int] = {
             KEY_NAME: self.name,
-            KEY_VERSION: FORMAT_VERSION,
+            KEY_VERSION: READS[-1],
             **{f"sinew.{part}": to_json(getattr(self, part)) for part in _PARTS},
         }
         if self.quantization is not None:
@@ -237,14 +237,15 @@ class Manifest:
                 f"this GGUF file (architecture {architecture!r}) is not a Sinew bundle: it has no {KEY_VERSION};"
                 " import it with `sinew convert`"
             )
-        if version != FORMAT_VERSION:
+        if version not in READS:
             raise BundleError(
-                f"bundle format {version} is not supported (this version reads {FORMAT_VERSION})"
+                f"bundle format {version} is not supported (this version reads {READS[0]} to {READS[-1]})"
             )
         decoded = {
             part: from_json(_text(metadata, f"sinew.{part}"), kind, f"sinew.{part}")
             for part, kind in _PARTS.items()
         }
+        decoded["config"] = upgraded(decoded["config"], version)
         if KEY_QUANTIZATION in metadata:
             text = _text(metadata, KEY_QUANTIZATION)
             decoded["quantization"] = from_json(text, Quantization, KEY_QUANTIZATION)

@@ -7,7 +7,7 @@ attention, ``finish`` after it) and leaves the attention between them to the mod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -28,6 +28,10 @@ KeyValue = tuple[Tensor, Tensor]  # each [B, L, Hkv, D], keys already rotated
 
 @dataclass(frozen=True)
 class DecoderConfig:
+    """norm: "rms" (Llama, Qwen) or "gemma_rms", whose stored weight is an offset from one. qk_norm: queries and keys
+    are normalised per head before they are rotated (Qwen3). sub_norms: what the attention and the gated product give
+    is normalised before it is projected back (BitNet)."""
+
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -36,9 +40,11 @@ class DecoderConfig:
     head_dim: int
     norm_eps: float
     rope_theta: float
-    family: Literal["llama", "gemma"] = "llama"  # SiLU and plain norms, or tanh-GELU and offset norms
+    norm: Literal["rms", "gemma_rms"] = "rms"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     qkv_bias: bool = False
-    qk_norm: bool = False  # of each head, before the rotation (Qwen3)
+    qk_norm: bool = False
+    sub_norms: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -47,7 +53,11 @@ class DecoderConfig:
 
 
 class DecoderAttention(nn.Module):
-    """Projections of one attention. ``kv_input_size`` differs from the stream's in cross-attention."""
+    """Projections of one attention. ``kv_input_size`` differs from the stream's in cross-attention.
+
+    What engines may replace: :meth:`heads`, the projections, and :meth:`attend`. What stands between them,
+    :meth:`turn_query` and :meth:`turn_key`, stays the model's.
+    """
 
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
         super().__init__()
@@ -58,10 +68,13 @@ class DecoderAttention(nn.Module):
         self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
-        self.qk_norm = config.qk_norm
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        eps = config.norm_eps
+        self.q_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
+        self.o_norm = RMSNorm(q_size, eps) if config.sub_norms else None
+
+    def joints(self) -> list[Joint]:
+        return [Joint(self, "o_norm", (self.o_proj,))] if self.o_norm is not None else []
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return (self.q_proj,) if self.is_cross else (self.q_proj, self.k_proj, self.v_proj)
@@ -73,15 +86,23 @@ class DecoderAttention(nn.Module):
         shape = (-1, self.head_dim)
         return self.k_proj(keys).unflatten(-1, shape), self.v_proj(values).unflatten(-1, shape)
 
-    def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h: [B, L, C] -> projected q [B, L, H, D], k and v [B, L, Hkv, D], before norms and rotation."""
         k, v = self.key_value(h, h)
-        return *self.turn(self.query(h), k, rotate), v
+        return self.query(h), k, v
 
-    def turn(self, q: Tensor, k: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor]:
-        """Return queries and keys as attention reads them: normed per head where the model does that, and rotated."""
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q), rotate(k)
+    def turn_query(self, q: Tensor, rotate: Rotation) -> Tensor:
+        return rotate(q if self.q_norm is None else self.q_norm(q))
+
+    def turn_key(self, k: Tensor, rotate: Rotation) -> Tensor:
+        return rotate(k if self.k_norm is None else self.k_norm(k))
+
+    def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.heads(h)
+        return self.turn_query(q, rotate), self.turn_key(k, rotate), v
+
+    def output(self, attended: Tensor) -> Tensor:  # [B, L, H * D] -> [B, L, C]
+        return self.o_proj(attended if self.o_norm is None else self.o_norm(attended))
 
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         """q: [B, L, H, D] over ``kv``, and behind it over ``own`` -> [B, L, H * D]; mask as :func:`.attend`'s.
@@ -93,25 +114,48 @@ class DecoderAttention(nn.Module):
         return attend(q, *kv, mask)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Return max(x, 0)^2  (So et al. 2021; BitNet)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": relu2,
+}
+
+
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x))  (Shazeer 2020; SiLU in Llama, tanh-GELU in Gemma)."""
+    """down(activation(gate(x)) * up(x))  (Shazeer 2020; SiLU in Llama, tanh-GELU in Gemma).
+
+    kind: the activation's name, whatever function computes it.
+    """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activation = F.silu if config.family == "llama" else partial(F.gelu, approximate="tanh")
+        self.kind = config.activation
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm = RMSNorm(config.intermediate_size, config.norm_eps) if config.sub_norms else None
+
+    def joints(self) -> list[Joint]:
+        return [Joint(self, "norm", (self.down_proj,))] if self.norm is not None else []
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.output(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+    def output(self, product: Tensor) -> Tensor:  # [B, L, intermediate] -> [B, L, C]
+        return self.down_proj(product if self.norm is None else self.norm(product))
 
 
 def decoder_norm(config: DecoderConfig) -> RMSNorm:
-    kind = RMSNorm if config.family == "llama" else GemmaRMSNorm
+    kind = GemmaRMSNorm if config.norm == "gemma_rms" else RMSNorm
     return kind(config.hidden_size, config.norm_eps)
 
 
@@ -132,11 +176,11 @@ class DecoderLayer(nn.Module):
 
     def query(self, x: Tensor, rotate: Rotation) -> Tensor:
         """x: [B, L, C] -> rotated q [B, L, H, D]: all that cross-attention projects in a step."""
-        return rotate(self.attn.query(self.input_norm(x)))
+        return self.attn.turn_query(self.attn.query(self.input_norm(x)), rotate)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [B, L, C], attended: [B, L, H * D] -> the layer's output [B, L, C]."""
-        x = x + self.attn.o_proj(attended)
+        x = x + self.attn.output(attended)
         return x + self.mlp(self.post_norm(x))
 
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
@@ -160,7 +204,7 @@ class AdaptiveDecoderLayer(nn.Module):
         return self.attn.project(self.input_norm(x, before), rotate)
 
     def finish(self, x: Tensor, attended: Tensor, before: Modulation, after: Modulation) -> Tensor:
-        x = x + (self.attn.o_proj(attended) * before.gate).to(x.dtype)
+        x = x + (self.attn.output(attended) * before.gate).to(x.dtype)
         return x + (self.mlp(self.post_norm(x, after)) * after.gate).to(x.dtype)
 
 

@@ -157,7 +157,7 @@ class VisionTransformer(nn.Module):
         x = x + self.positions(rows, cols)
         skip = self.config.prefix_tokens
         if skip:
-            x = torch.cat([self.prefix.expand(len(x), -1, -1), x], dim=1)
+            x = torch.cat([self.prefix.expand(x.shape[0], -1, -1), x], dim=1)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)[:, skip:]

@@ -194,13 +194,30 @@ class Ternary(TwoTowers):
                 module.__class__ = TernaryLinear
 
 
-KINDS = {"two towers": TwoTowers, "hidden states": HiddenStates, "ternary": Ternary}
+class EveryField(HiddenStates):
+    """HiddenStates with all that layers may have and SmolVLA and pi lack."""
+
+    CONFIG = Config(
+        vision=replace(TOWER, activation="gelu", prefix_tokens=3, layer_scale=True, final_norm=False),
+        language=replace(
+            LANGUAGE, activation="relu2", norm="gemma_rms", qkv_bias=True, qk_norm=True, sub_norms=True
+        ),
+    )
+
+
+KINDS: dict[str, type[TwoTowers] | type[HiddenStates]] = {
+    "two towers": TwoTowers,
+    "hidden states": HiddenStates,
+    "ternary": Ternary,
+    "every field": EveryField,
+}
 
 
 def make(kind: str, seed: int = 0) -> Model:
     """A model with weights that matter: norms far from one, biases far from zero."""
     generator = torch.Generator().manual_seed(seed)
-    model = KINDS[kind](Config()).eval().requires_grad_(False)
+    cls = KINDS[kind]
+    model = cls(getattr(cls, "CONFIG", Config())).eval().requires_grad_(False)
     for parameter in model.parameters():
         scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
         parameter.data = scale * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1)

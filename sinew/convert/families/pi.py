@@ -45,6 +45,7 @@ SO400M = {
     "patch_size": 14,
 }
 VOCABULARY = 257_152
+GEMMA: dict[str, Any] = {"norm": "gemma_rms", "activation": "gelu_tanh"}
 DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "paligemma_variant": "gemma_2b",
     "action_expert_variant": "gemma_300m",
@@ -261,7 +262,7 @@ def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI
             head_dim=widths["head_dim"],
             norm_eps=NORM_EPS,
             rope_theta=ROPE_THETA,
-            family="gemma",
+            **GEMMA,
         )
 
     try:

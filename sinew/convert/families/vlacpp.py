@@ -25,6 +25,7 @@ from sinew.bundle.schema import (
 )
 from sinew.bundle.writer import FileSlice, TensorSource
 from sinew.convert.conversion import Conversion
+from sinew.convert.families.pi import GEMMA
 from sinew.convert.families.smolvla import ROPE_THETA
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
 from sinew.convert.tensors import read_array
@@ -190,14 +191,11 @@ def _smolvla(keys: _Keys, tensors: dict[str, TensorSource]) -> SmolVLAConfig:
 def _pi(keys: _Keys, tensors: dict[str, TensorSource]) -> PI0Config:
     n, number = keys.integer, keys.number
     heads = (n("n_layers"), n("n_q_heads"), n("n_kv_heads"), n("head_dim"))
+    shared = (*heads, number("rms_norm_eps"), number("rope_theta"))
     return PI0Config(
         vision=_vision(keys, tensors),
-        language=DecoderConfig(
-            n("hidden"), n("intermediate"), *heads, number("rms_norm_eps"), number("rope_theta"), "gemma"
-        ),
-        expert=DecoderConfig(
-            n("expert_h"), n("expert_inter"), *heads, number("rms_norm_eps"), number("rope_theta"), "gemma"
-        ),
+        language=DecoderConfig(n("hidden"), n("intermediate"), *shared, **GEMMA),
+        expert=DecoderConfig(n("expert_h"), n("expert_inter"), *shared, **GEMMA),
         vocab_size=n("vocab_size"),
         chunk_size=n("chunk_size"),
         max_state_dim=n("max_state_dim"),

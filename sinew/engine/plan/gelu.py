@@ -55,7 +55,7 @@ def _sigmoid_gelu(model: Any) -> tuple[Status, str, tuple[str, ...]]:
             continue
         if isinstance(module, ViTMLP):
             become(module, SigmoidMLP)
-        elif isinstance(module, GatedMLP) and module.activation is not F.silu:
+        elif isinstance(module, GatedMLP) and module.kind == "gelu_tanh":
             module.activation = gelu_  # type: ignore[assignment]
         else:
             continue

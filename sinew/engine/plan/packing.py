@@ -25,14 +25,17 @@ class PackedAttention(DecoderAttention):
     num_heads: int
     num_kv_heads: int
 
+    def heads(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.qkv_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, L, H + 2 Hkv, D]
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
+        return q, k, v.contiguous()
+
     def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        if self.q_norm is not None:  # normed by weights of their own, so not in one rotation
+            return super().project(h, rotate)
         heads = self.qkv_proj(h).unflatten(-1, (-1, self.head_dim))  # [B, L, H + 2 Hkv, D]
         turning, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=-2)
-        if self.qk_norm:  # by weights of their own, so not in one rotation
-            q, k = turning.split([self.num_heads, self.num_kv_heads], dim=-2)
-            q, k = self.turn(q, k, rotate)
-        else:
-            q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
+        q, k = rotate(turning).split([self.num_heads, self.num_kv_heads], dim=-2)
         return q, k.contiguous(), v.contiguous()  # they are kept: as views they would keep the queries too
 
 
@@ -57,7 +60,7 @@ class PackedMLP(GatedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation(gate) * up)
+        return self.output(self.activation(gate) * up)
 
 
 def pack(layers: Sequence[nn.Module]) -> Linear | str:

@@ -21,6 +21,7 @@ class KeyValueLayer(nn.Module):
         super().__init__()
         self.input_norm, self.attn = layer.input_norm, layer.attn
         del self.attn.q_proj, self.attn.o_proj
+        self.attn.q_norm = self.attn.o_norm = None
 
     def joints(self) -> list[Joint]:
         return [Joint(self, "input_norm", (self.attn.k_proj, self.attn.v_proj))]
@@ -28,7 +29,7 @@ class KeyValueLayer(nn.Module):
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
         h = self.input_norm(x)
         k, v = self.attn.key_value(h, h)
-        return x, (rotate(k), v)
+        return x, (self.attn.turn_key(k, rotate), v)
 
 
 def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
@@ -39,8 +40,6 @@ def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     last = layers[depth - 1]
     if unknown := foreign(last, DecoderLayer) or foreign(last.attn, DecoderAttention):
         return "not applicable", unknown, ()
-    if last.attn.qk_norm:
-        return "not applicable", "keys are normed before their rotation", ()
     layers[depth - 1] = KeyValueLayer(layers[depth - 1])
     model.language.layers = nn.ModuleList(layers[:depth])
     unread = len(layers) - depth

@@ -74,8 +74,10 @@ def _layer(layer: Any) -> str | None:
     attn = layer.attn
     if unknown := foreign(attn, DecoderAttention) or foreign(layer.mlp, GatedMLP):
         return unknown
-    if attn.qk_norm:
-        return "norms of queries and keys"
+    if attn.q_norm is not None or attn.o_norm is not None:
+        return "norms of heads, or before a projection"
+    if layer.mlp.kind not in ("silu", "gelu_tanh"):
+        return f"activation {layer.mlp.kind}"
     if not (attn.is_cross or isinstance(attn, PackedAttention)) or not isinstance(layer.mlp, PackedMLP):
         return "not packed"
     read = [attn.q_proj if attn.is_cross else attn.qkv_proj, attn.o_proj]
@@ -98,6 +100,8 @@ def _weights(*layers: nn.Module) -> str | None:
 def _last(layer: Any) -> str | None:
     if not isinstance(layer.attn, PackedKeyValue):
         return "not packed"
+    if layer.attn.k_norm is not None:
+        return "norms of heads"
     return None if folds_away(layer.input_norm) else "norm not folded"
 
 
