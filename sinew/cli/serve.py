@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from sinew import __version__, machine
 from sinew.cli.infer import running
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.core import SinewError, VectorSpec
-from sinew.serve.process import GRACE_S, Process
+from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit
+from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.wires import open_wires, parse
 
@@ -31,6 +33,27 @@ CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe")  # what dec
 KEY_VARIABLE = "SINEW_API_KEY"
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What clients may make the server hold and do.
+
+    Args:
+        queue: requests that may wait for the running one, of one client two of them; more are refused as busy.
+        max_connections: open at once, for each wire.
+        max_megapixels: of one request, all frames together; 16 times the policy's cameras, at least 16, if absent.
+        stuck_s: a request that computes for longer makes the server unhealthy, and after twice the time it exits
+            with code 70; 0: never.
+        allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
+    """
+
+    queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
+    max_connections: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 256
+    max_megapixels: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
+    stuck_s: Annotated[float, Parameter(validator=validators.Number(gte=0))] = STUCK_S
+    allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+
+
 def serve(
     bundle: Path,
     /,
@@ -39,7 +62,6 @@ def serve(
     host: str = "127.0.0.1",
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
-    queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 8,
     threads: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     api_key_file: Path | None = None,
@@ -48,6 +70,7 @@ def serve(
     record: Path | None = None,
     access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     verbose: Annotated[bool, Parameter(negative="")] = False,
+    bounds: Bounds = Bounds(),  # noqa: B008 - frozen
 ) -> int:
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
 
@@ -59,7 +82,6 @@ def serve(
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
             (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
-        queue: requests that may wait for the running one; more are refused as busy.
         threads: for compute; chosen from the cores of this process if absent.
         deadline_ms: refuse requests that would begin later than this after their arrival.
         api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
@@ -70,7 +92,15 @@ def serve(
         verbose: log more.
     """
     _set_up_logs(verbose, access_log)
-    listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key)
+    raise_descriptor_limit()
+    listen = Listen(
+        host=host,
+        max_connections=bounds.max_connections,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        origins=bounds.allow_origin,
+    )
+    listen.tls()  # files that do not do are told now
     api_key = _api_key(api_key_file)
     options = runs.keywords() | cameras.keywords()
     _check_early(bundle, options)
@@ -89,7 +119,7 @@ def serve(
                 bundle,
                 options,
                 threads,
-                queue,
+                bounds,
                 api_key,
                 deadline_ms,
                 recorder,
@@ -104,8 +134,8 @@ def serve(
         logger.info("leaving while a stage is still running")
         logging.shutdown()
         sys.stdout.flush()
-        os._exit(0)
-    return 0
+        os._exit(0 if process.hopeless is None else HOPELESS)
+    return 0 if process.hopeless is None else HOPELESS
 
 
 def _check_early(bundle: Path, options: dict[str, Any]) -> None:
@@ -124,7 +154,7 @@ def _load_and_run(
     bundle: Path,
     options: dict[str, Any],
     threads: int | None,
-    queue: int,
+    bounds: Bounds,
     api_key: str,
     deadline_ms: float | None,
     recorder: Recorder | None,
@@ -139,7 +169,7 @@ def _load_and_run(
         addresses = ", ".join(wire.address for wire in process.wires)
         logger.info("listening on %s; loading %s", addresses, bundle)
         policy = sinew.load(bundle, threads=threads, **options)
-        scheduler = Scheduler(policy, queue_size=queue)
+        scheduler = Scheduler(policy, queue_size=bounds.queue, supervisor=Supervisor(bounds.stuck_s))
         scheduler.start()
         logger.info("%s", running(policy))
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
@@ -152,6 +182,7 @@ def _load_and_run(
             api_key=api_key,
             deadline_ms=deadline_ms,
             recorder=recorder,
+            max_pixels=None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
         )
         wires = tuple(process.wires)
         return process.run(service, lambda: print(ready_text(policy, wires), flush=True))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,6 +17,10 @@ from sinew.serve.service import Service, Wire
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5  # how long stopping waits for the running stage
+END_S = 15.0  # from the first signal to the end of the process, whatever hangs
+TEND_S = 0.5  # between two looks at the health of the server
+HOPELESS = 70  # exit code of a server that ends itself so that another is started in its place
+DESCRIPTORS = 8192  # files and sockets that a server wants to have open at once, if the system lets it
 
 
 class Process:
@@ -23,11 +30,13 @@ class Process:
         self.wires = wires
         self._stop = threading.Event()
         self._running = False
+        self.hopeless: str | None = None
 
     def run(self, service: Service, on_ready: Callable[[], None]) -> bool:
         """Answer requests until ``stop``. The service's scheduler must have been started.
 
-        Returns False when the running stage outlasted the grace period, so that a thread is still busy.
+        Ends by itself when nothing can be answered any more, with ``hopeless`` saying why. Returns False when the
+        running stage outlasted the grace period, so that a thread is still busy.
         """
         self._running = True
         gc.collect()
@@ -35,8 +44,13 @@ class Process:
         for wire in self.wires:
             wire.start(service)
         on_ready()
-        while not self._stop.wait(3600):
-            pass
+        while not self._stop.wait(TEND_S):
+            service.tend()
+            if (reason := service.supervisor.hopeless()) is not None:
+                self.hopeless = reason
+                logger.critical("this server ends itself: %s", reason)
+                end_for_sure()
+                break
         logger.info("stopping: cancelling the running request and refusing the others")
         service.stopping()
         service.scheduler.stop()
@@ -65,6 +79,7 @@ class Process:
                 signal.signal(each, signal.SIG_DFL)
             if not self._running:
                 raise KeyboardInterrupt
+            end_for_sure()
             self.stop()
 
         previous = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -73,3 +88,19 @@ class Process:
         finally:
             for each, handler in previous.items():
                 signal.signal(each, handler)
+
+
+def end_for_sure() -> None:
+    """End this process after a while, with the stacks of its threads on standard error, whatever they do: the timer
+    is a thread of its own that does not need the interpreter."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error is no file
+        faulthandler.dump_traceback_later(END_S, exit=True, file=sys.stderr)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as the system allows it to ask for, up to ``DESCRIPTORS``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,12 +1,15 @@
-"""Runs one policy for many clients: a bounded queue and two threads. Knows nothing of sockets.
+"""Runs one policy for many clients: a bounded queue and a few threads. Knows nothing of sockets.
 
-A job passes through a *decode* thread (bytes to a checked observation) and an *inference* thread. Two,
-so that unpacking the next request's JPEGs overlaps the running inference and a bad request is refused
-without waiting its turn, and so that the threads of the sockets never do either. A job that finds
-nothing to wait for is decoded by the inference thread itself.
+A job passes through a *decode* thread (bytes to a checked observation) and the *inference* thread, so that
+unpacking the next request's JPEGs overlaps the running inference and a bad request is refused without
+waiting its turn, and so that the threads of the sockets never do either. A job that finds nothing to wait
+for is decoded by the inference thread itself.
 
 A robot wants the action for what it sees now. So a waiting job is replaced by a newer one of its session,
 and a job whose deadline has passed when its turn comes is answered with an error instead of computed.
+
+Clients take turns (``turns.py``). One of them may have a few jobs waiting, and where the queue is full a client
+that has none takes the place of the newest job of the one that has most.
 """
 
 from __future__ import annotations
@@ -16,12 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from sinew.core import ActionChunk, BusyError, CancelledError, Observation, SinewError
+from sinew.serve.quiet import Quiet
+from sinew.serve.supervise import Supervisor
+from sinew.serve.turns import Turns
 
 logger = logging.getLogger(__name__)
+
+PER_CLIENT = 2  # jobs of one client that may wait
+DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
+FAILURES = (
+    3  # requests in a row that fail for reasons nobody foresaw: then something is wrong with the server
+)
 
 
 class ShuttingDownError(SinewError):
@@ -54,18 +65,22 @@ class RunnablePolicy(Protocol):
 
 
 Outcome = ActionChunk | SinewError
+Check = Callable[[], None]  # raises an error once nobody wants the result any more
 
 
 class Job:
     """One request on its way. ``on_done`` is called exactly once, on whatever thread ends the job.
 
-    accepted: when it was submitted, ``time.perf_counter()`` seconds.
+    client: whose it is; clients take turns. accepted: when it was submitted, ``time.perf_counter()`` seconds.
+    begun: when decoding or inference began; None while it waits.
     """
 
     __slots__ = (
         "accepted",
         "answered",
+        "begun",
         "cancel",
+        "client",
         "deadline",
         "decode",
         "decode_s",
@@ -77,16 +92,19 @@ class Job:
 
     def __init__(
         self,
-        decode: Callable[[], Observation],
+        decode: Callable[[Check], Observation],
         on_done: Callable[[Outcome], None],
         session: Hashable | None = None,
         deadline: float | None = None,
+        client: Hashable | None = None,
     ):
         self.decode = decode
         self.on_done = on_done
         self.session = session
         self.deadline = deadline
+        self.client = client
         self.accepted = time.perf_counter()
+        self.begun: float | None = None
         self.decode_s = 0.0
         self.observation: Observation | None = None
         self.cancel = threading.Event()
@@ -95,37 +113,50 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs one at a time, first come first served.
+    """Runs jobs one at a time.
 
     queue_size: jobs that may wait, beside the one that runs; a further one is refused with BusyError.
+    per_client: of one client. supervisor: keeps the threads alive, and is told what is wrong here.
     """
 
-    def __init__(self, policy: RunnablePolicy, *, queue_size: int = 8):
+    def __init__(
+        self,
+        policy: RunnablePolicy,
+        *,
+        queue_size: int = 64,
+        per_client: int = PER_CLIENT,
+        supervisor: Supervisor | None = None,
+    ):
         if queue_size < 1:
             raise ValueError(f"queue_size: expected at least 1, got {queue_size}")
         self.policy = policy
         self.queue_size = queue_size
-        self._received: SimpleQueue[Job | None] = SimpleQueue()
-        self._ready: SimpleQueue[Job | None] = SimpleQueue()
+        self.per_client = per_client
+        self.supervisor = supervisor or Supervisor()
+        self._quiet = Quiet(logger)
+        self._received: Turns[Job] = Turns()
+        self._ready: Turns[Job] = Turns()
         self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
-        self._waiting = 0
+        self._waiting: dict[Hashable, list[Job]] = {}  # by client
+        self._count = 0  # of all of them
         self._newest: dict[Hashable, Job] = {}  # the waiting job of each session that has one
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0}
+        self._failures = 0  # unforeseen ones in a row
+        self._broken: str | None = None  # why the policy cannot infer even what it is warmed up with
         self._stopping = False
         self._running: Job | None = None
+        self._decoding: set[Job] = set()
         self._warm = threading.Event()
-        self._warm_up_error: Exception | None = None
-        # Daemons: a stage that takes long must not keep the interpreter from exiting.
-        self._threads = [
-            threading.Thread(target=self._decode_loop, name="sinew-decode", daemon=True),
-            threading.Thread(target=self._infer_loop, name="sinew-infer", daemon=True),
-        ]
+        self._warm_up_error: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self.supervisor.watch(self._problem)
 
     def start(self) -> None:
         """Start the threads and warm the policy up, on the thread that will run it: thread pools and
         captured graphs belong to a thread. Raises what the warm-up raised."""
-        for thread in self._threads:
-            thread.start()
+        loops = [(f"sinew-decode-{number}", self._decode_loop) for number in range(DECODERS)]
+        for name, loop in [*loops, ("sinew-infer", self._infer_loop)]:
+            self._threads.append(self.supervisor.thread(name, loop))
         while not self._warm.wait(0.2):  # a timeout, so that signal handlers run meanwhile
             pass
         if self._warm_up_error is not None:
@@ -133,38 +164,44 @@ class Scheduler:
 
     def submit(
         self,
-        decode: Callable[[], Observation],
+        decode: Callable[[Check], Observation],
         on_done: Callable[[Outcome], None],
         *,
         session: Hashable | None = None,
         deadline: float | None = None,
+        client: Hashable | None = None,
     ) -> Job:
         """Queue a job. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error.
 
+        decode: is given a function to call now and then, which raises once nobody waits for the result.
         session: a job of the same session that still waits is answered with SupersededError now, and this
-        one takes its place in the count. deadline: ``time.perf_counter()`` seconds.
+        one takes its place in the count. deadline: ``time.perf_counter()`` seconds. client: whoever may have
+        ``per_client`` jobs waiting; None: nobody in particular, without that limit.
 
         Raises BusyError or ShuttingDownError, and then does not call ``on_done``.
         """
-        job = Job(decode, on_done, session, deadline)
+        job = Job(decode, on_done, session, deadline, client)
+        displaced = None
         with self._lock:
             if self._stopping:
                 raise ShuttingDownError
             older = self._newest.get(session) if session is not None else None
-            if older is None and self._waiting >= self.queue_size:
-                self._counts["busy"] += 1
-                raise BusyError(f"the queue is full: {self._waiting} requests wait")
-            if older is not None:
+            if older is None:
+                displaced = self._make_place(client)
+            else:
                 self._leave(older)
                 self._counts["superseded"] += 1
             if session is not None:
                 self._newest[session] = job
-            idle = not self._waiting and self._running is None
-            self._waiting += 1
+            idle = not self._count and self._running is None
+            self._waiting.setdefault(client, []).append(job)
+            self._count += 1
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
-            (self._ready if idle else self._received).put(job)
+            (self._ready if idle else self._received).put(client, job)
         if older is not None:
             self._finish(older, SupersededError("a newer observation of this session has arrived"))
+        if displaced is not None:
+            self._finish(displaced, BusyError("the queue is full, and others waited with less in it"))
         return job
 
     def cancel(self, job: Job) -> None:
@@ -175,10 +212,27 @@ class Scheduler:
         if waited:
             self._finish(job, CancelledError("the client left"))
 
+    def expire(self) -> None:
+        """Answer the waiting jobs whose deadline has passed: their turn may never come."""
+        now = time.perf_counter()
+        with self._lock:
+            late = [
+                job
+                for jobs in self._waiting.values()
+                for job in jobs
+                if job.deadline is not None and now > job.deadline
+            ]
+            for job in late:
+                self._leave(job)
+            self._counts["late"] += len(late)
+            self._counts["failed"] += len(late)
+        for job in late:
+            self._finish(job, DeadlineError("the deadline passed before the request's turn came"))
+
     def stats(self) -> dict[str, int | bool]:
         """Now: waiting, running. Since the start: served, failed, busy, superseded, late."""
         with self._lock:
-            return {"waiting": self._waiting, "running": self._running is not None, **self._counts}
+            return {"waiting": self._count, "running": self._running is not None, **self._counts}
 
     def stop(self) -> None:
         """Refuse new jobs, fail the waiting ones, cancel the running one. Returns at once; see ``join``."""
@@ -186,70 +240,85 @@ class Scheduler:
             if self._stopping:
                 return
             self._stopping = True
-            running = self._running
-        if running is not None:
-            running.cancel.set()
-        for queue in (self._received, self._ready):
-            while (job := _take(queue)) is not None:
+            busy = [*self._decoding, *([self._running] if self._running is not None else [])]
+        for job in busy:
+            job.cancel.set()
+        for queue, threads in ((self._received, DECODERS), (self._ready, 1)):
+            for job in queue.drain():
                 self._abandon(job, ShuttingDownError())
-            queue.put(None)
+            for _ in range(threads):
+                queue.end()
 
     def join(self, timeout: float) -> bool:
         """Wait for the threads to end after ``stop``; False when a stage is still running then."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:
-        """After ``stop``: answer the running job without waiting for its stage to end."""
+        """After ``stop``: answer what is still decoded or computed, without waiting for its end."""
         with self._lock:
-            running = self._running
-        if running is not None:
-            self._finish(running, ShuttingDownError())
+            busy = [*self._decoding, *([self._running] if self._running is not None else [])]
+        for job in busy:
+            self._finish(job, ShuttingDownError())
 
     # ------------------------------------------------------------------------- threads
 
     def _decode_loop(self) -> None:
         while (job := self._received.get()) is not None:
-            if job.answered:
-                continue
+            with self._lock:
+                self._decoding.add(job)
             try:
                 self._raise_if_abandoned(job)
                 self._decode(job)
                 with self._lock:  # or stop() could empty the queue just before this job enters it
                     self._raise_if_abandoned(job)
-                    self._ready.put(job)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
+                    job.begun = None
+                    if job.waiting:
+                        self._ready.put(job.client, job)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
                 self._abandon(job, error)
+            finally:
+                with self._lock:
+                    self._decoding.discard(job)
+                del job
 
     def _decode(self, job: Job) -> Observation:
-        start = time.perf_counter()
-        job.observation = job.decode()
+        start = job.begun = time.perf_counter()
+        job.observation = job.decode(lambda: self._raise_if_abandoned(job))
         self.policy.check(job.observation)
         job.decode_s = time.perf_counter() - start
         return job.observation
 
     def _infer_loop(self) -> None:
-        try:
-            self.policy.warm_up()
-        except Exception as error:  # noqa: BLE001 - raised again by start()
-            self._warm_up_error = error
-            return
-        finally:
-            self._warm.set()
+        if not self._warm.is_set():
+            try:
+                self.policy.warm_up()
+            except BaseException as error:  # noqa: BLE001 - raised again by start()
+                self._warm_up_error = error
+                return
+            finally:
+                self._warm.set()
         while (job := self._ready.get()) is not None:
             with self._lock:
-                if not self._leave(job):
-                    continue  # superseded, cancelled or failed by stop()
-                self._running = job
-            outcome = self._run(job)
-            with self._lock:
-                self._running = None
-                self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
-                self._counts["late"] += isinstance(outcome, DeadlineError)
-            self._finish(job, outcome)
+                wanted = self._leave(job)  # or superseded, cancelled, failed by stop()
+                if wanted:
+                    self._running = job
+                    job.begun = time.perf_counter()
+            if not wanted:
+                del job
+                continue
+            outcome: Outcome = SinewError("internal error")
+            try:
+                outcome = self._run(job)
+            finally:
+                with self._lock:
+                    self._running = None
+                    self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
+                    self._counts["late"] += isinstance(outcome, DeadlineError)
+                self._finish(job, outcome)
+            del job, outcome
 
     def _run(self, job: Job) -> Outcome:
         try:
@@ -260,31 +329,82 @@ class Scheduler:
             if job.deadline is not None and now > job.deadline:
                 late = 1e3 * (now - job.deadline)
                 raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
-            chunk = self.policy.infer(observation, cancel=job.cancel)
+            chunk = self._infer(observation, job)
             return replace(chunk, timing=replace(chunk.timing, queue_ms=queue_s * 1e3))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other clients are served on
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return self._presentable(error)
+
+    def _infer(self, observation: Observation, job: Job) -> ActionChunk:
+        """Counts the failures that nobody foresaw. A few in a row may be one client's doing, so the policy is then
+        tried on its own observation: what it says of that is the server's health."""
+        try:
+            chunk = self.policy.infer(observation, cancel=job.cancel)
+        except SinewError:
+            raise
+        except BaseException:
+            self._failures += 1
+            if self._failures >= FAILURES:
+                self._failures = 0
+                try:
+                    self.policy.warm_up()
+                    self._broken = None
+                except BaseException as error:  # noqa: BLE001 - told by health
+                    self._broken = (
+                        f"the policy fails ({type(error).__name__}); the server's log has the details"
+                    )
+            raise
+        self._failures, self._broken = 0, None
+        return chunk
 
     def _raise_if_abandoned(self, job: Job) -> None:
         if self._stopping:
             raise ShuttingDownError
         if job.cancel.is_set():
             raise CancelledError("the request was cancelled")
+        if job.deadline is not None and time.perf_counter() > job.deadline:
+            raise DeadlineError("the deadline passed before the request's turn came")
+
+    # ------------------------------------------------------------------------- places in the queue
+
+    def _make_place(self, client: Hashable | None) -> Job | None:
+        """With the lock held. Returns the job that has to go for a new one of this client. Raises BusyError."""
+        mine = len(self._waiting.get(client, ()))
+        if client is not None and mine >= self.per_client:
+            self._counts["busy"] += 1
+            raise BusyError(f"{mine} requests of this client wait, and no client may have more")
+        if self._count < self.queue_size:
+            return None
+        most = max(self._waiting.values(), key=len)
+        self._counts["busy"] += 1
+        if client is None or mine or len(most) < 2:
+            raise BusyError(f"the queue is full: {self._count} requests wait")
+        job = most[-1]
+        self._leave(job)
+        return job
 
     def _leave(self, job: Job) -> bool:
         """Count a job out of the waiting ones; False if it was not among them. With the lock held."""
         if not job.waiting:
             return False
         job.waiting = False
-        self._waiting -= 1
+        self._count -= 1
+        jobs = self._waiting[job.client]
+        jobs.remove(job)
+        if not jobs:
+            del self._waiting[job.client]
         if self._newest.get(job.session) is job:
             del self._newest[job.session]
+        # What has left keeps no memory: its turn may come late, or never.
+        _ = self._received.remove(job.client, job) or self._ready.remove(job.client, job)
         return True
 
-    def _abandon(self, job: Job, error: Exception) -> None:
+    def _abandon(self, job: Job, error: BaseException) -> None:
+        outcome = self._presentable(error)
         with self._lock:
-            self._counts["failed"] += self._leave(job)
-        self._finish(job, self._presentable(error))
+            left = self._leave(job)
+            self._counts["failed"] += left
+            self._counts["late"] += left and isinstance(outcome, DeadlineError)
+        self._finish(job, outcome)
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         with self._lock:
@@ -293,21 +413,32 @@ class Scheduler:
             return
         try:
             job.on_done(outcome)
-        except Exception:  # a wire that cannot answer must not stop the others
+        except BaseException:  # a wire that cannot answer must not stop the others
             logger.exception("a reply could not be delivered")
 
-    def _presentable(self, error: Exception) -> SinewError:
+    def _presentable(self, error: BaseException) -> SinewError:
         """What the client is told. The unexpected goes to the log in full and to the wire in a sentence."""
         if isinstance(error, CancelledError) and self._stopping:
             return ShuttingDownError()
         if isinstance(error, SinewError):
             return error
-        logger.error("a request failed unexpectedly", exc_info=error)
+        self._quiet.error("a request failed unexpectedly", error)
         return SinewError(f"internal error ({type(error).__name__}); the server's log has the details")
 
+    # ------------------------------------------------------------------------- signs of life
 
-def _take(queue: SimpleQueue) -> Job | None:
-    try:
-        return queue.get_nowait()
-    except Empty:
+    def _problem(self) -> str | None:
+        """A sentence if no request can be answered."""
+        return self.stuck() or self._broken
+
+    def stuck(self) -> str | None:
+        """A sentence if a request decodes or computes for so long that it may never end."""
+        now, limit = time.perf_counter(), self.supervisor.stuck_s
+        with self._lock:
+            running, decoding = self._running, list(self._decoding)
+        for what, jobs in (("computed", [running]), ("decoded", decoding)):
+            for job in jobs:
+                begun = None if job is None else job.begun
+                if limit and begun is not None and now - begun > limit:
+                    return f"a request is being {what} for {now - begun:.0f} s"
         return None

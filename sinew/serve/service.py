@@ -12,17 +12,21 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError
+from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.serve.decode.frames import PixelBudget, pixel_limit
 from sinew.serve.metrics import Metrics
+from sinew.serve.quiet import Quiet
 from sinew.serve.recorder import Recorder
-from sinew.serve.scheduler import Job, Outcome, Scheduler, ShuttingDownError
+from sinew.serve.scheduler import Check, Job, Outcome, Scheduler, ShuttingDownError
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("sinew.access")
+
+MAX_SESSION = 128  # characters of a session's name, which is remembered for a while
 
 
 class UnauthorizedError(SinewError):
@@ -31,24 +35,34 @@ class UnauthorizedError(SinewError):
     code = "unauthorized"
 
 
+class UnhealthyError(SinewError):
+    """The server cannot compute at present; its health says why."""
+
+    code = "unhealthy"
+
+
 @dataclass(frozen=True, slots=True)
 class Inference:
     """One request as a wire hands it over.
 
-    decode: makes the observation of the bytes that came; runs on the scheduler's decode thread, and raises
-        a SinewError that names the field where it cannot.
-    client: the peer, for the log. session: the client's name for its episode; requests of one session
-        replace each other while they wait. Empty: none.
+    decode: makes the observation of the bytes that came; runs on the scheduler's decode thread, within a budget of
+        pixels that also ends it when nobody waits any more, and raises a SinewError that names the field where it
+        cannot.
+    client: the peer, for the log. connection: what it came through; connections take turns. None: the peer.
+    session: the client's name for its episode; requests of one session replace each other while they wait, if
+        they are of one ``owner`` too (None: the connection). Empty: none.
     deadline_ms: from ``arrived`` on; a request whose turn comes later is not computed.
     arrived: ``time.perf_counter()`` when the last byte was there.
     """
 
     wire: str
-    decode: Callable[[], Observation]
+    decode: Callable[[PixelBudget], Observation]
     client: str = ""
     session: str = ""
     deadline_ms: float | None = None
     arrived: float = field(default_factory=time.perf_counter)
+    connection: Hashable | None = None
+    owner: Hashable | None = None
 
 
 class Service:
@@ -56,6 +70,7 @@ class Service:
 
     metadata: what the server says about itself and the policy, ready for JSON.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
+    max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
     """
 
     def __init__(
@@ -69,14 +84,18 @@ class Service:
         api_key: str = "",
         deadline_ms: float | None = None,
         recorder: Recorder | None = None,
+        max_pixels: int | None = None,
     ):
         self.scheduler = scheduler
+        self.supervisor = scheduler.supervisor
         self.spec = spec
         self.metadata = metadata
         self.padded_state_dim = padded_state_dim
         self.padded_action_dim = padded_action_dim
         self.deadline_ms = deadline_ms
         self.metrics = Metrics(scheduler.stats)
+        self._max_pixels = max_pixels or pixel_limit(spec)
+        self._quiet: dict[str, Quiet] = {}
         self._api_key = api_key
         self._recorder = recorder
         self._started = time.monotonic()
@@ -88,13 +107,11 @@ class Service:
         """Queue one inference. ``on_done`` is called exactly once, on a thread of the scheduler, and must
         not block. Raises BusyError, ShuttingDownError or RequestError, and then does not call it."""
         wait_ms = self.deadline_ms if inference.deadline_ms is None else inference.deadline_ms
-        if wait_ms is not None and not wait_ms > 0:
-            raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
         deadline = None if wait_ms is None else inference.arrived + wait_ms / 1e3
         seen: list[Observation] = []
 
-        def decode() -> Observation:
-            observation = inference.decode()
+        def decode(check: Check) -> Observation:
+            observation = inference.decode(self.budget(check))
             if self._recorder is not None:
                 seen.append(observation)
             return observation
@@ -105,14 +122,22 @@ class Service:
                 self._recorder.put(inference.wire, inference.session, seen[0], outcome)
             on_done(outcome)
 
-        if inference.session:
-            self.metrics.session((inference.wire, inference.session))
+        connection = inference.connection if inference.connection is not None else inference.client
+        owner = connection if inference.owner is None else inference.owner
+        session = (inference.wire, owner, inference.session) if inference.session else None
         try:
-            session = (inference.wire, inference.session) if inference.session else None
-            return self.scheduler.submit(decode, done, session=session, deadline=deadline)
+            if wait_ms is not None and not wait_ms > 0:
+                raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
+            self._check_session(inference.session)
+            if (stuck := self.scheduler.stuck()) is not None:
+                raise UnhealthyError(stuck)
+            job = self.scheduler.submit(decode, done, session=session, deadline=deadline, client=connection)
         except SinewError as error:
             self._account(inference, error, deadline)
             raise
+        if session is not None:
+            self.metrics.session(session)
+        return job
 
     async def infer(self, inference: Inference) -> ActionChunk:
         """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
@@ -134,12 +159,18 @@ class Service:
             self.scheduler.cancel(job)
             raise
 
+    def budget(self, check: Check) -> PixelBudget:
+        """What one request may decode to. check: raises once nobody waits for it."""
+        return PixelBudget(self._max_pixels, check)
+
     def cancel(self, job: Job) -> None:
         """The client of this job has left."""
         self.scheduler.cancel(job)
 
     def reset(self, session: str = "") -> None:
-        """A new episode begins. No policy keeps state between requests yet, so there is nothing to forget."""
+        """A new episode begins. No policy keeps state between requests yet, so there is nothing to forget.
+        Raises RequestError for a name that is too long."""
+        self._check_session(session)
 
     # ------------------------------------------------------------------------- everything else
 
@@ -147,7 +178,7 @@ class Service:
         """Raises :class:`UnauthorizedError` unless ``key`` is the server's, or the server has none."""
         if not self._api_key:
             return
-        given = key.encode() if isinstance(key, str) else key or b""
+        given = key.encode(errors="surrogateescape") if isinstance(key, str) else key or b""
         if not hmac.compare_digest(given, self._api_key.encode()):
             raise UnauthorizedError("this server wants an API key, and the request brought none or another")
 
@@ -156,12 +187,23 @@ class Service:
         return bool(self._api_key)
 
     def health(self) -> dict[str, Any]:
-        """Status and counters, ready for JSON."""
+        """Status (ok, unhealthy, stopping), what is wrong, and counters, ready for JSON."""
+        problems = self.problems()
         return {
-            "status": "stopping" if self._stopping else "ok",
+            "status": "stopping" if self._stopping else "unhealthy" if problems else "ok",
+            "problems": problems,
             "uptime_s": round(time.monotonic() - self._started, 3),
             **self.scheduler.stats(),
+            **({} if self._recorder is None else {"recorder": self._recorder.stats()}),
         }
+
+    def problems(self) -> list[str]:
+        """Why this server cannot answer requests, a sentence each; empty while it can."""
+        return self.supervisor.problems()
+
+    def tend(self) -> None:
+        """Answer requests whose deadline has passed; to be called now and then."""
+        self.scheduler.expire()
 
     def stopping(self) -> None:
         """From now on ``health`` says so."""
@@ -180,13 +222,19 @@ class Service:
             self.refused(wire, client, error)
             raise
 
+    @staticmethod
+    def _check_session(name: str) -> None:
+        if len(name) > MAX_SESSION:
+            raise RequestError(f"session: expected at most {MAX_SESSION} characters, got {len(name)}")
+
     def _account(self, inference: Inference, outcome: Outcome, deadline: float | None) -> None:
         now = time.perf_counter()
         error = outcome if isinstance(outcome, SinewError) else None
         missed = deadline is not None and now > deadline
         self.metrics.request(inference.wire, outcome, now - inference.arrived, missed)
-        if error is not None and not isinstance(error, ShuttingDownError):
-            logger.warning("%s: a request failed: %s", inference.wire, printable(error))
+        if error is not None and not isinstance(error, (ShuttingDownError, BusyError)):
+            quiet = self._quiet.setdefault(inference.wire, Quiet(logger))
+            quiet.warning("%s: a request failed: %s", inference.wire, printable(error))
         if access.isEnabledFor(logging.INFO):
             access.info(json.dumps(_entry(inference, outcome, now - inference.arrived, missed)))
 
@@ -239,5 +287,5 @@ def _call_soon(loop: asyncio.AbstractEventLoop, settle: Callable[[Outcome], None
         logger.debug("an answer came after its wire had closed")
 
 
-def _never() -> Observation:
+def _never(_budget: PixelBudget) -> Observation:
     raise AssertionError("a refused request is not decoded")

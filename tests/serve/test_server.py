@@ -275,7 +275,8 @@ def test_bad_input_is_named_and_others_are_served(server, client, payload, text)
         ([b"\x08\x01", b"\x08\x01"], "expected a single-frame request, got 2 frames"),
         ([b"x"] * 300, "expected a single-frame request, got 300 frames"),
         ([bytes((64 << 20) + 1)], "request: expected at most 67108864 bytes, got 67108865"),
-        ([b"\x0a\x00" * 1000], "images: expected at most 16, got 1000"),
+        ([b"\x0a\x00" * 100], "images: expected at most 16, got 100"),
+        ([b"\x0a\x00" * 1000], "request: expected at most 512 fields"),
     ],
 )
 def test_garbage_is_answered_with_an_error(server, client, frames, text):
@@ -312,12 +313,15 @@ def test_a_message_beyond_the_hard_cap_closes_that_connection_only(server, clien
 
 
 def test_a_full_queue_refuses_and_recovers(server, client):
-    with raw_socket(server.address, zmq.DEALER) as dealer:
-        for request_id in range(1, 21):
-            dealer.send(protocol.encode_infer(SLOW, request_id))
-        codes = [schema.PredictResponse.FromString(dealer.recv()).error_code for _ in range(20)]
+    with contextlib.ExitStack() as stack:
+        dealers = [stack.enter_context(raw_socket(server.address, zmq.DEALER)) for _ in range(4)]
+        for dealer in dealers:
+            for request_id in range(1, 6):
+                dealer.send(protocol.encode_infer(SLOW, request_id))
+        replies = [dealer.recv() for dealer in dealers for _ in range(5)]
+        codes = [schema.PredictResponse.FromString(reply).error_code for reply in replies]
     assert set(codes) == {"", "busy"}
-    assert 4 <= codes.count("") <= 10  # the queue's four, the running one, and what ended meanwhile
+    assert codes.count("") >= 4  # the queue's four, the running one, and what ended meanwhile
     assert client.infer(GOOD).actions.shape == (50, 6)
 
 
@@ -451,13 +455,13 @@ def test_stops_during_an_inference(bundle, tmp_path):
         raw_socket(server.address, zmq.DEALER) as dealer,
         Client(server.address, timeout=START_S) as client,
     ):
-        for request_id in range(1, 6):
+        for request_id in range(1, 4):  # one that runs, and as many as may wait
             dealer.send(protocol.encode_infer(SLOW, request_id))
         while not client.health()["running"]:
             pass
         assert server.stop() == 0
-        codes = [schema.PredictResponse.FromString(dealer.recv()).error_code for _ in range(5)]
-        assert codes.count("shutting_down") >= 4  # one may have ended just before
+        codes = [schema.PredictResponse.FromString(dealer.recv()).error_code for _ in range(3)]
+        assert codes.count("shutting_down") >= 2  # one may have ended just before
         assert set(codes) <= {"shutting_down", ""}
 
 
@@ -574,7 +578,7 @@ def run_jobs(scheduler: Scheduler, *prompts: str) -> list:
 
     for index, prompt in enumerate(prompts):
         scheduler.submit(
-            lambda prompt=prompt: Observation(images={}, state=np.zeros(1), prompt=prompt),
+            lambda _check, prompt=prompt: Observation(images={}, state=np.zeros(1), prompt=prompt),
             lambda outcome, index=index: on_done(index, outcome),
         )
     for _ in prompts:
@@ -584,7 +588,7 @@ def run_jobs(scheduler: Scheduler, *prompts: str) -> list:
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:
-    made = Scheduler(Scripted(), queue_size=3)
+    made = Scheduler(Scripted(), queue_size=3, per_client=8)
     made.start()
     yield made
     made.stop()
@@ -610,7 +614,7 @@ def test_cancelled_jobs(scheduler):
         outcomes.append(outcome)
         done.release()
 
-    running, waiting = (scheduler.submit(lambda: observation, on_done) for _ in range(2))
+    running, waiting = (scheduler.submit(lambda _check: observation, on_done) for _ in range(2))
     assert scheduler.policy.started.wait(10)
     scheduler.cancel(waiting)
     scheduler.cancel(running)
@@ -620,22 +624,22 @@ def test_cancelled_jobs(scheduler):
 
 
 def test_stop_answers_everyone_once():
-    scheduler = Scheduler(Scripted(), queue_size=3)
+    scheduler = Scheduler(Scripted(), queue_size=3, per_client=8)
     scheduler.start()
     outcomes = []
     observation = Observation(images={}, state=np.zeros(1), prompt="wait")
-    scheduler.submit(lambda: observation, outcomes.append)
+    scheduler.submit(lambda _check: observation, outcomes.append)
     assert scheduler.policy.started.wait(10)
     for _ in range(3):
-        scheduler.submit(lambda: observation, outcomes.append)
+        scheduler.submit(lambda _check: observation, outcomes.append)
     with pytest.raises(BusyError, match="the queue is full: 3 requests wait"):
-        scheduler.submit(lambda: observation, outcomes.append)
+        scheduler.submit(lambda _check: observation, outcomes.append)
     scheduler.stop()
     scheduler.stop()
     assert scheduler.join(10)
     assert [type(outcome) for outcome in outcomes] == [ShuttingDownError] * 4
     with pytest.raises(ShuttingDownError):
-        scheduler.submit(lambda: observation, outcomes.append)
+        scheduler.submit(lambda _check: observation, outcomes.append)
 
 
 def test_a_warm_up_that_fails_is_raised_by_start(bundle):

@@ -63,7 +63,7 @@ def policy(smolvla_bundle) -> Policy:
 @contextlib.contextmanager
 def desk(policy: Policy, **options) -> Iterator[SimpleNamespace]:
     gate = Gate(policy)
-    scheduler = Scheduler(gate, queue_size=4)
+    scheduler = Scheduler(gate, queue_size=4, per_client=4)
     scheduler.start()
     service = Service(
         scheduler,

@@ -8,28 +8,51 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image
 
-from sinew.core import ObservationError
+from sinew.core import ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
 MAX_SIDE = 8192  # pixels
-MAX_PIXELS = MAX_SIDE * MAX_SIDE  # of one request, all frames together: 192 MiB of RGB
+MIN_BUDGET = 16 << 20  # pixels of one request, all frames together, whatever the cameras are;
+BUDGET_FACTOR = (
+    16  # and so many times as many as the policy's cameras have: a robot may send four times as wide
+)
+MAX_SCANS = 32  # of a JPEG file; progressive ones have ten or so, and each costs time for every pixel
+BLOCK = 1 << 14  # bytes of a file that are decoded before asking whether somebody still waits
 
 # What 8-bit JPEG and PNG files decode to. 16-bit modes are not here: converting them clips.
 _MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"})
 
 
-class PixelBudget:
-    """Counts the pixels of one request, so that many small files cannot decode to gigabytes."""
+def pixel_limit(spec: PolicySpec) -> int:
+    """How many pixels one request for this policy may have, all frames together."""
+    return max(MIN_BUDGET, BUDGET_FACTOR * sum(camera.height * camera.width for camera in spec.cameras))
 
-    def __init__(self, limit: int = MAX_PIXELS):
-        self._left = limit
+
+def _always() -> None: ...
+
+
+class PixelBudget:
+    """Counts the pixels of one request, so that many small files cannot decode to gigabytes.
+
+    check: raises an error once nobody waits for the pixels any more; decoders call it now and then.
+    """
+
+    def __init__(self, limit: int = MIN_BUDGET, check: Callable[[], None] = _always):
+        self._limit = self._left = limit
+        self.check = check
+
+    def again(self) -> PixelBudget:
+        """The same limit for a second look at the same frames."""
+        return PixelBudget(self._limit, self.check)
 
     def take(self, name: str, height: int, width: int) -> None:
         """Check one frame's size, before its pixels are read."""
+        self.check()
         if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
             raise ObservationError(
                 name, f"height and width from 1 to {MAX_SIDE}", f"height {height}, width {width}"
@@ -37,7 +60,7 @@ class PixelBudget:
         self._left -= height * width
         if self._left < 0:
             raise ObservationError(
-                "images", f"at most {MAX_PIXELS} pixels in all frames together", f"more, up to {name}"
+                "images", f"at most {self._limit} pixels in all frames together", f"more, up to {name}"
             )
 
 
@@ -57,19 +80,47 @@ def raw_frame(
 
 def compressed_frame(name: str, data: bytes | memoryview, budget: PixelBudget) -> np.ndarray:
     """A JPEG or PNG file as uint8 [height, width, 3] RGB. Orientation tags are not applied."""
+    scans = _scans(data)
+    if scans > MAX_SCANS:
+        raise ObservationError(name, f"a JPEG file of at most {MAX_SCANS} scans", f"{scans}")
     try:
         with warnings.catch_warnings():  # Pillow warns of large images; the budget decides here
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG"))  # reads the header only
+            # reads the header only
+            image = Image.open(_Watched(data, budget.check), formats=("JPEG", "PNG"))
         width, height = image.size
         budget.take(name, height, width)
         if image.mode not in _MODES:
             raise ObservationError(name, "an 8-bit image", f"one of Pillow's mode {image.mode}")
+        image.decodermaxblock = BLOCK
         return np.asarray(image.convert("RGB"))
-    except ObservationError:
+    except SinewError:
         raise
     except Exception as error:
         reason = str(error) or type(error).__name__
         raise ObservationError(
             name, "a JPEG or PNG file", f"{len(data)} bytes that do not decode ({reason})"
         ) from error
+
+
+class _Watched(io.BytesIO):
+    """A file whose reading ends with an error once nobody waits for it."""
+
+    def __init__(self, data: bytes | memoryview, check: Callable[[], None]):
+        super().__init__(data)
+        self._check = check
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._check()
+        return super().read(size)
+
+
+def _scans(data: bytes | memoryview) -> int:
+    """At least as many as a JPEG file's scans: its markers SOS. 0 for other files."""
+    if bytes(data[:2]) != b"\xff\xd8":
+        return 0
+    found = at = 0
+    content = bytes(data)
+    while found <= MAX_SCANS and (at := content.find(b"\xff\xda", at)) >= 0:
+        found, at = found + 1, at + 2
+    return found

@@ -64,6 +64,12 @@ def raw_array(name: str, data: memoryview, dtype: str, shape: Sequence[int], ord
             name, f"{expected} bytes ({' x '.join(map(str, shape)) or 1} {item})", f"{len(data)}"
         )
     flat = np.frombuffer(data, item) if len(data) else np.empty(0, item)
+    if (
+        item.kind == "U" and flat.size
+    ):  # numpy makes texts of any numbers, and what reads texts may die of them
+        points = flat.view(f"{item.byteorder}u4")
+        if points.max() > 0x10FFFF or ((points >= 0xD800) & (points < 0xE000)).any():
+            raise ObservationError(name, "Unicode text", "code points that are no characters")
     return flat.reshape(shape, order="F" if order == "F" else "C")
 
 

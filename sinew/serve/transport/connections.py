@@ -1,7 +1,7 @@
-"""What the connections of one server hold of requests that are not whole yet: how many, how much, since when.
+"""The connections of an asyncio server: its protocols wrapped, so that what each holds is counted (``ledger.py``).
 
-aiohttp bounds one request. A crowd of unfinished ones, each within those bounds, is bounded here. Everything runs on
-the server's event loop.
+aiohttp bounds one request; here is what a crowd of unfinished ones may hold. Everything runs on the server's
+event loop.
 """
 
 from __future__ import annotations
@@ -9,109 +9,79 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
+
 logger = logging.getLogger(__name__)
 
-SWEEP_S = 0.5
 CONTROL_HEADER = (
     6  # bytes of a client's WebSocket control frame beside its payload: two of header, four of mask
 )
 
 
 class Connections:
-    """limit: connections at once; one more is closed at once.
-
-    limit_bytes: received and not yet answered, of all connections together. Beyond it the connection that holds most
-    is closed, so that the ones with ordinary requests go on.
-    limit_s: from the first byte of a request to its last, and from connecting to the end of the first request.
-    """
+    """See :class:`Ledger` for the limits."""
 
     def __init__(self, name: str, limit: int, limit_bytes: int, limit_s: float):
-        self.name = name
-        self.limit = limit
-        self.limit_bytes = limit_bytes
-        self.limit_s = limit_s
-        self.held = 0
-        self.open: set[Connection] = set()
+        self.ledger = Ledger(name, limit, limit_bytes, self._close_account, limit_s)
         self._loop = asyncio.get_running_loop()
-        self._warned = float("-inf")
 
     def now(self) -> float:
         return self._loop.time()
 
     def accept(self, inner: asyncio.Protocol) -> asyncio.Protocol:
         """The protocol of a new connection, which hands everything on to ``inner``."""
-        if len(self.open) >= self.limit:
-            if self.now() - self._warned > 1:  # an attack must not fill the log
-                self._warned = self.now()
-                logger.warning("%s: a connection was refused: %d are open", self.name, len(self.open))
-            return _Refusal()
         connection = Connection(self, inner, self.now())
-        self.open.add(connection)
-        return connection
+        return connection if self.ledger.admit(connection, self.now()) else _Refusal()
 
     async def watch(self) -> None:
         """Close what has taken too long, for ever."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            now = self.now()
-            for each in [each for each in self.open if each.since is not None and not each.waiting]:
-                assert each.since is not None
-                if now - each.since > self.limit_s + (each.transport is None):  # TLS has a timer of its own
-                    self.close(each, f"no whole request within {self.limit_s:g} s")
-
-    def hold(self, size: int) -> None:
-        self.held += size
-        while self.held > self.limit_bytes and self.open:
-            greatest = max(self.open, key=lambda each: each.arriving + each.waiting)
-            self.close(greatest, "unanswered requests take more memory than the server allows")
+            self.ledger.sweep(self.now())
 
     def close(self, connection: Connection, reason: str) -> None:
-        logger.info("%s: a connection was closed: %s", self.name, reason)
-        self.forget(connection)
+        logger.info("%s: a connection was closed: %s", self.ledger.name, reason)
+        self.ledger.forget(connection)
         if connection.transport is not None:
             connection.transport.abort()
 
-    def forget(self, connection: Connection) -> None:
-        if connection in self.open:
-            self.open.discard(connection)
-            self.held -= connection.arriving + connection.waiting
+    def _close_account(self, account: Account, reason: str) -> None:
+        assert isinstance(account, Connection)
+        self.close(account, reason)
 
 
-class Connection(asyncio.Protocol):
-    """since: when the request that is arriving began, event loop seconds; None between requests.
+class Connection(Account, asyncio.Protocol):
+    """One connection, and what its request handlers tell of it."""
 
-    arriving: bytes of it. waiting: bytes of whole requests that are not answered.
-    """
-
-    def __init__(self, all_of_them: Connections, inner: asyncio.Protocol, now: float):
+    def __init__(self, all_of_them: Connections | None, inner: asyncio.Protocol, now: float):
+        super().__init__(now)
         self._all = all_of_them
         self._inner = inner
-        self.since: float | None = now
-        self.arriving = 0
-        self.waiting = 0
         self.transport: asyncio.Transport | None = None
 
     @classmethod
     def nobody(cls) -> Connection:
-        return cls(Connections("", 0, 0, 0.0), asyncio.Protocol(), 0.0)
+        return cls(None, asyncio.Protocol(), 0.0)
 
     def whole(self) -> int:
         """The request that was arriving is there. Returns its bytes, for ``answered``."""
-        size, self.arriving, self.since = self.arriving, 0, None
-        self.waiting += size
-        return size
+        return 0 if self._all is None else self._all.ledger.whole(self)
 
     def answered(self, size: int) -> None:
-        self.waiting -= size
-        if self in self._all.open:
-            self._all.held -= size
+        if self._all is not None:
+            self._all.ledger.answered(self, size)
+
+    def prove(self) -> None:
+        """A request of it was taken: it is not a stranger any more."""
+        if self._all is not None:
+            self._all.ledger.prove(self)
 
     def control_frame(self, payload: int) -> None:
         """A WebSocket's ping or pong of that many bytes has come; perhaps in between the parts of a message."""
+        if self._all is None:
+            return
         size = min(payload + CONTROL_HEADER, self.arriving)
-        self.arriving -= size
-        if self in self._all.open:
-            self._all.held -= size
+        self._all.ledger.arrived(self, -size, self._all.now())
         if not self.arriving:
             self.since = None
 
@@ -123,16 +93,15 @@ class Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._all.forget(self)
+        assert self._all is not None
+        self._all.ledger.forget(self)
         self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        if self not in self._all.open:  # closed by the server; its end has not come through yet
+        assert self._all is not None
+        if self not in self._all.ledger.open:  # closed by the server; its end has not come through yet
             return
-        if self.since is None:
-            self.since = self._all.now()
-        self.arriving += len(data)
-        self._all.hold(len(data))
+        self._all.ledger.arrived(self, len(data), self._all.now())
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import ssl
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Listen:
 
     max_message_bytes: of one request. max_connections: open at once, where the wire can tell.
     tls_cert, tls_key: PEM files, for the wires that can (openpi, http, lerobot).
+    origins: of web pages that may send requests to the web wires, as browsers write them (https://host:port).
     """
 
     host: str = "127.0.0.1"
@@ -31,6 +33,7 @@ class Listen:
     max_connections: int = 256
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    origins: tuple[str, ...] = ()
 
     @property
     def is_loopback(self) -> bool:
@@ -57,7 +60,7 @@ class Listen:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             made = socket.create_server((host, self.port), family=family, backlog=self.max_connections)
         except OSError as error:
-            raise AddressError(f"cannot listen on {self.host}:{self.port}: {error.strerror}") from error
+            raise AddressError(f"cannot listen on {self.host}:{self.port}: {os.strerror(error.errno or 0)}") from error
         made.setblocking(False)
         return made
 

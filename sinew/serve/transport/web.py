@@ -22,15 +22,16 @@ from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport.connections import Connection, Connections
+from sinew.serve.transport.ledger import HELD_REQUESTS, REQUEST_S
 from sinew.serve.transport.listen import Listen
+from sinew.serve.transport.origin import refuse_web_pages
 from sinew.serve.wires import http, openpi
 
 logger = logging.getLogger(__name__)
 
-REQUEST_S = 10.0  # from a request's first byte to its last; a client that is slower is no robot's
-HELD_REQUESTS = 8  # of the greatest size: what all connections together may hold of unanswered requests
 PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
 CLOSE_S = 1.0  # for handing over the last answers
+STOP_S = 4.0  # for the event loop to end
 PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
 
 
@@ -55,17 +56,19 @@ class WebServer:
     def start(self, service: Service) -> None:
         self._service = service
         ready = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._run(ready)), name="sinew-web", daemon=True
+        self._thread = service.supervisor.thread(
+            "sinew-web", lambda: self._loop.run_until_complete(self._run(ready))
         )
-        self._thread.start()
         ready.wait()
 
     def stop(self) -> None:
         if self._thread is not None and self._ended is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join()
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                logger.error("%s: the event loop does not end", self.name)
+                return
         self._loop.close()
         self._socket.close()
 
@@ -80,6 +83,7 @@ class WebServer:
     async def _run(self, ready: threading.Event) -> None:
         self._ended = asyncio.Event()
         app = web.Application(middlewares=[self._counted], client_max_size=self._listen.max_message_bytes)
+        app.on_response_prepare.append(_anonymous)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
         if "http" in self._names:
@@ -129,6 +133,8 @@ class WebServer:
         if not request.can_read_body:
             connection.whole()
         try:
+            if (refusal := refuse_web_pages(request, self._listen)) is not None:
+                return refusal
             return await handler(request)
         finally:
             connection.whole()  # if nobody has read it
@@ -137,10 +143,25 @@ class WebServer:
     # ------------------------------------------------------------------------- routes
 
     async def _health(self, _request: web.Request) -> web.Response:
-        return web.Response(text="OK\n")
+        """503 with the reasons while no request can be answered. Says nothing of the policy, so it needs no key."""
+        if problems := self._service.problems():
+            response = web.Response(status=503, text="\n".join(["UNHEALTHY", *problems, ""]))
+        else:
+            response = web.Response(text="OK\n")
+        response.force_close()
+        return response
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+    async def _metrics(self, request: web.Request) -> web.Response:
+        try:
+            with self._service.reading("http", request.remote or ""):
+                self._service.authorize(_key(request))
+        except SinewError as error:
+            return web.Response(status=401, text=f"{error}\n")
+        response = web.Response(
+            body=self._service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE}
+        )
+        response.force_close()
+        return response
 
     async def _metadata(self, _request: web.Request) -> web.Response:
         return web.json_response(self._service.metadata | {"health": self._service.health()})
@@ -157,6 +178,8 @@ class WebServer:
             message.session,
             message.deadline_ms,
             arrived,
+            connection=_connection(request),
+            owner=request.remote or "",
         )
         chunk = await self._service.infer(inference)
         answer = http.answer(chunk, 1e3 * (time.perf_counter() - arrived), kind)
@@ -167,7 +190,9 @@ class WebServer:
             arrived, body = await self._body(request)
             act = http.read_act(body)
         decode = partial(http.act_observation, act, self._service.spec)
-        chunk = await self._service.infer(Inference("http", decode, request.remote or "", arrived=arrived))
+        chunk = await self._service.infer(
+            Inference("http", decode, request.remote or "", arrived=arrived, connection=_connection(request))
+        )
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
 
     async def _body(self, request: web.Request) -> tuple[float, bytes]:
@@ -187,7 +212,11 @@ class WebServer:
             try:
                 with self._service.reading("http", request.remote or ""):
                     self._service.authorize(_key(request))
-                return await handler(request)
+                if self._service.wants_key:
+                    _connection(request).prove()
+                response = await handler(request)
+                _connection(request).prove()
+                return response
             except SinewError as error:
                 status, body = http.error_answer(error)
             except web.HTTPRequestEntityTooLarge:
@@ -215,13 +244,17 @@ class WebServer:
             autoping=False,  # answered below, where they are counted
         )
         if not socket.can_prepare(request):
-            return web.Response(
+            response = web.Response(
                 status=426, text="this is an openpi WebSocket; GET /healthz for a sign of life\n"
             )
+            response.force_close()
+            return response
         await socket.prepare(request)
         self._open.add(socket)
         service.metrics.connection("openpi", 1)
         connection = _connection(request)
+        if service.wants_key:
+            connection.prove()
         connection.answered(connection.waiting)
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
@@ -244,10 +277,11 @@ class WebServer:
         except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of openpi left")
         finally:
-            worker.cancel()
-            await asyncio.wait([worker])
+            # Before anything is awaited: this task may have been cancelled, and is then cancelled again.
             self._open.discard(socket)
             service.metrics.connection("openpi", -1)
+            worker.cancel()
+            await asyncio.wait([worker])
         return socket
 
     async def _answer(
@@ -262,7 +296,8 @@ class WebServer:
         while True:
             arrived, payload, size = await messages.get()
             try:
-                await socket.send_bytes(await self._reply(payload, arrived, previous_ms, client))
+                await socket.send_bytes(await self._reply(payload, arrived, previous_ms, client, connection))
+                connection.prove()
                 previous_ms = 1e3 * (time.perf_counter() - arrived)
             except SinewError as error:
                 await _fail(socket, f"{error} [{error.code}]")
@@ -276,7 +311,14 @@ class WebServer:
             finally:
                 connection.answered(size)
 
-    async def _reply(self, payload: bytes, arrived: float, previous_ms: float | None, client: str) -> bytes:
+    async def _reply(
+        self,
+        payload: bytes,
+        arrived: float,
+        previous_ms: float | None,
+        client: str,
+        connection: Connection,
+    ) -> bytes:
         service = self._service
         with service.reading("openpi", client):
             message = openpi.read(payload)
@@ -285,7 +327,15 @@ class WebServer:
             return openpi.reset_answer()
         decode = partial(openpi.observation, message, service.spec)
         chunk = await service.infer(
-            Inference("openpi", decode, client, message.session, message.deadline_ms, arrived)
+            Inference(
+                "openpi",
+                decode,
+                client,
+                message.session,
+                message.deadline_ms,
+                arrived,
+                connection=connection,
+            )
         )
         return openpi.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
 
@@ -296,6 +346,11 @@ async def _fail(socket: web.WebSocketResponse, text: str) -> None:
         await socket.send_str(text)
         reason = b"Internal server error. The reason is in the previous frame."
         await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=reason)
+
+
+async def _anonymous(_request: web.Request, response: web.StreamResponse) -> None:
+    """The versions of Python and aiohttp are nobody's business."""
+    response.headers["Server"] = "sinew"
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -1,89 +1,48 @@
-"""ZeroMQ transport: one loop that moves bytes between a ROUTER socket and the service, for any codec.
+"""ZeroMQ transport: one loop over plain sockets that speaks ZMTP (``zmtp.py``), for any codec.
 
-The loop sleeps in one poll. Requests wake it through the ROUTER socket; replies (from the scheduler's
-threads) and the end wake it through a socket pair, so it neither spins nor needs a time-out.
+The loop sleeps in one poll. Requests wake it through their sockets. Replies are sent by the thread that made them, as
+far as the socket takes them at once; the loop sends the rest. Everything that a peer can make the server keep has a
+bound: connections, bytes (``ledger.py``), frames, replies that it does not read, and work on the loop: whoever sends
+what is refused is not read from for a while, longer each time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
+import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-import zmq
-
-from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError
-from sinew.serve.scheduler import Job, Outcome
-from sinew.serve.service import Inference, Service
-from sinew.serve.transport.listen import AddressError, Listen
+from sinew.core import PolicySpec, SinewError
+from sinew.serve.quiet import Quiet
+from sinew.serve.service import Service
+from sinew.serve.transport import zmtp
+from sinew.serve.transport.exchange import Codec, Exchange, Request
+from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
+from sinew.serve.transport.listen import Listen
 
 logger = logging.getLogger(__name__)
 
-MONITOR = "inproc://sinew-connections"  # one per context
-
-BURST = 64  # messages taken from the socket before replies are sent again
-RECEIVE_QUEUE = 4  # messages that ZeroMQ holds per client; beyond, the client's TCP connection is held back
-LINGER_MS = 300  # how long closing may take to hand over the last replies
-MAX_ROUTING_ID = 255  # bytes, ZeroMQ's own limit
-MAX_ENVELOPE = 8  # frames: one routing id per proxy on the way, and the empty frame
-
-Envelope = list[bytes]
-Payload = memoryview
-
-
-class Header(Protocol):
-    """What a codec's ``peek`` finds out. error: why the request is refused, or None."""
-
-    @property
-    def session(self) -> str: ...
-    @property
-    def deadline_ms(self) -> float | None: ...
-    @property
-    def error(self) -> SinewError | None: ...
-
-
-class Codec(Protocol):
-    """One protocol of requests and replies, each one frame."""
-
-    name: str
-
-    def bind(self, service: Service) -> None:
-        """The policy is loaded; called once, before the first request."""
-
-    def peek(self, payload: Payload) -> Any:
-        """Look a request over, cheaply: this runs on the loop. Never raises: a refusal is in the header."""
-
-    def authorize(self, header: Any) -> None:
-        """Raises UnauthorizedError."""
-
-    def control(self, header: Any) -> bytes | None:
-        """The reply to everything that is not an inference; None for an inference."""
-
-    def decoders(self, header: Any, payload: Payload) -> Sequence[Callable[[], Observation]]:
-        """The observations of one request, usually one; each runs on the decode thread."""
-
-    def encode(self, header: Any, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
-        """The reply to an inference, a chunk per decoder. server_ms: from arrival to now."""
-
-    def encode_error(self, header: Any, error: SinewError) -> bytes:
-        """The reply to a request that failed; header is None where the message could not be read."""
-
-    def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
-        """See Wire."""
+READS = 16  # of one connection before the others have their turn
+MAX_UNSENT = 1 << 20  # bytes of replies that a client does not read; beyond, it is not read from either
+LINGER_S = 0.3  # how long closing may take to hand over the last replies
+ACCEPTS = 16  # connections taken at once,
+ACCEPT_PAUSE_S = 0.02  # and then none for so long
+REFUSAL_PAUSE_S = 0.02  # after a refused request nothing is read from its connection; doubled for each
+MAX_PAUSE_S = 1.0  # more in a row, up to this
 
 
 class ZeroMQWire:
-    """Binds when created; answers on a thread of its own from :meth:`start` on. Requests that come earlier wait.
+    """Binds when created; answers on a thread of its own from :meth:`start` on. Connections that come earlier wait.
 
-    Requests beyond ``listen.max_message_bytes`` are refused with an error; from twice that size on, ZeroMQ
-    closes the connection before reading them.
+    Requests beyond ``listen.max_message_bytes`` are refused with an error; beyond twice that size the connection
+    is closed.
     """
 
     def __init__(self, codec: Codec, listen: Listen):
@@ -91,48 +50,40 @@ class ZeroMQWire:
         self.name = codec.name
         self._limit = listen.max_message_bytes
         self._stop = False
-        self._outbox: deque[tuple[Envelope, bytes]] = deque()
-        self._asking: dict[int, set[_Request]] = {}  # file descriptor of a connection -> its requests
+        self._quiet = Quiet(logger)
+        self._socket = listen.tcp_socket()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.MAXMSGSIZE, 2 * self._limit)
-        self._socket.set(zmq.RCVHWM, RECEIVE_QUEUE)
-        self._socket.set(zmq.LINGER, LINGER_MS)
-        self._socket.set(zmq.TCP_KEEPALIVE, 1)
-        self._socket.monitor(MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._monitor = self._context.socket(zmq.PAIR)
-        self._monitor.set(zmq.RCVHWM, 0)  # ZeroMQ's own thread would wait for room
-        self._monitor.connect(MONITOR)
-        try:
-            host = listen.numeric_host()
-            self._socket.set(zmq.IPV6, ":" in host)
-            self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{listen.port or '*'}")
-        except (zmq.ZMQError, OSError) as error:
-            self._close()
-            reason = zmq.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else error.strerror
-            raise AddressError(f"cannot listen on {listen.host}:{listen.port}: {reason}") from error
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_reader, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._ledger = Ledger(
+            self.name, listen.max_connections, HELD_REQUESTS * self._limit, self._close_account
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._woken: deque[Peer] = deque()  # what other threads want the loop to look at
+        self._paused: list[tuple[float, int, Peer | None]] = []  # until when; None: the listening socket
         self._thread: threading.Thread | None = None
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start(self, service: Service) -> None:
         self._service = service
         self.codec.bind(service)
-        self._thread = threading.Thread(target=self._loop, name=f"sinew-{self.name}", daemon=True)
-        self._thread.start()
+        self._exchange = Exchange(self.codec, service, self._limit)
+        self._thread = service.supervisor.thread(f"sinew-{self.name}", self._loop)
 
     def stop(self) -> None:
         self._stop = True
-        self._wake()
+        self.wake(None)
         if self._thread is not None:
             self._thread.join()
-        self._close()
+        for peer in list(self._ledger.open):
+            assert isinstance(peer, Peer)
+            self.close(peer, "the server stops")
+        self._selector.close()
+        for each in (self._socket, self._wake_reader, self._wake_writer):
+            each.close()
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
         return self.codec.guide(spec, self.address)
@@ -140,184 +91,275 @@ class ZeroMQWire:
     # ------------------------------------------------------------------------- the loop
 
     def _loop(self) -> None:
+        swept = time.monotonic()
         while not self._stop:
-            self._step(None)
-        self._step(0)  # what the scheduler answered before it stopped
+            self._step(self._patience())
+            if (now := time.monotonic()) - swept > SWEEP_S:
+                swept = now
+                self._ledger.sweep(now)
+        end = time.monotonic() + LINGER_S
+        while any(isinstance(each, Peer) and each.unsent for each in self._ledger.open):
+            if (left := end - time.monotonic()) <= 0:
+                break
+            self._step(left)
 
-    def _close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
-        self._context.term()
-        self._wake_reader.close()
-        self._wake_writer.close()
+    def _patience(self) -> float | None:
+        """Seconds until there is something to do although nobody sends."""
+        times = [self._paused[0][0] - time.monotonic()] if self._paused else []
+        if any(each.since is not None for each in self._ledger.open):
+            times.append(SWEEP_S)
+        return max(0.0, min(times)) if times else None
 
-    def _step(self, timeout_ms: int | None) -> None:
-        """Wait for something to happen, take requests, send replies."""
-        events = dict(self._poller.poll(timeout_ms))
-        if self._wake_reader.fileno() in events:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_reader.recv(4096)
-        if self._socket in events:
-            for _ in range(BURST):
-                try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
-                self._take(frames)
-        self._follow_connections()
-        while self._outbox:
-            envelope, reply = self._outbox.popleft()
-            # A ROUTER drops what it cannot deliver: a client that left costs nothing more.
-            self._socket.send_multipart([*envelope, reply], zmq.NOBLOCK)
-
-    def _take(self, frames: list[zmq.Frame]) -> None:
-        """Answer one message, or queue it."""
-        codec = self.codec
-        arrived = time.perf_counter()
-        envelope, payload = _open(frames)
-        connection, client = _peer(frames[0])
-        header = None
-        try:
-            if len(payload) != 1:
-                raise RequestError(f"expected a single-frame request, got {len(payload)} frames")
-            message = payload[0].buffer
-            if len(message) > self._limit:
-                raise RequestError(f"request: expected at most {self._limit} bytes, got {len(message)}")
-            header = codec.peek(message)
-            if header.error is not None:
-                raise header.error
-            codec.authorize(header)
-            reply = codec.control(header)
-            if reply is not None:
-                self._outbox.append((envelope, reply))
-                return
-            decoders = codec.decoders(header, message)
-        except SinewError as error:
-            self._service.refused(self.name, client, error)
-            self._outbox.append((envelope, codec.encode_error(header, error)))
-            return
-        except Exception:  # whatever it is, the other clients are served on
-            logger.exception("a request could not be taken")
-            self._outbox.append((envelope, codec.encode_error(header, SinewError("internal error"))))
-            return
-        # Observations of one batch do not replace each other.
-        session = header.session if len(decoders) == 1 else ""
-        inferences = [
-            Inference(self.name, decode, client, session, header.deadline_ms, arrived) for decode in decoders
-        ]
-        self._follow_connections()  # before this request is there: the number may have been another client's
-        request = _Request(self._service, inferences, partial(self._reply, envelope, header, arrived))
-        requests = self._asking.setdefault(connection, set())
-        requests.add(request)
-        request.on_end = partial(requests.discard, request)
-        request.ask()
-
-    def _reply(self, envelope: Envelope, header: Any, arrived: float, outcomes: Sequence[Outcome]) -> None:
-        """Runs on a thread of the scheduler, or on the loop."""
-        chunks = [outcome for outcome in outcomes if isinstance(outcome, ActionChunk)]
-        errors = [outcome for outcome in outcomes if isinstance(outcome, SinewError)]
-        try:
-            if errors:
-                reply = self.codec.encode_error(header, errors[0])
+    def _step(self, timeout_s: float | None) -> None:
+        """Wait for something to happen, take requests, send what is left of replies."""
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._socket:
+                self._accept()
+            elif key.fileobj is self._wake_reader:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_reader.recv(4096)
             else:
-                reply = self.codec.encode(header, chunks, (time.perf_counter() - arrived) * 1e3)
-        except Exception:  # a client that gets no reply waits for ever
-            logger.exception("a reply could not be written")
-            reply = self.codec.encode_error(header, SinewError("internal error"))
-        self._outbox.append((envelope, reply))
-        self._wake()
+                peer: Peer = key.data
+                if events & selectors.EVENT_WRITE:
+                    peer.flush()
+                if events & selectors.EVENT_READ:
+                    self._read(peer)
+                self._watch(peer)
+        while self._woken:
+            self._watch(self._woken.popleft())
+        while self._paused and self._paused[0][0] <= time.monotonic():
+            _until, _number, paused = heapq.heappop(self._paused)
+            if paused is None:
+                self._selector.register(self._socket, selectors.EVENT_READ)
+            elif not paused.closed:
+                paused.paused = False
+                self._handle(paused)  # what stood behind the refused request
+                self._watch(paused)
 
-    def _follow_connections(self) -> None:
-        """Cancel what clients that have left were waiting for.
-
-        A connection is known by its file descriptor, which the system gives to another one later. ZeroMQ tells of
-        the end of a connection before it closes it, so a message of the later one comes after that notice.
-        """
-        while True:
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
             try:
-                event, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+                made, address = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
                 return
-            kind, connection = struct.unpack("=HI", event)
-            if kind == zmq.EVENT_ACCEPTED:
-                self._service.metrics.connection(self.name, +1)
-            elif kind == zmq.EVENT_DISCONNECTED:
-                self._service.metrics.connection(self.name, -1)
-                for request in tuple(self._asking.pop(connection, ())):
-                    request.abandon()
+            except OSError as error:  # no descriptor is free, usually
+                self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
+                break
+            made.setblocking(False)
+            with contextlib.suppress(OSError):
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            peer = Peer(self, made, address[0], zmtp.Framing(self._limit), time.monotonic())
+            if not self._ledger.admit(peer, time.monotonic()):
+                peer.end()
+                continue
+            self._service.metrics.connection(self.name, +1)
+            self._handle(peer)  # says hello
+            self._watch(peer)
+        self._selector.unregister(self._socket)
+        self._pause(ACCEPT_PAUSE_S, None)
 
-    def _wake(self) -> None:
+    def _read(self, peer: Peer) -> None:
+        framing = peer.framing
+        for _ in range(READS):
+            room = framing.room()
+            try:
+                count = peer.socket.recv_into(room)
+            except BlockingIOError:
+                return
+            except OSError:
+                count = 0
+            if not count:
+                self.close(peer, "")
+                return
+            framing.take(count)
+            self._handle(peer)
+            if peer.closed or peer.paused or peer.unsent > MAX_UNSENT:
+                return
+            if count < len(room) and framing.between:
+                return  # all there was, as a rule
+
+    def _handle(self, peer: Peer) -> None:
+        """Take the messages that are there."""
+        framing, ledger, now = peer.framing, self._ledger, time.monotonic()
+        try:
+            while not (peer.closed or peer.paused or peer.unsent > MAX_UNSENT):
+                message = framing.next()
+                while framing.replies:
+                    peer.send(framing.replies.pop(0))
+                size = framing.arriving if message is None else sum(map(len, message.frames))
+                ledger.arrived(peer, size - peer.arriving, now)
+                if message is None:
+                    if framing.between:
+                        peer.since = None
+                    return
+                if not peer.closed:
+                    self._exchange.take(peer, message, ledger.whole(peer))
+        except zmtp.ZmtpError as error:
+            self.close(peer, str(error))
+
+    def _watch(self, peer: Peer) -> None:
+        """Wait for what this connection needs now, and free what other threads have answered."""
+        while peer.freed:
+            self._ledger.answered(peer, peer.freed.popleft())
+        if peer.broken and not peer.closed:
+            self.close(peer, "")
+        if peer.closed:
+            return
+        unsent = peer.unsent
+        if unsent <= MAX_UNSENT and not peer.paused and peer.framing.pending:
+            self._handle(peer)
+            unsent = peer.unsent
+        if peer.closed:
+            return
+        wanted = selectors.EVENT_WRITE * bool(unsent)
+        if not peer.paused and unsent <= MAX_UNSENT:
+            wanted |= selectors.EVENT_READ
+        if wanted == peer.watched:
+            return
+        if not peer.watched:
+            self._selector.register(peer.socket, wanted, peer)
+        elif not wanted:
+            self._selector.unregister(peer.socket)
+        else:
+            self._selector.modify(peer.socket, wanted, peer)
+        peer.watched = wanted
+
+    # ------------------------------------------------------------------------- connections
+
+    def _pause(self, seconds: float, peer: Peer | None) -> None:
+        heapq.heappush(self._paused, (time.monotonic() + seconds, id(peer), peer))
+
+    def pause(self, peer: Peer) -> None:
+        """Do not read from this connection for a while. On the loop."""
+        if not peer.paused and not self._stop:
+            peer.paused = True
+            peer.refusals += 1
+            self._pause(min(REFUSAL_PAUSE_S * 2 ** (peer.refusals - 1), MAX_PAUSE_S), peer)
+
+    def prove(self, peer: Peer) -> None:
+        self._ledger.prove(peer)
+
+    def close(self, peer: Peer, reason: str) -> None:
+        """End a connection; cancel what its client was waiting for. On the loop."""
+        if peer.closed:
+            return
+        if reason and not self._stop:
+            logger.info("%s: the connection of %s was closed: %s", self.name, peer.address, reason)
+        if peer.watched:
+            self._selector.unregister(peer.socket)
+            peer.watched = 0
+        self._ledger.forget(peer)
+        peer.end()
+        self._service.metrics.connection(self.name, -1)
+        for request in tuple(peer.requests):
+            request.abandon()
+
+    def _close_account(self, account: Account, reason: str) -> None:
+        assert isinstance(account, Peer)
+        self.close(account, reason)
+
+    def wake(self, peer: Peer | None) -> None:
+        """The loop is to look at this connection. From any thread."""
+        if peer is not None:
+            self._woken.append(peer)
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: too late
             self._wake_writer.send(b"\0")
 
-
-class _Request:
-    """The observations of one request, submitted one after the other: a batch takes one place in the queue, other
-    clients get their turn in between, and the first failure ends it."""
-
-    def __init__(
-        self, service: Service, inferences: list[Inference], reply: Callable[[Sequence[Outcome]], None]
-    ):
-        self._service = service
-        self._left = inferences[::-1]
-        self._outcomes: list[Outcome] = []
-        self._reply = reply
-        self._job: Job | None = None
-        self._abandoned = self._ended = False
-        self.on_end: Callable[[], None] = _nothing
-
-    def ask(self) -> None:
-        try:
-            job = self._service.submit(self._left.pop(), self._settle)
-        except SinewError as error:  # counted by submit
-            self._end(error)
-            return
-        self._job = None if self._ended else job
-        if self._abandoned:
-            self._service.cancel(job)
-
-    def abandon(self) -> None:
-        self._abandoned = True
-        if self._job is not None:
-            self._service.cancel(self._job)
-
-    def _settle(self, outcome: Outcome) -> None:
-        """Runs on a thread of the scheduler."""
-        if self._left and not self._abandoned and not isinstance(outcome, SinewError):
-            self._outcomes.append(outcome)
-            self.ask()
-        else:
-            self._end(outcome)
-
-    def _end(self, outcome: Outcome) -> None:
-        self._outcomes.append(outcome)
-        self.on_end()
-        self._reply(self._outcomes)
-        # The job knows this object, and with it the frames; a circle would keep them until the collector comes.
-        self._ended, self._job, self.on_end = True, None, _nothing
+    def on_loop(self) -> bool:
+        return threading.current_thread() is self._thread
 
 
-def _nothing() -> None: ...
+class Peer(Account):
+    """One connection. ``reply`` and ``send`` may be called from any thread, the rest on the loop.
 
-
-def _peer(frame: zmq.Frame) -> tuple[int, str]:
-    """The connection that a frame came through: its file descriptor, and the address at its other end."""
-    try:
-        return int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
-    except zmq.ZMQError:  # it has no connection
-        return -1, ""
-
-
-def _open(frames: list[zmq.Frame]) -> tuple[Envelope, list[zmq.Frame]]:
-    """Split a ROUTER's message into what routes the reply and the payload frames.
-
-    REQ sockets put an empty frame before the payload, DEALER sockets may leave it out, and a proxy in
-    between adds a routing id of its own in front of that empty frame.
+    unsent: bytes that the socket did not take yet. freed: what answered requests held. broken: sending failed.
     """
-    for index in range(1, min(len(frames) - 1, MAX_ENVELOPE)):
-        if not frames[index].buffer:
-            return [frame.bytes for frame in frames[: index + 1]], frames[index + 1 :]
-        if len(frames[index].buffer) > MAX_ROUTING_ID:
-            break
-    return [frames[0].bytes], frames[1:]
+
+    __slots__ = (
+        "_lock",
+        "_out",
+        "_wire",
+        "address",
+        "broken",
+        "closed",
+        "framing",
+        "freed",
+        "paused",
+        "refusals",
+        "requests",
+        "socket",
+        "unsent",
+        "watched",
+    )
+
+    def __init__(self, wire: ZeroMQWire, made: socket.socket, address: str, framing: Any, now: float):
+        super().__init__(now)
+        self.socket = made
+        self.address = address
+        self.framing: zmtp.Framing = framing
+        self.requests: set[Request] = set()
+        self.freed: deque[int] = deque()
+        self.closed = self.broken = self.paused = False
+        self.refusals = 0
+        self.watched = 0
+        self.unsent = 0
+        self._wire = wire
+        self._lock = threading.Lock()  # around the socket's end that is written to
+        self._out: deque[memoryview] = deque()
+
+    def reply(self, frames: Sequence[zmtp.Frame], request: Request | None) -> None:
+        """See Asker."""
+        if request is not None and request.size:
+            self.freed.append(request.size)
+        self.send(zmtp.message(frames))
+        if not self._wire.on_loop():  # it frees what the request held, and sends what is left
+            self._wire.wake(self)
+
+    def prove(self) -> None:
+        self.refusals = 0
+        self._wire.prove(self)
+
+    def refuse(self, error: SinewError) -> None:
+        """See Asker."""
+        if self._wire.on_loop():
+            self._wire.pause(self)
+
+    def send(self, data: bytes) -> None:
+        """Send now what the socket takes; the rest waits."""
+        with self._lock:
+            if not self.closed and not self.broken:
+                self._out.append(memoryview(data))
+                self.unsent += len(data)
+                if len(self._out) == 1:
+                    self._write()
+
+    def flush(self) -> None:
+        with self._lock:
+            if not self.closed:
+                self._write()
+
+    def end(self) -> None:
+        """Close the socket."""
+        with self._lock:
+            self.closed = True
+            self._out.clear()
+            self.unsent = 0
+            self.socket.close()
+
+    def _write(self) -> None:
+        """With the lock held."""
+        while self._out:
+            first = self._out[0]
+            try:
+                sent = self.socket.send(first)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.broken = True  # the loop closes it
+                return
+            self.unsent -= sent
+            if sent < len(first):
+                self._out[0] = first[sent:]
+                return
+            self._out.popleft()

@@ -42,6 +42,7 @@ _STATUS = {
     "superseded": 409,
     "busy": 429,
     "cancelled": 499,
+    "unhealthy": 503,
     "shutting_down": 503,
     "deadline": 504,
 }
@@ -64,27 +65,27 @@ def read(body: bytes, content_type: str) -> Message:
     deadline = tree.get("deadline_ms")
     return Message(
         tree,
-        keys.text("session", tree.get("session") or ""),
+        keys.optional_text("session", tree.get("session")),
         None if deadline is None else number("deadline_ms", deadline),
     )
 
 
-def observation(message: Message, spec: PolicySpec) -> Observation:
+def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError."""
     flat = keys.flatten(_arrays(message.content))
-    budget = PixelBudget()
+    budget = budget or PixelBudget()
     for key, value in flat.items():
         if isinstance(value, str) and key not in (*keys.PROMPT_KEYS, "session") and len(value) > 64:
             flat[key] = compressed_frame(key, from_base64(key, value), budget)
         elif isinstance(value, bytes):
             flat[key] = compressed_frame(key, value, budget)
-    return keys.read_observation(flat, spec, NAME, session=message.session, **options(flat))
+    return keys.read_observation(flat, spec, NAME, budget.again(), session=message.session, **options(flat))
 
 
 def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
     timing = asdict(chunk.timing) | {"server_ms": server_ms}
     reply: dict[str, Any] = {"actions": chunk.actions, "seed": chunk.seed, "timing": timing}
-    reply |= {"session": chunk.session, "time": chunk.time}
+    reply |= {"session": chunk.session, "time": chunk.time, "warnings": list(chunk.warnings)}
     if content_type == MSGPACK:
         return pack(reply)
     return json.dumps(reply | {"actions": chunk.actions.tolist()}).encode()
@@ -121,7 +122,7 @@ def read_act(body: bytes) -> Act:
     return Act(tree, "full_image" not in tree, encoded)
 
 
-def act_observation(act: Act, spec: PolicySpec) -> Observation:
+def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Cameras by the bundle's key map for the wire "openvla"; without one the full image goes to the policy's first
     camera and the wrist images, in the order of the message, to the others. Raises ObservationError."""
     flat = keys.flatten(_arrays(act.content))
@@ -139,7 +140,7 @@ def act_observation(act: Act, spec: PolicySpec) -> Observation:
         }
         if "state" not in flat and act.single:  # OpenVLA itself reads no state, so its clients send none
             flat["state"] = np.zeros(spec.state.dim)
-    return keys.read_observation(flat, spec, "openvla")
+    return keys.read_observation(flat, spec, "openvla", budget)
 
 
 def act_answer(chunk: ActionChunk, act: Act) -> bytes:

@@ -6,6 +6,7 @@ for a wire is asked with its own names, in any of the spellings that the field's
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ MAX_PROMPT = 1 << 16  # characters
 
 # Spellings of a camera's and of the state's key in bundles without a key map for the wire; {} is the name.
 _CAMERA_KEYS = ("images/{}", "observation.images.{}", "observation/images/{}", "observation/{}", "{}")
+_FRAME_PREFIXES = ("images/", "observation.images.", "observation/images/")
 _STATE_KEYS = ("state", "observation.state", "observation/state")
 PROMPT_KEYS = ("prompt", "task", "instruction")
 
@@ -72,12 +74,16 @@ def prompt_key(spec: PolicySpec, wire: str) -> str:
     return PROMPT_KEYS[0]
 
 
-def read_observation(flat: Mapping[str, Any], spec: PolicySpec, wire: str, **extra: Any) -> Observation:
-    """The observation in a flattened mapping of arrays, numbers and text. Unknown keys are left alone: robots send
-    more than one policy reads.
+def read_observation(
+    flat: Mapping[str, Any], spec: PolicySpec, wire: str, budget: PixelBudget | None = None, **extra: Any
+) -> Observation:
+    """The observation in a flattened mapping of arrays, numbers and text. Keys that are not known are left alone,
+    for robots send more than one policy reads, but not those of frames: a camera that is misspelt would leave the
+    policy half blind.
 
     extra: further fields of the Observation. Raises ObservationError with the key that is missing or wrong.
     """
+    budget = budget or PixelBudget()
     maps = key_maps(spec, wire)
     keys = next((k for k in maps if any(key in flat for key in k.images)), maps[0] if maps else None)
     frames: dict[str, Any] = {}
@@ -90,7 +96,7 @@ def read_observation(flat: Mapping[str, Any], spec: PolicySpec, wire: str, **ext
         raise ObservationError("images", f"a frame under one of the keys {names}", f"keys {_some(flat)}")
     if len(frames) > MAX_IMAGES:
         raise ObservationError("images", f"at most {MAX_IMAGES}", str(len(frames)))
-    budget = PixelBudget()
+    _refuse_strange_frames(flat, _cameras(spec, keys), {key for key, _value in frames.values()})
     channels_first = keys.channels_first if keys is not None else None
     images = {camera: frame(key, value, budget, channels_first) for camera, (key, value) in frames.items()}
     return Observation(
@@ -157,13 +163,36 @@ def text(key: str, value: Any) -> str:
         raise ObservationError(key, "text", type(value).__name__)
     if len(value) > MAX_PROMPT:
         raise ObservationError(key, f"at most {MAX_PROMPT} characters", str(len(value)))
+    if any(0xD800 <= ord(each) < 0xE000 or ord(each) > 0x10FFFF for each in value):
+        raise ObservationError(key, "Unicode text", "code points that are no characters")
     return str(value)
+
+
+def optional_text(key: str, value: Any) -> str:
+    """``text``, or nothing for None."""
+    return "" if value is None else text(key, value)
 
 
 def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
     if keys is not None:
         return {camera: (key,) for key, camera in keys.images.items()}
     return {camera.name: [form.format(camera.name) for form in _CAMERA_KEYS] for camera in spec.cameras}
+
+
+def _refuse_strange_frames(
+    flat: Mapping[str, Any], cameras: Mapping[str, Sequence[str]], taken: set[str]
+) -> None:
+    """Raises ObservationError for a frame that no camera of the policy takes."""
+    for key, value in flat.items():
+        named = key.startswith(_FRAME_PREFIXES)
+        looks = isinstance(value, np.ndarray) and value.ndim >= 3 and key != "noise"
+        if key not in taken and (named or looks):
+            known = [candidates[0] for candidates in cameras.values()]
+            close = difflib.get_close_matches(key, [each for some in cameras.values() for each in some], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close and close[0] not in taken else ""
+            raise ObservationError(
+                key[:100], f"one of the cameras {', '.join(known)}", f"an unknown camera{hint}"
+            )
 
 
 def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None) -> np.ndarray:

@@ -25,15 +25,18 @@ from sinew_client.schema import Image, PredictRequest, PredictResponse
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
-from sinew.serve.service import Service
+from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 
 Payload = bytes | memoryview
 
 # Beside images a request holds a state, a noise matrix and text: kilobytes. A packed byte may become
-# four or more in memory and an empty sub-message dozens, hence both limits.
+# four or more in memory and an empty sub-message dozens, hence both limits. Fields are walked on the wire's one
+# loop, and before the key is known: a request has some fifteen beside its images and their names.
 MAX_BYTES_BESIDE_IMAGES = 1 << 20
-MAX_FIELDS = 1 << 14
+MAX_FIELDS = 512
+MAX_NAME = 128  # characters of a camera's name
+MAX_KEY = 4096  # bytes
 MAX_ERROR_TEXT = 1000
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # Protobuf wire types; groups (3, 4) are not in proto3
@@ -110,8 +113,12 @@ class NativeCodec:
                 elif number == _FIELD["kind"] and wire_type == _VARINT:
                     kind = value
                 elif number == _FIELD["session"] and wire_type == _BYTES:
+                    if value > 4 * MAX_SESSION:
+                        raise RequestError(f"session: expected at most {MAX_SESSION} characters, got more")
                     session = str(buffer[end - value : end], "utf-8", "replace")
                 elif number == _FIELD["api_key"] and wire_type == _BYTES:
+                    if value > MAX_KEY:
+                        raise RequestError(f"api_key: expected at most {MAX_KEY} bytes, got {value}")
                     api_key = str(buffer[end - value : end], "utf-8", "replace")
                 elif number == _FIELD["deadline_ms"] and wire_type == _FIXED32:
                     (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
@@ -144,10 +151,10 @@ class NativeCodec:
         self.service.reset(header.session)
         return self.encode_metadata(header, {})
 
-    def decoders(self, _header: Header, payload: Payload) -> Sequence[Callable[[], Observation]]:
+    def decoders(self, _header: Header, payload: Payload) -> Sequence[Callable[[PixelBudget], Observation]]:
         return [partial(self.decode, payload)]
 
-    def decode(self, payload: Payload) -> Observation:
+    def decode(self, payload: Payload, budget: PixelBudget | None = None) -> Observation:
         """The observation of an INFER request that ``peek`` did not refuse.
 
         Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
@@ -167,7 +174,7 @@ class NativeCodec:
             raise RequestError(f"request parse failed: {error}") from error
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
-            images=self._images(images, list(request.camera_names)),
+            images=self._images(images, list(request.camera_names), budget or PixelBudget()),
             state=self._state(request),
             prompt=request.prompt,
             tokens=tokens if tokens.size else None,
@@ -178,7 +185,7 @@ class NativeCodec:
             time=request.time if request.HasField("time") else None,
         )
 
-    def _images(self, images: list[_Picture], names: list[str]) -> dict[str, np.ndarray]:
+    def _images(self, images: list[_Picture], names: list[str], budget: PixelBudget) -> dict[str, np.ndarray]:
         """Camera name -> frame. Without ``camera_names``, images go to cameras in the spec's order."""
         count = len(images)
         cameras = [camera.name for camera in self.spec.cameras]
@@ -190,7 +197,11 @@ class NativeCodec:
             raise ObservationError("camera_names", f"{count} names, one per image", f"{len(names)}")
         if len(set(names)) != count:
             raise ObservationError("camera_names", "each camera once", ", ".join(names))
-        budget = PixelBudget()
+        for name in names:
+            if len(name) > MAX_NAME:
+                raise ObservationError(
+                    "camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}"
+                )
         return {name: _frame(name, image, budget) for name, image in zip(names, images, strict=True)}
 
     def _state(self, request: PredictRequest) -> np.ndarray:
@@ -231,6 +242,7 @@ class NativeCodec:
             session=chunk.session,
             seed=chunk.seed,
             time=chunk.time,
+            warnings=chunk.warnings,
         )
         for name in ("preprocess_ms", "vision_ms", "prefix_ms", "postprocess_ms", "total_ms", "queue_ms"):
             setattr(reply.timing, name, getattr(timing, name))

@@ -15,6 +15,7 @@ import numpy as np
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
 from sinew.serve.decode.array import pack, unpack
+from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires import keys
 
@@ -41,15 +42,15 @@ def read(payload: bytes) -> Message:
     endpoint = keys.text("endpoint", flat.get("endpoint", "infer"))
     if endpoint not in ("infer", "reset"):
         raise RequestError(f"endpoint: expected infer or reset, got {endpoint[:40]!r}")
-    session = keys.text("session_id", flat.get("session_id") or "")
+    session = keys.optional_text("session_id", flat.get("session_id"))
     deadline = flat.get("deadline_ms")
     return Message(endpoint, session, None if deadline is None else number("deadline_ms", deadline), flat)
 
 
-def observation(message: Message, spec: PolicySpec, wire: str = NAME) -> Observation:
+def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
-    made = keys.read_observation(flat, spec, wire, session=message.session, **options(flat))
+    made = keys.read_observation(flat, spec, NAME, budget, session=message.session, **options(flat))
     images = {
         name: frame if frame.dtype == np.uint8 else _bytes(name, frame) for name, frame in made.images.items()
     }
@@ -74,7 +75,10 @@ def number(name: str, value: Any) -> float:
     value = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ObservationError(name, "a number", type(value).__name__)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ObservationError(name, "a number", "an integer beyond any float") from None
 
 
 def integer(name: str, value: Any) -> int:
@@ -104,6 +108,8 @@ def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> b
         reply["seed"] = chunk.seed
     if chunk.session:
         reply["session_id"] = chunk.session
+    if chunk.warnings:
+        reply["warnings"] = list(chunk.warnings)
     return pack(reply)
 
 

@@ -87,6 +87,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (106, "time", "optional double"),
             (107, "error_code", "string"),
             (108, "metadata", "string"),
+            (109, "warnings", "repeated string"),
         ),
     },
 }

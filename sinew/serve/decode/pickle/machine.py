@@ -264,7 +264,9 @@ class Machine:
         if len(items) % 2:
             raise SafePickleError(f"pickle: a key without a value before byte {self.at}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is not str and type(key) is not int:  # others could be slow to hash
+            if (
+                type(key) is not str
+            ):  # others could be slow to hash, or made to have one hash, as integers can
                 most = f"text of at most {MAX_SHORT_TEXT} bytes"
                 raise SafePickleError(f"pickle: expected {most} as keys, got {type(key).__name__}")
             target[key] = value

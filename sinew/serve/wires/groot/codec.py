@@ -34,6 +34,9 @@ from sinew.serve.wires.groot.names import Names
 from sinew.serve.wires.keys import frame, text
 
 MAX_BATCH = 64
+MAX_VALUES = (
+    2048  # of one message; a batch of 64 has some three hundred, and they are read before the key is known
+)
 MAX_ERROR_TEXT = 1000
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
 JSON_TEXT_ARCHITECTURES = ("gr00t_n1_5",)  # whose clients expect a modality's configuration as JSON text
@@ -77,7 +80,7 @@ class GrootCodec:
         """Reads the whole message: without its arrays, which stay where they are, it is small or refused."""
         header = Header()
         try:
-            request = unpack(payload)
+            request = unpack(payload, MAX_VALUES)
             if not isinstance(request, dict):
                 raise RequestError(f"request: expected a map, got {type(request).__name__}")
             endpoint, token = request.get("endpoint", "get_action"), request.get("api_token")
@@ -111,7 +114,9 @@ class GrootCodec:
         self.service.reset(header.session)
         return msgpack.packb({})
 
-    def decoders(self, header: Header, _payload: memoryview) -> Sequence[Callable[[], Observation]]:
+    def decoders(
+        self, header: Header, _payload: memoryview
+    ) -> Sequence[Callable[[PixelBudget], Observation]]:
         batch = self._batch(header)
         return [partial(self._element, header, batch, index) for index in range(batch.size)]
 
@@ -141,12 +146,15 @@ class GrootCodec:
         if not header.batched:
             frames = {camera: array[None] for camera, array in frames.items()}
             vectors = [array[None] for array in vectors]
-        return _Batch(size, frames, vectors, _prompts(prompts, size), PixelBudget())
+        return _Batch(size, frames, vectors, _prompts(prompts, size))
 
-    def _element(self, header: Header, batch: _Batch, index: int) -> Observation:
+    def _element(
+        self, header: Header, batch: _Batch, index: int, budget: PixelBudget | None = None
+    ) -> Observation:
+        budget = budget or PixelBudget()
         return Observation(
             images={
-                camera: frame(camera, frames[index, -1], batch.budget, channels_first=False)
+                camera: frame(camera, frames[index, -1], budget, channels_first=False)
                 for camera, frames in batch.frames.items()
             },
             state=np.concatenate([vector[index, -1] for vector in batch.vectors]),
@@ -178,6 +186,8 @@ class GrootCodec:
             for chunk in chunks
         ]
         info = {"server_ms": server_ms, "timing": timing, "seed": [chunk.seed for chunk in chunks]}
+        if warnings := [warning for chunk in chunks for warning in chunk.warnings]:
+            info["warnings"] = list(dict.fromkeys(warnings))
         return msgpack.packb([found, info])
 
     def encode_error(self, header: Header | None, error: SinewError) -> bytes:
@@ -225,7 +235,6 @@ class _Batch:
     frames: dict[str, np.ndarray]
     vectors: list[np.ndarray]
     prompts: list[str]
-    budget: PixelBudget
 
 
 def _read_data(header: Header, data: dict[str, Any]) -> Header:

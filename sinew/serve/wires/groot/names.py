@@ -7,6 +7,7 @@ that does not is asked for its own camera names, and for the groups in the names
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from collections.abc import Mapping
@@ -76,6 +77,15 @@ class Names:
             raise ObservationError(
                 "video", f"frames under one of the keys {', '.join(self.cameras)}", _some(video)
             )
+        for key in video:
+            if key not in self.cameras:
+                close = difflib.get_close_matches(key, list(self.cameras), n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ObservationError(
+                    f"video.{key}"[:100],
+                    f"one of the cameras {', '.join(self.cameras)}",
+                    f"an unknown camera{hint}",
+                )
         keys = self.states
         if keys == (STATE,) and not self.fixed and len(state) == 1:
             keys = tuple(state)  # the only one there is, whatever its name

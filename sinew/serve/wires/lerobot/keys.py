@@ -74,10 +74,12 @@ def agree(config: RemotePolicyConfig, spec: PolicySpec) -> Agreement:
     )
 
 
-def observation(timed: TimedObservation, agreement: Agreement) -> Observation:
+def observation(
+    timed: TimedObservation, agreement: Agreement, budget: PixelBudget | None = None
+) -> Observation:
     """A raw observation as the policy takes it; frames in the size that the camera has. Raises ObservationError."""
     raw = timed.observation
-    budget = PixelBudget()
+    budget = budget or PixelBudget()
     images = {}
     for key, camera in agreement.images:
         frame = _value(raw, key)

@@ -29,6 +29,7 @@ from sinew.core import (
     RequestError,
     SinewError,
 )
+from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.scheduler import DeadlineError, ShuttingDownError, SupersededError
 from sinew.serve.service import Inference, Service, UnauthorizedError, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
@@ -251,7 +252,8 @@ class LeRobotWire:
         data = await self._sessions.receive(pieces)
         arrived = time.perf_counter()
         with self._sessions.held(len(data)):
-            decode = self._loop.run_in_executor(self._decoder, _decode, data, agreement)
+            budget = self._ready_service.budget(self._raise_if_stopping)
+            decode = self._loop.run_in_executor(self._decoder, _decode, data, agreement, budget)
             timed, seen = await decode
         if not session.offer(Waiting(timed.timestep, seen, len(data), arrived), timed.must_go):
             logger.debug("lerobot: %s: timestep %d has its actions already", client, timed.timestep)
@@ -269,7 +271,7 @@ class LeRobotWire:
             return b""  # upstream's Empty, and Actions without data: the same bytes
         inference = Inference(
             NAME,
-            lambda: waiting.observation,
+            lambda _budget: waiting.observation,
             client=client,
             session=client,
             deadline_ms=self._deadline_ms(context, waiting.arrived),
@@ -294,6 +296,10 @@ class LeRobotWire:
     def _ready_service(self) -> Service:
         assert self._service is not None  # every method is called after that check
         return self._service
+
+    def _raise_if_stopping(self) -> None:
+        if self._stopping:
+            raise ShuttingDownError
 
     def _deadline_ms(self, context: Any, arrived: float) -> float | None:
         """From the observation's arrival: the server's limit, or the end of the client's call if that is earlier."""
@@ -328,9 +334,9 @@ async def _awaited(work: Any) -> Any:
     return await work
 
 
-def _decode(data: bytes, agreement: Agreement) -> tuple[Any, Observation]:
+def _decode(data: bytes, agreement: Agreement, budget: PixelBudget) -> tuple[Any, Observation]:
     timed = read_observation(data)
-    return timed, observation(timed, agreement)
+    return timed, observation(timed, agreement, budget)
 
 
 def _key(context: Any) -> str | bytes | None:

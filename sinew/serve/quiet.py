@@ -1,0 +1,44 @@
+"""Lines that a client can cause as often as it likes, written to the log so that it does not fill."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+BURST = 5  # lines that are written at once
+PERIOD_S = 10.0  # in which that many are written; the rest is counted
+
+
+class Quiet:
+    """A logger that writes at most ``BURST`` lines in ``PERIOD_S``, and then how many it left out. Thread-safe."""
+
+    def __init__(self, logger: logging.Logger):
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._since = float("-inf")
+        self._written = 0
+        self._left_out = 0
+
+    def warning(self, text: str, *values: object) -> None:
+        """``logging.Logger.warning``, or nothing."""
+        self._log(logging.WARNING, None, text, *values)
+
+    def error(self, text: str, cause: BaseException) -> None:
+        """``logging.Logger.error`` with the traceback of ``cause``, or nothing."""
+        self._log(logging.ERROR, cause, text)
+
+    def _log(self, level: int, cause: BaseException | None, text: str, *values: object) -> None:
+        now = time.monotonic()
+        left_out = 0
+        with self._lock:
+            if now - self._since > PERIOD_S:
+                self._since, self._written = now, 0
+                left_out, self._left_out = self._left_out, 0
+            self._written += 1
+            if self._written > BURST:
+                self._left_out += 1
+                return
+        if left_out:
+            self._logger.warning("%d more of such lines were left out", left_out)
+        self._logger.log(level, text, *values, exc_info=cause)

@@ -1,0 +1,234 @@
+"""One request and its reply, for any codec whose requests are single frames: between a transport and the service.
+
+A codec looks a request over on the transport's thread, decodes it on the scheduler's, and writes the reply. What is
+refused before it gets to the service says so (``Refused``), so that the transport can slow its sender down.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.scheduler import Job, Outcome
+from sinew.serve.service import Inference, Service
+from sinew.serve.transport.zmtp import Frame, Message
+
+logger = logging.getLogger(__name__)
+
+MAX_ROUTING_ID = 255  # bytes, ZeroMQ's own limit
+MAX_ENVELOPE = 8  # frames: one routing id per proxy on the way, and the empty frame
+
+Envelope = list[Frame]
+Decoder = Callable[[PixelBudget], Observation]
+
+
+class Header(Protocol):
+    """What a codec's ``peek`` finds out. error: why the request is refused, or None."""
+
+    @property
+    def session(self) -> str: ...
+    @property
+    def deadline_ms(self) -> float | None: ...
+    @property
+    def error(self) -> SinewError | None: ...
+
+
+class Codec(Protocol):
+    """One protocol of requests and replies, each one frame."""
+
+    name: str
+
+    def bind(self, service: Service) -> None:
+        """The policy is loaded; called once, before the first request."""
+
+    def peek(self, payload: memoryview) -> Any:
+        """Look a request over, cheaply: this runs on the loop. Never raises: a refusal is in the header."""
+
+    def authorize(self, header: Any) -> None:
+        """Raises UnauthorizedError."""
+
+    def control(self, header: Any) -> bytes | None:
+        """The reply to everything that is not an inference; None for an inference."""
+
+    def decoders(self, header: Any, payload: memoryview) -> Sequence[Decoder]:
+        """The observations of one request, usually one; each runs on the decode thread."""
+
+    def encode(self, header: Any, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
+        """The reply to an inference, a chunk per decoder. server_ms: from arrival to now."""
+
+    def encode_error(self, header: Any, error: SinewError) -> bytes:
+        """The reply to a request that failed; header is None where the message could not be read."""
+
+    def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
+        """See Wire."""
+
+
+class Asker(Protocol):
+    """A connection as this file sees it. requests: those that are not answered."""
+
+    address: str
+    requests: set[Request]
+
+    def __hash__(self) -> int: ...
+
+    def reply(self, frames: Sequence[Frame], request: Request | None) -> None:
+        """Send one message, from any thread. request: the one that it answers, whose memory is free now."""
+
+    def prove(self) -> None:
+        """A request of this connection was taken: it is not a stranger any more."""
+
+    def refuse(self, error: SinewError) -> None:
+        """A request of this connection was refused before it got to the service."""
+
+
+class Exchange:
+    """Takes the messages of all connections of one wire. limit: bytes of one request."""
+
+    def __init__(self, codec: Codec, service: Service, limit: int):
+        self._codec = codec
+        self._service = service
+        self._limit = limit
+
+    def take(self, asker: Asker, message: Message, size: int) -> None:
+        """Answer one message, or submit it. size: what it holds of its connection's account."""
+        codec = self._codec
+        arrived = time.perf_counter()
+        envelope, payload = _open(message)
+        count = message.count - len(envelope)
+        request = Request(self._service, size)
+        header = None
+        try:
+            if message.size > self._limit:
+                raise RequestError(f"request: expected at most {self._limit} bytes, got {message.size}")
+            if count != 1:
+                raise RequestError(f"expected a single-frame request, got {count} frames")
+            content = memoryview(payload[0])
+            header = codec.peek(content)
+            if header.error is not None:
+                raise header.error
+            codec.authorize(header)
+            if self._service.wants_key:
+                asker.prove()
+            reply = codec.control(header)
+            if reply is not None:
+                asker.reply([*envelope, reply], request)
+                return
+            decoders = codec.decoders(header, content)
+        except SinewError as error:
+            self._service.refused(codec.name, asker.address, error)
+            asker.refuse(error)
+            asker.reply([*envelope, codec.encode_error(header, error)], request)
+            return
+        except Exception:  # whatever it is, the other clients are served on
+            logger.exception("a request could not be taken")
+            asker.reply([*envelope, codec.encode_error(header, SinewError("internal error"))], request)
+            return
+        asker.prove()
+        # Observations of one batch do not replace each other.
+        session = header.session if len(decoders) == 1 else ""
+        request.inferences = [
+            Inference(
+                codec.name, decode, asker.address, session, header.deadline_ms, arrived, connection=asker
+            )
+            for decode in reversed(decoders)
+        ]
+        request.on_end = partial(self._reply, asker, envelope, header, arrived, request)
+        asker.requests.add(request)
+        request.ask()
+
+    def _reply(
+        self,
+        asker: Asker,
+        envelope: Envelope,
+        header: Any,
+        arrived: float,
+        request: Request,
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """Runs on a thread of the scheduler, or on the loop."""
+        chunks = [outcome for outcome in outcomes if isinstance(outcome, ActionChunk)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, SinewError)]
+        asker.requests.discard(request)
+        try:
+            if errors:
+                reply = self._codec.encode_error(header, errors[0])
+                if isinstance(errors[0], BusyError):
+                    asker.refuse(errors[0])
+            else:
+                reply = self._codec.encode(header, chunks, (time.perf_counter() - arrived) * 1e3)
+        except Exception:  # a client that gets no reply waits for ever
+            logger.exception("a reply could not be written")
+            reply = self._codec.encode_error(header, SinewError("internal error"))
+        asker.reply([*envelope, reply], request)
+
+
+class Request:
+    """The observations of one request, submitted one after the other: a batch takes one place in the queue, other
+    clients get their turn in between, and the first failure ends it.
+
+    inferences: the last one first. size: bytes that it keeps in memory.
+    """
+
+    def __init__(self, service: Service, size: int):
+        self.size = size
+        self.inferences: list[Inference] = []
+        self.on_end: Callable[[Sequence[Outcome]], None] = _nothing
+        self._service = service
+        self._outcomes: list[Outcome] = []
+        self._job: Job | None = None
+        self._abandoned = self._ended = False
+
+    def ask(self) -> None:
+        try:
+            job = self._service.submit(self.inferences.pop(), self._settle)
+        except SinewError as error:  # counted by submit
+            self._end(error)
+            return
+        self._job = None if self._ended else job
+        if self._abandoned:
+            self._service.cancel(job)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        self._abandoned = True
+        job = self._job
+        if job is not None:
+            self._service.cancel(job)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Runs on a thread of the scheduler."""
+        if self.inferences and not self._abandoned and not isinstance(outcome, SinewError):
+            self._outcomes.append(outcome)
+            self.ask()
+        else:
+            self._end(outcome)
+
+    def _end(self, outcome: Outcome) -> None:
+        # The job knows this object, and with it the frames; a circle would keep them until the collector comes.
+        self._ended, self._job = True, None
+        on_end, self.on_end = self.on_end, _nothing
+        self.inferences = []
+        on_end([*self._outcomes, outcome])
+
+
+def _nothing(_outcomes: Sequence[Outcome]) -> None: ...
+
+
+def _open(message: Message) -> tuple[Envelope, list[Frame]]:
+    """Split a message into what routes the reply and the payload frames.
+
+    REQ sockets put an empty frame before the payload, DEALER sockets may leave it out, and a proxy in
+    between adds a routing id of its own in front of that empty frame.
+    """
+    frames = message.frames
+    for index, frame in enumerate(frames[: MAX_ENVELOPE - 1]):
+        if index == message.count - 1 or len(frame) > MAX_ROUTING_ID:
+            break
+        if not frame:
+            return frames[: index + 1], frames[index + 1 :]
+    return [], frames

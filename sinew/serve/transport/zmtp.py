@@ -1,0 +1,238 @@
+"""ZMTP 3: what the bytes of one ZeroMQ connection mean, and what may stand in memory of them.
+
+The server speaks the protocol itself because ZeroMQ's library bounds a part of a message and not a message: a peer
+that sends parts without end, or never finishes one, keeps what it sent in the library's memory for ever. Here a message
+has a number of frames and of bytes, frames beyond what a request can need are counted and dropped as they come, and the
+owner of the connection can ask at any moment how much is held. There are no sockets in this file.
+
+Protocol: https://rfc.zeromq.org/spec/23 (3.0) and /spec/37 (3.1: PING and PONG), mechanism NULL, server side of ROUTER.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+PEERS = (b"REQ", b"DEALER", b"ROUTER")  # socket types that may talk to a ROUTER
+
+INPUT = 1 << 14  # bytes of a connection's input buffer: handshakes, heads of frames, small frames
+MAX_COMMAND = 1024  # bytes
+KEPT_FRAMES = 10  # of a message: the ids of proxies, the empty frame, the request
+MAX_FRAMES = 1024  # of a message; from here on the connection ends
+
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_DROPPED = memoryview(bytearray(1 << 16))  # what nobody reads is received into here
+
+Frame = bytes | memoryview
+
+
+class ZmtpError(Exception):
+    """The peer does not speak ZMTP 3, or sends more than a message may be. Its connection ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """frames: as they came, without those beyond ``KEPT_FRAMES`` or the limit of bytes. count, size: of all of them."""
+
+    frames: list[Frame]
+    count: int
+    size: int
+
+
+class Framing:
+    """The state of one connection's input.
+
+    Receive into ``room()``, say how much with ``take``, then ask ``next`` until it has no more. ``replies`` is what the
+    protocol itself wants to be sent: greeting, handshake, PONG.
+
+    limit: bytes of one message that are held; from twice that on the connection ends.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.ready = False  # the handshake is over
+        self.replies: list[bytes] = [GREETING]
+        self._greeted = False
+        self._input = memoryview(bytearray(INPUT))
+        self._start = self._end = 0  # what of the input is not understood yet
+        self._flags = 0
+        self._left = 0  # bytes of the present frame that are still to come
+        self._body: memoryview | None = None  # of the present frame; None where it is dropped
+        self._filled = 0
+        self._frames: list[Frame] = []
+        self._kept = self._count = self._size = 0  # of the present message: bytes held, frames, bytes
+
+    @property
+    def arriving(self) -> int:
+        """Bytes in memory of a message that is not whole."""
+        return self._kept + (self._filled if self._body is not None else 0)
+
+    @property
+    def between(self) -> bool:
+        """Nothing of a message, or of the handshake, has come yet."""
+        return self.ready and not self._count and not self._left and self._start == self._end
+
+    @property
+    def pending(self) -> bool:
+        """There are bytes that ``next`` has not looked at, or that wait for more."""
+        return self._start != self._end or bool(self._filled and not self._left)
+
+    def room(self) -> memoryview:
+        """Where the next bytes go. Empty only while ``next`` has something to say."""
+        if self._left:
+            if self._body is None:
+                return _DROPPED[: min(self._left, len(_DROPPED))]
+            return self._body[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == INPUT:
+            rest = self._end - self._start
+            self._input[:rest] = bytes(self._input[self._start : self._end])
+            self._start, self._end = 0, rest
+        return self._input[self._end :]
+
+    def take(self, count: int) -> None:
+        """So many bytes have come."""
+        if self._left:
+            self._left -= count
+            self._filled += count
+        else:
+            self._end += count
+
+    def next(self) -> Message | None:
+        """The next whole message, if it is there. Raises :class:`ZmtpError`."""
+        while not self._left:
+            if self._filled:  # a frame that came in pieces has come to its end
+                message = self._end_frame(self._body)
+            elif not self._greeted:
+                if not self._greet():
+                    return None
+                continue
+            else:
+                begun = self._begin_frame()
+                if not begun:
+                    return None
+                if self._left:
+                    return None
+                message = self._end_frame(self._body)
+            if message is not None:
+                return message
+        return None
+
+    # ------------------------------------------------------------------------- parts
+
+    def _greet(self) -> bool:
+        have = self._input[self._start : self._end]
+        if have[:1] not in (b"", b"\xff") or (len(have) > 9 and not have[9] & 1):
+            raise ZmtpError("it does not begin as ZMTP does")
+        if len(have) > 10 and have[10] < 3:
+            raise ZmtpError(f"it speaks ZMTP {have[10]}, and ZeroMQ 4 with ZMTP 3 is expected")
+        if len(have) < len(GREETING):
+            return False
+        if bytes(have[12:32]).rstrip(b"\0") != b"NULL":
+            raise ZmtpError("its security mechanism is not NULL")
+        self._start += len(GREETING)
+        self._greeted = True
+        self.replies.append(_command(b"READY", b"\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0"))
+        return True
+
+    def _begin_frame(self) -> bool:
+        """Read a frame's head and what there is of its body; False where not even the head is there."""
+        have = self._input[self._start : self._end]
+        if len(have) < 2:
+            return False
+        flags, head, size = have[0], 2, have[1]
+        if flags & ~7 or (flags & _COMMAND and flags & _MORE):
+            raise ZmtpError(f"a frame has the flags {flags:#04x}")
+        if flags & _LONG:
+            if len(have) < 9:
+                return False
+            head, size = 9, int.from_bytes(have[1:9], "big")
+        if flags & _COMMAND:
+            if size > MAX_COMMAND:
+                raise ZmtpError(f"a command has {size} bytes")
+            keep = True
+        elif not self.ready:
+            raise ZmtpError("a message came before the handshake")
+        else:
+            self._count += 1
+            self._size += size
+            if self._count > MAX_FRAMES or self._size > 2 * self.limit:
+                raise ZmtpError(f"a message has {self._count} frames and {self._size} bytes, or more")
+            keep = self._count <= KEPT_FRAMES and self._size <= self.limit
+        self._flags = flags
+        self._start += head
+        here = min(size, self._end - self._start)
+        part = self._input[self._start : self._start + here]
+        self._start += here
+        self._left, self._filled = size - here, here
+        if not keep:
+            self._body = None
+        elif here == size:
+            self._body = memoryview(bytes(part))
+        else:  # memory that is not written to costs nothing yet: the head alone reserves none
+            self._body = np.empty(size, np.uint8).data
+            self._body[:here] = part
+        return True
+
+    def _end_frame(self, body: memoryview | None) -> Message | None:
+        self._body, self._filled = None, 0
+        if self._flags & _COMMAND:
+            assert body is not None
+            self._obey(bytes(body))
+            return None
+        if body is not None:
+            self._frames.append(body)
+            self._kept += len(body)
+        if self._flags & _MORE:
+            return None
+        message = Message(self._frames, self._count, self._size)
+        self._frames = []
+        self._kept = self._count = self._size = 0
+        return message
+
+    def _obey(self, command: bytes) -> None:
+        length = command[0] if command else 0
+        name, body = command[1 : 1 + length], command[1 + length :]
+        if name == b"READY" and not self.ready:
+            kind = _property(body, b"socket-type")
+            if kind not in PEERS:
+                raise ZmtpError(f"its socket is a {kind[:20]!r}, and REQ or DEALER is expected")
+            self.ready = True
+        elif not self.ready or name == b"ERROR":
+            raise ZmtpError(f"its command is {name[:20]!r}")
+        elif name == b"PING" and len(self.replies) < KEPT_FRAMES:
+            self.replies.append(_command(b"PONG", body[2:18]))  # behind the time to live: at most 16 bytes
+
+
+def message(frames: Sequence[Frame]) -> bytes:
+    """The bytes of one message."""
+    parts: list[Frame] = []
+    for index, frame in enumerate(frames):
+        more, size = index < len(frames) - 1, len(frame)
+        parts.append(bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big"))
+        parts.append(frame)
+    return b"".join(parts)
+
+
+def _command(name: bytes, body: bytes) -> bytes:
+    content = bytes((len(name),)) + name + body
+    return bytes((_COMMAND, len(content))) + content
+
+
+def _property(body: bytes, wanted: bytes) -> bytes:
+    """The value of a property of READY; empty where there is none."""
+    at = 0
+    while at < len(body):
+        name = body[at + 1 : at + 1 + body[at]]
+        at += 1 + body[at]
+        size = int.from_bytes(body[at : at + 4], "big")
+        if len(body) < at + 4 + size:
+            raise ZmtpError("its READY is cut off")
+        if name.lower() == wanted:
+            return body[at + 4 : at + 4 + size]
+        at += 4 + size
+    return b""

@@ -1,0 +1,67 @@
+"""A queue in which connections take turns, so that the one that asks most does not get most."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Turns(Generic[T]):
+    """First come first served among the items of one owner, round robin between owners. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[Hashable, deque[T]] = (
+            OrderedDict()
+        )  # the owner whose turn it is stands first
+        self._signals: SimpleQueue[bool] = SimpleQueue()  # one for each item, False for the end
+
+    def put(self, owner: Hashable, item: T) -> None:
+        """Add an item behind the others of its owner."""
+        with self._lock:
+            self._lines.setdefault(owner, deque()).append(item)
+        self._signals.put(True)
+
+    def get(self) -> T | None:
+        """Wait for an item whose owner's turn it is. None, once for each call of ``end``: there are no more."""
+        while self._signals.get():
+            with self._lock:
+                if self._lines:
+                    return self._take()
+        return None
+
+    def remove(self, owner: Hashable, item: T) -> bool:
+        """Take an item out; False if it is not there."""
+        with self._lock:
+            line = self._lines.get(owner)
+            if line is None or item not in line:
+                return False
+            line.remove(item)
+            if not line:
+                del self._lines[owner]
+            return True
+
+    def drain(self) -> list[T]:
+        """Take everything out."""
+        with self._lock:
+            found = [item for line in self._lines.values() for item in line]
+            self._lines.clear()
+            return found
+
+    def end(self) -> None:
+        """Let one ``get`` return None."""
+        self._signals.put(False)
+
+    def _take(self) -> T:
+        owner, line = next(iter(self._lines.items()))
+        item = line.popleft()
+        if line:
+            self._lines.move_to_end(owner)
+        else:
+            del self._lines[owner]
+        return item
