@@ -151,6 +151,7 @@ class KeyMap:
 
     images: wire key -> camera; nested containers are joined with "/". state: wire keys whose values,
     concatenated in order, are the state. ``channels_first``: frames come as [3, height, width].
+    unread: keys of frames that such clients send too and the policy does not read; others are refused.
     """
 
     wire: str  # e.g. "openpi"
@@ -158,6 +159,7 @@ class KeyMap:
     state: tuple[str, ...]
     prompt: str = "prompt"
     channels_first: bool = False
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

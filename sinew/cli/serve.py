@@ -70,7 +70,7 @@ def serve(
     record: Path | None = None,
     access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     verbose: Annotated[bool, Parameter(negative="")] = False,
-    bounds: Bounds = Bounds(),  # noqa: B008 - frozen
+    bounds: Bounds = Bounds(),
 ) -> int:
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
 

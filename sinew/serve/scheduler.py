@@ -246,8 +246,7 @@ class Scheduler:
         for queue, threads in ((self._received, DECODERS), (self._ready, 1)):
             for job in queue.drain():
                 self._abandon(job, ShuttingDownError())
-            for _ in range(threads):
-                queue.end()
+            queue.end(threads)
 
     def join(self, timeout: float) -> bool:
         """Wait for the threads to end after ``stop``; False when a stage is still running then."""

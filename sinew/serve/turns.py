@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -19,21 +20,28 @@ class Turns(Generic[T]):
         self._lines: OrderedDict[Hashable, deque[T]] = (
             OrderedDict()
         )  # the owner whose turn it is stands first
-        self._signals: SimpleQueue[bool] = SimpleQueue()  # one for each item, False for the end
+        self._signals: SimpleQueue[None] = SimpleQueue()  # there is something to look at
+        self._ended = False
 
     def put(self, owner: Hashable, item: T) -> None:
         """Add an item behind the others of its owner."""
         with self._lock:
             self._lines.setdefault(owner, deque()).append(item)
-        self._signals.put(True)
+        self._signals.put(None)
 
     def get(self) -> T | None:
-        """Wait for an item whose owner's turn it is. None, once for each call of ``end``: there are no more."""
-        while self._signals.get():
-            with self._lock:
+        """Wait for an item whose owner's turn it is. None after ``end``: there are no more."""
+        while True:
+            with self._lock:  # looked at first: a thread that was killed may have taken a signal and no item
                 if self._lines:
-                    return self._take()
-        return None
+                    item = self._take()
+                    break
+                if self._ended:
+                    return None
+            self._signals.get()
+        with contextlib.suppress(Empty):
+            self._signals.get_nowait()
+        return item
 
     def remove(self, owner: Hashable, item: T) -> bool:
         """Take an item out; False if it is not there."""
@@ -53,9 +61,11 @@ class Turns(Generic[T]):
             self._lines.clear()
             return found
 
-    def end(self) -> None:
-        """Let one ``get`` return None."""
-        self._signals.put(False)
+    def end(self, readers: int = 1) -> None:
+        """Let ``get`` return None, on so many threads, as soon as nothing is left."""
+        self._ended = True
+        for _ in range(readers):
+            self._signals.put(None)
 
     def _take(self) -> T:
         owner, line = next(iter(self._lines.items()))

@@ -175,7 +175,7 @@ def test_the_newest_moment_is_taken():
 def test_a_bundle_with_a_key_map():
     codec = make_codec(MAPPED)
     observation = {
-        "video": {"ego_view": FRAMES, "hand": FRAMES, "other": FRAMES},
+        "video": {"ego_view": FRAMES, "hand": FRAMES},
         "state": {"grip": GRIP, "arm": ARM, "legs": ARM},
         "language": {"task": [["go"], ["on"]], "other": [["x"], ["y"]]},
     }
@@ -183,6 +183,9 @@ def test_a_bundle_with_a_key_map():
     assert set(got.images) == {"front", "wrist"}
     np.testing.assert_array_equal(got.state, np.concatenate([ARM[1, 0], GRIP[1, 0]]))
     assert got.prompt == "on"
+    observation["video"]["hands"] = FRAMES
+    with pytest.raises(ObservationError, match="video.hands: .*unknown camera; did you mean 'hand'"):
+        decoded(request(observation), codec)
     assert Names.of(MAPPED).cameras == {"ego_view": "front", "hand": "wrist"}
 
 

@@ -347,7 +347,7 @@ ATTACKS = {
     "deep lists": (nested(b"]", b"a", 5000), f"at most {MAX_DEPTH} levels"),
     "deep tuples": (nested(b"", b"\x85", 15_000), f"at most {MAX_DEPTH} levels"),
     "a list in itself": (b"\x80\x04]\x94h\x00a.", f"at most {MAX_DEPTH} levels"),
-    "a dict in itself": (b"\x80\x04}\x94K\x01h\x00s.", f"at most {MAX_DEPTH} levels"),
+    "a dict in itself": (b"\x80\x04}\x94\x8c\x01ah\x00s.", f"at most {MAX_DEPTH} levels"),
     "doubling tuples": (b"\x80\x04" + doubled(60) + b".", f"at most {MAX_DEPTH} levels"),
     "wide repetition": (
         b"\x80\x04((" + b"N" * 200 + b"t\x94" + b"h\x00" * 200 + b"t.",

@@ -152,7 +152,7 @@ def half_a_frame(address: str, size: int) -> socket.socket:
     host, port = address.removeprefix("ws://").split(":")
     made = socket.create_connection((host, int(port)), timeout=20)
     made.sendall(
-        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
     )
     assert b" 101 " in made.recv(4096)
@@ -194,7 +194,7 @@ def test_a_frame_that_trickles_is_ended(server, observed):
 def test_the_second_request_of_a_connection_may_not_trickle_either(server):
     host, port = server.http.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as peer:
-        peer.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        peer.sendall(b"GET /v1/metadata HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in peer.recv(4096)
         with contextlib.suppress(OSError):
             while True:  # until the server ends it

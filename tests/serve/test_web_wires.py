@@ -479,7 +479,7 @@ def test_slow_peers_do_not_hold_up_others(bundle, policy, tmp_path):
     try:
         slow = [socket.create_connection((host, int(port))) for _ in range(60)]
         for index, peer in enumerate(slow):
-            head = b"POST /v1/actions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+            head = b"POST /v1/actions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
             peer.sendall(head if index % 2 else head + b"\r\n{")
         for seed in range(5):
             status, body = post(running.address + "/v1/actions", by_camera(plain(seed=seed)))

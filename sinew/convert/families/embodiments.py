@@ -47,6 +47,7 @@ ALOHA = Embodiment(
         images={"images/cam_high": BASE, "images/cam_left_wrist": LEFT, "images/cam_right_wrist": RIGHT},
         state=("state",),
         channels_first=True,
+        unread=("images/cam_low",),
     ),
     relative=(0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12),
     state_steps=(

@@ -60,7 +60,9 @@ class Listen:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             made = socket.create_server((host, self.port), family=family, backlog=self.max_connections)
         except OSError as error:
-            raise AddressError(f"cannot listen on {self.host}:{self.port}: {os.strerror(error.errno or 0)}") from error
+            raise AddressError(
+                f"cannot listen on {self.host}:{self.port}: {os.strerror(error.errno or 0)}"
+            ) from error
         made.setblocking(False)
         return made
 

@@ -96,7 +96,9 @@ def read_observation(
         raise ObservationError("images", f"a frame under one of the keys {names}", f"keys {_some(flat)}")
     if len(frames) > MAX_IMAGES:
         raise ObservationError("images", f"at most {MAX_IMAGES}", str(len(frames)))
-    _refuse_strange_frames(flat, _cameras(spec, keys), {key for key, _value in frames.values()})
+    _refuse_strange_frames(
+        flat, _cameras(spec, keys), {key for key, _value in frames.values()} | _unread(spec, wire)
+    )
     channels_first = keys.channels_first if keys is not None else None
     images = {camera: frame(key, value, budget, channels_first) for camera, (key, value) in frames.items()}
     return Observation(
@@ -177,6 +179,10 @@ def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
     if keys is not None:
         return {camera: (key,) for key, camera in keys.images.items()}
     return {camera.name: [form.format(camera.name) for form in _CAMERA_KEYS] for camera in spec.cameras}
+
+
+def _unread(spec: PolicySpec, wire: str) -> set[str]:
+    return {key for keys in key_maps(spec, wire) for key in keys.unread}
 
 
 def _refuse_strange_frames(

@@ -1,7 +1,14 @@
 """Client for Sinew policy servers. Needs numpy, pyzmq and protobuf; no torch."""
 
 from sinew_client.client import Client
-from sinew_client.errors import ClientError, InvalidObservation, RequestTimeout, ServerError
+from sinew_client.errors import (
+    ClientError,
+    ConnectionLost,
+    InvalidObservation,
+    RequestTimeout,
+    ServerError,
+    UnsafeChunk,
+)
 from sinew_client.protocol import ActionChunk, Timing
 
 __version__ = "0.1.0"
@@ -10,8 +17,10 @@ __all__ = [
     "ActionChunk",
     "Client",
     "ClientError",
+    "ConnectionLost",
     "InvalidObservation",
     "RequestTimeout",
     "ServerError",
     "Timing",
+    "UnsafeChunk",
 ]

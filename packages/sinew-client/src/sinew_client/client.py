@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import os
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -12,8 +15,13 @@ from typing import Any
 import zmq
 
 from sinew_client import protocol
-from sinew_client.errors import ClientError, RequestTimeout
+from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout, UnsafeChunk
 from sinew_client.protocol import ActionChunk
+
+logger = logging.getLogger("sinew_client")
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_OF_PARENTS = []  # sockets of a process that forked this one: freeing them here would wait for its threads
 
 
 class Client:
@@ -22,17 +30,23 @@ class Client:
     address: ZeroMQ address of the server, ``tcp://host:port``.
     timeout: seconds to wait for each answer. Connecting is part of the wait, so a client may be
         created before its server.
-    retries: how many times a request that timed out is sent again before :class:`RequestTimeout`.
-        Safe, because an inference changes nothing on the server; but a late robot may rather want
-        to send a fresh observation, so the default is 0.
+    retries: how many times a request that timed out, or whose connection broke, is sent again before
+        :class:`RequestTimeout` or :class:`ConnectionLost`. Safe, because an inference changes nothing on the
+        server; but a late robot may rather want to send a fresh observation, so the default is 0.
+    max_age: seconds; an answer to an older observation raises :class:`UnsafeChunk`. The age counts from the
+        observation's ``time`` where it has one, which must then be ``time.time()`` of this machine, else from
+        the call. None: any age.
+    limits: (lowest, highest) of each action, numbers or [D] in world units; an answer outside raises
+        :class:`UnsafeChunk`. Numbers that are not finite always do.
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
     api_key: where the server wants one. It travels unencrypted.
 
     A REQ socket that missed its reply can never be used again, so it is thrown away after a timeout
-    and the next call opens a new one: a server that comes back is found without further ado.
+    and the next call opens a new one: a server that comes back is found without further ado. A connection that
+    breaks while an answer is awaited is told at once.
 
-    Thread-safe: calls from several threads take turns, each waiting for the one before it. Not to be
-    used across ``fork``.
+    Thread-safe: calls from several threads take turns, each waiting for the one before it. After ``fork`` the
+    child's first call opens a connection of its own.
     """
 
     def __init__(
@@ -43,6 +57,8 @@ class Client:
         retries: int = 0,
         jpeg_quality: int | None = None,
         api_key: str = "",
+        max_age: float | None = None,
+        limits: tuple | None = None,
     ):
         if jpeg_quality is not None:
             try:
@@ -56,10 +72,16 @@ class Client:
         self.retries = retries
         self.jpeg_quality = jpeg_quality
         self.api_key = api_key
+        self.max_age = max_age
+        self.limits = limits
+        self._warned = set()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
         self._context = zmq.Context()
         self._socket: zmq.Socket | None = None
+        self._monitor: zmq.Socket | None = None
+        self._connected = False
         self._closed = False
         try:
             self._connect()
@@ -80,14 +102,29 @@ class Client:
             (the server refuses the request instead of beginning it later than this after its arrival).
         timeout: seconds, for this call only.
 
-        Raises InvalidObservation before sending, RequestTimeout, ServerError.
+        Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for
+        an answer that must not be executed.
         """
-        start = time.perf_counter()
+        start, taken = time.perf_counter(), observation.get("time")
+        if self.max_age is not None and taken is not None:
+            start -= max(0.0, time.time() - taken)
+        asked = time.perf_counter()
         request_id = next(self._ids)
         payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key)
         reply = self._ask(payload, request_id, timeout)
         chunk = protocol.decode_chunk(reply)
-        return replace(chunk, round_trip_ms=(time.perf_counter() - start) * 1e3)
+        now = time.perf_counter()
+        if self.max_age is not None and now - start > self.max_age:
+            raise UnsafeChunk(
+                f"the observation is {now - start:.3f} s old, and max_age is {self.max_age:g} s"
+            )
+        if self.limits is not None:
+            protocol.check_limits(chunk, self.limits)
+        for warning in chunk.warnings:
+            if warning not in self._warned and len(self._warned) < 100:
+                self._warned.add(warning)
+                logger.warning("%s: %s", self.address, warning)
+        return replace(chunk, round_trip_ms=(now - asked) * 1e3)
 
     def metadata(self, *, timeout: float | None = None) -> dict:
         """What the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
@@ -103,6 +140,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection. Waits for a call in progress in another thread."""
+        self._after_fork()
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -125,11 +163,17 @@ class Client:
 
     def _ask(self, payload: bytes, request_id: int, timeout: float | None):
         limit = self.timeout if timeout is None else timeout
+        self._after_fork()
         with self._lock:
             if self._closed:
                 raise ClientError("the client is closed")
-            for _ in range(self.retries + 1):
-                answer = self._exchange(payload, limit)
+            for attempt in range(self.retries + 1):
+                try:
+                    answer = self._exchange(payload, limit)
+                except ConnectionLost:
+                    if attempt == self.retries:
+                        raise
+                    continue
                 if answer is not None:
                     return protocol.decode_reply(answer, request_id)
         raise RequestTimeout(
@@ -139,13 +183,19 @@ class Client:
         )
 
     def _exchange(self, payload: bytes, limit: float) -> bytes | None:
-        """One request and its reply; None after ``limit`` seconds."""
+        """One request and its reply; None after ``limit`` seconds. Raises ConnectionLost."""
         answer = None
+        end = time.monotonic() + limit
         try:
             sock = self._socket or self._connect()
+            self._follow_connection()
             sock.send(payload)
-            if sock.poll(max(0, int(limit * 1e3)), zmq.POLLIN):
-                answer = sock.recv()
+            while answer is None and (left := end - time.monotonic()) > 0:
+                ready = dict(self._poller.poll(int(left * 1e3) + 1))
+                if sock in ready:
+                    answer = sock.recv()
+                elif ready and self._follow_connection():
+                    raise ConnectionLost(f"the connection to {self.address} broke before the answer came")
         except zmq.ZMQError as error:
             raise ClientError(f"{self.address}: {error}") from error
         finally:
@@ -159,10 +209,42 @@ class Client:
         sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)  # backs off from 100 ms; never slower than 1 s
         sock.setsockopt(zmq.IPV6, 1)  # takes IPv4 addresses as well
+        self._monitor = sock.get_monitor_socket(_EVENTS)
+        self._connected = False
+        self._poller = zmq.Poller()
+        self._poller.register(sock, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         sock.connect(self.address)
         return sock
 
+    def _follow_connection(self) -> bool:
+        """Whether a connection that stood has broken since the last look."""
+        broke = False
+        while True:
+            try:
+                event, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return broke
+            kind, _value = struct.unpack("=HI", event)
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+            elif kind == zmq.EVENT_DISCONNECTED:
+                broke = broke or self._connected
+                self._connected = False
+
     def _drop(self) -> None:
         if self._socket is not None:
+            self._socket.disable_monitor()
+            if self._monitor is not None:
+                self._monitor.close(linger=0)
+                self._monitor = None
             self._socket.close(linger=0)
             self._socket = None
+
+    def _after_fork(self) -> None:
+        """The threads that move a parent's bytes do not exist in its children: they begin anew."""
+        if self._pid != os.getpid():
+            _OF_PARENTS.append((self._context, self._socket, self._monitor))
+            self._pid = os.getpid()
+            self._lock = threading.Lock()  # another thread of the parent may have held the old one
+            self._context, self._socket, self._monitor = zmq.Context(), None, None

@@ -15,6 +15,14 @@ class RequestTimeout(ClientError, TimeoutError):  # noqa: N818
     """No answer in time: no server at the address, one that is still loading, or one too slow."""
 
 
+class ConnectionLost(ClientError, ConnectionError):  # noqa: N818
+    """The connection broke while an answer was awaited: the server has ended, was ended, or the network failed."""
+
+
+class UnsafeChunk(ClientError, ValueError):  # noqa: N818
+    """The server's answer must not be executed: numbers that are not finite, out of the limits, or too old."""
+
+
 class ServerError(ClientError):
     """The server answered with an error.
 

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from sinew_client import schema
-from sinew_client.errors import ClientError, InvalidObservation, ServerError
+from sinew_client.errors import ClientError, InvalidObservation, ServerError, UnsafeChunk
 
 OBSERVATION_KEYS = (
     "images",
@@ -58,6 +58,7 @@ class ActionChunk:
 
     seed: reproduces the noise; None when the request carried the noise itself.
     round_trip_ms: from the call to the decoded reply, on the client's clock.
+    warnings: what the policy had to do without, in sentences.
     """
 
     actions: np.ndarray
@@ -66,6 +67,7 @@ class ActionChunk:
     session: str = ""
     time: float | None = None
     round_trip_ms: float = 0.0
+    warnings: tuple = ()
 
 
 def encode_infer(
@@ -137,6 +139,8 @@ def decode_chunk(reply) -> ActionChunk:
         raise ClientError(
             f"the reply holds {actions.size} numbers for {reply.horizon} actions of {reply.dim} dimensions"
         )
+    if not np.isfinite(actions).all():
+        raise UnsafeChunk("the reply holds actions that are not finite")
     timing = {name: getattr(reply.timing, name) for name in Timing.__dataclass_fields__ if name != "step_ms"}
     return ActionChunk(
         actions=actions.reshape(reply.horizon, reply.dim),
@@ -144,7 +148,23 @@ def decode_chunk(reply) -> ActionChunk:
         seed=reply.seed if reply.HasField("seed") else None,
         session=reply.session,
         time=reply.time if reply.HasField("time") else None,
+        warnings=tuple(reply.warnings),
     )
+
+
+def check_limits(chunk: ActionChunk, limits) -> None:
+    """Raise :class:`UnsafeChunk` if an action is outside ``limits``: (lowest, highest), numbers or [D] each."""
+    low, high = (np.asarray(each, np.float64) for each in limits)
+    for each in (low, high):
+        if each.ndim and each.shape != chunk.actions.shape[1:]:
+            raise ClientError(f"limits: expected {chunk.actions.shape[1]} numbers, got {_describe(each)}")
+    outside = np.argwhere((chunk.actions < low) | (chunk.actions > high))
+    if outside.size:
+        row, dim = outside[0]
+        raise UnsafeChunk(
+            f"action {row}, dimension {dim}: expected {np.broadcast_to(low, chunk.actions.shape)[row, dim]:g} to"
+            f" {np.broadcast_to(high, chunk.actions.shape)[row, dim]:g}, got {chunk.actions[row, dim]:g}"
+        )
 
 
 def decode_metadata(reply) -> dict:

@@ -7,7 +7,6 @@ the state, and in which order.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,6 @@ from sinew.core import Observation, ObservationError, PolicySpec
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.wires import keys
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_HZ = 30.0  # of upstream's server, for bundles that do not say
 MAX_NAME = 256  # characters of a joint's or a camera's name
@@ -138,8 +135,8 @@ def _cameras(
 ) -> dict[str, str]:
     """Raw key -> camera. By the bundle's key map where it names the key, else by name.
 
-    Cameras that the policy does not read are left alone if it gets all of its own. A name that fits nothing while
-    the policy still lacks a camera is refused: guessing by order would swap views unnoticed.
+    A name that fits nothing is refused: guessing by order would swap views unnoticed, and a camera that is left out
+    unnoticed may be the one that matters.
     """
     known = [camera.name for camera in spec.cameras]
     found: dict[str, str] = {}
@@ -157,16 +154,15 @@ def _cameras(
             found[raw] = camera
     if len(found) > MAX_IMAGES:
         raise ObservationError("lerobot_features", f"at most {MAX_IMAGES} cameras", str(len(found)))
-    if len(found) < len(known) and (strange or not found):
+    if strange or not found:
         wanted = {camera: key.removeprefix(_IMAGES) for key, camera in by_bundle.items()}
+        example = f"{{'{_IMAGES}{(strange or ['top'])[0][:40]}': '{_IMAGES}{known[0]}'}}"
         raise ObservationError(
             "lerobot_features",
-            f"cameras {_names([wanted.get(name, name) for name in known])} (name the robot's cameras so,"
-            f" or send a rename_map such as {{'{_IMAGES}{(strange or ['top'])[0][:40]}': '{_IMAGES}{known[0]}'}})",
+            f"cameras {_names([wanted.get(name, name) for name in known])} (name the robot's cameras so, take others"
+            f" out of --robot.cameras, or send a rename_map such as {example})",
             f"cameras {_names([*found, *strange])}",
         )
-    if strange:
-        logger.info("the policy does not read the robot's cameras %s", _names(strange))
     return found
 
 

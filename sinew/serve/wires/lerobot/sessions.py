@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from sinew.core import BusyError, Observation, RequestError, SinewError
 from sinew.serve.transport.listen import Listen
+from sinew.serve.wires.lerobot.agreements import Agreements
 from sinew.serve.wires.lerobot.keys import Agreement
 from sinew.serve.wires.lerobot.messages import BEGIN, END, MIDDLE, parse
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 RECEIVE_S = 10.0  # how long an observation may take to arrive
 PREDICTED = 4096  # timesteps remembered per client
+LIVE_S = 60.0  # a client that sent an observation within this time is not forgotten for another one
 MAX_PIECES = 1024  # of one observation
 HELD = 4  # times the largest observation: what all clients together may have in memory before their turn
 
@@ -52,6 +55,7 @@ class Session:
     """One connection."""
 
     agreement: Agreement | None = None
+    heard: float = float("-inf")  # when the last observation came
     waiting: Waiting | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
     predicted: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -76,51 +80,64 @@ class Session:
 
 
 class Sessions:
-    """The sessions of all connections, the least recently used ones forgotten beyond ``listen.max_connections``."""
+    """The sessions of all connections, at most ``listen.max_connections``."""
 
     def __init__(self, listen: Listen):
         self._limit = listen.max_message_bytes
         self._most = listen.max_connections
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._agreed: OrderedDict[str, set[Agreement]] = OrderedDict()  # by host, for clients that reconnect
+        self.agreements = Agreements(listen.max_connections)  # for clients that reconnect
         self._arriving = 0  # bytes of observations that are being received or decoded
 
     def begin(self, client: str) -> Session:
-        """A client starts: nothing of what it sent before counts, but for the policy it named."""
+        """A client starts: nothing of what it sent before counts, but for the policy it named.
+
+        Raises BusyError where there is no place. It is never taken from a client that drives a robot.
+        """
         known = self._sessions.pop(client, None)
-        session = self._sessions[client] = Session(known.agreement if known is not None else None)
-        while len(self._sessions) > self._most:
-            self._sessions.popitem(last=False)
+        if known is None and len(self._sessions) >= self._most:
+            self._forget_one()
+        session = Session() if known is None else Session(known.agreement, known.heard)
+        self._sessions[client] = session
         return session
+
+    def _forget_one(self) -> None:
+        now = time.monotonic()
+        for silent in (
+            lambda each: each.agreement is None,
+            lambda each: now - each.heard > LIVE_S,
+        ):
+            for client, session in self._sessions.items():  # the least recently used first
+                if silent(session) and session.waiting is None:
+                    del self._sessions[client]
+                    return
+        raise BusyError(f"{len(self._sessions)} clients are connected, and no more are taken")
 
     def agree(self, client: str, agreement: Agreement) -> None:
         session = self._sessions.get(client) or self.begin(client)
         session.agreement = agreement
-        host = _host(client)
-        agreed = self._agreed.setdefault(host, set())
-        if len(agreed) < 2:  # which the others are makes no difference
-            agreed.add(agreement)
-        self._agreed.move_to_end(host)
-        while len(self._agreed) > self._most:
-            self._agreed.popitem(last=False)
+        self.agreements.add(_host(client), agreement)
 
-    def find(self, client: str) -> tuple[Session, Agreement]:
-        """The session of a client that has named its policy. Raises NoPolicyError.
-
-        The stock client does so once. When its connection breaks, gRPC makes another one below it, which is a
-        stranger here; it gets what was agreed with its host before, unless that was more than one thing.
-        """
+    def find(self, client: str) -> tuple[Session, tuple[Agreement, ...]]:
+        """The session of a client that has named its policy, and what may be agreed with it: one thing, or, for a
+        client that came back on a new connection, all that its host has agreed to. Raises NoPolicyError."""
         session = self._sessions.get(client)
-        if session is None and len(agreed := self._agreed.get(_host(client), set())) == 1:
-            logger.info("lerobot: %s has not introduced itself; taken for a client that reconnects", client)
-            session = self.begin(client)
-            (session.agreement,) = agreed
-        if session is None or session.agreement is None:
+        if session is not None and session.agreement is not None:
+            self._sessions.move_to_end(client)
+            return session, (session.agreement,)
+        agreed = self.agreements.of(_host(client))
+        if not agreed:
             raise NoPolicyError(
                 "expected SendPolicyInstructions on this connection first; start the client again"
             )
-        self._sessions.move_to_end(client)
-        return session, session.agreement
+        return session or self.begin(client), agreed
+
+    def recognize(self, client: str, session: Session, agreement: Agreement) -> None:
+        """An observation of this client could be read by that."""
+        session.heard = time.monotonic()
+        if session.agreement is None:
+            logger.info("lerobot: %s has not introduced itself; taken for a client that reconnects", client)
+            session.agreement = agreement
 
     def wake(self) -> None:
         """Whoever waits for an observation is to look again."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -34,6 +35,7 @@ from sinew.serve.scheduler import DeadlineError, ShuttingDownError, SupersededEr
 from sinew.serve.service import Inference, Service, UnauthorizedError, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
 from sinew.serve.wires import keys
+from sinew.serve.wires.lerobot.agreements import fitting, state_folder
 from sinew.serve.wires.lerobot.keys import DEFAULT_HZ, Agreement, agree, observation
 from sinew.serve.wires.lerobot.messages import SERVICE, actions_message, parse
 from sinew.serve.wires.lerobot.sessions import NoPolicyError, Session, Sessions, TooSlowError, Waiting
@@ -46,6 +48,7 @@ MAX_PIECE = 4 << 20  # bytes of one gRPC message, upstream's limit; clients send
 OBSERVATION_WAIT_S = 2.0  # how long GetActions waits for an observation, as upstream does
 REFUSAL_PAUSE_S = 0.5  # before GetActions is refused for good: the stock client asks again at once
 GRACE_S = 0.3
+STOP_S = 4.0  # for the server and its thread to end
 
 
 class LeRobotWire:
@@ -53,7 +56,9 @@ class LeRobotWire:
 
     name = NAME
 
-    def __init__(self, listen: Listen):
+    def __init__(self, listen: Listen, memory: Path | None = None):
+        """memory: the file in which agreements outlive this process; one of the user's, by port, if None."""
+        self._memory = memory
         try:
             import grpc
             import grpc.aio
@@ -63,6 +68,7 @@ class LeRobotWire:
         self._listen = listen
         self._sessions = Sessions(listen)
         self._stopping = False
+        self._stopped = threading.Event()
         self._service: Service | None = None
         listen.tls()  # files that do not do are told here
         if listen.port:
@@ -82,6 +88,10 @@ class LeRobotWire:
 
     def start(self, service: Service) -> None:
         self._service = service
+        memory = self._memory
+        if memory is None and self._listen.port:  # a port that was picked by chance is not found again
+            memory = state_folder() / f"lerobot-{self._listen.port}.json"
+        self._sessions.agreements.open(memory, service.spec)
         if not self._listen.is_loopback:
             logger.warning(
                 "lerobot: for networks whose every machine you trust: clients unpickle the replies without"
@@ -92,12 +102,16 @@ class LeRobotWire:
                 "lerobot: LeRobot's own client cannot send a key and will be refused;"
                 " accepted are clients that send it as gRPC metadata `authorization`"
             )
+        service.supervisor.watch(
+            lambda: None if self._thread.is_alive() or self._stopping else "the thread of lerobot has ended"
+        )
         self._call(self._server.start())
 
     def stop(self) -> None:
         if self._loop.is_closed():
             return
-        self._call(self._stop())
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        self._stopped.wait(STOP_S)
         self._end_loop()
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
@@ -129,6 +143,7 @@ class LeRobotWire:
                 ("grpc.max_receive_message_length", MAX_PIECE),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", 8192),
+                ("grpc.max_allowed_incoming_connections", listen.max_connections),
                 ("grpc.max_concurrent_streams", 16),  # of one connection
                 ("grpc.compression_enabled_algorithms_bitset", 1),  # none: nothing to unpack, no bombs
                 ("grpc.server_handshake_timeout_ms", 5_000),
@@ -163,14 +178,16 @@ class LeRobotWire:
         if self._service is None:
             await self._server.start()  # one that never ran would keep its port
         await self._server.stop(GRACE_S)
+        self._stopped.set()
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(_awaited(work), self._loop).result()
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(STOP_S)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._decoder.shutdown(wait=False, cancel_futures=True)
 
     def _handler(
@@ -248,13 +265,14 @@ class LeRobotWire:
         return b""
 
     async def _observations(self, pieces: AsyncIterator[bytes], _context: Any, client: str) -> bytes:
-        session, agreement = self._sessions.find(client)
+        session, agreed = self._sessions.find(client)
         data = await self._sessions.receive(pieces)
         arrived = time.perf_counter()
         with self._sessions.held(len(data)):
             budget = self._ready_service.budget(self._raise_if_stopping)
-            decode = self._loop.run_in_executor(self._decoder, _decode, data, agreement, budget)
-            timed, seen = await decode
+            decode = self._loop.run_in_executor(self._decoder, _decode, data, agreed, budget)
+            timed, seen, agreement = await decode
+        self._sessions.recognize(client, session, agreement)
         if not session.offer(Waiting(timed.timestep, seen, len(data), arrived), timed.must_go):
             logger.debug("lerobot: %s: timestep %d has its actions already", client, timed.timestep)
         return b""
@@ -262,7 +280,7 @@ class LeRobotWire:
     async def _actions(self, request: bytes, context: Any, client: str) -> bytes:
         parse("Empty", request)
         try:
-            session, agreement = self._sessions.find(client)
+            session, agreed = self._sessions.find(client)
         except NoPolicyError:
             await asyncio.sleep(REFUSAL_PAUSE_S)
             raise
@@ -286,6 +304,7 @@ class LeRobotWire:
             if chunk is None:  # failed or cancelled: the next observation of this timestep may try again
                 session.predicted.pop(waiting.timestep, None)
         interval_s = 1 / (self._ready_service.spec.control_hz or DEFAULT_HZ)
+        agreement = session.agreement or agreed[0]  # an observation has waited, so there is one
         rows = chunk.actions[: agreement.actions]
         taken = waiting.observation.time or 0.0
         return actions_message(write_actions(rows, taken, waiting.timestep, interval_s, agreement.helpers))
@@ -334,9 +353,16 @@ async def _awaited(work: Any) -> Any:
     return await work
 
 
-def _decode(data: bytes, agreement: Agreement, budget: PixelBudget) -> tuple[Any, Observation]:
+def _decode(
+    data: bytes, agreed: tuple[Agreement, ...], budget: PixelBudget
+) -> tuple[Any, Observation, Agreement]:
     timed = read_observation(data)
-    return timed, observation(timed, agreement, budget)
+    agreement = agreed[0] if len(agreed) == 1 else fitting(agreed, timed.observation)
+    if agreement is None:
+        raise NoPolicyError(
+            "several robots of this host have agreed to different features; start the client again"
+        )
+    return timed, observation(timed, agreement, budget), agreement
 
 
 def _key(context: Any) -> str | bytes | None:

@@ -1,0 +1,179 @@
+"""A server in this process around a policy that does what its instruction says, for tests of what is around it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from sinew_client import protocol
+
+from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.service import Service
+from sinew.serve.supervise import Supervisor
+from sinew.serve.transport.listen import Listen
+from sinew.serve.transport.zeromq import ZeroMQWire
+from sinew.serve.wires.groot.codec import GrootCodec
+from sinew.serve.wires.native import NativeCodec
+
+WAIT_S = 60.0  # for what must happen; nothing is decided by how fast it does
+SPEC = PolicySpec(
+    architecture="puppet",
+    name="puppet",
+    cameras=(CameraSpec("front", 48, 64),),
+    state=VectorSpec(2, ("a", "b")),
+    action=VectorSpec(2),
+    chunk_size=3,
+    noise_dim=2,
+    solver_steps=1,
+    max_prompt_tokens=16,
+)
+FRAME = np.zeros((48, 64, 3), np.uint8)
+GOOD = {"images": {"front": FRAME}, "state": np.zeros(2), "prompt": "go"}
+
+
+class Panic(BaseException):
+    """What ``except Exception`` does not catch."""
+
+
+class Puppet:
+    """Instructions: wait (until ``release``, or until it is cancelled), hang (until ``release``), fail, panic, exit,
+    memory; anything else is answered with the state's first number in every action."""
+
+    spec = SPEC
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.computed: list[str] = []
+        self.warm_ups = 0
+        self.sick: BaseException | None = None  # raised by everything
+
+    def warm_up(self) -> None:
+        self.warm_ups += 1
+        if self.sick is not None:
+            raise self.sick
+
+    def check(self, observation: Observation) -> None: ...
+
+    def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+        prompt = observation.prompt
+        if self.sick is not None:
+            raise self.sick
+        if prompt in ("wait", "hang"):
+            while not self.release.wait(0.002):
+                if prompt == "wait" and cancel is not None and cancel.is_set():
+                    raise CancelledError("between two stages")
+        failures = {"fail": RuntimeError, "panic": Panic, "exit": SystemExit, "memory": MemoryError}
+        if prompt in failures:
+            raise failures[prompt]("secret detail")
+        self.computed.append(prompt)
+        actions = np.full((3, 2), np.asarray(observation.state)[0], np.float32)
+        return ActionChunk(
+            actions, seed=0, session=observation.session, warnings=("it is dark",) if prompt == "dark" else ()
+        )
+
+
+@contextlib.contextmanager
+def desk(
+    wires: Sequence[str] = ("native",),
+    *,
+    listen: Listen | None = None,
+    queue: int = 64,
+    stuck_s: float = 60.0,
+    **options: Any,
+) -> Iterator[SimpleNamespace]:
+    """wires: of native, groot, web. Yields puppet, service, scheduler and the address of each wire."""
+    puppet = Puppet()
+    scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s))
+    scheduler.start()
+    service = Service(
+        scheduler, SPEC, {"policy": SPEC.to_dict()}, padded_state_dim=2, padded_action_dim=2, **options
+    )
+    opened: dict[str, Any] = {}
+    for name in wires:
+        if name == "web":
+            from sinew.serve.transport.web import WebServer
+
+            opened[name] = WebServer(("openpi", "http"), listen or Listen())
+        else:
+            codec = NativeCodec() if name == "native" else GrootCodec()
+            opened[name] = ZeroMQWire(codec, listen or Listen())
+    for wire in opened.values():
+        wire.start(service)
+    found = {name: wire.address for name, wire in opened.items()}
+    try:
+        yield SimpleNamespace(puppet=puppet, service=service, scheduler=scheduler, opened=opened, **found)
+    finally:
+        puppet.release.set()
+        service.stopping()
+        scheduler.stop()
+        assert scheduler.join(WAIT_S)
+        for wire in opened.values():
+            wire.stop()
+
+
+def until(condition: Callable[[], Any], what: str = "it to happen") -> Any:
+    end = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.005)
+    return found
+
+
+def connect(address: str) -> socket.socket:
+    """A plain TCP connection to a wire."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+def frame(body: bytes, flags: int = 0, size: int | None = None) -> bytes:
+    """A ZMTP frame; ``size``: what its head says, if not the truth."""
+    size = len(body) if size is None else size
+    head = bytes((flags, size)) if size < 256 else bytes((flags | 2,)) + size.to_bytes(8, "big")
+    return head + body
+
+
+def shake(address: str, kind: bytes = b"DEALER", identity: bytes = b"") -> socket.socket:
+    """A ZMTP handshake by hand."""
+    peer = connect(address)
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    ready += b"\x08Identity" + len(identity).to_bytes(4, "big") + identity
+    peer.sendall(GREETING + frame(ready, 4))
+    received = b""
+    while len(received) < 64 + 2 or len(received) < 66 + received[65]:
+        part = peer.recv(4096)
+        assert part, "the server hung up during the handshake"
+        received += part
+    assert received[:1] == b"\xff"
+    assert b"READY" in received
+    return peer
+
+
+def request(number: int, prompt: str = "go", state: float = 0.0, **changes: Any) -> bytes:
+    return protocol.encode_infer({**GOOD, "prompt": prompt, "state": [state, 0], **changes}, number)
+
+
+def closed_by_server(peer: socket.socket) -> bool:
+    """Read until the server hangs up."""
+    try:
+        while peer.recv(1 << 16):
+            pass
+    except (ConnectionError, TimeoutError) as error:
+        return not isinstance(error, TimeoutError)
+    return True
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096

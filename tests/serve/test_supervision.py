@@ -1,0 +1,349 @@
+"""What may not end a server, or hide that it has ended: failing policies, dying threads, hanging stages; and whose turn
+it is when many ask."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zmq
+from sinew_client import Client, ServerError, protocol, schema
+
+from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.serve.quiet import BURST, Quiet
+from sinew.serve.scheduler import DeadlineError, Scheduler
+from sinew.serve.supervise import RESTARTS, Supervisor
+from sinew.serve.turns import Turns
+from tests.serve.puppet import GOOD, WAIT_S, Puppet, desk, request, until
+from tests.serve.test_server import raw_socket
+
+
+@contextlib.contextmanager
+def client(at, **options):
+    with Client(at.native, timeout=WAIT_S, **options) as made:
+        yield made
+
+
+@pytest.mark.parametrize("prompt", ["fail", "panic", "exit", "memory"])
+def test_no_exception_ends_the_inference_thread(prompt):
+    """Row 2: a PanicException is a BaseException; one request of a kilobyte ended all wires."""
+    with desk() as at, client(at) as robot:
+        for _ in range(5):
+            with pytest.raises(ServerError, match="internal error") as caught:
+                robot.infer({**GOOD, "prompt": prompt})
+            assert "secret" not in str(caught.value)
+            assert robot.infer(GOOD).actions.shape == (3, 2)
+        assert robot.health()["status"] == "ok"
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_no_exception_ends_the_decode_threads(kind):
+    def decode(_check):
+        raise kind
+
+    with desk() as at:
+        outcomes: list = []
+        at.scheduler.submit(
+            lambda _check: Observation(images={}, state=np.zeros(2), prompt="hang"), outcomes.append
+        )
+        until(lambda: at.scheduler.stats()["running"])
+        for _ in range(5):
+            at.scheduler.submit(decode, outcomes.append)
+        until(lambda: len(outcomes) == 5)
+        at.puppet.release.set()
+        with client(at) as robot:
+            assert robot.infer(GOOD).actions.shape == (3, 2)
+
+
+def test_text_that_is_no_text_is_refused_before_a_tokenizer_sees_it():
+    """Row 2's own way in: numpy text with code points above U+10FFFF."""
+    from tests.serve.groot_client import PolicyClient
+
+    with desk(("groot",)) as at:
+        robot = PolicyClient("127.0.0.1", int(at.groot.rpartition(":")[2]))
+        observation = {
+            "video": {"front": np.zeros((1, 1, 48, 64, 3), np.uint8)},
+            "state": {"state": np.zeros((1, 1, 2), np.float32)},
+            "language": {"annotation.human.task_description": np.array(["go!"], "<U3")},
+        }
+        text = observation["language"]["annotation.human.task_description"]
+        with contextlib.suppress(Exception):
+            robot.get_action(observation)
+        for point in (0x110000, 0x7FFFFFFF, 0xD800):
+            text.view("<u4")[1] = point
+            with pytest.raises(Exception, match="Unicode|characters"):
+                robot.get_action(observation)
+
+
+def test_a_thread_that_is_killed_comes_back():
+    """An exception from outside, as a debugger or a signal may raise it in the middle of the loop."""
+    with desk() as at, client(at) as robot:
+        assert robot.infer(GOOD).actions.shape == (3, 2)
+        for name in ("sinew-infer", "sinew-decode-0", "sinew-native"):
+            (thread,) = (each for each in threading.enumerate() if each.name == name)
+            raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+            )
+            assert raised == 1
+            with contextlib.suppress(
+                ServerError
+            ):  # it wakes the thread; its own request may be the one that dies
+                robot.infer(GOOD)
+            assert robot.infer(GOOD).actions.shape == (3, 2)
+            assert thread.is_alive()
+        assert robot.health()["status"] == "ok"
+
+
+def test_a_thread_that_dies_again_and_again_is_hopeless():
+    supervisor = Supervisor()
+    runs = []
+
+    def run() -> None:
+        runs.append(1)
+        raise SystemExit
+
+    supervisor.thread("sinew-test", run).join(WAIT_S)
+    assert len(runs) == RESTARTS + 1
+    assert supervisor.problems() == ["the thread sinew-test has ended"]
+    assert "sinew-test" in (supervisor.hopeless() or "")
+
+
+def status(address: str) -> int:
+    url = address.replace("ws://", "http://") + "/healthz"
+    try:
+        with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_health_is_a_sign_of_life():
+    """Row 16: a stage that hangs, a policy that always fails: health said ok."""
+    with desk(("native", "web"), stuck_s=0.3) as at, client(at) as robot:
+        assert (robot.health()["status"], status(at.web)) == ("ok", 200)
+        with raw_socket(at.native, zmq.DEALER) as other:
+            other.send(request(1, "hang"))
+            until(lambda: robot.health()["status"] == "unhealthy")
+            assert status(at.web) == 503
+            assert "computed for" in robot.health()["problems"][0]
+            with pytest.raises(ServerError, match="computed for") as caught:
+                robot.infer(GOOD)
+            assert caught.value.code == "unhealthy"
+            until(at.service.supervisor.hopeless)
+            at.puppet.release.set()
+            until(lambda: robot.health()["status"] == "ok")
+            assert robot.infer(GOOD).actions.shape == (3, 2)
+            assert at.service.supervisor.hopeless() is None
+
+
+def test_a_policy_that_always_fails_is_unhealthy_and_a_client_that_always_fails_is_not():
+    with desk(("native", "web")) as at, client(at) as robot:
+        for _ in range(10):
+            with pytest.raises(ServerError):
+                robot.infer({**GOOD, "prompt": "memory"})
+        assert robot.health()["status"] == "ok"  # the policy was tried, and works
+        assert at.puppet.warm_ups > 1
+        at.puppet.sick = MemoryError("no memory")
+        for _ in range(3):
+            with pytest.raises(ServerError):
+                robot.infer(GOOD)
+        assert robot.health()["status"] == "unhealthy"
+        assert status(at.web) == 503
+        at.puppet.sick = None
+        assert robot.infer(GOOD).actions.shape == (3, 2)
+        assert robot.health()["status"] == "ok"
+
+
+def test_waiting_requests_are_answered_at_their_deadline_while_a_stage_hangs():
+    with desk() as at, raw_socket(at.native, zmq.DEALER) as other:
+        other.send(request(1, "hang"))
+        until(lambda: at.service.health()["running"])
+        other.send(request(2, deadline_ms=1))
+        until(lambda: at.service.health()["waiting"] or at.service.health()["late"])
+        until(lambda: at.service.tend() or at.service.health()["late"])
+        reply = schema.PredictResponse.FromString(other.recv())
+        assert (reply.request_id, reply.error_code) == (2, "deadline")
+
+
+def test_decoding_ends_when_nobody_waits():
+    """Row 3: neither leaving nor a deadline ended the decoding of a picture."""
+    begun, ended = threading.Event(), []
+
+    def decode(check):
+        begun.set()
+        try:
+            while True:
+                check()
+                time.sleep(0.001)
+        except SinewError as error:
+            ended.append(error.code)
+            raise
+
+    with desk() as at:
+        outcomes: list = []
+        job = at.scheduler.submit(decode, outcomes.append)
+        assert begun.wait(WAIT_S)
+        at.scheduler.cancel(job)
+        until(lambda: ended == ["cancelled"])
+        at.scheduler.submit(decode, outcomes.append, deadline=time.perf_counter() + 0.05)
+        until(lambda: ended == ["cancelled", "deadline"])
+        until(lambda: len(outcomes) == 2)
+        assert isinstance(outcomes[1], DeadlineError)
+
+
+# ----------------------------------------------------------------------------- whose turn it is
+
+
+def test_turns():
+    turns: Turns[str] = Turns()
+    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        turns.put(item[0], item)
+    assert turns.remove("a", "a2")
+    assert not turns.remove("a", "a2")
+    assert [turns.get() for _ in range(5)] == ["a1", "b1", "c1", "a3", "b2"]
+    turns.end()
+    assert turns.get() is None
+    turns.put("a", "a4")
+    assert turns.drain() == ["a4"]
+    turns.put("a", "a5")
+    assert turns.get() == "a5"
+
+
+def test_one_client_may_have_two_requests_waiting():
+    """Row 7: one connection filled the queue, and all others got busy."""
+    with desk() as at, raw_socket(at.native, zmq.DEALER) as rude, client(at) as robot:
+        rude.send(request(1, "wait"))
+        until(lambda: at.service.health()["running"])
+        for number in range(2, 40):
+            rude.send(request(number))
+        until(lambda: at.service.health()["busy"] >= 5)
+        assert at.service.health()["waiting"] == 2
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(robot.infer, GOOD)
+            until(lambda: at.service.health()["waiting"] == 3)
+            at.puppet.release.set()
+            assert answer.result(WAIT_S).actions.shape == (3, 2)
+
+
+def test_five_robots_beside_a_flood_lose_nothing():
+    """Row 7 in numbers: 5 of 151 answers were left beside one rude client."""
+    stop = threading.Event()
+
+    def flood(address: str) -> None:
+        with raw_socket(address, zmq.DEALER) as rude:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                rude.send(request(number), zmq.NOBLOCK)
+                while rude.poll(0):
+                    rude.recv()
+                time.sleep(0.0005)
+
+    def drive(address: str, state: float) -> int:
+        with Client(address, timeout=WAIT_S) as robot:
+            for _ in range(20):
+                assert robot.infer({**GOOD, "state": [state, 0]}).actions[0, 0] == state
+        return 20
+
+    with desk() as at, ThreadPoolExecutor(6) as pool:
+        rude = pool.submit(flood, at.native)
+        answers = [pool.submit(drive, at.native, float(state)) for state in range(5)]
+        assert [each.result(WAIT_S) for each in answers] == [20] * 5
+        stop.set()
+        rude.result(WAIT_S)
+
+
+def test_a_full_queue_has_a_place_for_who_has_none():
+    policy = Puppet()
+    scheduler = Scheduler(policy, queue_size=4)
+    scheduler.start()
+    outcomes: dict[str, object] = {}
+
+    def ask(name: str, who: str, prompt: str = "go") -> None:
+        observation = Observation(images={}, state=np.zeros(2), prompt=prompt)
+        scheduler.submit(
+            lambda _check: observation, lambda outcome: outcomes.update({name: outcome}), client=who
+        )
+
+    try:
+        ask("running", "x", "wait")
+        until(lambda: scheduler.stats()["running"])
+        for name in ("a1", "a2", "b1", "b2"):
+            ask(name, name[0])
+        with pytest.raises(BusyError, match="of this client"):
+            ask("a3", "a")
+        ask("c1", "c")
+        displaced = [name for name, outcome in outcomes.items() if isinstance(outcome, BusyError)]
+        assert displaced == ["a2"]
+        ask("d1", "d")
+        with pytest.raises(BusyError, match="queue is full"):
+            ask("e1", "e")
+        policy.release.set()
+        until(lambda: len(outcomes) == 7)
+        assert sum(isinstance(outcome, ActionChunk) for outcome in outcomes.values()) == 5
+    finally:
+        scheduler.stop()
+        assert scheduler.join(WAIT_S)
+
+
+def test_a_session_belongs_to_its_connection():
+    """Row 19: the same name from another client replaced a robot's waiting request."""
+    with desk() as at, raw_socket(at.native, zmq.DEALER) as robot, raw_socket(at.native, zmq.DEALER) as thief:
+        robot.send(request(1, "wait", session="arm"))
+        until(lambda: at.service.health()["running"])
+        robot.send(request(2, session="arm"))
+        until(lambda: at.service.health()["waiting"] == 1)
+        thief.send(request(3, session="arm"))
+        until(lambda: at.service.health()["waiting"] == 2)
+        robot.send(request(4, session="arm"))  # its own newer one
+        until(lambda: at.service.health()["superseded"] == 1)
+        at.puppet.release.set()
+        codes = {}
+        for _ in range(3):
+            reply = schema.PredictResponse.FromString(robot.recv())
+            codes[reply.request_id] = reply.error_code
+        assert codes == {1: "", 2: "superseded", 4: ""}
+        assert protocol.decode_reply(thief.recv(), 3).horizon == 3
+
+
+def test_names_of_sessions_are_short():
+    """Row 9: 1,500 refused requests with long names held 1.5 GiB."""
+    with desk() as at, client(at) as robot:
+        for size in (129, 100_000):
+            with pytest.raises(ServerError, match="session: expected at most 128 characters"):
+                robot.infer({**GOOD, "session": "x" * size})
+            with pytest.raises(ServerError, match="session: expected at most 128 characters"):
+                robot.reset("x" * size)
+        assert at.service.metrics.sessions == 0
+        assert robot.infer({**GOOD, "session": "x" * 128}).session == "x" * 128
+        assert at.service.metrics.sessions == 1
+
+
+def test_warnings_travel():
+    with desk(("native", "web")) as at, client(at) as robot:
+        assert robot.infer({**GOOD, "prompt": "dark"}).warnings == ("it is dark",)
+        assert robot.infer(GOOD).warnings == ()
+
+
+def test_an_attack_does_not_fill_the_log(caplog):
+    """Row 23: garbage without a key wrote 1.3 MB a second."""
+    import logging
+
+    quiet = Quiet(logging.getLogger("test.quiet"))
+    for number in range(1000):
+        quiet.warning("attack %d", number)
+    assert len(caplog.records) == BURST
+    with desk(api_key="secret") as at, raw_socket(at.native, zmq.DEALER) as stranger:
+        caplog.clear()
+        for _ in range(12):
+            stranger.send(b"garbage")
+        for _ in range(12):
+            stranger.recv()
+        assert sum("a request failed" in record.message for record in caplog.records) <= BURST
