@@ -23,6 +23,7 @@ from typing import Protocol
 
 from sinew.core import ActionChunk, BusyError, CancelledError, Observation, SinewError
 from sinew.serve.quiet import Quiet
+from sinew.serve.request import Check, DeadlineError, Job, Outcome, ShuttingDownError, SupersededError
 from sinew.serve.supervise import Supervisor
 from sinew.serve.turns import Turns
 
@@ -30,30 +31,7 @@ logger = logging.getLogger(__name__)
 
 PER_CLIENT = 2  # jobs of one client that may wait
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
-FAILURES = (
-    3  # requests in a row that fail for reasons nobody foresaw: then something is wrong with the server
-)
-
-
-class ShuttingDownError(SinewError):
-    """The server is stopping; the request was not computed, or not to its end."""
-
-    code = "shutting_down"
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down")
-
-
-class SupersededError(SinewError):
-    """A newer observation of the same session arrived while this one waited; it was not computed."""
-
-    code = "superseded"
-
-
-class DeadlineError(SinewError):
-    """The request's deadline passed while it waited; it was not computed."""
-
-    code = "deadline"
+FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
 
 
 class RunnablePolicy(Protocol):
@@ -62,54 +40,6 @@ class RunnablePolicy(Protocol):
     def warm_up(self) -> object: ...
     def check(self, observation: Observation) -> None: ...
     def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk: ...
-
-
-Outcome = ActionChunk | SinewError
-Check = Callable[[], None]  # raises an error once nobody wants the result any more
-
-
-class Job:
-    """One request on its way. ``on_done`` is called exactly once, on whatever thread ends the job.
-
-    client: whose it is; clients take turns. accepted: when it was submitted, ``time.perf_counter()`` seconds.
-    begun: when decoding or inference began; None while it waits.
-    """
-
-    __slots__ = (
-        "accepted",
-        "answered",
-        "begun",
-        "cancel",
-        "client",
-        "deadline",
-        "decode",
-        "decode_s",
-        "observation",
-        "on_done",
-        "session",
-        "waiting",
-    )
-
-    def __init__(
-        self,
-        decode: Callable[[Check], Observation],
-        on_done: Callable[[Outcome], None],
-        session: Hashable | None = None,
-        deadline: float | None = None,
-        client: Hashable | None = None,
-    ):
-        self.decode = decode
-        self.on_done = on_done
-        self.session = session
-        self.deadline = deadline
-        self.client = client
-        self.accepted = time.perf_counter()
-        self.begun: float | None = None
-        self.decode_s = 0.0
-        self.observation: Observation | None = None
-        self.cancel = threading.Event()
-        self.waiting = True
-        self.answered = False
 
 
 class Scheduler:

@@ -21,7 +21,8 @@ from sinew.serve.decode.frames import PixelBudget, pixel_limit
 from sinew.serve.metrics import Metrics
 from sinew.serve.quiet import Quiet
 from sinew.serve.recorder import Recorder
-from sinew.serve.scheduler import Check, Job, Outcome, Scheduler, ShuttingDownError
+from sinew.serve.request import Check, Job, Outcome, ShuttingDownError
+from sinew.serve.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("sinew.access")

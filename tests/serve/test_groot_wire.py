@@ -22,7 +22,7 @@ from sinew.core import (
     Timing,
     VectorSpec,
 )
-from sinew.serve.scheduler import DeadlineError
+from sinew.serve.request import DeadlineError
 from sinew.serve.wires.groot.codec import MAX_BATCH, GrootCodec
 from sinew.serve.wires.groot.names import Names
 from tests.serve import groot_client

@@ -24,7 +24,8 @@ from sinew_client import Client, ClientError, RequestTimeout, ServerError, proto
 
 from sinew.core import ActionChunk, BusyError, CancelledError, Observation, SinewError
 from sinew.policy import load
-from sinew.serve.scheduler import Scheduler, ShuttingDownError
+from sinew.serve.request import ShuttingDownError
+from sinew.serve.scheduler import Scheduler
 from tests.golden import Golden, assert_parity
 
 CASE = "smolvla-2cam"

@@ -23,7 +23,8 @@ from sinew_client import Client, ServerError, protocol, schema
 from sinew.core import ActionChunk, Observation
 from sinew.policy import Policy, load
 from sinew.serve.metrics import MAX_SESSIONS, Metrics
-from sinew.serve.scheduler import Job, Scheduler
+from sinew.serve.request import Job
+from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import ZeroMQWire

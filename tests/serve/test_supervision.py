@@ -18,7 +18,8 @@ from sinew_client import Client, ServerError, protocol, schema
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
 from sinew.serve.quiet import BURST, Quiet
-from sinew.serve.scheduler import DeadlineError, Scheduler
+from sinew.serve.request import DeadlineError
+from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
 from sinew.serve.turns import Turns
 from tests.serve.puppet import GOOD, WAIT_S, Puppet, desk, request, until

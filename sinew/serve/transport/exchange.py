@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.scheduler import Job, Outcome
+from sinew.serve.request import Job, Outcome
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport.zmtp import Frame, Message
 

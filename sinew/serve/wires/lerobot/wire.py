@@ -31,7 +31,7 @@ from sinew.core import (
     SinewError,
 )
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.scheduler import DeadlineError, ShuttingDownError, SupersededError
+from sinew.serve.request import DeadlineError, ShuttingDownError, SupersededError
 from sinew.serve.service import Inference, Service, UnauthorizedError, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
 from sinew.serve.wires import keys
