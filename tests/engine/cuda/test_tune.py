@@ -58,7 +58,12 @@ def test_tuning_times_what_the_engine_asks_for(name: str, two_tiles) -> None:
     assert session.summary()["tuned"] == len(rows) >= 15
     assert session.summary()["failed"] == 0
     assert session.summary()["left out for lack of time"] > 0
-    kernels = {row["kernel"] for row in rows}
+    order = [row["kernel"] for row in rows]
+    chunk = next(row for row in rows if row["kernel"] == "qkv_rope")["dims"][0]
+    assert chunk == 6  # the head, before anything that runs once per observation
+    assert order.index("preprocess") > order.index("qkv_rope")
+    assert "act" not in vars(engine.model)
+    kernels = set(order)
     assert kernels >= {"preprocess", "row_norm", "activate", "qkv_rope", "packed_attention", "splitk_linear"}
     for row in rows:
         texts = [
@@ -88,8 +93,9 @@ def test_a_tile_that_computes_something_else_is_never_chosen(
 
     def launch(self, kernel, dims, like, prepare, other, out):
         result = right(self, kernel, dims, like, prepare, other, out)
-        wrong.setdefault(kernel, candidates(kernel, dims[0], like.dtype, tuning.NO_GPU)[0])
-        if self.tile == wrong[kernel]:
+        default = candidates(kernel, dims[0], like.dtype, tuning.NO_GPU)[0]
+        wrong[kernel, dims] = default
+        if self.tile == default:
             for part in result if isinstance(result, tuple) else (result,):
                 part.mul_(2)
         return result
@@ -100,10 +106,10 @@ def test_a_tile_that_computes_something_else_is_never_chosen(
     tuner.tune(
         engine, lambda: Engine(engine).run(sample, 1), Trials(CPU, even, lambda: 12 - len(rows), rows.append)
     )
-    seen = [row for row in rows if row["kernel"] in wrong]
+    seen = [row for row in rows if (row["kernel"], tuple(row["dims"])) in wrong]
     assert len(seen) >= 3
     for row in seen:
-        assert row["tile"] != asdict(wrong[row["kernel"]])
+        assert row["tile"] != asdict(wrong[row["kernel"], tuple(row["dims"])])
         assert "left out: Tile(" in row["reason"]
         found = re.search(r"ArithmeticError: relative L2 of (\S+) against the twin", row["reason"])
         assert float(found[1]) == pytest.approx(1.0, abs=0.03)  # doubled

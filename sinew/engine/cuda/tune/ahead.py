@@ -31,10 +31,15 @@ class Gathering:
     def __init__(self, device: torch.device, again: bool = False):
         self.device, self.again = device, again
         self.seen: set[tuple[Problem, bool]] = set()
+        self.paused = False
 
     def begin(self, problem: Problem, has_others: bool = False) -> bool:
         entry = problem, has_others
-        if entry in self.seen or (not self.again and is_kept(problem, self.device, has_others)):
+        if (
+            self.paused
+            or entry in self.seen
+            or (not self.again and is_kept(problem, self.device, has_others))
+        ):
             return False
         self.seen.add(entry)
         return True

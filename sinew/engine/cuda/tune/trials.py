@@ -58,6 +58,7 @@ class Trials:
         self.known: set[tuple[Problem, bool]] = set()  # from an earlier run on this machine
         self.skipped: set[tuple[Problem, bool]] = set()
         self.failed = 0
+        self.paused = False  # no problem is begun, and none counts as left out
 
     def summary(self) -> Row:
         late = len(self.skipped - self.done)
@@ -72,7 +73,7 @@ class Trials:
     def begin(self, problem: Problem, has_others: bool = False) -> bool:
         """Whether a problem is to be timed now: it is new, was not kept before, and there is time."""
         entry = problem, has_others
-        if entry in self.done or entry in self.known:
+        if self.paused or entry in self.done or entry in self.known:
             return False
         if not self.again and is_kept(problem, self.device, has_others):
             self.known.add(entry)

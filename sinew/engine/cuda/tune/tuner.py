@@ -241,12 +241,36 @@ def tune(engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str,
     """Tune everything that one call of ``run`` asks of ``engine`` (made with ``graph=False``); it is left as it was.
 
     ways: as :class:`TunedOps`. The engine's model may have layers in FP8. On a GPU, what will be timed is compiled
-    first, on all cores.
+    first, on all cores. The head comes first: its launches run once per step and tiles matter most there, so they
+    must not be what time runs out for.
     """
     if trials.device.type == "cuda" and trials.left() > 0:
         compile_ahead(engine, run, trials, ways)
     with _in_place(engine, TunedOps(trials, ways)):
+        _head_first(engine.model, run, trials)
+
+
+def _head_first(model: Any, run: Callable[[], Any], trials: Trials | Gathering) -> None:
+    """Call ``run`` twice: problems begin inside the head alone, then everywhere."""
+    act, own = model.act, vars(model).get("act")
+
+    def active(*arguments: Any) -> Tensor:
+        trials.paused = False
+        try:
+            return act(*arguments)
+        finally:
+            trials.paused = True
+
+    model.act, trials.paused = active, True
+    try:
         run()
+    finally:
+        trials.paused = False
+        if own is None:
+            del model.act  # the class has it
+        else:
+            model.act = own
+    run()
 
 
 def compile_ahead(
@@ -274,7 +298,7 @@ def gather(
     """What :func:`tune` would launch, each kind once. Nothing is launched, and what ``run`` returns holds anything."""
     gathering = Gathering(trials.device, trials.again)
     with collecting() as found, _in_place(engine, TunedOps(gathering, ways)):
-        run()
+        _head_first(engine.model, run, gathering)
     return found
 
 
