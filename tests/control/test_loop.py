@@ -76,7 +76,8 @@ class Scripted:
     def cancel(self) -> None:
         self._due = None
 
-    close = cancel
+    def close(self, wait: float = 0.0) -> None:
+        self.cancel()
 
 
 def chunk(number: int) -> np.ndarray:
