@@ -195,6 +195,9 @@ class PolicySpec:
 
 # ----------------------------------------------------------------------------- observation and action
 
+RTC = ("guided", "no-jacobian", "ramp", "trained")
+SCHEDULES = ("exp", "linear", "ones", "zeros")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
@@ -205,6 +208,14 @@ class Observation:
     prompt: the instruction. ``tokens`` (int [L]) replaces it for clients that tokenise themselves.
     noise:  float32 [H, noise_dim] start of the solver; drawn from ``seed`` when absent.
     time:   when the observation was taken, seconds of the client's clock; echoed, never interpreted.
+
+    Real-time chunking, where a running chunk is to be continued (docs/control.md):
+    previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0
+              belongs to this frame; rows past R are not guided.
+    delay:    rows that will have been executed when the answer arrives; they are kept as they are.
+    horizon:  rows that will be executed before the next request; the guidance ends at min(H - horizon, R).
+    rtc:      one of :data:`RTC`; "guided" where ``previous`` is given. schedule: one of :data:`SCHEDULES`; "exp".
+    beta:     the largest weight of the guidance; 5.
     """
 
     images: Mapping[str, np.ndarray]
@@ -216,6 +227,12 @@ class Observation:
     solver_steps: int | None = None
     session: str = ""
     time: float | None = None
+    previous: np.ndarray | None = None
+    delay: int | None = None
+    horizon: int | None = None
+    rtc: str | None = None
+    schedule: str | None = None
+    beta: float | None = None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Observation:

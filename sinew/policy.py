@@ -16,7 +16,7 @@ import numpy as np
 
 from sinew.bundle import Bundle
 from sinew.bundle.rename import rename_cameras
-from sinew.core import ActionChunk, BundleError, Observation
+from sinew.core import ActionChunk, BundleError, Observation, ObservationError
 from sinew.engine.base import OFFERS
 from sinew.engine.choose import ASKED, choose
 from sinew.processing import Processor
@@ -180,7 +180,7 @@ class Policy:
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
-        self.processor.check(_observation(observation))
+        self._check(_observation(observation))
 
     def infer(
         self, observation: Observation | Mapping[str, Any], *, cancel: threading.Event | None = None
@@ -191,15 +191,20 @@ class Policy:
         once ``cancel`` is set.
         """
         observation = _observation(observation)
-        self.processor.check(observation)
+        self._check(observation)
         with self._lock:
             start = time.perf_counter()
             inputs = self.processor.inputs(observation, pixels=not self._takes_frames)
             noise, seed = self.processor.noise(observation)
             ready = time.perf_counter()
-            chunk, timing = self.engine.run(
-                inputs, noise, observation.solver_steps or self.spec.solver_steps, cancel
-            )
+            steps = observation.solver_steps or self.spec.solver_steps
+            if (wanted := self.processor.continuation(observation)) is None:
+                chunk, timing = self.engine.run(inputs, noise, steps, cancel)
+            else:
+                from sinew.guidance import guide
+
+                guidance, noise = guide(wanted, self.spec.solver, noise, self.device)
+                chunk, timing = self.engine.run(inputs, noise, steps, cancel, guidance)
             computed = time.perf_counter()
             actions = self.processor.actions(chunk, observation, normalized=not self._unnormalizes)
             end = time.perf_counter()
@@ -242,6 +247,13 @@ class Policy:
         if self.choice.ignored:
             found.append(f"the bundle's recipe is ignored: {self.choice.ignored}")
         return tuple(found)
+
+    def _check(self, observation: Observation) -> None:
+        self.processor.check(observation)
+        if observation.previous is not None and not getattr(self.engine, "takes_guidance", False):
+            raise ObservationError(
+                "previous", "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
+            )
 
 
 def _observation(observation: Observation | Mapping[str, Any]) -> Observation:

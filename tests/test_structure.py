@@ -17,7 +17,7 @@ STOREYS = [
     {"eval", "perf"},
     {"checks", "presets", "serve", "sim"},
     {"policy"},
-    {"engine", "convert"},
+    {"engine", "convert", "guidance"},
     {"models"},
     {"layers", "processing"},
     {"bundle"},

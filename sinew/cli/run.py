@@ -104,6 +104,7 @@ def run(
                 stale=stale, finish=finish, future=future, substeps=substeps,
             )  # fmt: skip
             loop = Loop(machine, connect, settings, dim, prompt)
+            stack.callback(loop.close)
             if hasattr(machine, "on_episode"):
                 machine.on_episode = loop.restart
             if record is not None:

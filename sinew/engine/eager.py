@@ -25,6 +25,7 @@ _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole proc
 class EagerEngine:
     """Runs a model. Not reentrant: one inference at a time."""
 
+    takes_guidance = True  # autograd goes through the head
     _settled: ClassVar[int] = 0  # the number of threads that the last of them settled on
 
     def __init__(self, model: Model, device: torch.device):

@@ -10,6 +10,7 @@ import numpy as np
 from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, Observation, ObservationError, SinewError, did_you_mean
+from sinew.processing.continuation import Continuation, check_continuation, continuation
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
 from sinew.processing.prompt import Prompter
@@ -61,6 +62,18 @@ class Processor:
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         fixed = self.spec.solver.fixed_steps
         _integer(observation.solver_steps, "solver_steps", fixed or 1, fixed or MAX_SOLVER_STEPS)
+        check_continuation(observation, self.spec)
+
+    def continuation(self, observation: Observation) -> Continuation | None:
+        """Return the rows that a checked observation wants continued, in model units; None where it wants none."""
+        return continuation(
+            observation,
+            self.spec,
+            self.action_normalizer,
+            self.recipe.action_steps,
+            self._state(observation),
+            self.recipe.padded_action_dim,
+        )
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
         """Model inputs of a checked observation. Cameras come in the order of the spec.

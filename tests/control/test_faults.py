@@ -128,6 +128,7 @@ class Run:
     def __exit__(self, *exc_info: Any) -> None:
         self.loop.stop()
         self._thread.join()
+        self.loop.close()
         assert self.failure is None, self.failure
 
 

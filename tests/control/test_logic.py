@@ -25,7 +25,7 @@ from sinew_client.control import (
     parse_handover,
     parse_rule,
 )
-from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_weights
+from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.replan import Moment, disagreement
 
@@ -152,7 +152,7 @@ def test_weights_of_the_paper() -> None:
     st.sampled_from(["exp", "linear", "ones", "zeros"]),
 )
 def test_weights_fall_from_one_to_zero(length: int, delay: int, end: int, schedule: str) -> None:
-    for weights in (guidance_weights(length, delay, end, schedule), ramp_weights(length, delay, end)):
+    for weights in (guidance_weights(length, delay, end, schedule), 1 - ramp_strength(length, delay, end)):
         assert weights.shape == (length,)
         assert ((weights >= 0) & (weights <= 1)).all()
         assert (np.diff(weights) <= 0).all()

@@ -270,6 +270,10 @@ def test_a_call_that_hangs_fails_at_its_deadline_and_the_next_one_gets_a_new_con
 
     requester = Requester(connect, 1.0)
     requester.submit({"x": 1}, 10.0)
+    begun = time.monotonic()
+    while not connections:  # the thread may be late
+        assert time.monotonic() < begun + 30
+        time.sleep(0.001)
     assert requester.poll(11.0) is None
     assert not requester.ready(11.0)
     outcome = requester.poll(11.01)

@@ -53,16 +53,16 @@ def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -
     return np.where(rows < end, weights, 0.0)
 
 
-def ramp_weights(length: int, delay: int, end: int, rate: float = 6.0) -> np.ndarray:
-    """Return GR00T's own weights, float64 [length]: 1 for the first ``delay`` rows, then a falling ramp up to ``end``.
+def ramp_strength(length: int, delay: int, end: int, rate: float = 6.0) -> np.ndarray:
+    """Return how much of its velocity each row of a new chunk gets, float64 [length], in GR00T's real-time chunking.
 
-    Isaac-GR00T's real-time chunking: (1 - e^(-rate t)) / (1 - e^(-rate)) over
-    linspace(0, 1, overlap - frozen + 2)[1:-1] is how much of the new velocity a row gets; this is 1 minus that.
+    0 for the first ``delay`` rows, which stay what they were; a rising ramp up to row ``end``; 1 after it. The ramp is
+    (1 - e^(-rate t)) / (1 - e^(-rate)) over linspace(0, 1, end - delay + 2)[1:-1] (Isaac-GR00T N1.6 and N1.7).
     """
     end = max(0, min(end, length))
     frozen = max(0, min(delay, end))
-    weights = np.zeros(length)
-    weights[:frozen] = 1.0
+    strength = np.ones(length)
+    strength[:frozen] = 0.0
     moment = np.linspace(0.0, 1.0, end - frozen + 2)[1:-1]
-    weights[frozen:end] = 1.0 - np.expm1(-rate * moment) / np.expm1(-rate)
-    return weights
+    strength[frozen:end] = np.expm1(-rate * moment) / np.expm1(-rate)
+    return strength

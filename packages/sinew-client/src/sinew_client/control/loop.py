@@ -104,7 +104,10 @@ class Loop:
     # ------------------------------------------------------------------------- the loop
 
     def run(self, steps: int | None = None) -> Cadence:
-        """Run for a number of control steps, or until stopped. The robot holds at the end, whatever ended it."""
+        """Run until so many control steps were taken, or until stopped. The robot holds at the end, whatever ended it.
+
+        May be called again to go on.
+        """
         try:
             while not self._ended.is_set() and (steps is None or self.steps < steps):
                 self.tick(self.pace.next())
@@ -112,8 +115,11 @@ class Loop:
             logger.info("the robot has ended the run: %s", end)
         finally:
             self.robot.hold()
-            self.requester.close(min(self.settings.deadline, 5.0))
         return self.report()
+
+    def close(self) -> None:
+        """End the connection; waits for a request under way, but not longer than its deadline or 5 s."""
+        self.requester.close(min(self.settings.deadline, 5.0))
 
     def tick(self, number: int) -> None:
         """Do what is due in one tick of the pace: a control step, or a point between two."""

@@ -1,0 +1,79 @@
+"""Real-time chunking: a solution that continues the chunk that is being executed.
+
+Black, Galliker and Levine 2025 (arXiv 2506.07339), algorithm 1 and equations 2 to 5; the variant without the Jacobian
+is LeRobot's; the ramp is Isaac-GR00T's. Written for any direction of time: with tau from 0 (noise) to 1 (actions),
+tau = (t - start) / (end - start), and what a head gives is d x / d t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinew.processing.continuation import Continuation
+from sinew.solvers import Guidance, Solver, Step
+
+
+def guidance_weight(tau: float, beta: float) -> float:
+    """Return min(beta, (1 - tau) / tau * (tau^2 + (1 - tau)^2) / (1 - tau)^2); beta at tau = 0 (equation 2)."""
+    if tau <= 0.0 or tau >= 1.0:
+        return beta
+    return min(beta, (tau**2 + (1 - tau) ** 2) / (tau * (1 - tau)))
+
+
+class Inpainting:
+    """Pulls the denoised actions towards a target, row by row.
+
+    With ``x1 = x + (end - t) * act(x)`` and J = d x1 / d x, the output becomes
+    ``act(x) + g / (end - start) * J^T [(target - x1) * weights]``.
+
+    target, weights: [1, H, A]. jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
+    """
+
+    def __init__(self, solver: Solver, target: Tensor, weights: Tensor, beta: float, jacobian: bool = True):
+        self.solver, self.target, self.weights, self.beta = solver, target, weights, beta
+        self.jacobian = jacobian
+
+    def __call__(self, act: Callable[[Tensor], Tensor], x: Tensor, step: Step) -> Tensor:
+        span = self.solver.end - self.solver.start
+        g = guidance_weight((step.time - self.solver.start) / span, self.beta)
+        if not self.jacobian:
+            output = act(x)
+            error = (self.target - self.solver.denoised(x, output, step.time)) * self.weights
+            return output + (g / span) * error
+        with torch.enable_grad():
+            at = x.detach().requires_grad_(True)
+            output = act(at)
+            denoised = self.solver.denoised(at, output, step.time)
+            error = ((self.target - denoised) * self.weights).detach()
+            (pull,) = torch.autograd.grad(denoised, at, error.to(denoised.dtype))  # J^T error, [1, H, A]
+        return output.detach() + (g / span) * pull
+
+
+class Ramp:
+    """Multiplies the velocity of every number by ``strength`` [1, H, A]: frozen rows stay, the next ones move less."""
+
+    def __init__(self, strength: Tensor):
+        self.strength = strength
+
+    def __call__(self, act: Callable[[Tensor], Tensor], x: Tensor, step: Step) -> Tensor:
+        return act(x) * self.strength
+
+
+def guide(
+    wanted: Continuation, solver: Solver, noise: np.ndarray, device: torch.device
+) -> tuple[Guidance, np.ndarray]:
+    """Return the guidance of a request and the start of its solution, float32 [H, A]."""
+    weights = torch.from_numpy(wanted.weights)[None].to(device)
+    if wanted.kind == "ramp":
+        started = noise.copy()
+        known = wanted.weights[: wanted.overlap] < 1.0
+        started[: wanted.overlap][known] = wanted.target[: wanted.overlap][known]
+        return Ramp(weights), started
+    target = torch.from_numpy(wanted.target)[None].to(device)
+    guided: Any = Inpainting(solver, target, weights, wanted.beta, wanted.kind == "guided")
+    return guided, noise

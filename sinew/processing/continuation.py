@@ -1,0 +1,132 @@
+"""What a new chunk should continue: the rows of the running one in model units, and how much each of them counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sinew_client.control.blend import guidance_weights, ramp_strength
+
+from sinew.bundle.schema import VectorStep
+from sinew.core import RTC, SCHEDULES, Observation, ObservationError, PolicySpec
+
+BETA = 5.0  # Black et al. 2025: with five steps
+MAX_BETA = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """kind: "guided", "no-jacobian" or "ramp". target: float32 [rows, A] in model units.
+
+    weights: float32 [rows, A]; how strongly each number is pulled to the target, or for "ramp" how much of its
+    velocity it gets. overlap: rows that "ramp" starts from the target.
+    """
+
+    kind: str
+    target: np.ndarray
+    weights: np.ndarray
+    overlap: int
+    beta: float
+
+
+def check_continuation(observation: Observation, spec: PolicySpec) -> None:
+    """Raise :class:`ObservationError` for fields of real-time chunking that do not fit the policy."""
+    given = {name: getattr(observation, name) for name in ("delay", "horizon", "rtc", "schedule", "beta")}
+    if observation.previous is None:
+        for name, value in given.items():
+            if value is not None:
+                raise ObservationError(name, "previous beside it, the rows that are to be continued", "none")
+        return
+    try:
+        rows = np.asarray(observation.previous)
+    except ValueError:
+        raise ObservationError(
+            "previous", f"numbers of shape [R, {spec.action.dim}]", "a ragged sequence"
+        ) from None
+    if rows.dtype.kind not in "fiu" or rows.ndim != 2 or rows.shape[1] != spec.action.dim:
+        raise ObservationError(
+            "previous",
+            f"numbers of shape [R, {spec.action.dim}]",
+            f"{rows.dtype} of shape {list(rows.shape)}",
+        )
+    if not 1 <= len(rows) <= 4 * spec.chunk_size:
+        raise ObservationError("previous", f"1 to {4 * spec.chunk_size} rows", str(len(rows)))
+    if not np.isfinite(rows).all():
+        raise ObservationError("previous", "finite numbers", "NaN or infinity")
+    for name in ("delay", "horizon"):
+        value = given[name]
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0
+        ):
+            raise ObservationError(name, "a whole number of rows from 0", repr(value))
+    for name, known in (("rtc", RTC), ("schedule", SCHEDULES)):
+        if given[name] is not None and given[name] not in known:
+            raise ObservationError(name, f"one of {', '.join(known)}", repr(given[name]))
+    beta = given["beta"]
+    if beta is not None and (
+        not isinstance(beta, (int, float, np.number)) or not math.isfinite(beta) or not 0 <= beta <= MAX_BETA
+    ):
+        raise ObservationError("beta", f"a number from 0 to {MAX_BETA:g}", repr(beta))
+    if observation.rtc == "trained":
+        raise ObservationError(
+            "rtc", "guided, no-jacobian or ramp; this checkpoint was not trained on committed rows", "trained"
+        )
+    if spec.solver.kind != "euler":
+        raise ObservationError(
+            "previous", "a policy that integrates a velocity; this one has nothing to guide", spec.solver.kind
+        )
+
+
+def continuation(
+    observation: Observation,
+    spec: PolicySpec,
+    normalizer: Any,
+    steps: Sequence[VectorStep],
+    state: np.ndarray,
+    width: int,
+) -> Continuation | None:
+    """Return what a checked observation asks for; None where nothing is guided.
+
+    normalizer: of actions. steps: the recipe's changes of units after it, which are turned back here. state: the
+    stepped state. width: of the model's action rows.
+    """
+    kind = observation.rtc or "guided"
+    beta = BETA if observation.beta is None else float(observation.beta)
+    if observation.previous is None or (beta == 0.0 and kind != "ramp"):
+        return None
+    given = np.asarray(observation.previous, np.float64)[: spec.chunk_size]
+    rows, delay = spec.noise_shape[0], int(observation.delay or 0)
+    end = min(spec.chunk_size - int(observation.horizon or 0), len(given))
+    if kind == "ramp":
+        per_row, free = ramp_strength(rows, delay, end), 1.0
+    else:
+        per_row, free = guidance_weights(rows, delay, end, observation.schedule or "exp"), 0.0
+        if not per_row.any():
+            return None
+    # Statistics may be per row, so the rows that are missing are filled in; nothing reads them.
+    full = np.concatenate([given, np.repeat(given[-1:], spec.chunk_size - len(given), axis=0)])
+    known = normalizer.normalize(_turned_back(full, steps, state))
+    target = np.zeros((rows, width), np.float32)
+    target[: len(known), : normalizer.width] = known
+    weights = np.full((rows, width), free, np.float32)
+    weights[:, : normalizer.width] = per_row[:, None]
+    return Continuation(kind, target, weights, max(0, end), beta)
+
+
+def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
+    """Return world units before ``apply_steps``. Raises :class:`ObservationError` for a step without an inverse."""
+    actions = actions.copy()
+    for step in reversed(steps):
+        dims = list(step.dims)
+        if step.kind == "affine" and step.scale != 0:
+            actions[:, dims] = (actions[:, dims] - step.offset) / step.scale
+        elif step.kind == "add_state":
+            actions[:, dims] -= state[list(step.reads)]  # re-based on the state of the new frame
+        else:
+            raise ObservationError(
+                "previous", "actions that can be turned back into the model's", f"a step {step.kind}"
+            )
+    return actions

@@ -1,0 +1,232 @@
+"""Real-time chunking against an oracle written out from the paper, with whole Jacobians, in both directions of time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.core import ObservationError
+from sinew.guidance import guidance_weight, guide
+from sinew.policy import Policy, load
+from sinew.processing.continuation import Continuation
+from sinew.solvers import Solver, solve
+
+BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
+H, A = 6, 3
+
+
+def weights_of(length: int, delay: int, end: int, schedule: str) -> list[float]:
+    """Equation 5 of the paper, and the other schedules of its code, row by row."""
+    start, found = min(delay, end), []
+    for i in range(length):
+        if schedule == "ones":
+            w = 1.0
+        elif schedule == "zeros":
+            w = 1.0 if i < start else 0.0
+        else:
+            w = min(1.0, max(0.0, (start - 1 - i) / (end - start + 1) + 1))
+            if schedule == "exp":
+                w = w * (math.exp(w) - 1) / (math.e - 1)
+        found.append(w if i < end else 0.0)
+    return found
+
+
+class Head(torch.nn.Module):
+    """A head that mixes all rows and knows the time; tau runs 0 to 1. float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first = torch.randn(H * A + 1, 24, generator=generator, dtype=torch.float64) / 3
+        self.second = torch.randn(24, H * A, generator=generator, dtype=torch.float64) / 3
+
+    def velocity(self, x: torch.Tensor, tau: float) -> torch.Tensor:
+        flat = torch.cat([x.reshape(-1), torch.tensor([tau], dtype=torch.float64)])
+        return (torch.tanh(flat @ self.first) @ self.second).reshape(x.shape)
+
+
+def paper(
+    head: Head, noise: torch.Tensor, target: torch.Tensor, weights: torch.Tensor, beta: float, n: int
+) -> Any:
+    """Algorithm 1 in the paper's own time, with the whole Jacobian of the denoiser."""
+    x = noise.clone()
+    for k in range(n):
+        tau = k / n
+
+        def denoise(flat: torch.Tensor, tau: float = tau) -> torch.Tensor:
+            return flat + (1 - tau) * head.velocity(flat.reshape(1, H, A), tau).reshape(-1)
+
+        jacobian = torch.autograd.functional.jacobian(denoise, x.reshape(-1))
+        error = (target - denoise(x.reshape(-1)).reshape(1, H, A)) * weights
+        r2 = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
+        g = beta if tau == 0 else min(beta, (1 - tau) / (tau * r2))
+        pull = (jacobian.T @ error.reshape(-1)).reshape(1, H, A)
+        x = x + (head.velocity(x, tau) + g * pull) / n
+    return x
+
+
+@pytest.mark.parametrize("direction", [(1.0, 0.0), (0.0, 1.0), (0.0, 2.0)])
+@pytest.mark.parametrize("schedule", ["exp", "linear", "ones", "zeros"])
+@pytest.mark.parametrize("delay", range(H + 1))
+def test_guided_equals_the_paper(direction: tuple[float, float], schedule: str, delay: int) -> None:
+    head, (start, end) = Head(), direction
+    solver, steps, beta = Solver(start=start, end=end), 5, 4.0
+    rng = np.random.default_rng(delay)
+    noise, target = rng.normal(size=(2, H, A))
+    weights = np.repeat(np.array(weights_of(H, delay, 5, schedule))[:, None], A, axis=1)
+
+    def act(x: torch.Tensor, time: float) -> torch.Tensor:
+        return head.velocity(x, (time - start) / (end - start)) / (end - start)
+
+    wanted = Continuation("guided", target, weights, 5, beta)
+    guidance, begun = guide(wanted, solver, noise, torch.device("cpu"))
+    with torch.no_grad():
+        x = torch.from_numpy(begun)[None]
+        got = solve(act, x, solver.steps(steps), solver.times(steps), None, guidance)
+    expected = paper(head, *(torch.from_numpy(v)[None] for v in (noise, target, weights)), beta, steps)
+    assert float((got - expected).abs().max()) < 1e-10
+
+
+def test_without_the_jacobian_it_is_another_method() -> None:
+    head, solver = Head(), Solver(start=0.0, end=1.0)
+    noise, target = np.random.default_rng(0).normal(size=(2, H, A))
+    weights = np.repeat(np.array(weights_of(H, 2, 5, "exp"))[:, None], A, axis=1)
+    found = {}
+    for kind in ("guided", "no-jacobian"):
+        guidance, begun = guide(
+            Continuation(kind, target, weights, 5, 4.0), solver, noise, torch.device("cpu")
+        )
+        with torch.no_grad():
+            x = torch.from_numpy(begun)[None]
+            found[kind] = solve(head.velocity, x, solver.steps(5), solver.times(5), None, guidance)
+    # The identity in place of J, from the definition.
+    x = torch.from_numpy(noise)[None]
+    for k in range(5):
+        tau = k / 5
+        v = head.velocity(x, tau)
+        error = (torch.from_numpy(target) - (x + (1 - tau) * v)) * torch.from_numpy(weights)
+        x = x + (v + guidance_weight(tau, 4.0) * error) / 5
+    torch.testing.assert_close(found["no-jacobian"], x, atol=1e-12, rtol=0)
+    assert float((found["guided"] - x).abs().max()) > 0.05
+
+
+# ----------------------------------------------------------------------------- a whole policy
+
+pytestmark = pytest.mark.skipif(not BLOCKS.exists(), reason="no trained policy")
+
+
+@pytest.fixture(scope="module")
+def policies() -> dict[str, Policy]:
+    return {engine: load(BLOCKS, engine=engine, threads=1) for engine in ("eager", "plan")}
+
+
+def observation(**fields: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(5)
+    frames = {name: rng.integers(0, 256, (64, 64, 3), np.uint8) for name in ("front", "wrist")}
+    state = np.float32([0.1, -0.05, 0.2, 0.03])
+    return {
+        "images": frames,
+        "state": state,
+        "prompt": "put the red block into the left bin",
+        "seed": 3,
+        **fields,
+    }
+
+
+@pytest.fixture(scope="module")
+def previous(policies: dict[str, Policy]) -> np.ndarray:
+    return policies["eager"].infer(observation(seed=11)).actions[6:]
+
+
+def test_no_guidance_is_the_ordinary_chunk_to_the_bit(
+    policies: dict[str, Policy], previous: np.ndarray
+) -> None:
+    for policy in policies.values():
+        plain = policy.infer(observation()).actions
+        fields = {"previous": previous, "delay": 4, "horizon": 8}
+        assert np.array_equal(policy.infer(observation(**fields, beta=0.0)).actions, plain)
+        # the guidance ends before it begins
+        assert np.array_equal(
+            policy.infer(observation(**{**fields, "horizon": 32, "delay": 0})).actions, plain
+        )
+        assert not np.array_equal(policy.infer(observation(**fields)).actions, plain)
+
+
+@pytest.mark.parametrize("kind", ["guided", "no-jacobian", "ramp"])
+def test_engines_agree_and_committed_rows_are_continued(
+    policies: dict[str, Policy], previous: np.ndarray, kind: str
+) -> None:
+    fields = {"previous": previous, "delay": 6, "horizon": 8, "rtc": kind}
+    eager, plan = (policies[name].infer(observation(**fields)).actions for name in ("eager", "plan"))
+    assert float(np.abs(eager - plan).max()) < 1e-4
+    plain = policies["eager"].infer(observation()).actions
+    before, after = (np.abs(found[:6] - previous[:6]).mean() for found in (plain, eager))
+    assert after < 0.35 * before
+    if kind == "ramp":
+        np.testing.assert_allclose(eager[:6], previous[:6], atol=1e-5)
+
+
+def test_guided_policy_equals_an_oracle_in_the_papers_time(
+    policies: dict[str, Policy], previous: np.ndarray
+) -> None:
+    """The policy's own head, called from outside; normalisation, weights and the loop written out."""
+    policy, delay, horizon, steps = policies["eager"], 3, 8, 5
+    from sinew.core import Observation
+    from sinew.engine.example import Inputs
+
+    plain = Observation.from_mapping(observation())
+    model, processor = policy.engine.model, policy.processor
+    batch = Inputs.of(processor.inputs(plain), torch.device("cpu"))
+    with torch.no_grad():
+        context = model.read(model.embed_images(batch.pixels), *batch[1:])
+        moments = list(model.moments(steps))
+    x = torch.from_numpy(processor.noise(plain)[0])[None]
+    rows, dim = policy.spec.chunk_size, policy.spec.action.dim
+    scale, offset = processor.action_normalizer.affine()
+    target = torch.zeros_like(x)
+    target[0, : len(previous), :dim] = torch.from_numpy((previous - offset) / scale)
+    weights = torch.zeros_like(x)
+    end = min(rows - horizon, len(previous))
+    weights[0, :, :dim] = torch.tensor(weights_of(rows, delay, end, "exp"))[:, None]
+    for k in range(steps):
+        tau = k / steps
+        at = x.clone().requires_grad_(True)
+        v = -model.act(at, moments[k], context)  # d x / d tau; the model's time runs from 1 to 0
+        denoised = at + (1 - tau) * v
+        (pull,) = torch.autograd.grad(denoised, at, ((target - denoised) * weights).detach())
+        g = 5.0 if k == 0 else min(5.0, (1 - tau) / tau * (tau**2 + (1 - tau) ** 2) / (1 - tau) ** 2)
+        x = (x + (v + g * pull) / steps).detach()
+    expected = x[0, :, :dim].double().numpy() * scale + offset
+    got = policy.infer(
+        observation(previous=previous, delay=delay, horizon=horizon, solver_steps=steps)
+    ).actions
+    assert float(np.abs(got - expected).max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"delay": 3}, "delay: expected previous beside it"),
+        ({"rtc": "guided"}, "rtc: expected previous beside it"),
+        ({"previous": np.zeros((3, 2))}, r"previous: expected numbers of shape \[R, 4\]"),
+        ({"previous": np.zeros((0, 4))}, "previous: expected 1 to"),
+        ({"previous": np.full((3, 4), np.nan)}, "previous: expected finite numbers"),
+        ({"previous": np.zeros((3, 4)), "delay": -1}, "delay: expected a whole number"),
+        ({"previous": np.zeros((3, 4)), "horizon": 1.5}, "horizon: expected a whole number"),
+        ({"previous": np.zeros((3, 4)), "rtc": "soft"}, "rtc: expected one of guided"),
+        (
+            {"previous": np.zeros((3, 4)), "rtc": "trained"},
+            "rtc: expected guided, no-jacobian or ramp; this checkpoint",
+        ),
+        ({"previous": np.zeros((3, 4)), "schedule": "cosine"}, "schedule: expected one of exp"),
+        ({"previous": np.zeros((3, 4)), "beta": float("inf")}, "beta: expected a number from 0"),
+    ],
+)
+def test_bad_fields_are_named(policies: dict[str, Policy], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ObservationError, match=message):
+        policies["eager"].check(observation(**fields))
