@@ -153,7 +153,7 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
     spec, processing, prompt = manifest.spec, manifest.processing, manifest.processing.prompt
     steps = (*processing.state_steps, *processing.action_steps)
     return {
-        "spec.state does not fit processing.padded_state_dim": 1
+        "spec.state does not fit processing.padded_state_dim": 0
         <= spec.state.dim
         <= processing.padded_state_dim
         <= MAX_SIZE,

@@ -18,6 +18,9 @@ REGISTRY = {
     "gr00t_n1_5": "sinew.models.gr00t:Gr00tEagle",
     "gr00t_n1_6": "sinew.models.gr00t:Gr00tEagle",
     "gr00t_n1_7": "sinew.models.gr00t:Gr00tQwen",
+    "openvla": "sinew.models.openvla:OpenVLA",
+    "openvla_oft": "sinew.models.openvla:OpenVLAOFT",
+    "vla_adapter": "sinew.models.adapter:Adapter",
 }
 
 

@@ -61,6 +61,11 @@ class Model(nn.Module):
         return 3
 
     @property
+    def min_tokens(self) -> int:
+        """Return the fewest tokens that a prompt has, for engines that analyse shapes."""
+        return 2
+
+    @property
     def prefix_depth(self) -> int | None:
         """Return how many layers of ``self.language`` leave keys and values that the head reads, counted from the
         first. None when it reads something else."""

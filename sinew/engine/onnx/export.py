@@ -70,7 +70,7 @@ def export_graphs(
     component = model.component_of
     names = ["pixels"], ["image_tokens"]
     _write(Vision(recorded), example[:1], any_views, *names, directory / "vision.onnx", component)
-    length = {1: Dim("length", min=2, max=1 << 14)}
+    length = {1: Dim("length", min=model.min_tokens, max=1 << 14)}
     given = ["image_tokens", *Inputs._fields[1:]]
     axes: dict[str, Any] = dict(zip(given, (None, None, length, length, None), strict=True))
     _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)

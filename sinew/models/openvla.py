@@ -1,0 +1,251 @@
+"""OpenVLA (Kim et al. 2024, arXiv 2406.09246), OpenVLA-OFT (Kim et al. 2025, arXiv 2502.19645) and BitVLA (Wang et al.
+2025, arXiv 2506.07530): actions as what a language model says next.
+
+* One or two vision towers see each 224 x 224 view, each in its own normalisation; their features of a patch are joined
+  and projected.
+* The projected views stand inside the prompt, behind its first tokens.
+* OpenVLA continues the prompt: it takes the likeliest token, seven times in turn, and each token is a bin of one
+  dimension of the action. Every token sees those before it.
+* OFT and BitVLA need one pass over [start of the prompt | views | proprioception | rest of the prompt | zeros | stop
+  token], every token seeing every token, one row of zeros for each number of the chunk. The final states from the last
+  prompt token on, as many as numbers in the chunk, go through a small residual MLP; what it returns are the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sinew.layers.attention import block_mask
+from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue
+from sinew.layers.linear import Linear
+from sinew.layers.mlp import MLP
+from sinew.layers.regression_head import RegressionHead
+from sinew.layers.rope import Rotation
+from sinew.layers.sizes import check_sizes
+from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.models.base import Regression
+
+Piece = tuple[Tensor, Tensor]  # rows of a sequence [B, n, C], and which of them are there, bool [B, n]
+
+
+@dataclass(frozen=True)
+class PrismaticConfig:
+    """``vision``: one tower per three channels of a view. ``projector``: hidden widths of the projector behind them.
+    ``views_after``: number of prompt tokens before the views. ``max_state_dim``: 0 where no state is read.
+    """
+
+    vision: tuple[ViTConfig, ...]
+    projector: tuple[int, ...]
+    language: DecoderConfig
+    vocab_size: int
+    chunk_size: int
+    max_action_dim: int
+    max_state_dim: int = 0
+    views_after: int = 1
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        if not self.vision or len({tower.side for tower in self.vision}) != 1:
+            raise ValueError("vision: expected towers that cut a view into the same patches")
+
+
+@dataclass(frozen=True)
+class OpenVLAConfig(PrismaticConfig):
+    """Tokens from ``action_tokens_end - 1`` downwards are the bins of [-1, 1] from the lowest upwards: the intervals
+    between ``action_bins`` points."""
+
+    action_bins: int = 256
+    action_tokens_end: int = 32000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 < self.action_bins <= self.action_tokens_end <= self.vocab_size:
+            raise ValueError(f"action tokens up to {self.action_tokens_end} are outside the vocabulary")
+
+
+@dataclass(frozen=True)
+class OFTConfig(PrismaticConfig):
+    """``stop_token``: the id whose embedding ends the sequence."""
+
+    stop_token: int = 2
+
+
+class Towers(nn.Module):
+    """Vision towers side by side, each with its own three channels of the pixels, and the projector behind them."""
+
+    towers: Sequence[VisionTransformer]
+
+    def __init__(self, config: PrismaticConfig):
+        super().__init__()
+        width = sum(tower.hidden_size for tower in config.vision)
+        self.towers = nn.ModuleList(  # type: ignore[assignment]
+            VisionTransformer(tower) for tower in config.vision
+        )
+        self.projector = MLP(width, *config.projector, config.language.hidden_size)
+
+    def features(self, pixels: Tensor) -> Tensor:  # [N, 3 * towers, height, width] -> [N, patches, C]
+        parts = zip(self.towers, pixels.split(3, dim=1), strict=True)
+        return torch.cat([tower(part) for tower, part in parts], dim=-1)
+
+    def forward(self, pixels: Tensor) -> Tensor:  # -> [N, patches, C']
+        return self.projector(self.features(pixels))
+
+
+class PrismaticVLM(Regression):
+    """What the policies below share: towers, a language model, and views inside the prompt."""
+
+    def __init__(self, config: PrismaticConfig):
+        super().__init__()
+        self.config = config
+        self.vision = Towers(config)
+        self.language = Decoder(config.language, config.vocab_size)
+
+    @property
+    def channels(self) -> int:
+        return 3 * len(self.config.vision)
+
+    @property
+    def min_tokens(self) -> int:
+        return self.config.views_after + 2
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        return self.vision(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
+
+    def sequence(
+        self,
+        image_tokens: Tensor,
+        camera_mask: Tensor,
+        tokens: Tensor,
+        token_mask: Tensor,
+        behind_views: Sequence[Tensor] = (),
+        behind_prompt: Sequence[Tensor] = (),
+    ) -> Piece:
+        """Return [start of the prompt | views | behind_views | rest of the prompt | behind_prompt] and its mask."""
+        start, dtype = self.config.views_after, self.language.embed_tokens.weight.dtype
+        prompt = self.language.embed_tokens(tokens)  # [B, L, C]
+        seen = camera_mask[:, :, None].expand(image_tokens.shape[:3]).flatten(1)  # [B, V * N]
+
+        def always(x: Tensor) -> Piece:
+            return x, token_mask.new_ones(x.shape[:2])
+
+        pieces = [
+            (prompt[:, :start], token_mask[:, :start]),
+            (image_tokens.flatten(1, 2), seen),
+            *map(always, behind_views),
+            (prompt[:, start:], token_mask[:, start:]),
+            *map(always, behind_prompt),
+        ]
+        x = torch.cat([rows.to(dtype) for rows, _ in pieces], dim=1)
+        return x, torch.cat([valid for _, valid in pieces], dim=1)
+
+    def stop(self, token: int, batch: int) -> Tensor:  # [B, 1, C]; a row, not an id: see layers/linear.py
+        return self.language.embed_tokens.weight[token].expand(batch, 1, -1)
+
+
+def last_row(x: Tensor, token_mask: Tensor, behind: int) -> Tensor:
+    """The row of the last prompt token, [B, 1, C], which may be followed by padding, and that by ``behind`` rows."""
+    length = token_mask.shape[1]
+    row = x.shape[1] - behind - 1 - (length - token_mask.sum(dim=1))  # [B]
+    return x.gather(1, row[:, None, None].expand(-1, 1, x.shape[2]))
+
+
+class ActionStates(NamedTuple):
+    hidden: Tensor  # [B, H, A * C]: final states of the language model, one row per step of the chunk
+
+
+class OpenVLAOFT(PrismaticVLM):
+    config_type = OFTConfig
+    config: OFTConfig
+
+    def __init__(self, config: OFTConfig):
+        super().__init__(config)
+        width, dim = config.language.hidden_size, config.max_action_dim
+        if config.max_state_dim:
+            self.state_proj = MLP(config.max_state_dim, width, width)
+        self.head = RegressionHead(dim * width, width, dim)
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> ActionStates:
+        config = self.config
+        B, slots = len(tokens), config.chunk_size * config.max_action_dim
+        zeros = image_tokens.new_zeros(B, slots, config.language.hidden_size)
+        x, valid = self.sequence(
+            image_tokens,
+            camera_mask,
+            tokens,
+            token_mask,
+            behind_views=[self.state_proj(state)[:, None]] if config.max_state_dim else [],
+            behind_prompt=[zeros, self.stop(config.stop_token, B)],
+        )
+        positions = valid.long().cumsum(dim=1) - 1
+        h, _ = self.language(x, positions, block_mask(valid, torch.zeros_like(valid)))
+        h = torch.cat([last_row(h, token_mask, slots + 1), h[:, -slots - 1 : -2]], dim=1)  # [B, slots, C]
+        shape = (config.chunk_size, config.max_action_dim)
+        return ActionStates(self.language.norm(h).unflatten(1, shape).flatten(2))
+
+    def regress(self, context: ActionStates) -> Tensor:
+        return self.head(context.hidden).float()
+
+
+class Continuation(NamedTuple):
+    """The prompt as the next tokens read it."""
+
+    kv: tuple[KeyValue, ...]  # of each layer, [B, P, Hkv, D]
+    valid: Tensor  # bool [B, P]
+    length: Tensor  # int64 [B]: the position of the next token
+    last: Tensor  # [B, 1, C]: the last layer's output at the last token of the prompt
+
+
+class OpenVLA(PrismaticVLM):
+    config_type = OpenVLAConfig
+    config: OpenVLAConfig
+
+    def __init__(self, config: OpenVLAConfig):
+        super().__init__(config)
+        self.lm_head = Linear(config.language.hidden_size, config.vocab_size, bias=False)
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Continuation:
+        x, valid = self.sequence(image_tokens, camera_mask, tokens, token_mask)
+        positions = valid.long().cumsum(dim=1) - 1
+        h, kv = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
+        return Continuation(tuple(kv), valid, valid.sum(dim=1), last_row(h, token_mask, 0))
+
+    def regress(self, context: Continuation) -> Tensor:
+        return self.bin_centres(self.generate(context)).unflatten(1, (self.config.chunk_size, -1))
+
+    def generate(self, context: Continuation) -> Tensor:
+        """Return the likeliest token of each dimension of the action, in turn: int64 [B, H * A]."""
+        config, decoder = self.config.language, self.language
+        layers: Sequence[DecoderLayer] = decoder.layers  # type: ignore[assignment]
+        ids: list[Tensor] = []
+        own: list[KeyValue | None] = [None] * len(context.kv)
+        h, sees = context.last, context.valid[:, None]  # [B, 1, C], bool [B, 1, P]
+        count = self.config.chunk_size * self.config.max_action_dim
+        for step in range(count):
+            ids.append(self.lm_head(decoder.norm(h)).argmax(dim=-1))  # [B, 1], over the whole vocabulary
+            if step + 1 == count:
+                break
+            h = decoder.embed_tokens(ids[-1])
+            rotate = Rotation.at(context.length[:, None] + step, config.head_dim, config.rope_theta)
+            sees = torch.cat([sees, torch.ones_like(sees[..., :1])], dim=-1)
+            for index, (layer, kv) in enumerate(zip(layers, context.kv, strict=True)):
+                q, k, v = layer.project(h, rotate)
+                if (before := own[index]) is not None:
+                    k, v = torch.cat([before[0], k], dim=1), torch.cat([before[1], v], dim=1)
+                own[index] = k, v
+                h = layer.finish(h, layer.attn.attend(q, kv, sees, own=(k, v)))
+        return torch.cat(ids, dim=1)
+
+    def bin_centres(self, ids: Tensor) -> Tensor:
+        """int64 ids -> float32 values in [-1, 1]; ids that are no action tokens count as the nearest bin."""
+        intervals = self.config.action_bins - 1
+        bins = (self.config.action_tokens_end - 1 - ids).clamp(0, intervals - 1)
+        return (2 * bins + 1 - intervals).float() / intervals
