@@ -78,3 +78,17 @@ def groot_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
         return out
 
     return make
+
+
+@pytest.fixture(scope="session")
+def openvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same for OpenVLA, OpenVLA-OFT and VLA-Adapter: ``openvla_bundle("openvla-oft") -> path``."""
+    directory = tmp_path_factory.mktemp("bundles")
+
+    def make(case: str) -> Path:
+        out = directory / f"{case}.gguf"
+        if not out.exists():
+            convert(golden / case / "checkpoint", out, name=case)
+        return out
+
+    return make

@@ -1,0 +1,167 @@
+"""OpenVLA, OpenVLA-OFT and VLA-Adapter against their reference implementations, stage by stage and end to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.core import ObservationError
+from sinew.policy import Policy, load
+from tests.golden import Golden, assert_parity
+
+CASES = ("openvla-oft", "openvla-ar", "vla-adapter")
+BOUND = 1e-5  # of every stage: the fixtures' own, ten times below the house's
+ENGINES = {"plan": 1e-5, "onnx": 1e-5, "cuda": 1e-5}  # against the reference; cuda as twins on a CPU
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, openvla_bundle) -> tuple[Policy, Golden]:
+    return load(openvla_bundle(request.param), dtype="float32"), Golden(golden / request.param)
+
+
+def observation(g: Golden) -> dict:
+    state = g.numpy("state_raw") if "state_raw" in g.tensors else np.zeros(0, np.float32)
+    return {
+        "images": {camera: g.numpy(f"frame.{camera}") for camera in g.cameras},
+        "state": state,
+        "prompt": g.metadata["task"],
+    }
+
+
+def prompt_ids(g: Golden) -> torch.Tensor:
+    """The reference's ids without what upstream puts behind the prompt: placeholders and the stop token."""
+    if "prompt_ids" in g.tensors:
+        return g["prompt_ids"]
+    ids = g["input_ids"]
+    chunk = g["actions"].numel() if "openvla" in g.metadata["family"] else 64
+    assert (ids[-chunk - 1 : -1] == 1).all()
+    return ids[: -chunk - 1]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:
+    assert float((found.double() - expected.double()).abs().max()) <= bound
+    assert_parity(found.double(), expected.double())
+
+
+def inputs(policy: Policy, g: Golden) -> tuple[torch.Tensor, ...]:
+    found = policy.processor.inputs(policy_observation(policy, g))
+    arrays = (found.pixels, found.camera_mask, found.tokens, found.token_mask, found.state)
+    return tuple(torch.from_numpy(array)[None] for array in arrays)
+
+
+def policy_observation(policy: Policy, g: Golden):
+    from sinew.core import Observation
+
+    return Observation.from_mapping(observation(g))
+
+
+def test_pixels_tokens_and_state_are_equal(case):
+    policy, g = case
+    pixels, _, tokens, _, state = inputs(policy, g)
+    recipe = policy.manifest.processing.image
+    for view, camera in zip(pixels[0], g.cameras, strict=True):
+        unit = g.numpy(f"image_224.{camera}").astype(np.float32).transpose(2, 0, 1) / np.float32(255)
+        for group in range(2):
+            mean, std = (
+                np.asarray(x[3 * group : 3 * group + 3], np.float32)[:, None, None]
+                for x in (recipe.mean, recipe.std)
+            )
+            # One bit of a pixel is 0.004 before and more after normalisation.
+            np.testing.assert_allclose(
+                view[3 * group : 3 * group + 3], (unit - mean) / std, rtol=0, atol=1e-6
+            )
+    if "pixel_values.full_image" in g.tensors:
+        expected = g["pixel_values.full_image"]
+        torch.testing.assert_close(pixels[0, 0, :, : expected.shape[1]], expected, rtol=0, atol=1e-6)
+    assert torch.equal(tokens[0], prompt_ids(g))
+    if "state_normalized" in g.tensors:
+        assert g["state_normalized"].abs().max() == 1  # one element was out of range
+        torch.testing.assert_close(state[0], g["state_normalized"].float(), rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_stages(case):
+    policy, g = case
+    model = policy.engine.model
+    pixels, cameras, tokens, mask, state = inputs(policy, g)
+    close(model.vision.features(pixels[0]).flatten(0, 1), g["vit_features"])
+    image_tokens = model.embed_images(pixels)
+    close(image_tokens[0].flatten(0, 1), g["image_tokens"])
+    context = model.read(image_tokens, cameras, tokens, mask, state)
+    if "proprio_token" in g.tensors:
+        close(model.state_proj(state), g["proprio_token"])
+    if hasattr(model, "generate"):
+        assert torch.equal(model.generate(context)[0], g["generated_ids"])
+    elif hasattr(context, "queries"):
+        close(context.queries[-1, 0, :-1], g["action_hidden"], 2e-5)  # values reach five
+        close(context.task[0, 0], g["lm_layer.1"][: context.task.shape[2]])
+    else:
+        close(context.hidden.reshape(g["action_hidden"].shape), g["action_hidden"])
+    if "chunk_normalized" in g.tensors:
+        close(model.regress(context)[0], g["chunk_normalized"])
+
+
+@torch.inference_mode()
+def test_padding_changes_nothing(case):
+    """Engines that run a few lengths only pad the prompt on the right, in the middle of these sequences."""
+    policy, g = case
+    model = policy.engine.model
+    pixels, cameras, tokens, mask, state = inputs(policy, g)
+    image_tokens = model.embed_images(pixels)
+    plain = model.regress(model.read(image_tokens, cameras, tokens, mask, state))
+    padded = torch.nn.functional.pad(tokens, (0, 5), value=3), torch.nn.functional.pad(mask, (0, 5))
+    close(model.regress(model.read(image_tokens, cameras, *padded, state)), plain)
+
+
+def test_actions_match_the_reference(case):
+    policy, g = case
+    actions = policy.infer(observation(g)).actions
+    expected = g["actions"].reshape(actions.shape)
+    close(torch.from_numpy(actions), expected)
+    if "openvla-ar" in g.metadata["family"]:
+        centres = torch.from_numpy(actions)
+        assert torch.allclose(centres.double(), expected, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", CASES)
+def test_engines(engine, name, golden, openvla_bundle):
+    g = Golden(golden / name)
+    policy = load(openvla_bundle(name), engine=engine, dtype="float32")
+    actions = policy.infer(observation(g)).actions
+    close(torch.from_numpy(actions), g["actions"].reshape(actions.shape), ENGINES[engine])
+    shorter = policy.infer(
+        {**observation(g), "prompt": "open it"}
+    ).actions  # another length on the same engine
+    eager = load(openvla_bundle(name), dtype="float32").infer({**observation(g), "prompt": "open it"}).actions
+    close(torch.from_numpy(shorter), torch.from_numpy(eager), ENGINES[engine])
+
+
+def test_every_camera_is_needed(case):
+    policy, g = case
+    given = observation(g)
+    given["images"] = dict(list(given["images"].items())[1:])
+    with pytest.raises(ObservationError, match="images"):
+        policy.infer(given)
+
+
+def test_the_instruction_is_lower_cased(case):
+    policy, g = case
+    found = [policy.infer({**observation(g), "prompt": prompt}).actions for prompt in ("PICK it", "pick it")]
+    np.testing.assert_array_equal(*found)
+
+
+def test_bins_of_tokens(openvla_bundle):
+    """Upstream's rule at both ends: the first and last bins, and ids that are no action tokens."""
+    model = load(openvla_bundle("openvla-ar")).engine.model
+    edges = np.linspace(-1, 1, 256)
+    centres = (edges[:-1] + edges[1:]) / 2
+    ids = np.array([31999, 31998, 31745, 31744, 5, 32063])
+    expected = centres[np.clip(32000 - ids - 1, 0, 254)].astype(np.float32)
+    np.testing.assert_allclose(model.bin_centres(torch.from_numpy(ids)).numpy(), expected, rtol=0, atol=6e-8)
+    assert replace(model.config, action_tokens_end=31000).action_tokens_end == 31000
+    with pytest.raises(ValueError, match="vocabulary"):
+        replace(model.config, action_tokens_end=40000)
