@@ -1,0 +1,194 @@
+"""Checkpoints of the OpenVLA family: what is taken from where, and one line for each wrong one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from sinew.bundle import Bundle
+from sinew.convert import convert
+from sinew.core import ConvertError
+
+CASES = ("openvla-oft", "openvla-ar", "vla-adapter")
+
+
+@pytest.fixture
+def checkpoint(golden, tmp_path):
+    """A copy to damage: ``checkpoint(case) -> directory``."""
+
+    def copy(case: str = "openvla-oft") -> Path:
+        out = tmp_path / case
+        shutil.copytree(golden / case / "checkpoint", out)
+        return out
+
+    return copy
+
+
+def edit(path: Path, change) -> None:
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def refused(path: Path, **options) -> str:
+    out = path.parent / "out.gguf"
+    with pytest.raises(ConvertError) as error:
+        convert(path, out, **options)
+    assert not out.exists()
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_a_bundle_says(openvla_bundle):
+    oft, plain, adapter = (Bundle(openvla_bundle(case)).manifest for case in CASES)
+    assert [m.architecture for m in (oft, plain, adapter)] == ["openvla_oft", "openvla", "vla_adapter"]
+    assert [m.spec.chunk_size for m in (oft, plain, adapter)] == [8, 1, 8]
+    assert [m.spec.state.dim for m in (oft, plain, adapter)] == [8, 0, 8]
+    assert [len(m.spec.cameras) for m in (oft, plain, adapter)] == [2, 1, 2]
+    assert oft.processing.image.channels == 6
+    assert "libero_spatial_no_noops" in oft.provenance.notes[0]
+    assert all(m.spec.solver.kind == "single" and m.spec.noise_dim == 0 for m in (oft, plain, adapter))
+    # The gripper is outside the mask.
+    assert [part.normalization.mode for part in oft.processing.action_parts] == ["quantiles", "identity"]
+    assert [part.normalization.eps for part in plain.processing.action_parts] == [0.0, 1e-8]
+    assert {name.split(".")[1] for name in oft.provenance.dropped} == {"featurizer", "fused_featurizer"}
+    assert any("lm_head" in name for name in adapter.provenance.dropped) == ("lm_head" in str(adapter))
+
+
+def test_settings(golden, tmp_path):
+    out = tmp_path / "a.gguf"
+    settings = {"center_crop": "false", "chunk": 5, "statistics": "bounds"}
+    convert(golden / "openvla-oft" / "checkpoint", out, settings=settings, cameras=("top", "hand"))
+    manifest = Bundle(out).manifest
+    assert [step.kind for step in manifest.processing.image.steps] == ["jpeg", "resize"]
+    assert manifest.spec.chunk_size == 5
+    assert [camera.name for camera in manifest.spec.cameras] == ["top", "hand"]
+    assert manifest.processing.state.mode == "min_max"
+    assert manifest.provenance.options["set center_crop"] == "false"
+
+
+def test_the_newest_head_is_taken(checkpoint):
+    path = checkpoint()
+    head = path / "action_head--150000_checkpoint.pt"
+    other = torch.load(head, weights_only=True)
+    torch.save({key: torch.zeros_like(value) for key, value in other.items()}, path / "action_head--9_checkpoint.pt")
+    out = path.parent / "a.gguf"
+    convert(path, out)
+    assert Bundle(out).tensor("head.proj_out.weight").abs().sum() > 0
+
+
+# ----------------------------------------------------------------------------- wrong checkpoints
+
+
+def test_no_statistics(checkpoint):
+    path = checkpoint()
+    (path / "dataset_statistics.json").unlink()
+    edit(path / "config.json", lambda record: record.pop("norm_stats"))
+    assert "--stats FILE" in refused(path)
+
+
+def test_several_statistics(checkpoint):
+    path = checkpoint()
+    edit(path / "dataset_statistics.json", lambda record: record.update(other=record["libero_spatial_no_noops"]))
+    message = refused(path)
+    assert "--stats-key: libero_spatial_no_noops, other" in message
+    assert "no statistics 'third'" in refused(path, stats_key="third")
+    convert(path, path.parent / "a.gguf", stats_key="other")
+    assert "'other'" in Bundle(path.parent / "a.gguf").manifest.provenance.notes[0]
+
+
+def test_statistics_of_another_robot(checkpoint):
+    path = checkpoint()
+
+    def shorten(record):
+        for values in record["libero_spatial_no_noops"]["proprio"].values():
+            values.pop()
+
+    edit(path / "dataset_statistics.json", shorten)
+    assert "expected 8 values, got q01 7" in refused(path)
+
+
+def test_statistics_without_the_state(checkpoint):
+    path = checkpoint()
+    edit(path / "dataset_statistics.json", lambda record: record["libero_spatial_no_noops"].pop("proprio"))
+    assert "have no q01 and q99 of 'proprio'" in refused(path)
+
+
+def test_lora_alone(checkpoint):
+    path = checkpoint()
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "lora_adapter").mkdir()
+    (path / "lora_adapter" / "adapter_model.safetensors").write_bytes(b"")
+    assert "merge" in refused(path)
+
+
+def test_truncated_shard(checkpoint):
+    path = checkpoint()
+    shard = path / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert shard.name in refused(path)
+
+
+def test_missing_shard(checkpoint):
+    path = checkpoint()
+    (path / "model-00002-of-00003.safetensors").unlink()
+    assert "model-00002-of-00003.safetensors" in refused(path)
+
+
+def test_the_neighbours_head(checkpoint, golden):
+    path = checkpoint()
+    (path / "action_head--150000_checkpoint.pt").unlink()
+    shutil.copy(golden / "vla-adapter" / "checkpoint" / "action_head--checkpoint.pt", path)
+    assert "does not fit its config" in refused(path)
+
+
+def test_the_neighbours_weights(checkpoint, golden):
+    path = checkpoint()
+    shutil.copy(golden / "vla-adapter" / "checkpoint" / "config.json", path)
+    assert "does not fit its config" in refused(path) or "tokenizer" in refused(path)
+
+
+def test_no_head_beside_a_projector(checkpoint):
+    path = checkpoint()
+    (path / "action_head--150000_checkpoint.pt").unlink()
+    assert "no action_head--*_checkpoint.pt" in refused(path)
+
+
+def test_no_projector_for_the_adapter(checkpoint):
+    path = checkpoint("vla-adapter")
+    (path / "proprio_projector--checkpoint.pt").unlink()
+    assert "belong to no robot" in refused(path)
+    settings = {"chunk": 8, "statistics": "bounds_q99"}
+    assert "reads the state" in refused(path, settings=settings, cameras=("a", "b"))
+
+
+def test_cameras_of_the_adapter(checkpoint):
+    assert "2 cameras, got 3" in refused(checkpoint("vla-adapter"), cameras=("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["text_config"].update(rope_scaling={"type": "linear"}), "rope_scaling"),
+        (lambda c: c["text_config"].update(hidden_act="relu"), "hidden_act: expected silu"),
+        (lambda c: c["text_config"].update(num_attention_heads=3), "text_config"),
+        (lambda c: c.update(timm_model_ids=["vit_huge", "vit_so400m_patch14_siglip_224"]), "vit_huge"),
+        (lambda c: c.pop("timm_model_ids"), "timm_model_ids"),
+    ],
+)
+def test_configs_that_are_not_understood(checkpoint, change, message):
+    path = checkpoint()
+    edit(path / "config.json", change)
+    assert message in refused(path)
+
+
+def test_diffusion_and_film_are_refused_by_name(checkpoint):
+    path = checkpoint()
+    (path / "noisy_action_projector--1_checkpoint.pt").write_bytes(b"")
+    assert "diffusion" in refused(path)
