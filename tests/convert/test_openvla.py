@@ -76,7 +76,9 @@ def test_the_newest_head_is_taken(checkpoint):
     path = checkpoint()
     head = path / "action_head--150000_checkpoint.pt"
     other = torch.load(head, weights_only=True)
-    torch.save({key: torch.zeros_like(value) for key, value in other.items()}, path / "action_head--9_checkpoint.pt")
+    torch.save(
+        {key: torch.zeros_like(value) for key, value in other.items()}, path / "action_head--9_checkpoint.pt"
+    )
     out = path.parent / "a.gguf"
     convert(path, out)
     assert Bundle(out).tensor("head.proj_out.weight").abs().sum() > 0
@@ -94,7 +96,10 @@ def test_no_statistics(checkpoint):
 
 def test_several_statistics(checkpoint):
     path = checkpoint()
-    edit(path / "dataset_statistics.json", lambda record: record.update(other=record["libero_spatial_no_noops"]))
+    edit(
+        path / "dataset_statistics.json",
+        lambda record: record.update(other=record["libero_spatial_no_noops"]),
+    )
     message = refused(path)
     assert "--stats-key: libero_spatial_no_noops, other" in message
     assert "no statistics 'third'" in refused(path, stats_key="third")
