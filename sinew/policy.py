@@ -62,7 +62,8 @@ class Policy:
     device and engine. Weights whose stored type is the chosen one stay in the file's memory map; the others are
     converted once, here.
 
-    engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "onnx",
+    engine: "eager", the reference; "plan", the same model after the rewrites of ``sinew.engine.plan``; "cpu", that
+    over low-bit weights as the bundle stores them, with compiled kernels (the others widen such weights); "onnx",
     the planned model in ONNX Runtime, exported beside the bundle on first use (which needs torch; afterwards
     nothing does); "cuda", the planned model with our kernels in one CUDA graph. None or "auto" takes the fastest that
     is installed, fits the device, follows the bundle's recipe and is proved for it. ``choice`` has the reasons.

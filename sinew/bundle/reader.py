@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gguf import GGMLQuantizationType
 
 from sinew.bundle.gguf_file import GGUFFile, TensorInfo
+from sinew.bundle.quant import BY_TYPE, SCALE, WEIGHT
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError
 
@@ -21,7 +22,6 @@ TORCH_DTYPES = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
-    # Quantised types (Q8_0, Q4_0, TQ2_0 ...) get their entry together with the layers that compute on them.
 }
 
 
@@ -45,25 +45,56 @@ class Bundle:
         """Bytes of all tensors, as stored."""
         return sum(info.nbytes for info in self.infos.values())
 
+    @cached_property
+    def lowbit(self) -> dict[str, str]:
+        """Modules whose weight is stored in a low-bit format (``sinew.bundle.quant``), and the format's name."""
+        found = {}
+        for name, info in self.infos.items():
+            stored = BY_TYPE.get(info.type)
+            if stored is None or not name.endswith(WEIGHT):
+                continue
+            module = name.removesuffix(WEIGHT)
+            scale = self.infos.get(module + SCALE)
+            if len(info.shape) != 2:
+                raise BundleError(
+                    f"{self.path}: tensor {name!r}: expected two dimensions, got {len(info.shape)}"
+                )
+            if (scale is None) != bool(stored.group):
+                wanted = "no" if stored.group else "one"
+                raise BundleError(
+                    f"{self.path}: tensor {name!r} in {stored.name}: expected {wanted} tensor {module + SCALE!r}"
+                )
+            if scale is not None and scale.type is not GGMLQuantizationType.F32:
+                raise BundleError(
+                    f"{self.path}: tensor {module + SCALE!r}: expected F32, got {scale.type.name}"
+                )
+            found[module] = stored.name
+        return found
+
     def tensor(self, name: str, whole: torch.Tensor | None = None) -> torch.Tensor:
         """Zero-copy tensor over the memory map (private: writes to it never reach the file).
+
+        Weights in a low-bit format come as their bytes, uint8 [channels, bytes of a row].
 
         ``whole`` stands for the file's bytes instead: a tensor without memory, to reason about layouts.
         """
         import torch
 
         info = self.infos[name]
+        whole = self._bytes if whole is None else whole
+        data = whole[info.offset : info.offset + info.nbytes]
+        if name.removesuffix(WEIGHT) in self.lowbit:
+            return data.view(info.shape[0], -1) if info.nbytes else data.view(info.shape)
         type_name = TORCH_DTYPES.get(info.type)
         if type_name is None:
-            known = ", ".join(kind.name for kind in TORCH_DTYPES)
+            known = ", ".join(kind.name for kind in (*TORCH_DTYPES, *BY_TYPE))
             raise BundleError(
-                f"{self.path}: tensor {name!r} is stored as {info.type.name}; this version computes on {known}"
+                f"{self.path}: tensor {name!r} is stored as {info.type.name}; this version reads {known}"
             )
         dtype = getattr(torch, type_name)
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
-        whole = self._bytes if whole is None else whole
-        return whole[info.offset : info.offset + info.nbytes].view(dtype).view(info.shape)
+        return data.view(dtype).view(info.shape)
 
     @cached_property
     def _bytes(self) -> torch.Tensor:

@@ -180,14 +180,16 @@ class Provenance:
 class Quantization:
     """What ``sinew quantize`` decided and measured. Engines without quantised products ignore it.
 
-    recipe: for each of ``COMPONENTS`` "int8" (activations with a scale per tensor), "int8-rows" (per row), which
-    ONNX Runtime follows, "fp8" (e4m3), which the CUDA engine follows, or "fp32", the engine's own precision. bits: of
-    the weights; 7 where products of eight bits would saturate. error: relative L2 of the chunk against float32, median
+    recipe: for each of ``COMPONENTS`` "int8", "q8_0" or "q4_0", which the weights are stored as and the cpu engine
+    computes on; "int8" (activations with a scale per tensor) or "int8-rows" (per row, stored as int8), which ONNX
+    Runtime follows; "fp8" (e4m3), which the CUDA engine follows; or "fp32", the engine's own precision. bits: of
+    the weights in ONNX graphs; 7 where products of eight bits would saturate. weight_error: relative L2 of the stored
+    weights of a top-level module against those before. error: relative L2 of the chunk against float32, median
     and largest over ``observations`` observations from ``source``, computed by ``engine``. scales: of the inputs of
     FP8 layers, by the layer's name.
     """
 
-    recipe: dict[str, Literal["int8", "int8-rows", "fp8", "fp32"]]
+    recipe: dict[str, Literal["int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32"]]
     bits: Literal[7, 8]
     error: float
     error_max: float
@@ -195,6 +197,7 @@ class Quantization:
     source: str
     engine: str
     scales: dict[str, float] = field(default_factory=dict)
+    weight_error: dict[str, float] = field(default_factory=dict)
 
     @property
     def fp8(self) -> tuple[str, ...]:

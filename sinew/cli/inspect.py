@@ -14,6 +14,7 @@ from sinew.cli import terminal
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
+    from sinew.bundle.gguf_file import TensorInfo
     from sinew.bundle.schema import Quantization
 
 
@@ -155,7 +156,7 @@ def _quantised(found: Quantization | None) -> str:
         return "-"
     recipe = ", ".join(f"{component} {kind}" for component, kind in found.recipe.items())
     return (
-        f"{recipe}; weights of {found.bits} bits; chunk error {found.error:.1e} median, {found.error_max:.1e}"
+        f"{recipe}; chunk error {found.error:.1e} median, {found.error_max:.1e}"
         f" largest over {found.observations} observations from {found.source} ({found.engine})"
     )
 
@@ -181,17 +182,31 @@ def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:
         for t in bundle.infos.values():
             table.add_row(escape(t.name), "x".join(map(str, t.shape)), t.type.name, str(t.nbytes))
         return table
-    table = Table("component", "tensors", "parameters", "MB", "stored as", box=None, pad_edge=False)
+    columns = ("module", "tensors", "parameters", "MB", "stored as", "weight error")
+    table = Table(*columns, box=None, pad_edge=False)
+    found = bundle.manifest.quantization
+    errors = {} if found is None else found.weight_error
     groups: dict[str, list] = defaultdict(list)
     for t in bundle.infos.values():
         groups[t.name.split(".")[0]].append(t)
     groups["total"] = list(bundle.infos.values())
     for component, members in groups.items():
-        parameters = sum(_elements(t.shape) for t in members)
+        parameters = sum(_parameters(bundle, t) for t in members)
         types = "+".join(sorted({t.type.name for t in members}))
         megabytes = f"{sum(t.nbytes for t in members) / 1e6:.1f}"
-        table.add_row(escape(component), str(len(members)), f"{parameters:,}", megabytes, types)
+        shown = f"{errors[component]:.1e}" if component in errors else ""
+        table.add_row(escape(component), str(len(members)), f"{parameters:,}", megabytes, types, shown)
     return table
+
+
+def _parameters(bundle: Bundle, info: TensorInfo) -> int:
+    """Weights that a tensor holds: of ternary ones 16 in each element, of scales none."""
+    from sinew.bundle.quant import SCALE
+
+    module, _, part = info.name.rpartition(".")
+    if module in bundle.lowbit:
+        return 0 if f".{part}" == SCALE else _elements(info.shape) * (16 if info.type.name == "I32" else 1)
+    return _elements(info.shape)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

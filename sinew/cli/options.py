@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-Engine = Literal["auto", "eager", "plan", "onnx", "cuda"]
+Engine = Literal["auto", "eager", "plan", "cpu", "onnx", "cuda"]
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
 Texts = Annotated[tuple[str, ...], Parameter(negative="")]
@@ -19,7 +19,7 @@ class Runs:
     """What runs a bundle.
 
     Attributes:
-        engine: eager, plan, onnx or cuda; auto takes the fastest that is installed, fits the device, follows the
+        engine: eager, plan, cpu, onnx or cuda; auto takes the fastest that is installed, fits the device, follows the
             bundle's recipe and is proved for it.
         provider: of ONNX Runtime, in order of preference: cpu, cuda, tensorrt, openvino, coreml, qnn.
         device: cpu, or cuda:N; auto takes a GPU where PyTorch has one.

@@ -1,4 +1,4 @@
-"""``sinew quantize``: a bundle that says which components run in int8 or FP8, and what that was measured to cost.
+"""``sinew quantize``: a bundle with low-bit weights, or with components in FP8, and what that was measured to cost.
 
 The last line of standard output is one JSON object.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from cyclopts import Parameter, validators
@@ -38,17 +38,21 @@ def quantize(
     recipe: str = "vision=int8,language=int8,head=fp32",
     out: Path,
     observations: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 32,
+    engine: Literal["cpu", "onnx"] | None = None,
 ) -> int:
-    """Choose a precision per component and measure what it costs. The onnx engine follows int8, the cuda engine fp8.
+    """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
 
-    Weights are copied as they are: the recipe and the measured error go into the header, with them the scales of
-    FP8 layers' inputs, and for int8 graphs in that precision beside the new bundle.
+    Linear layers and token tables are stored as int8 (one scale per output channel), q8_0 or q4_0 (one per 32
+    weights); the recipe and the measured error go into the header. The onnx engine follows int8, with graphs in that
+    precision beside the new bundle; other engines widen the weights. For fp8, which the cuda engine follows, weights
+    stay as they are and the header has the scales of its layers' inputs.
 
     Args:
         bundle: the bundle file.
-        recipe: COMPONENT=PRECISION,...: vision, language, head; int8, int8-rows (a scale per token: slower, and
-            exact where few tokens are far larger than the rest), fp8 or fp32; fp32 for those not named.
+        recipe: COMPONENT=PRECISION,...: vision, language, head; int8, q8_0, q4_0, int8-rows (int8 that gives each
+            token a scale in onnx too: slower there), fp8 or fp32; fp32 for those not named.
         out: the bundle to write.
+        engine: that computes the error; absent: onnx for int8 alone, else cpu.
         observations: over which the error is measured, from episodes of an embedded task where the policy fits
             one, else random frames. For fp8 as many others come before, for its scales.
     """
@@ -62,7 +66,12 @@ def quantize(
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
     out.parent.mkdir(parents=True, exist_ok=True)
-    make = _in_fp8 if "fp8" in chosen.values() else _in_int8
+    if engine == "onnx" and not set(chosen.values()) <= {"int8", "int8-rows", "fp32"}:
+        raise SinewError(f"--engine onnx: expected int8, int8-rows and fp32, got {recipe}")
+    if "fp8" in chosen.values():
+        make = _in_fp8
+    else:
+        make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & set(chosen.values()) else _in_int8
     record, why = make(opened, chosen, observations, out)
     console = terminal.console(markup=False)
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
@@ -93,11 +102,44 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
         origin, stream = observed(reference)
         errors = measure(reference, OnnxEngine(folder), islice(stream, count))
         record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
-        write(opened, record, out)
+        record = _store(opened, chosen, record, out)
         cached_graphs(out, lambda cache: shutil.copytree(folder, cache, dirs_exist_ok=True), variant(bits))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return record, why
+    return record, f"graphs of {bits} bits per output channel: {why}"
+
+
+def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+    from sinew.bundle import Bundle
+    from sinew.engine.cpu import extension
+    from sinew.policy import Policy
+
+    with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
+        unmeasured = Path(folder) / out.name
+        record = _store(opened, chosen, _record(chosen, 8, [0.0], "", ""), unmeasured)
+        reference, rounded = Policy(opened, engine="eager"), Policy(Bundle(unmeasured), engine="cpu")
+        origin, stream = observed(reference)
+        errors = measure(reference, rounded.engine, islice(stream, count))
+        made = _record(chosen, 8, errors, origin, f"cpu, {extension().kernels} kernels")
+        record = replace(made, weight_error=record.weight_error)
+        write(Bundle(unmeasured), record, out)
+    return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
+
+
+def _store(opened: Bundle, chosen: dict[str, Any], record: Quantization, out: Path) -> Quantization:
+    """Write the bundle with low-bit weights; return the record with their error."""
+    from sinew.bundle import Bundle, write_bundle
+    from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
+
+    formats = plan_formats(opened, chosen)
+    with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
+        stored = Path(folder) / out.name
+        manifest = replace(opened.manifest, quantization=record)
+        write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats))
+        errors = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, stored).items()}
+        record = replace(record, weight_error=errors)
+        write(Bundle(stored), record, out)
+    return record
 
 
 def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
@@ -123,7 +165,7 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
     record = _record(chosen, 8, errors, origin, f"the kernels' twins in float32, torch {torch.__version__}")
     record = replace(record, scales=scales)
     write(opened, record, out)
-    return record, f"e4m3; inputs of {len(scales)} layers have scales of as many observations before"
+    return record, f"8 bits, e4m3; inputs of {len(scales)} layers have scales of as many observations before"
 
 
 def _record(recipe: dict[str, Any], bits: Any, errors: list[float], origin: str, engine: str) -> Quantization:

@@ -17,6 +17,7 @@ from sinew.bundle import Bundle
 from sinew.core import SinewError, install
 from sinew.engine import proofs
 
+LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
 TESTED = frozenset({"smolvla", "pi0", "pi05"})  # architectures with golden tests of every engine on a CPU
 
 
@@ -57,9 +58,13 @@ class Offer:
         return ""
 
     def unfollowed(self, bundle: Bundle) -> str:
-        """Return the parts of the bundle's recipe that this engine does not compute."""
+        """Return the parts of the bundle's recipe that this engine does not compute.
+
+        Every engine computes with weights that are stored in few bits: it may widen them, which rounds nothing.
+        """
+        stored = LOWBIT if bundle.lowbit else frozenset()
         return ", ".join(
-            f"{part} {kind}" for part, kind in recipe(bundle).items() if kind not in self.follows
+            f"{part} {kind}" for part, kind in recipe(bundle).items() if kind not in self.follows | stored
         )
 
     def unproved(self, bundle: Bundle, options: Options) -> str:
@@ -86,6 +91,32 @@ class Eager(Offer):
 
 class Planned(Offer):
     name, opens = "plan", "sinew.engine.loading:open_planned"
+
+
+class Cpu(Offer):
+    """The planned model over low-bit weights as the bundle stores them, multiplied by compiled kernels."""
+
+    name, opens = "cpu", "sinew.engine.loading:open_cpu"
+    follows = LOWBIT
+
+    def unfit(self, bundle: Bundle, options: Options) -> str:
+        if problem := super().unfit(bundle, options):
+            return problem
+        if _type(options.device) != "cpu" or options.dtype != "fp32":
+            return f"engine cpu computes in fp32 around low-bit weights on cpu, not {options.dtype} on {options.device}"
+        if not bundle.lowbit:
+            return (
+                "engine cpu computes on weights that `sinew quantize` stored in few bits, and this bundle has none;"
+                " engine plan runs it"
+            )
+        return ""
+
+    def unproved(self, bundle: Bundle, options: Options) -> str:
+        from sinew.engine.cpu import extension  # compiles the kernels, once
+
+        if not extension().compiled:
+            return f"engine cpu has no compiled kernels ({extension().reason}), and is slow without them"
+        return super().unproved(bundle, options)
 
 
 class Onnx(Offer):
@@ -115,8 +146,8 @@ class Cuda(Offer):
 
 
 # The order is that of speed, where they run (docs/engines.md); the last one runs everywhere.
-OFFERS: dict[str, Offer] = {offer.name: offer for offer in (Cuda(), Onnx(), Planned(), Eager())}
-ENGINES = ("auto", "eager", "plan", "onnx", "cuda")
+OFFERS: dict[str, Offer] = {offer.name: offer for offer in (Cuda(), Cpu(), Onnx(), Planned(), Eager())}
+ENGINES = ("auto", "eager", "plan", "cpu", "onnx", "cuda")
 
 
 def recipe(bundle: Bundle) -> dict[str, str]:

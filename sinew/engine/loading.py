@@ -10,12 +10,16 @@ import torch
 
 from sinew import machine
 from sinew.bundle import Bundle
+from sinew.bundle.quant import SCALE, WEIGHT
 from sinew.bundle.schema import from_builtins
 from sinew.core import DTYPES, BundleError, SinewError, dtype_word
 from sinew.engine.base import Options
+from sinew.engine.cpu import extension
 from sinew.engine.eager import EagerEngine
+from sinew.engine.lowbit import check_codes, place, stored_recipe, widen
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
+from sinew.layers.quantized import QuantizedLinear, width_of
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import Model
 from sinew.processing.normalize import Normalizer
@@ -31,6 +35,7 @@ def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
     """Return the reference engine over the bundle's weights."""
     where = _device(options)
     model = load_model(bundle, where, options.dtype)
+    _say_widened(bundle, "eager")
     bundle.release(model.parameters())
     return EagerEngine(model, where)
 
@@ -39,9 +44,22 @@ def open_planned(bundle: Bundle, options: Options) -> PlannedEngine:
     """Return the engine of the rewritten model."""
     where = _device(options)
     model = load_model(bundle, where, options.dtype)
+    _say_widened(bundle, "plan")
     rewrites = ON_CPU if where.type == "cpu" else None
     engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
     bundle.release(engine.model.parameters())
+    return engine
+
+
+def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
+    """Return the engine of the rewritten model over low-bit weights as they are stored."""
+    where = _device(options)
+    kernels = extension()
+    model = load_model(bundle, where, options.dtype, lowbit=True)
+    engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, ON_CPU), where)
+    engine.recipe = stored_recipe(bundle, model)
+    bundle.release(engine.model.parameters())
+    log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine
 
 
@@ -53,6 +71,12 @@ def open_cuda(bundle: Bundle, options: Options) -> CudaEngine:
     engine = cuda_engine(bundle, where, options.dtype, None if options.recipe else CudaOptions())
     bundle.release(engine.model.parameters())
     return engine
+
+
+def _say_widened(bundle: Bundle, engine: str) -> None:
+    if bundle.lowbit:
+        kinds = ", ".join(sorted(set(bundle.lowbit.values())))
+        log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
 
 
 def _device(options: Options, available: bool = True) -> torch.device:
@@ -146,13 +170,17 @@ def require_device(device: torch.device) -> None:
         raise SinewError(f"device {device}: this torch {torch.__version__} cannot use it: {reason}") from None
 
 
-def load_model(bundle: Bundle, device: torch.device, dtype: str) -> Model:
-    """The bundle's architecture with its weights; parameters are views of the memory map where they can be."""
+def load_model(bundle: Bundle, device: torch.device, dtype: str, lowbit: bool = False) -> Model:
+    """The bundle's architecture with its weights; parameters are views of the memory map where they can be.
+
+    lowbit: compute on low-bit weights as they are stored, which needs float32 around them; else they are widened.
+    """
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
     config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     model = build_on_meta(manifest.architecture, config)
-    if problems := misfit(model, {name: info.shape for name, info in bundle.infos.items()}):
+    shapes, widened = place(model, bundle, keep=lowbit)
+    if problems := misfit(model, shapes):
         raise BundleError(f"{bundle.path}: {problems}")
     spec, processing = manifest.spec, manifest.processing
     if (
@@ -167,9 +195,24 @@ def load_model(bundle: Bundle, device: torch.device, dtype: str) -> Model:
     word = dtype_word(dtype)
     narrow = torch.float32 if word == "native" else getattr(torch, DTYPES[word])
     state = {}
-    for name, tensor in bundle.tensors("meta" if device.type == "meta" else "cpu").items():
+    tensors = bundle.tensors("meta" if device.type == "meta" else "cpu")
+    for name in shapes:
+        tensor, module = tensors[name], name.removesuffix(WEIGHT)
+        if module in bundle.lowbit:
+            stored, k = bundle.lowbit[module], int(width_of(model.get_submodule(module)) or 0)
+            if device.type != "meta":
+                check_codes(tensor, stored, k, f"{bundle.path}: {name}")
+            if module not in widened:
+                state[name] = tensor.to(device)
+                continue
+            tensor = widen(tensors, module, stored, k)
+        elif name.endswith(SCALE) and name.removesuffix(SCALE) in bundle.lowbit:
+            state[name] = tensor.to(device)
+            continue
         keep_wide = name.split(".")[0] in cls.float32_modules and word != "native"
         target = tensor.dtype if word == "native" else torch.float32 if keep_wide else narrow
         state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
+    if device.type == "cpu" and any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        extension()
     model.load_state_dict(state, strict=True, assign=True)
     return model

@@ -8,8 +8,10 @@ from torch import nn
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import DTYPES
+from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 VISION = ("vision", "connector")  # the modules of a model that belong to the component
+LOWBIT = (QuantizedLinear, QuantizedEmbedding)
 WORDS = {long: word for word, long in DTYPES.items()}
 
 
@@ -22,9 +24,12 @@ def component_of(name: str) -> str:
 def precision_of(model: nn.Module) -> dict[str, str]:
     """Return component -> precision of its parameters, such as "bf16+fp32", the type of most numbers first."""
     counts: dict[str, Counter[str]] = {part: Counter() for part in COMPONENTS}
+    formats = {name: m.name for name, m in model.named_modules() if isinstance(m, LOWBIT)}
     for name, parameter in model.named_parameters():
+        module, _, part = name.rpartition(".")
         long = str(parameter.dtype).removeprefix("torch.")
-        counts[component_of(name)][WORDS.get(long, long)] += parameter.numel()
+        word = formats[module] if part == "weight" and module in formats else WORDS.get(long, long)
+        counts[component_of(name)][word] += parameter.numel()
     return {
         part: "+".join(word for word, _ in found.most_common()) for part, found in counts.items() if found
     }

@@ -227,7 +227,7 @@ class Decoder(nn.Module):
 
         Returns the hidden states [B, L, C] before the final norm and each layer's keys and values.
         """
-        x = x.to(self.embed_tokens.weight.dtype)
+        x = x.to(self.embed_tokens.dtype)
         rotate = Rotation.at(positions, self.config.head_dim, self.config.rope_theta)
         cache: list[KeyValue] = []
         for layer in self.layers:

@@ -1,8 +1,8 @@
 """A linear layer that computes in the precision of its weight.
 
 Published checkpoints mix precisions (bfloat16 language model, float32 projections), so a layer's input
-may arrive in another dtype. Casting here, and only here, keeps models free of dtype bookkeeping, and is
-the seam where quantised weights will be dequantised.
+may arrive in another dtype. Casting here, and only here, keeps models free of dtype bookkeeping.
+``quantized.py`` has the layers whose weights are stored in fewer bits.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ def linear_in_weight(layer: nn.Module) -> bool:
 class Linear(nn.Linear):
     linear_in_weight = True
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.weight.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)  # some files keep biases wide
         return F.linear(x.to(self.weight.dtype), self.weight, bias)
@@ -43,6 +48,15 @@ class Linear(nn.Linear):
 
 class Embedding(nn.Embedding):
     """A table of rows. The indices are integers of the caller's making: never computed in low precision."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self.weight.dtype
+
+    def rows(self, ids: tuple[int, ...]) -> Tensor:
+        """Return rows [len(ids), C] of constant indices: no tensor of ids, which would be a copy from the host."""
+        return torch.stack([self.weight[i] for i in ids])
 
     def reset_parameters(self) -> None:
         # On meta tensors the normal distribution goes through torch._refs, which imports all of torch._dynamo

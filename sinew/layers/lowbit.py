@@ -6,52 +6,23 @@ weight is ``scale * (code - offset)``. The product rounds each row of activation
     s = 127 / max(max|x|, smallest),  q = round(x * s)                      half to even, float32
     y = (sum over groups of scale * sum(q * (code - offset))) / s + bias    inner sums exact, outer float32 in order
 
-which is BitNet's for ternary weights (Wang et al. 2023, section 2; ``smallest`` is 1e-5 there). What follows the
-exact sums is rounded in one stated order, so a compiled kernel is equal to the twin here in every bit.
+``sinew/bundle/quant.py`` has the formats. The product is BitNet's for ternary weights (Wang et al. 2023, section 2;
+``smallest`` is 1e-5 there). What follows the exact sums is rounded in one stated order, so a compiled kernel is equal
+to the twin here in every bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sinew.bundle.quant import FORMATS
+
 LARGEST = 127  # of int8 activations
 TINY = 1e-30  # rows smaller than this count as this large
-
-
-@dataclass(frozen=True)
-class Format:
-    """One way to store weights. ``group``: weights that share a scale, 0 for a row or a whole matrix, whose scales are
-    a tensor of their own; ``number``: what the C interface calls it."""
-
-    name: str
-    number: int
-    offset: int
-    group: int
-    bits: float  # per weight, with the scales of groups
-
-    def row_bytes(self, k: int) -> int:
-        """Return the bytes of a row of k weights; raise ValueError where groups do not divide it."""
-        if self.group and k % self.group:
-            raise ValueError(f"rows of {k} weights do not divide into groups of {self.group}")
-        if self.name == "ternary":
-            return -(-k // 64) * 16
-        return k // 32 * {"q8_0": 34, "q4_0": 18}[self.name] if self.group else k
-
-
-FORMATS = {
-    f.name: f
-    for f in (
-        Format("ternary", 0, 1, 0, 2.0),
-        Format("int8", 1, 0, 0, 8.0),
-        Format("q8_0", 2, 0, 32, 8.5),
-        Format("q4_0", 3, 8, 32, 4.5),
-    )
-}
 
 
 def codes(weight: Tensor, name: str, k: int) -> Tensor:
@@ -59,9 +30,7 @@ def codes(weight: Tensor, name: str, k: int) -> Tensor:
     offset, rows = FORMATS[name].offset, weight.shape[0]
     if name == "int8":
         return weight.view(torch.int8)
-    if (
-        name == "ternary"
-    ):  # byte j of 16 holds the weights j, 16 + j, 32 + j and 48 + j of 64, lowest bits first
+    if name == "ternary":  # byte j of 16 holds the weights j, 16 + j, 32 + j and 48 + j of 64
         packed = weight.view(rows, -1, 1, 16)
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=weight.device)
         spread = (packed >> shifts[:, None]) & 3  # [N, K / 64, 4, 16]
@@ -91,17 +60,6 @@ def dequantize(weight: Tensor, scale: Tensor | None, name: str, k: int) -> Tenso
     scales = scales_of(weight, scale, k)  # [N, G]
     values = codes(weight, name, k).view(len(weight), scales.shape[1], -1)
     return (values.float() * scales[..., None]).view(len(weight), k)
-
-
-def pack_ternary(values: Tensor) -> Tensor:
-    """Return stored rows, uint8 [N, bytes], of weights -1, 0 and 1, int8 [N, k]. Rows are padded with zeros."""
-    rows, k = values.shape
-    padded = values.new_full((rows, -(-k // 64) * 64), 0)
-    padded[:, :k] = values
-    spread = (padded + 1).to(torch.uint8).view(rows, -1, 4, 16)
-    return (spread[:, :, 0] | spread[:, :, 1] << 2 | spread[:, :, 2] << 4 | spread[:, :, 3] << 6).view(
-        rows, -1
-    )
 
 
 def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ class Expert(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the stream of hidden states; projections and norms around it may be wider."""
-        return self.layers[0].mlp.down_proj.weight.dtype
+        return self.layers[0].mlp.down_proj.dtype
 
 
 class PI0(ExpertModel):
@@ -88,8 +88,8 @@ class PI0(ExpertModel):
         """Arguments as in :meth:`prefix`. Returns embeddings [B, P, C] and valid, bool [B, P]."""
         B, V, N, C = image_tokens.shape
         table = self.language.embed_tokens
-        scale = rounded(C**0.5, table.weight.dtype)  # as Gemma's is
-        x = torch.cat([image_tokens.flatten(1, 2).to(table.weight.dtype), table(tokens) * scale], dim=1)
+        scale = rounded(C**0.5, table.dtype)  # as Gemma's is
+        x = torch.cat([image_tokens.flatten(1, 2).to(table.dtype), table(tokens) * scale], dim=1)
         return x, torch.cat([camera_mask.repeat_interleave(N, dim=1), token_mask], dim=1)
 
     def prefix(

@@ -124,8 +124,7 @@ class SmolVLA(ExpertModel):
 
         def add_special(ids: tuple[int, ...]) -> None:
             if ids:  # unscaled, unlike the language tokens
-                rows = torch.stack([embed.weight[i] for i in ids])  # no tensor of ids: see layers/linear.py
-                add(rows.expand(B, -1, -1), always)
+                add(embed.rows(ids).expand(B, -1, -1), always)
 
         always = torch.ones(B, dtype=torch.bool, device=state.device)
         for view in range(V):

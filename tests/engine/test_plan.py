@@ -306,7 +306,7 @@ def test_unknown_names_are_refused(open_case):
     policy, _ = open_case("pi0-2cam")
     with pytest.raises(SinewError, match="expected names of last-layer-kv, .*, got pack-everything"):
         Plan.of(policy.engine.model, rewrites=["pack-everything"])
-    with pytest.raises(SinewError, match="engine 'fast' is not one of eager, plan, onnx"):
+    with pytest.raises(SinewError, match="expected one of auto, eager, plan, cpu, onnx"):
         load(policy.bundle.path, engine="fast")
 
 

@@ -178,10 +178,10 @@ def test_bits_follow_the_instruction_set(monkeypatch):
     ("text", "message"),
     [
         ("visoin=int8", "expected a component of vision, language, head, got 'visoin'"),
-        ("vision=int4", "vision: expected int8, int8-rows, fp8, fp32, got 'int4'"),
-        ("vision", "vision: expected int8, int8-rows, fp8, fp32, got ''"),
-        ("head=int8_rows", "head: expected int8, int8-rows, fp8, fp32, got 'int8_rows'"),
-        ("vision=fp8,head=int8", "expected one engine's precisions, got fp8 .cuda. and int8 .onnx."),
+        ("vision=int4", "vision: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got 'int4'"),
+        ("vision", "vision: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got ''"),
+        ("head=int8_rows", "head: expected int8, int8-rows, q8_0, q4_0, fp8, fp32, got 'int8_rows'"),
+        ("vision=fp8,head=int8", "expected one engine's precisions, got fp8 .cuda. and int8 .cpu, onnx."),
         ("head=int8,head=int8-rows", "head: expected once, got int8 and int8-rows"),
     ],
 )
@@ -286,7 +286,7 @@ def test_what_quantize_refuses(quantised, tmp_path, capsys):
         ([source, "--out", source], "expected another file"),
         (
             [source, "--out", tmp_path / "x.gguf", "--recipe", "head=int2"],
-            "expected int8, int8-rows, fp8, fp32",
+            "expected int8, int8-rows, q8_0, q4_0, fp8, fp32",
         ),
     ):
         assert main(["quantize", *map(str, arguments)]) == 1

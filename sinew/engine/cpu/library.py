@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.engine.cpu.build import build
 from sinew.layers import lowbit
 
@@ -108,7 +109,7 @@ def _multiply(
     smallest: float,
 ) -> Tensor:
     """As :func:`sinew.layers.lowbit.twin`. Raises ValueError for tensors that do not fit each other."""
-    stored = lowbit.FORMATS[name]
+    stored = FORMATS[name]
     rows, k = x.shape
     channels = weight.shape[0]
     scales = 0 if scale is None else scale.numel()
@@ -144,14 +145,14 @@ def differs(multiply: Callable[..., Tensor]) -> str:
     A miscompiled library, or one made for another machine, shows here and not in a robot's actions.
     """
     random = torch.Generator().manual_seed(0)
-    for name, stored in lowbit.FORMATS.items():
+    for name, stored in FORMATS.items():
         k, channels = 160, 37
         x = torch.randn(9, k, generator=random)
         weight = torch.randint(0, 256, (channels, stored.row_bytes(k)), generator=random, dtype=torch.uint8)
         scale = None if stored.group else torch.rand(channels, generator=random)
         if name == "ternary":
             values = torch.randint(-1, 2, (channels, k), generator=random, dtype=torch.int8)
-            weight = lowbit.pack_ternary(values)
+            weight = torch.from_numpy(pack_ternary(values.numpy()))
         if stored.group:  # halves of any bits may be infinite
             blocks = weight.view(channels, k // 32, -1)
             blocks[..., :2] = torch.rand(channels, k // 32, 1, generator=random).half().view(torch.uint8)

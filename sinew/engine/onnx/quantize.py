@@ -26,7 +26,8 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import MissingPackageError, SinewError
 from sinew.engine.onnx.graphs import COMPONENT, STAGES, GraphSet, table_path
 
-PRECISIONS = ("int8", "int8-rows", "fp8", "fp32")
+PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
+OURS = ("int8", "int8-rows")  # the others: weights that were widened when the graphs were exported
 
 
 def parse_recipe(text: str) -> dict[str, Any]:
@@ -43,7 +44,8 @@ def parse_recipe(text: str) -> dict[str, Any]:
         named[component] = precision
     kinds = set(named.values()) - {"fp32"}
     if "fp8" in kinds and len(kinds) > 1:
-        raise SinewError("recipe: expected one engine's precisions, got fp8 (cuda) and int8 (onnx)")
+        others = ", ".join(sorted(kinds - {"fp8"}))
+        raise SinewError(f"recipe: expected one engine's precisions, got fp8 (cuda) and {others} (cpu, onnx)")
     return dict.fromkeys(COMPONENTS, "fp32") | named
 
 
@@ -67,8 +69,8 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     if graphs.recipe:
         raise SinewError(f"{source}: expected graphs in float32, got {graphs.recipe}")
     target.mkdir(parents=True, exist_ok=True)
-    chosen = {component: precision for component, precision in recipe.items() if precision != "fp32"}
-    if "fp8" in chosen.values():
+    chosen = {component: precision for component, precision in recipe.items() if precision in OURS}
+    if "fp8" in recipe.values():
         raise SinewError("recipe: ONNX Runtime has no fp8 here; engine cuda follows such a recipe")
     for stage in STAGES:
         model = onnx.load(str(source / f"{stage}.onnx"))
@@ -93,7 +95,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
             shutil.copyfile(table_path(source, steps), table_path(target, steps))
     record = GraphSet(
         **{name: getattr(graphs, name) for name in ("architecture", "views", "reads", "steps", "rewrites")},
-        recipe=dict(recipe),
+        recipe={part: kind if kind in OURS else "fp32" for part, kind in recipe.items()},
         method=f"dynamic, weights of {bits} bits per channel",
         bits=bits,
     )

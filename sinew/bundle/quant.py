@@ -1,0 +1,96 @@
+"""Types of low-bit weights: what a bundle stores them as, and how float32 weights become them.
+
+| name | tensor of the bundle | scale |
+|---|---|---|
+| ``q8_0``, ``q4_0`` | the GGUF type of that name, [channels, k] | float16 for each 32 weights, inside |
+| ``int8`` | I8, [channels, k] | ``X.scale``, float32 [channels], for ``X.weight`` |
+| ``ternary`` | I32, [channels, ceil(k / 64) * 4]: 16 weights in each word | ``X.scale``, float32 [1] or [channels] |
+
+Ternary weights have a layout of their own because GGUF's (TQ2_0) wants rows of 256 and keeps scales in float16, which
+BitNet's float32 scale of a whole matrix does not survive. Rows are padded to 64 weights of 2 bits; byte j of 16 holds
+the weights j, 16 + j, 32 + j and 48 + j, each plus one, lowest bits first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize as gguf_quantize
+
+LARGEST = 127  # of int8 weights: symmetric
+SCALE = ".scale"  # ends the name of a tensor of scales, where the weight's ends with WEIGHT
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store weights ``scale * (code - offset)``. ``group``: weights that share a scale inside a row, 0 where
+    scales are a tensor of their own. ``number``: what the compiled kernels call it. ``bits``: per weight, all told."""
+
+    name: str
+    type: GGMLQuantizationType
+    number: int
+    offset: int
+    group: int
+    bits: float
+
+    def row_bytes(self, k: int) -> int:
+        """Return the bytes of a row of k weights; raise ValueError where groups do not divide it."""
+        if self.group and k % self.group:
+            raise ValueError(f"rows of {k} weights do not divide into groups of {self.group}")
+        if self.name == "ternary":
+            return -(-k // 64) * 16
+        return k // 32 * {"q8_0": 34, "q4_0": 18}[self.name] if self.group else k
+
+    def stored_shape(self, channels: int, k: int) -> tuple[int, int]:
+        """Return the shape that the bundle gives the tensor, in elements of its type."""
+        return (channels, self.row_bytes(k) // 4) if self.name == "ternary" else (channels, k)
+
+
+_TYPE = GGMLQuantizationType
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("ternary", _TYPE.I32, 0, 1, 0, 2.0),
+        Format("int8", _TYPE.I8, 1, 0, 0, 8.0),
+        Format("q8_0", _TYPE.Q8_0, 2, 0, 32, 8.5),
+        Format("q4_0", _TYPE.Q4_0, 3, 8, 32, 4.5),
+    )
+}
+BY_TYPE = {f.type: f for f in FORMATS.values()}
+
+
+def quantize(weights: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """float32 [channels, k] -> stored rows, uint8 [channels, bytes], and float32 scales where rows hold none.
+
+    ``q8_0`` and ``q4_0`` are the ``gguf`` package's, bit for bit; ``int8`` is symmetric about zero with one scale per
+    channel; ``ternary`` is BitNet b1.58's: the mean absolute value of the whole matrix, rounded and clipped.
+    Raises ValueError where a row does not divide into groups, or has a value that is not finite.
+    """
+    weights = np.ascontiguousarray(weights, np.float32)
+    if not np.isfinite(weights).all():
+        raise ValueError("a weight is not finite")
+    stored = FORMATS[name]
+    stored.row_bytes(weights.shape[1])
+    if stored.group:
+        return gguf_quantize(weights, stored.type), None
+    if name == "int8":
+        largest = np.abs(weights).max(axis=1, initial=0.0)
+        scale = np.where(largest > 0, largest / np.float32(LARGEST), 1).astype(np.float32)
+        values = np.clip(np.rint(weights / scale[:, None]), -LARGEST, LARGEST).astype(np.int8)
+        return values.view(np.uint8), scale
+    mean = np.maximum(np.abs(weights).mean(dtype=np.float32), np.float32(1e-5))
+    values = np.clip(np.rint(weights * (np.float32(1) / mean)), -1, 1).astype(np.int8)
+    return pack_ternary(values), np.array([mean], np.float32)
+
+
+def pack_ternary(values: np.ndarray) -> np.ndarray:
+    """Weights -1, 0 and 1, int8 [channels, k] -> stored rows, uint8 [channels, bytes]."""
+    channels, k = values.shape
+    padded = np.zeros((channels, -(-k // 64) * 64), np.int8)
+    padded[:, :k] = values
+    spread = (padded + 1).astype(np.uint8).reshape(channels, -1, 4, 16)
+    packed = spread[:, :, 0] | spread[:, :, 1] << 2 | spread[:, :, 2] << 4 | spread[:, :, 3] << 6
+    return packed.reshape(channels, -1)

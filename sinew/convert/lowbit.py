@@ -1,0 +1,113 @@
+"""Low-bit weights for a bundle's linear layers and token tables, component by component."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from torch import nn
+
+from sinew.bundle import Bundle, TensorSource
+from sinew.bundle.quant import FORMATS, SCALE, WEIGHT, Format, quantize
+from sinew.bundle.schema import from_builtins
+from sinew.bundle.writer import FileSlice
+from sinew.core import BundleError, SinewError
+from sinew.layers.lowbit import dequantize
+from sinew.layers.quantized import width_of
+from sinew.models import build_on_meta, model_class
+
+STORED = {
+    "int8": "int8",
+    "int8-rows": "int8",
+    "q8_0": "q8_0",
+    "q4_0": "q4_0",
+}  # precision of a recipe -> format
+OTHERWISE = "int8"  # where rows do not divide into groups
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Bytes of a weight in ``format``, or of its scales, computed when they are written."""
+
+    bundle: Bundle
+    name: str
+    format: str
+    scales: bool
+
+    def blocks(self) -> Iterable[memoryview]:
+        weights = self.bundle.tensor(self.name).float().numpy()
+        try:
+            made = quantize(weights, self.format)[self.scales]
+        except ValueError as error:
+            raise BundleError(f"{self.bundle.path}: {self.name}: {error}") from None
+        self.bundle.release(())
+        yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
+
+
+def plan_formats(bundle: Bundle, recipe: Mapping[str, str]) -> dict[str, str]:
+    """Return the format of each linear layer and token table that ``recipe`` (component -> precision) rounds.
+
+    Left as they are: modules that the reference keeps in float32, and tables of positions. A row that does not divide
+    into groups is stored as int8 with one scale.
+    """
+    cls = model_class(bundle.manifest.architecture)
+    config: Any = from_builtins(bundle.manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
+    made = {}
+    model = build_on_meta(bundle.manifest.architecture, config)
+    for module, layer in model.named_modules():
+        component = model.component_of(module)
+        name, k = STORED.get(recipe[component]), width_of(layer)
+        is_positions = isinstance(layer, nn.Embedding) and component != "language"
+        if name is None or k is None or is_positions or module.partition(".")[0] in cls.float32_modules:
+            continue
+        made[module] = name if not (FORMATS[name].group and k % FORMATS[name].group) else OTHERWISE
+    return made
+
+
+def lowbit_sources(bundle: Bundle, formats: Mapping[str, str]) -> list[TensorSource]:
+    """Return the bundle's tensors in their order, those of ``formats`` rounded. Raises :class:`SinewError` for a bundle
+    that has low-bit weights already: rounding twice would hide an error."""
+    if bundle.lowbit:
+        raise SinewError(
+            f"{bundle.path}: expected float weights, got {', '.join(sorted(set(bundle.lowbit.values())))}"
+        )
+    sources = []
+    for info in sorted(bundle.infos.values(), key=lambda info: info.offset):
+        name = formats.get(info.name.removesuffix(WEIGHT)) if info.name.endswith(WEIGHT) else None
+        if name is None:
+            same = FileSlice(bundle.path, info.offset, info.nbytes)
+            sources.append(TensorSource(info.name, info.shape, info.type, info.nbytes, same))
+            continue
+        stored: Format = FORMATS[name]
+        rows, k = info.shape
+        shape = stored.stored_shape(rows, k)
+        nbytes = rows * stored.row_bytes(k)
+        sources.append(
+            TensorSource(info.name, shape, stored.type, nbytes, Rounded(bundle, info.name, name, False))
+        )
+        if not stored.group:
+            scale = info.name.removesuffix(WEIGHT) + SCALE
+            data = Rounded(bundle, info.name, name, True)
+            sources.append(TensorSource(scale, (rows,), GGMLQuantizationType.F32, 4 * rows, data))
+    return sources
+
+
+def weight_errors(before: Bundle, after: Path) -> dict[str, float]:
+    """Return, by top-level module, the relative L2 of the low-bit weights of ``after`` against ``before``."""
+    opened = Bundle(after)
+    squares: dict[str, tuple[float, float]] = {}
+    for module, name in opened.lowbit.items():
+        wanted = before.tensor(module + WEIGHT).float()
+        scale = opened.tensor(module + SCALE) if module + SCALE in opened.infos else None
+        got = dequantize(opened.tensor(module + WEIGHT), scale, name, wanted.shape[1])
+        part = module.partition(".")[0]
+        far, size = squares.get(part, (0.0, 0.0))
+        size += float(wanted.square().sum())
+        squares[part] = far + float((got - wanted).square().sum()), size
+        before.release(())
+    return {part: math.sqrt(far / size) if size else 0.0 for part, (far, size) in squares.items()}

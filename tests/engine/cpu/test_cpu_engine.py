@@ -1,0 +1,189 @@
+"""The cpu engine: weights in few bits from the file to the actions, against eager with the same weights widened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from sinew.bundle import Bundle, TensorSource, write_bundle
+from sinew.bundle.quant import FORMATS, SCALE, WEIGHT
+from sinew.bundle.writer import ArraySlice
+from sinew.cli import main
+from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
+from sinew.core import BundleError, SinewError
+from sinew.engine.cpu import extension
+from sinew.layers import lowbit
+from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from sinew.policy import load
+from tests.golden import Golden
+
+CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+RECIPES = {
+    "int8": dict.fromkeys(("vision", "language", "head"), "int8"),
+    "q8_0": dict.fromkeys(("vision", "language", "head"), "q8_0"),
+    "q4_0": dict.fromkeys(("vision", "language", "head"), "q4_0"),
+    "mixed": {"vision": "q4_0", "language": "int8", "head": "fp32"},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, smolvla_bundle, pi_bundle):
+    """A float bundle and its fixture."""
+    make = pi_bundle if request.param.startswith("pi") else smolvla_bundle
+    return make(request.param), Golden(golden / request.param)
+
+
+def stored(path: Path, recipe: dict[str, str], out: Path) -> Path:
+    bundle = Bundle(path)
+    manifest = bundle.manifest
+    write_bundle(out, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, recipe)))
+    return out
+
+
+def chunk(policy, g) -> np.ndarray:
+    observation = replace(policy.dummy_observation(), **g.observation())
+    return policy.engine.run(policy.processor.inputs(observation), g.numpy("noise")[0], 10)[0]
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
+    """Two errors apart: weights' (eager against eager), activations' (cpu against eager on the same weights)."""
+    path, g = case
+    small = stored(path, RECIPES[recipe], tmp_path / "small.gguf")
+    assert small.stat().st_size < path.stat().st_size
+    wide, cpu = load(small, engine="eager"), load(small, engine="cpu")
+    rounded = chunk(wide, g)
+    assert 1e-7 < distance(chunk(cpu, g), rounded) < 0.25
+    assert distance(rounded, chunk(load(path), g)) > 1e-6
+    kinds = {type(module) for module in cpu.engine.model.modules()}
+    assert {QuantizedLinear, QuantizedEmbedding} <= kinds
+    assert not {QuantizedLinear, QuantizedEmbedding} & {type(m) for m in wide.engine.model.modules()}
+    kept = {name: kind for name, kind in RECIPES[recipe].items() if kind != "fp32"}
+    assert set(cpu.recipe) == set(kept)
+    for component, formats in cpu.recipe.items():
+        assert set(formats.split("+")) <= {kept[component], "int8"}  # int8: rows that 32 does not divide
+    assert cpu.weights_nbytes < wide.weights_nbytes
+
+
+def test_compiled_and_plain_pytorch_give_the_same_actions(case, tmp_path) -> None:
+    if not extension().compiled:
+        pytest.skip(extension().reason)
+    path, g = case
+    policy = load(stored(path, RECIPES["q4_0"], tmp_path / "small.gguf"), engine="cpu")
+    compiled = chunk(policy, g)
+    try:
+        lowbit.install(lowbit.twin)
+        plain = chunk(policy, g)
+    finally:
+        lowbit.install(extension().multiply)
+    np.testing.assert_array_equal(compiled, plain)
+
+
+def test_eager_reads_widened_weights(case, tmp_path) -> None:
+    path, _ = case
+    small = Bundle(stored(path, RECIPES["q8_0"], tmp_path / "small.gguf"))
+    state = load(small.path).engine.model.state_dict()
+    assert set(state) == set(Bundle(path).infos)
+    for module, name in small.lowbit.items():
+        scale = small.tensor(module + SCALE) if module + SCALE in small.infos else None
+        weight = state[module + WEIGHT]
+        wanted = lowbit.dequantize(small.tensor(module + WEIGHT), scale, name, weight.shape[1])
+        assert torch.equal(weight, wanted)
+    errors = weight_errors(Bundle(path), small.path)
+    assert {"vision", "language", "expert"} <= set(errors)
+    assert all(0 < error < 0.02 for error in errors.values())
+
+
+def test_quantize_stores_and_measures(case, tmp_path, capsys) -> None:
+    path, _ = case
+    out = tmp_path / "small.gguf"
+    recipe = "vision=q4_0,language=q4_0,head=int8"
+    arguments = ["quantize", str(path), "--recipe", recipe, "--observations", "2", "--out", str(out)]
+    assert main(arguments) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    written = Bundle(out)
+    assert written.manifest.quantization.recipe == record["recipe"]
+    assert 0 < record["error"] <= record["error_max"]
+    assert record["engine"].startswith("cpu")
+    assert {"vision", "language", "expert"} <= set(record["weight_error"])
+    assert out.stat().st_size < 0.6 * path.stat().st_size
+    assert main(["inspect", str(out)]) == 0
+    assert "Q4_0" in capsys.readouterr().out
+    assert main(["quantize", str(out), *arguments[2:-1], str(tmp_path / "again.gguf")]) != 0  # twice
+
+
+def test_a_float_bundle_and_half_precision_are_refused(case, tmp_path) -> None:
+    path, _ = case
+    with pytest.raises(SinewError, match="this bundle has none"):
+        load(path, engine="cpu")
+    small = stored(path, RECIPES["int8"], tmp_path / "small.gguf")
+    with pytest.raises(SinewError, match="computes in fp32"):
+        load(small, engine="cpu", dtype="bfloat16")
+    with pytest.raises(SinewError, match="expected float weights, got"):
+        lowbit_sources(Bundle(small), {})
+
+
+def changed(path: Path, out: Path, name: str, **changes) -> Path:
+    """The bundle with one tensor changed, or left out (``leave_out=True``)."""
+    bundle = Bundle(path)
+    sources = []
+    for info in bundle.infos.values():
+        data = np.frombuffer(bundle.file.map, np.uint8, info.nbytes, info.offset).copy()
+        source = TensorSource(info.name, info.shape, info.type, info.nbytes, ArraySlice(data))
+        if info.name == name:
+            if changes.get("leave_out"):
+                continue
+            source = replace(source, **changes)
+        sources.append(source)
+    manifest = bundle.manifest
+    write_bundle(out, lambda: manifest, sources)
+    return out
+
+
+def test_tensors_that_do_not_fit_are_named(smolvla_bundle, tmp_path) -> None:
+    path = stored(smolvla_bundle("smolvla-2cam"), RECIPES["int8"], tmp_path / "small.gguf")
+    bundle = Bundle(path)
+    module = next(iter(bundle.lowbit))
+    rows, k = bundle.infos[module + WEIGHT].shape
+    ternary = np.full((rows, FORMATS["ternary"].row_bytes(k)), 0xFF, np.uint8)
+    fewer = {
+        "shape": (rows - 1,),
+        "nbytes": 4 * (rows - 1),
+        "data": ArraySlice(np.ones(rows - 1, np.float32)),
+    }
+    threes = {
+        "type": GGMLQuantizationType.I32,
+        "shape": (rows, ternary.shape[1] // 4),
+        "nbytes": ternary.nbytes,
+        "data": ArraySlice(ternary),
+    }
+    cases = [
+        (module + SCALE, {"leave_out": True}, "expected one tensor"),
+        (module + SCALE, fewer, "scales, got"),
+        (module + SCALE, {"type": GGMLQuantizationType.I32}, "expected F32, got I32"),
+        (module + WEIGHT, {"shape": (rows * k,)}, "expected two dimensions"),
+        (module + WEIGHT, {"shape": (k, rows)}, "expected rows of"),
+        (module + WEIGHT, threes, "ternary codes 0, 1 and 2, got 3"),
+    ]
+    assert rows != k, module
+    for name, changes, message in cases:
+        broken = changed(path, tmp_path / "broken.gguf", name, **changes)
+        for engine in ("eager", "cpu"):
+            with pytest.raises(BundleError, match=message):
+                load(broken, engine=engine)
+    norm = "language.norm.weight"
+    width = bundle.infos[norm].shape[0]
+    data = ArraySlice(np.ones(width, np.int8))
+    changes = {"type": GGMLQuantizationType.I8, "shape": (1, width), "nbytes": width, "data": data}
+    with pytest.raises(BundleError, match="expected one tensor"):
+        load(changed(path, tmp_path / "broken.gguf", norm, **changes))
