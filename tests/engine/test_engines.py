@@ -69,7 +69,9 @@ def test_engines_by_name(bundle, g, engine):
 
 
 def test_wrong_names_are_refused(bundle, folder):
-    with pytest.raises(SinewError, match="engine: expected one of auto, eager, plan, cpu, onnx, cuda, got 'fast'"):
+    with pytest.raises(
+        SinewError, match="engine: expected one of auto, eager, plan, cpu, onnx, cuda, got 'fast'"
+    ):
         load(bundle, engine="fast")
     with pytest.raises(SinewError, match="provider cuda: expected engine onnx, got eager"):
         load(bundle, engine="eager", providers=["cuda"])
