@@ -157,6 +157,8 @@ class Recorder:
             arrays["actions"] = outcome.actions
             meta |= {"seed": outcome.seed, "total_ms": outcome.timing.total_ms}
         arrays["meta"] = np.array(json.dumps(meta))
+        if strange := [name for name, each in arrays.items() if np.asarray(each).dtype.hasobject]:
+            raise ValueError(f"{strange[0]}: expected numbers or text")
         part, path = self._claim()
         try:
             with part.open("wb") as file:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -44,7 +45,7 @@ from tests.serve.test_safe_pickle import (
     modules,
     unframed,
 )
-from tests.serve.test_server import CASE, START_S, serving
+from tests.serve.test_server import CASE, START_S, free_port, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = Path(os.environ.get("SINEW_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
@@ -340,6 +341,29 @@ def test_a_connection_that_breaks_is_taken_up_again(server):
         with refused(CODE.FAILED_PRECONDITION, "SendPolicyInstructions"):
             stranger.actions()
         assert time.monotonic() - start > 0.4  # the stock client would ask again at once
+
+
+def test_a_client_goes_on_after_a_restart(server, tmp_path, monkeypatch):
+    """The stock client introduces itself once; after a restart of the server it was refused until its end."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    port = free_port()
+    arguments = (server.bundle, "--wire", f"lerobot:{port}", "--threads", 1)
+    with serving(tmp_path, *arguments) as first, Robot(first.address) as robot:
+        robot.hello()
+        robot.observe()
+        assert len(robot.actions()) == 50
+        assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+        with serving(tmp_path, *arguments):
+            end = time.monotonic() + START_S
+            while True:
+                try:
+                    robot.observe()
+                    break
+                except grpc.RpcError as error:  # while gRPC finds the server again
+                    assert error.code() == CODE.UNAVAILABLE  # noqa: PT017
+                    assert time.monotonic() < end
+                    time.sleep(0.1)
+            assert len(robot.actions()) == 50
 
 
 # ------------------------------------------------------------------------- refusals

@@ -60,7 +60,7 @@ class Agreements:
                     self._by_host[str(host)] = [_read(each, spec) for each in found[:PER_HOST]]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("lerobot: %s is not used: %s", file, error)
 
     def add(self, host: str, agreement: Agreement) -> None:

@@ -1,0 +1,325 @@
+"""What comes back after a failure: clients whose server was killed, children of a fork, recorders, LeRobot's client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sinew_client import Client, ConnectionLost, RequestTimeout, UnsafeChunk, protocol, schema
+
+from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.serve.process import DESCRIPTORS, HOPELESS, raise_descriptor_limit
+from sinew.serve.recorder import Recorder, read_records
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires.lerobot.agreements import Agreements, fitting
+from sinew.serve.wires.lerobot.keys import Agreement
+from sinew.serve.wires.lerobot.sessions import Sessions, Waiting
+from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, desk, until
+from tests.serve.test_server import serving
+
+PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+OBSERVATION = Observation(images={"front": FRAME}, state=np.zeros(2), prompt="go")
+CHUNK = ActionChunk(np.zeros((3, 2), np.float32), seed=1)
+
+
+# ----------------------------------------------------------------------------- the client
+
+
+def test_a_broken_connection_is_told_at_once():
+    """Row 29: a killed server cost the whole timeout."""
+    with desk() as at, Client(at.native, timeout=1e6) as robot:  # it would wait for ever
+        assert robot.health()["status"] == "ok"
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(robot.infer, {**GOOD, "prompt": "hang"})
+            until(lambda: at.service.health()["running"])
+            wire = at.opened["native"]
+            for peer in list(wire._ledger.open):
+                peer.socket.shutdown(2)
+            with pytest.raises(ConnectionLost, match="broke before the answer"):
+                asking.result(WAIT_S)
+            at.puppet.release.set()
+        assert robot.infer(GOOD).actions.shape == (3, 2)  # on a new connection
+
+
+def test_a_broken_connection_is_retried_by_the_rule():
+    with desk() as at, Client(at.native, timeout=WAIT_S, retries=1) as robot:
+        assert robot.health()["status"] == "ok"
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(robot.infer, {**GOOD, "prompt": "wait"})
+            until(lambda: at.service.health()["running"])
+            for peer in list(at.opened["native"]._ledger.open):
+                peer.socket.shutdown(2)
+            until(lambda: at.service.health()["failed"] >= 1)
+            at.puppet.release.set()
+            assert asking.result(WAIT_S).actions.shape == (3, 2)
+
+
+def test_a_client_works_after_fork():
+    """Row 29: the child waited for ever, whatever its timeout."""
+    with desk() as at:
+        program = f"""
+import os, sys
+import numpy as np
+from sinew_client import Client
+good = {{"images": {{"front": np.zeros((48, 64, 3), np.uint8)}}, "state": [3, 0], "prompt": "go"}}
+robot = Client({at.native!r}, timeout=30)
+assert robot.infer(good).actions[0, 0] == 3
+child = os.fork()
+if not child:
+    assert robot.infer(good).actions[0, 0] == 3
+    robot.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert robot.infer(good).actions[0, 0] == 3
+robot.close()
+print("fine")
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+        assert done.stdout == "fine\n", done.stderr
+
+
+def reply(actions: np.ndarray) -> schema.PredictResponse:
+    return schema.PredictResponse(
+        actions=actions.ravel().tolist(), horizon=actions.shape[0], dim=actions.shape[1], warnings=["dark"]
+    )
+
+
+def test_chunks_that_must_not_be_executed():
+    """Row 5, the client's side."""
+    for bad in (np.nan, np.inf, -np.inf):
+        actions = np.zeros((3, 2))
+        actions[2, 1] = bad
+        with pytest.raises(UnsafeChunk, match="not finite"):
+            protocol.decode_chunk(reply(actions))
+    chunk = protocol.decode_chunk(reply(np.array([[0.0, 1.0], [0.5, 3.0]])))
+    assert chunk.warnings == ("dark",)
+    protocol.check_limits(chunk, (-1, 3))
+    protocol.check_limits(chunk, ([-1, 0], [1, 4]))
+    with pytest.raises(UnsafeChunk, match="action 1, dimension 1: expected 0 to 2, got 3"):
+        protocol.check_limits(chunk, ([-1, 0], [1, 2]))
+    with desk() as at:
+        with Client(at.native, timeout=WAIT_S, limits=(-1, 1)) as robot:
+            robot.infer({**GOOD, "state": [1, 0]})
+            with pytest.raises(UnsafeChunk):
+                robot.infer({**GOOD, "state": [2, 0]})
+        with Client(at.native, timeout=WAIT_S, max_age=100.0) as robot:
+            robot.infer({**GOOD, "time": time.time()})
+            with pytest.raises(UnsafeChunk, match="old, and max_age is 100 s"):
+                robot.infer({**GOOD, "time": time.time() - 3600})
+
+
+# ----------------------------------------------------------------------------- the recorder
+
+
+def test_a_refused_request_does_not_end_recording(tmp_path):
+    """Row 6: a camera's name of 70 kB ended the thread, and the process could not be stopped."""
+    recorder = Recorder(tmp_path)
+    name = "x" * 70_000
+    recorder.put("native", "", Observation(images={name: FRAME}, state=np.zeros(2)), SinewError("refused"))
+    recorder.put("native", "", Observation(images={"front": object()}, state=np.zeros(2)), CHUNK)
+    recorder.put("native", "", OBSERVATION, CHUNK)
+    until(lambda: sum(recorder.stats()[key] for key in ("written", "failed")) == 3)
+    assert recorder.stats()["alive"]
+    recorder.close()
+    assert len(list(read_records(tmp_path))) == recorder.stats()["written"] >= 2
+
+
+def test_two_recorders_share_a_folder(tmp_path):
+    """Row 28: they overwrote each other."""
+    recorders = [Recorder(tmp_path), Recorder(tmp_path)]
+    for _ in range(10):
+        for recorder in recorders:
+            recorder.put("native", "", OBSERVATION, CHUNK)
+    for recorder in recorders:
+        recorder.close()
+    assert sum(recorder.stats()["written"] for recorder in recorders) == 20
+    assert len(list(read_records(tmp_path))) == 20
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("sinew.serve.recorder.RETRY_S", 0.0)
+    recorder = Recorder(tmp_path)
+    real, full = np.savez, [True]
+
+    def savez(file, **arrays):
+        file.write(b"half")
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        real(file, **arrays)
+
+    monkeypatch.setattr("sinew.serve.recorder.np.savez", savez)
+    recorder.put("native", "", OBSERVATION, CHUNK)
+    until(lambda: recorder.stats()["failed"] == 1)
+    assert not list(tmp_path.iterdir())  # nothing half is left
+    full[0] = False
+    monkeypatch.setattr("sinew.serve.recorder.np.savez", real)
+    recorder.put("native", "", OBSERVATION, CHUNK)
+    until(lambda: recorder.stats()["written"] == 1)
+    recorder.close()
+
+
+def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr("sinew.serve.recorder.CLOSE_S", 0.2)
+    hanging = threading.Event()
+    monkeypatch.setattr("sinew.serve.recorder.np.savez", lambda *_a, **_k: hanging.wait(WAIT_S))
+    recorder = Recorder(tmp_path)
+    for _ in range(100):
+        recorder.put("native", "", OBSERVATION, CHUNK)
+    assert recorder.stats()["dropped"] > 0
+    recorder.close()  # returns, although the queue is full and nobody takes from it
+    hanging.set()
+
+
+# ----------------------------------------------------------------------------- the process
+
+HANG = """
+import sys, threading, time
+import sinew.serve.process
+from sinew.cli import main
+from sinew.serve.wires.native import NativeCodec
+
+sinew.serve.process.END_S = 2.0
+NativeCodec.control = lambda self, header: time.sleep(1000)  # the wire's own loop hangs
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+def test_sigterm_ends_a_process_whose_transport_hangs(tmp_path):
+    with serving(tmp_path, PEN, "--wire", "native:0", "--threads", 1, command=("-c", HANG)) as server:
+        with Client(server.address, timeout=0.5) as robot, pytest.raises(RequestTimeout):
+            robot.health()
+        assert server.stop(signal.SIGTERM, timeout=WAIT_S) != 0
+        assert "Timeout" in server.log.read_text()  # and says where every thread was
+
+
+SICK = """
+import sys, time
+import sinew.policy
+from sinew.cli import main
+
+load = sinew.policy.load
+
+class Sick:
+    def __init__(self, policy):
+        self.policy = policy
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+    def infer(self, observation, cancel=None):
+        time.sleep(1000)
+
+sinew.policy.load = lambda *a, **k: Sick(load(*a, **k))
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+def test_a_server_that_hangs_ends_itself(tmp_path):
+    arguments = (PEN, "--wire", "native:0", "--threads", 1, "--stuck-s", 0.5)
+    with (
+        serving(tmp_path, *arguments, command=("-c", SICK)) as server,
+        Client(server.address, timeout=WAIT_S) as robot,
+    ):
+        policy = robot.metadata()["policy"]
+        cameras = {
+            each["name"]: np.zeros((each["height"], each["width"], 3), np.uint8) for each in policy["cameras"]
+        }
+        with contextlib.suppress(Exception):
+            robot.infer({"images": cameras, "state": np.zeros(policy["state"]["dim"]), "prompt": "go"})
+        assert server.process.wait(WAIT_S) == HOPELESS
+        assert "this server ends itself: a request is being computed" in server.log.read_text()
+
+
+def test_descriptors():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        raise_descriptor_limit()
+        hard = DESCRIPTORS if before[1] == resource.RLIM_INFINITY else min(before[1], DESCRIPTORS)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+# ----------------------------------------------------------------------------- LeRobot
+
+LEFT = Agreement(("a", "b"), (("top", "front"),), "task", None, 3, "helpers")
+
+
+def test_agreements_outlive_the_process(tmp_path):
+    """Row 15: the stock client never came back after a restart."""
+    file = tmp_path / "deep" / "lerobot.json"
+    first = Agreements(4)
+    first.open(file, SPEC)
+    first.add("ipv4:10.0.0.7", LEFT)
+    second = Agreements(4)
+    second.open(file, SPEC)
+    assert second.of("ipv4:10.0.0.7") == (LEFT,)
+    assert second.of("ipv4:10.0.0.8") == ()
+    assert file.stat().st_mode & 0o077 == 0
+    for content in (
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        json.dumps({"policy": 1, "hosts": []}).encode(),
+        b"[" * 10_000,
+    ):
+        file.write_bytes(content)
+        broken = Agreements(4)
+        broken.open(file, SPEC)
+        assert broken.of("ipv4:10.0.0.7") == ()
+
+
+def test_agreements_are_about_one_policy(tmp_path):
+    first = Agreements(4)
+    first.open(tmp_path / "a", SPEC)
+    first.add("host", LEFT)
+    other = Agreements(4)
+    other.open(tmp_path / "a", replace(SPEC, name="other"))
+    assert other.of("host") == ()
+
+
+def test_an_observation_chooses_among_the_agreements_of_its_host():
+    right = replace(LEFT, state=("c", "d"))
+    longer = replace(LEFT, actions=1)
+    swapped = replace(LEFT, state=("b", "a"))
+    seen = {"a": 0.0, "b": 0.0, "top": FRAME}
+    assert fitting((right, LEFT), seen) == LEFT
+    assert fitting((longer, LEFT), seen) == longer
+    assert fitting((swapped, LEFT), seen) is None  # the same keys in another order: nothing says which
+    assert fitting((right,), seen) is None
+
+
+def test_clients_that_begin_do_not_evict_robots():
+    """Row 21: 257 calls of Ready put live robots out."""
+    sessions = Sessions(Listen(max_connections=4))
+    for number in range(2):
+        client = f"ipv4:10.0.0.1:{number}"
+        sessions.agree(client, LEFT)
+        session, _agreed = sessions.find(client)
+        session.offer(Waiting(0, OBSERVATION, 0, 0.0), must_go=True)
+        sessions.recognize(client, session, LEFT)
+        session.take()
+    for number in range(500):
+        sessions.begin(f"ipv4:10.0.0.2:{number}")
+    for number in range(2):
+        session, agreed = sessions.find(f"ipv4:10.0.0.1:{number}")
+        assert session.agreement == LEFT
+    for number in range(2, 4):
+        client = f"ipv4:10.0.0.1:{number}"
+        sessions.agree(client, LEFT)
+        session, _agreed = sessions.find(client)
+        sessions.recognize(client, session, LEFT)
+    with pytest.raises(BusyError, match="4 clients are connected"):
+        sessions.begin("ipv4:10.0.0.9:1")
