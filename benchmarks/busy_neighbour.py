@@ -1,4 +1,4 @@
-"""What a busy neighbour does to latency: a process that never sleeps, on one of this process's cores.
+"""Latency beside a busy neighbour: a process that never sleeps, on one of this process's cores.
 
 python benchmarks/busy_neighbour.py BUNDLE [--engine eager --engine onnx] [--runs 20] [--threads N] [--spin]
 

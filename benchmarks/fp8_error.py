@@ -1,4 +1,4 @@
-"""What FP8 costs a chunk: relative L2 against float32 eager, emulated on the CPU by the twin.
+"""Error of a chunk in FP8: relative L2 against float32 eager, emulated on the CPU by the twin.
 
 ``python -m benchmarks.fp8_error FIXTURES`` takes the directory of golden fixtures (one checkpoint each, as the tests
 read them): components, scales per row and calibrated with several headrooms, bfloat16 and noise on the weights beside

@@ -1,4 +1,4 @@
-"""What each wire adds: the client's call minus the server's inference and waiting, per wire.
+"""Overhead of each wire: the client's call minus the server's inference and waiting, per wire.
 
     python -m benchmarks.wires --requests 500
 

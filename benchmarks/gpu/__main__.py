@@ -102,7 +102,7 @@ def run_section(name: str, seconds: float, device: str, tiny: bool) -> Record:
 
 
 def read_rows(path: Path, killed: bool, code: int) -> Record:
-    """What a section left, however it ended; a line that was being written when it was killed is dropped."""
+    """Read the rows that a section left, however it ended; a line that was being written when it was killed is dropped."""
     rows, end = [], {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -149,7 +149,7 @@ def run_all(
 
 
 def facts(device: str) -> Record:
-    """Of the machine and of this run."""
+    """Return the facts of the machine and of this run."""
     import torch
 
     from sinew.engine.cuda.kernels.lang import triton
@@ -185,7 +185,7 @@ def commit() -> str:
 
 
 def lacking(device: str) -> list[str]:
-    """What this machine would need."""
+    """Return what this machine lacks, one text each."""
     try:
         import torch
     except ImportError:

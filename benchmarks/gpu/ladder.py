@@ -88,7 +88,7 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
         return plan
 
     def tuned(share: float, **options: Any) -> None:
-        """For at most ``share`` of the section's time."""
+        """Tune for at most ``share`` of the section's time."""
         made = Engine(cuda_engine(planned(), recipe, device, graph=False, **options))
         end = time.monotonic() + share * session.seconds
 
@@ -157,7 +157,7 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
 
 
 def _stages(case: Case, name: str, rung: Any, inputs: list[Sample], session: Session) -> Row:
-    """What the table adds to the rung's row."""
+    """Return the stage times that the table adds to the rung's row."""
     if isinstance(rung, Engine):
         rung.engine.stages = True
     return {"case": case.name, "rung": name, **stages(rung, inputs, 3 if session.tiny else 20)}

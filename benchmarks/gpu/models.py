@@ -183,7 +183,7 @@ def _architecture(model: Model) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a robot sends, with the noise that makes the answer reproducible."""
+    """A robot's observation, with the noise that makes the answer reproducible."""
 
     inputs: ModelInputs
     noise: np.ndarray

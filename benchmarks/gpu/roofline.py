@@ -1,4 +1,4 @@
-"""What no execution can undercut: per stage, from the traced program and the ceilings measured on the device.
+"""Lower bounds of any execution: per stage, from the traced program and the ceilings measured on the device.
 
 Each product takes the longer of its arithmetic and of reading its weight, one after another; activations, keys and
 values are assumed to stay in the cache, and everything between products is free.

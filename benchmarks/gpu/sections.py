@@ -1,4 +1,4 @@
-"""What ``make gpu`` measures, section by section. Each runs in a process of its own (``gpu.py``), because an illegal
+"""Sections of ``make gpu``. Each runs in a process of its own (``gpu.py``), because an illegal
 access leaves a CUDA context that answers nothing any more.
 
 A section is a function of a :class:`Session`; it hands over rows as they come, so that what was measured before a
@@ -121,7 +121,7 @@ def tests(session: Session) -> None:
 
 
 def run_tests(command: list[str], seconds: float) -> Row:
-    """Of a run of pytest: returncode (None: it was cut off), its last line, its tail, how many passed and so on."""
+    """Run pytest and return: returncode (None: it was cut off), its last line, its tail, how many passed and so on."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
         code, out, err = done.returncode, done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""What a section of ``make gpu`` is given, and how it says that it cannot run."""
+"""The session of a section of ``make gpu``: device, time and rows, and how it says that it cannot run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def still_there(session: Session, after: str) -> None:
 
 
 def shrunk(case: Case, tiny: bool) -> Case:
-    """Of the tiny models: their chunk, and a prompt that their vocabulary can fill."""
+    """Return the case for tiny models: their chunk, and a prompt that their vocabulary can fill."""
     return (
         Case(case.model, case.views, min(case.chunk, 6), min(case.prompt, 8), case.target_ms)
         if tiny

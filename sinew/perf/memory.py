@@ -1,4 +1,4 @@
-"""What a policy needs of a machine's memory, and the largest request that still fits.
+"""Memory that a policy needs on a machine, and the largest request that still fits.
 
 Weights are counted by name, embeddings included; activations come from the traced lifetimes of every block of
 memory, as reference counting frees them in the eager engine. An engine that fuses more needs less.
@@ -90,7 +90,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a report fits what the system leaves. ``largest``: per axis of :data:`AXES`, the largest value
+    """The verdict on whether a report fits what the system leaves. ``largest``: per axis of :data:`AXES`, the largest value
     that fits with the other axes as asked for; 0 where nothing does."""
 
     report: MemoryReport
@@ -203,7 +203,7 @@ def largest_fitting(excess: Callable[[int], int], limit: int, start: int = 1) ->
 
 
 def _root(known: Mapping[int, int], low: int, high: int) -> int:
-    """Where the parabola through the points around [low, high] crosses zero; a line where there are two."""
+    """Return where the parabola through the points around [low, high] crosses zero; with two points, the line."""
     nearest = sorted(known, key=lambda n: min(abs(n - low), abs(n - high)))[:3]
     coefficients = np.polyfit(nearest, [known[n] for n in nearest], len(nearest) - 1)
     roots = [root.real for root in np.roots(coefficients) if abs(root.imag) < 1 and low <= root.real <= high]

@@ -1,4 +1,4 @@
-"""What a roofline is made of: operators, the tensors that they move, and the components that they add up to."""
+"""Parts of a roofline: operators, the tensors that they move, and the components that they add up to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "i
 
 
 class Residency(Enum):
-    """Where a tensor lies: in memory, or in registers, shared memory and caches."""
+    """The place of a tensor: memory, or registers, shared memory and caches."""
 
     HBM = "hbm"
     ON_CHIP = "on_chip"

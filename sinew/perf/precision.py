@@ -1,4 +1,4 @@
-"""Which number formats a stage computes with, and what that makes of a recorded operand."""
+"""Number formats of a stage, and the bytes that they make of a recorded operand."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def seconds(components: Iterable[Component], machine: Hardware) -> float:
 
 
 def weight_bytes(components: Iterable[Component]) -> int:
-    """Of the products' weights, each once per component that reads it, however often that does."""
+    """Return the bytes of the products' weights, each counted once per component that reads it."""
     return sum(
         operator.count * tensor.bytes
         for component in components

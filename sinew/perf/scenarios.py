@@ -1,4 +1,4 @@
-"""Where a policy runs and how its answers travel: closed formulas.
+"""Placement of a policy and transport of its answers: closed formulas.
 
 Source: VLA-Perf, sections 4.7 to 4.10. Networks store and forward: latencies add, and the bytes are sent on
 every hop. ``events.py`` plays the same cases out in time.
@@ -27,7 +27,7 @@ class Payload:
 
 
 def payload(spec: PolicySpec, codec: Codec = "raw", rows: int | None = None) -> Payload:
-    """What this policy's observation and chunk weigh. rows: actions that are sent, all if None."""
+    """Return the bytes of this policy's observation and chunk. rows: the number of actions sent, all if None."""
     if codec not in BYTES_PER_VALUE:
         raise SinewError(f"codec: expected one of {', '.join(BYTES_PER_VALUE)}, got {codec!r}")
     values = sum(camera.height * camera.width * 3 for camera in spec.cameras)
@@ -63,7 +63,7 @@ def split_s(
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Of the actions that a robot executes: seconds since the frame that they were computed from."""
+    """Return the age of the actions that a robot executes: seconds since the frame that they were computed from."""
 
     first_s: float
     mean_s: float

@@ -123,7 +123,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What one observation costs: ``calls`` of the stages, the action stage once (one solver step of ``steps``)."""
+    """Return the cost of one observation: ``calls`` of the stages, the action stage once (one solver step of ``steps``)."""
 
     calls: tuple[Call, ...]
     events: tuple[Event, ...]

@@ -1,4 +1,4 @@
-"""Which devices the CUDA engine runs on, and what it would use there."""
+"""Devices of the CUDA engine, and the libraries that it would use there."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def require(device: torch.device, options: CudaOptions) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """What the engine would run on ``device``: one line for people."""
+    """Describe in one line what the engine would run on ``device``."""
     if device.type != "cuda":
         return "the kernels' PyTorch twins, no graph"
     from sinew.engine.cuda.fp8 import linear as fp8

@@ -80,7 +80,7 @@ class CudaEngine:
 
     @property
     def unnormalizes(self) -> bool:
-        """Whether :meth:`run` returns world units."""
+        """True if :meth:`run` returns world units."""
         return self.units is not None
 
     @property

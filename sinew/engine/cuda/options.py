@@ -1,4 +1,4 @@
-"""What can be chosen about the CUDA engine. Each rung of the benchmark's ladder is a setting."""
+"""Options of the CUDA engine. Each rung of the benchmark's ladder is a setting of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an observation writes: one block of memory on the host, one on the device, one copy between them.
+"""Staging of an observation: one block of memory on the host, one on the device, one copy between them.
 
 A recorded graph reads the device's block, so neither moves. The host's is pinned, without which the copy would
 wait in a buffer of the driver's.

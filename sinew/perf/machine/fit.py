@@ -204,7 +204,7 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def folder() -> Path:
-    """Where calibrations lie: ``$XDG_CONFIG_HOME/sinew/calibration``, by default under ``~/.config``."""
+    """Return the folder of calibrations: ``$XDG_CONFIG_HOME/sinew/calibration``, by default under ``~/.config``."""
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "sinew" / "calibration"
 

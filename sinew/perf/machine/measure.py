@@ -1,4 +1,4 @@
-"""What this machine does: products per second, bytes per second, time per operator, and a model's stages.
+"""Measurements of this machine: products per second, bytes per second, time per operator, and a model's stages.
 
 A peak is the best of several runs, because everything else on a machine only takes from it; a stage's time is the
 median of its runs. The load average stands beside each, because a busy machine measures its neighbours. With one
@@ -118,7 +118,7 @@ def measure_stages(
 
 
 def _same(stage: str, one: Request, other: Request) -> bool:
-    """Whether two requests ask a stage for the same work."""
+    """Return True if two requests ask a stage for the same work."""
     if stage == "vision":
         return one.views == other.views
     if stage == "language":

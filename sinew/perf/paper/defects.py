@@ -1,4 +1,4 @@
-"""What else is wrong in VLA-Perf's numbers, beside the costs that ``published.py`` corrects: what it sends, what it
+"""Further defects in VLA-Perf's numbers, beside the costs that ``published.py`` corrects: what it sends, what it
 leaves out, which figures it takes for a machine. Each defect by name, as published and put right.
 """
 

@@ -53,7 +53,7 @@ class Net:
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """What is counted, and where it lies.
+    """The conventions of a count: what is counted, and where tensors lie.
 
     second_qkv: the action expert projects its queries, keys and values twice, once per attention (no published
         model does). block_on_chip: what goes between the products of an action block never leaves the chip.

@@ -1,4 +1,4 @@
-"""What VLA-Perf prints against what we compute, and what correcting its defects changes."""
+"""VLA-Perf's printed numbers against ours, and the effect of correcting its defects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rounded(value: float, like: str) -> str:
 
 
 def explained(value: float, number: str, expected: str) -> bool:
-    """Whether a documented exception is what makes ``value`` print as ``number``."""
+    """Return True if a documented exception is what makes ``value`` print as ``number``."""
     unit = Decimal(1).scaleb(-len(number.partition(".")[2]))
     if expected == "truncated":
         return Decimal(value).quantize(unit, ROUND_DOWN) == Decimal(number)

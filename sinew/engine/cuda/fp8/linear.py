@@ -44,7 +44,7 @@ class Fp8Weight:
 
 
 def supported(device: torch.device) -> tuple[bool, str]:
-    """Whether a device computes in FP8 (a CPU emulates it), and why."""
+    """Return whether a device computes in FP8 (a CPU emulates it), and why."""
     if device.type != "cuda":
         return True, "emulated by the twin"
     capability = tuning.capability(device)
@@ -121,7 +121,7 @@ def multiply(
 
 
 def twin(x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """What :func:`fp8_linear` means, by dequantisation: x and weight to e4m3 and back, product in float32."""
+    """Define :func:`fp8_linear` by dequantisation: x and weight to e4m3 and back, product in float32."""
     data, scales = fp8_quantize.twin(x, x_scale=x_scale)
     return fp8_product.twin(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
 

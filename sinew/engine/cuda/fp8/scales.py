@@ -159,7 +159,7 @@ def store(calibration: Calibration) -> Path:
 
 
 def load(fingerprint: str) -> Calibration | None:
-    """What was stored for these weights; None if nothing was. Raises :class:`SinewError` for a file that is
+    """Return what was stored for these weights, None if nothing was. Raises :class:`SinewError` for a file that is
     damaged or belongs to others, naming it and what is wrong."""
     path = path_of(fingerprint)
     try:

@@ -42,7 +42,7 @@ class PatchTower(VisionTransformer):
 
 
 def give_patches(tower: Any) -> None:
-    """What :class:`PatchTower` needs beside its class."""
+    """Prepare a tower for :class:`PatchTower`: its weights as one product, and what the class reads."""
     weight = tower.patch_embedding.weight.detach().flatten(1)  # [C, 3 * patch^2]
     values = weight.shape[1]
     tower.patch_weight = F.pad(weight, (0, -values % ROW)).contiguous()
@@ -101,7 +101,7 @@ class TabulatedModulation(FusedDecode):
         return torch.cat(pieces)[None]
 
     def readers(self) -> list[Any]:
-        """What reads each norm, in the order of the norms."""
+        """Return the layers that read each norm, in the order of the norms."""
         layers = [r for layer in self.expert.layers for r in (layer.attn.qkv_proj, layer.mlp.gate_up_proj)]
         return [*layers, self.action_out_proj]
 
@@ -120,5 +120,5 @@ class TabulatedModulation(FusedDecode):
 
 
 def folds_away(norm: Any) -> bool:
-    """Whether a norm has nothing of its own left that a product would have to know."""
+    """Return True if a norm has no weight left that a product would have to know."""
     return isinstance(norm, UnitRMSNorm)

@@ -19,7 +19,7 @@ from sinew.layers.rope import Rotation
 
 
 class Modulated(NamedTuple):
-    """What the solver's time gives to one norm. bias: shift times the weights that read the norm, plus their own
+    """The modulation that the solver's time gives to one norm. bias: shift times the weights that read the norm, plus their own
     bias; None where the norm has a pass of its own. following: ``scale`` of the norm behind this one."""
 
     scale: Tensor  # [C]
@@ -38,7 +38,7 @@ class FusedAttention(DecoderAttention):
 
 
 class FusedLayer(DecoderLayer):
-    """Of the language model, of pi0's expert and of SmolVLA's, self or cross. Its norms are unit norms."""
+    """A layer of the language model or of an expert with plain norms, self- or cross-attending. Its norms are unit."""
 
     ops: Ops
 
@@ -70,7 +70,7 @@ class FusedKeyValueLayer(KeyValueLayer):
 
 
 class FusedAdaptiveLayer(AdaptiveDecoderLayer):
-    """Of pi0.5's expert: ``before`` and ``after`` come from the table of the step."""
+    """A layer with adaptive norms, as in pi0.5's expert: ``before`` and ``after`` come from the table of the step."""
 
     ops: Ops
 

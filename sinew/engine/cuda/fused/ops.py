@@ -32,7 +32,7 @@ from sinew.layers.rope import Rotation
 
 
 class Stream(NamedTuple):
-    """What one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum to those of rows^2;
+    """The activations that one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum to those of rows^2;
     scaled: rows * (1 + scale) of the norm that comes next. None: nobody has computed it."""
 
     rows: Tensor

@@ -1,4 +1,4 @@
-"""What stands around a product of a library: norm, activation, rotation and conversion, each one pass over rows.
+"""Passes over rows around a library's products: norm, activation, rotation and conversion, one launch each.
 
 Where cuBLAS or an e4m3 product is the fast one (vision tower, FP8, sometimes the language model), these are all the
 launches that remain beside the products. ``RowTwins`` is what they mean, ``RowKernels`` runs them on a GPU.
@@ -21,7 +21,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 
 
 class Target(NamedTuple):
-    """What a product wants to read: a dtype, and for e4m3 the scale of the tensor (float32 scalar), or None: rows
+    """The operand that a product reads: a dtype, and for e4m3 the scale of the tensor (float32 scalar), or None: rows
     find their own."""
 
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, linear: Any) -> Target:
-        """Of a ``Linear`` or an ``Fp8Linear``."""
+        """Return the operand that a ``Linear`` or an ``Fp8Linear`` reads."""
         if isinstance(linear, fp8.Fp8Linear):
             return cls(E4M3, linear.x_scale)
         return cls(linear.weight.dtype)

@@ -26,7 +26,7 @@ from sinew.layers.vit import ViTLayer
 
 
 class RowwiseLayer(DecoderLayer):
-    """Of the language model or an expert. Its norms are unit norms."""
+    """A layer of the language model or an expert. Its norms are unit norms."""
 
     rows: Rows
 
@@ -56,7 +56,7 @@ class RowwiseKeyValueLayer(KeyValueLayer):
 
 
 class RowwiseAdaptiveLayer(AdaptiveDecoderLayer):
-    """Of pi0.5's expert: ``before`` and ``after`` come from the table of the step."""
+    """A layer with adaptive norms: ``before`` and ``after`` come from the table of the step."""
 
     rows: Rows
 

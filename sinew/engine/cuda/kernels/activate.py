@@ -128,7 +128,7 @@ def prepare(
 
 
 def problem(M: int, N: int, gated: bool, out: torch.dtype) -> tuple[int, ...]:
-    """What a pass is tuned under."""
+    """Return the key under which a pass is tuned."""
     return M, N, int(gated), out.itemsize
 
 

@@ -37,7 +37,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def interpreted(kernel: Any) -> bool:
-    """Whether a launch runs in Triton's interpreter (``TRITON_INTERPRET=1`` when the file was imported)."""
+    """Return True if launches run in Triton's interpreter (``TRITON_INTERPRET=1`` when the file was imported)."""
     return triton is not None and not isinstance(kernel, triton.runtime.JITFunction)
 
 

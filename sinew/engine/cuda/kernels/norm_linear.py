@@ -163,7 +163,7 @@ def prepare(
 
 
 def problem(*dims: int, squares: Tensor | None) -> tuple[int, ...]:
-    """What a product is tuned under: with squares given it is another kernel, which the 0 says."""
+    """Return the key under which a product is tuned; with squares given it is another kernel, marked by a 0."""
     return dims if squares is None else (*dims, 0)
 
 

@@ -1,4 +1,4 @@
-"""Which source pixels make a target pixel, and with what weights: the resizes of ``sinew.processing.image``.
+"""Tables of a resize: the source pixels of every target pixel and their weights, as ``sinew.processing.image`` has.
 
 Along one axis every target pixel is a weighted sum of neighbouring source pixels. Both recipes have that form,
 so one kernel reads either from a table; the tables depend on the sizes alone and are made once per frame size.

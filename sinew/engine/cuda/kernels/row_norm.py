@@ -145,7 +145,7 @@ def prepare(
 
 
 def problem(M: int, C: int, kind: Kind, branch: Tensor | None, out: torch.dtype) -> tuple[int, ...]:
-    """What a pass is tuned under."""
+    """Return the key under which a pass is tuned."""
     return M, C, KINDS.index(kind), int(branch is not None), out.itemsize
 
 

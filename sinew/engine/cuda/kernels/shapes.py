@@ -44,7 +44,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one call in bfloat16: multiply-adds count two; bytes: each tensor once."""
+    """The cost of one call in bfloat16: a multiply-add counts as two FLOPs, each tensor's bytes once."""
 
     flops: int
     bytes: int
@@ -221,7 +221,7 @@ def _workspace(device: str) -> Workspace:
 def arguments(
     problem: Problem, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What the kernel's ``prepare`` takes: tensors of this problem, random where the device has memory."""
+    """Return the arguments of the kernel's ``prepare``: tensors of this problem, random where the device has memory."""
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype) * 0.05

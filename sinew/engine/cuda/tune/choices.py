@@ -1,4 +1,4 @@
-"""Which of several implementations a problem gets: the fastest measured on this device, with the reason.
+"""Choice between implementations of a problem: the fastest measured on this device, with the reason.
 
 A choice holds for one device, one version of torch and Triton, and one text of the kernel. It is kept beside the
 tuned tiles, in ``$XDG_CACHE_HOME/sinew/choices/<device>.json``. Without a measurement the caller's default
@@ -101,7 +101,7 @@ def key(kernel: str, dims: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def key_of(name: str, *facts: object) -> str:
-    """Of a choice that all kernels have a part in: it holds for these facts and the text of every kernel."""
+    """Return the key of a choice that depends on these facts and on the text of every kernel."""
     from sinew.engine.cuda.kernels import KERNELS
 
     text = "\n".join([*map(str, facts), *(tuning.digest(kernel) for kernel in sorted(KERNELS))])
@@ -109,7 +109,7 @@ def key_of(name: str, *facts: object) -> str:
 
 
 def _library() -> str:
-    """Of the library that competes."""
+    """Return the version of the library that competes."""
     return hashlib.sha256(torch.__version__.encode()).hexdigest()[:8]
 
 

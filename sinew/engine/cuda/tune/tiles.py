@@ -201,7 +201,7 @@ def architecture(capability: int) -> int:
 
 
 def candidates(kernel: str, rows: int, dtype: torch.dtype, capability: int) -> list[Tile]:
-    """What may run ``rows`` rows (packed rows for attention), the default first. dtype: the weight's."""
+    """Return the tiles for ``rows`` rows (packed rows for attention), the default first. dtype: the weight's."""
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
     # Attention packs the heads of a group into its rows: 8 x 64.

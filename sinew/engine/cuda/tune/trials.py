@@ -1,4 +1,4 @@
-"""Which problems are timed, and what is kept of one: the tile, and the way to compute it.
+"""Trials: the problems that are timed, and what is stored of each: its tile and the implementation to use.
 
 Every answer is compared with the twin's before it is timed, and one that differs is never chosen.
 """
@@ -26,7 +26,7 @@ Way = Callable[[int], Any]  # number of a set of arguments -> the answer
 
 
 class Problem(NamedTuple):
-    """What tiles and choices are kept under."""
+    """The key of stored tiles and choices."""
 
     kernel: str
     dims: tuple[int, ...]
@@ -37,10 +37,11 @@ class Problem(NamedTuple):
 
 
 class Trials:
-    """Of one device, each problem once.
+    """Times each problem once per device.
 
-    measure: of calls that run one behind the other. left: seconds until no new problem is begun. emit: gets a row
-    per problem, when it is kept. trying: is told which problem and tile come next. again: also what was kept before.
+    measure: returns the milliseconds per call of calls that run back to back. left: returns the seconds until no new
+    problem begins. emit: receives one row per problem, when its result is stored. trying: receives a line of text
+    before each tile is timed. again: True also times problems that were stored before.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Trials:
         }
 
     def begin(self, problem: Problem, has_others: bool = False) -> bool:
-        """Whether a problem is to be timed now: it is new, was not kept before, and there is time."""
+        """Return True if a problem is to be timed now: it is new, was not stored before, and there is time."""
         entry = problem, has_others
         if self.paused or entry in self.done or entry in self.known:
             return False
@@ -151,7 +152,7 @@ class Trials:
 
 
 def is_kept(problem: Problem, device: torch.device, has_others: bool) -> bool:
-    """Whether tile and way of a problem were measured before."""
+    """Return True if tile and implementation of a problem were measured before."""
     tile = tuning.choose(*problem, device)[1].startswith("tuned")
     if not has_others:
         return tile

@@ -276,7 +276,7 @@ def _head_first(model: Any, run: Callable[[], Any], trials: Trials | Gathering) 
 def compile_ahead(
     engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None
 ) -> None:
-    """For at most half of the time that is left. Nothing depends on it: a launch compiles what it does not find."""
+    """Compile for at most half of the time that is left. A launch compiles whatever it does not find."""
     start = time.monotonic()
     try:
         found = gather(engine, run, trials, ways)
@@ -295,7 +295,7 @@ def compile_ahead(
 def gather(
     engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None
 ) -> dict[str, Specialised]:
-    """What :func:`tune` would launch, each kind once. Nothing is launched, and what ``run`` returns holds anything."""
+    """Return what :func:`tune` would launch, each kind once. Nothing is launched; what ``run`` returns is undefined."""
     gathering = Gathering(trials.device, trials.again)
     with collecting() as found, _in_place(engine, TunedOps(gathering, ways)):
         _head_first(engine.model, run, gathering)
@@ -340,7 +340,7 @@ def _copies(weight: Tensor) -> int:
 
 
 def _answers(device: torch.device) -> bool:
-    """Whether the device still does: an illegal access would stay in its context."""
+    """Return True if the device still answers: an illegal access stays in its context."""
     if device.type != "cuda":
         return True
     try:

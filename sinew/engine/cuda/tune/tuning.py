@@ -1,4 +1,4 @@
-"""Which tile a launch uses: the tuned one of this device if it is on disk, else the first of the table.
+"""Tile of a launch: the tuned one of this device if it is on disk, else the first of the table.
 
 A tuned choice holds for one device, one version of Triton and one text of the kernel; the file of a device is
 ``$XDG_CACHE_HOME/sinew/tiles/<device>.json`` (``~/.cache`` by default). Without a GPU nothing is read, so that
@@ -112,7 +112,7 @@ def cache_file(device: torch.device) -> Path:
 
 @lru_cache
 def digest(kernel: str) -> str:
-    """Of what the tuned time depends on besides the problem: Triton's version and the kernel's text."""
+    """Hash what a tuned time depends on besides the problem: Triton's version and the kernel's text."""
     from sinew.engine.cuda.kernels import KERNELS, fp8_quantize, lang, norm_linear, rope
 
     version = "none" if triton is None else triton.__version__

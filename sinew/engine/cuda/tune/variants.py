@@ -50,7 +50,7 @@ def resolve(options: CudaOptions, device: torch.device, model: Model) -> tuple[C
 
 
 def key(options: CudaOptions, model: Model) -> str:
-    """Of the choice: the model's sizes and precision, and the options that change what is launched."""
+    """Return the key of the choice: the model's sizes and dtypes, and the options that change the launches."""
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
     facts = type(model).__name__, model.config, dtypes, sorted(options.fp8), options.scaled_norms
     return choices.key_of("launch", *facts)
