@@ -102,7 +102,8 @@ def run_section(name: str, seconds: float, device: str, tiny: bool) -> Record:
 
 
 def read_rows(path: Path, killed: bool, code: int) -> Record:
-    """Read the rows that a section left, however it ended; a line that was being written when it was killed is dropped."""
+    """Read the rows that a section left, however it ended; a line that was being written when it was killed is
+    dropped."""
     rows, end = [], {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -90,8 +90,8 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The verdict on whether a report fits what the system leaves. ``largest``: per axis of :data:`AXES`, the largest value
-    that fits with the other axes as asked for; 0 where nothing does."""
+    """The verdict on whether a report fits what the system leaves. ``largest``: per axis of :data:`AXES`, the
+    largest value that fits with the other axes as asked for; 0 where nothing does."""
 
     report: MemoryReport
     memory: int

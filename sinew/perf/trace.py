@@ -123,7 +123,8 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Return the cost of one observation: ``calls`` of the stages, the action stage once (one solver step of ``steps``)."""
+    """Return the cost of one observation: ``calls`` of the stages, the action stage once (one solver step of
+    ``steps``)."""
 
     calls: tuple[Call, ...]
     events: tuple[Event, ...]

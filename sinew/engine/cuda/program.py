@@ -28,7 +28,8 @@ from sinew.solvers import solve
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of a recorded program: everything that it depends on. ``sizes``: of raw frames, one per view; empty where pixels come in."""
+    """The key of a recorded program: everything that it depends on. ``sizes``: of raw frames, one per view; empty
+    where pixels come in."""
 
     views: int
     sizes: tuple[Size, ...]

@@ -19,8 +19,9 @@ from sinew.layers.rope import Rotation
 
 
 class Modulated(NamedTuple):
-    """The modulation that the solver's time gives to one norm. bias: shift times the weights that read the norm, plus their own
-    bias; None where the norm has a pass of its own. following: ``scale`` of the norm behind this one."""
+    """The modulation that the solver's time gives to one norm. bias: shift times the weights that read the norm,
+    plus their own bias; None where the norm has a pass of its own. following: ``scale`` of the norm behind this
+    one."""
 
     scale: Tensor  # [C]
     shift: Tensor

@@ -32,8 +32,8 @@ from sinew.layers.rope import Rotation
 
 
 class Stream(NamedTuple):
-    """The activations that one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum to those of rows^2;
-    scaled: rows * (1 + scale) of the norm that comes next. None: nobody has computed it."""
+    """The activations that one layer leaves for the next. rows: [M, C]. squares: float32 [M, any], whose rows sum
+    to those of rows^2; scaled: rows * (1 + scale) of the norm that comes next. None: nobody has computed it."""
 
     rows: Tensor
     squares: Tensor | None = None

@@ -80,8 +80,8 @@ class Launch:
         return self.specialised().compile(capability)
 
     def specialised(self) -> Specialised:
-        """The facts about the arguments that machine code depends on, exactly as a launch looks at them: types, pointers and
-        integers that are divisible by 16, integers that are one."""
+        """The facts about the arguments that machine code depends on, exactly as a launch looks at them: types,
+        pointers and integers that are divisible by 16, integers that are one."""
         constants = {p.name for p in self.kernel.params if p.is_constexpr}
         signature: dict[str, str] = {}
         values: dict[tuple[int], Any] = {}
