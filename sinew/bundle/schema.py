@@ -47,8 +47,9 @@ class PromptRecipe:
     lower: in small letters. ensure_last: a token that is appended unless it is the last already; -1 for none.
     drop: tokens that only mark in the template where the model puts something of its own, such as a view.
     words_only: in small letters, and nothing but letters, digits, underscores and spaces. as_list: as Python writes a
-    list of one text (``['pick it up']``). placeholders: how many tokens ``placeholder`` a prompt must hold, one for
-    each image token; no instruction may add one.
+    list of one text (``['pick it up']``).
+    ``{image}`` in the template is where a view stands: ``image_text`` once for each of its ``image_tokens`` tokens.
+    placeholder: the id of that text; no instruction may add one.
     """
 
     max_tokens: int
@@ -67,8 +68,9 @@ class PromptRecipe:
     drop: tuple[int, ...] = ()
     words_only: bool = False
     as_list: bool = False
+    image_text: str = ""
+    image_tokens: int = 0
     placeholder: int = -1
-    placeholders: int = 0
 
 
 @dataclass(frozen=True)

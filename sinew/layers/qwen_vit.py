@@ -130,13 +130,18 @@ class QwenViT(nn.Module):
         """x: [B, rows * cols, C], embedded patches in row-major order without positions -> as :meth:`forward`."""
         config = self.config
         x = block_order(x, rows, cols, config.merge) + self.positions(rows, cols)
-        rotate = grid_rotation(rows, cols, config.merge, config.head_dim, config.rope_theta, x.device)
+        rotate = self.rotation(rows, cols)
         tapped = []
         for index, layer in enumerate(self.layers):
             x = layer(x, rotate)
             if index in config.taps:
                 tapped.append(self.tap_mergers[config.taps.index(index)](x))
         return torch.cat([self.merger(x), *tapped], dim=-1)
+
+    def rotation(self, rows: int, cols: int) -> Rotation:
+        """Return the rotation of the patches of a view."""
+        config, device = self.config, self.position_embedding.weight.device
+        return grid_rotation(rows, cols, config.merge, config.head_dim, config.rope_theta, device)
 
     def positions(self, rows: int, cols: int) -> Tensor:  # [rows * cols, C] in block order
         """Return the position table, sampled bilinearly with its corners on the corners of the grid."""

@@ -66,6 +66,11 @@ class Model(nn.Module):
         return 2
 
     @property
+    def grid(self) -> tuple[int, int] | None:
+        """Return rows and columns of a view's patches where the bundle fixes them; None where any size is taken."""
+        return None
+
+    @property
     def prefix_depth(self) -> int | None:
         """Return how many layers of ``self.language`` leave keys and values that the head reads, counted from the
         first. None when it reads something else."""

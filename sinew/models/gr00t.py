@@ -33,7 +33,10 @@ SOLVER = Solver(start=0.0, end=1.0)
 
 @dataclass(frozen=True)
 class Gr00tConfig:
-    """What all versions share. Sizes in tokens and dimensions; ``image_token``: the placeholder's id."""
+    """What all versions share. Sizes in tokens and dimensions.
+
+    image_token: the id of the placeholder; rows and cols: image tokens of one view.
+    """
 
     language: DecoderConfig
     head: HeadConfig
@@ -42,6 +45,8 @@ class Gr00tConfig:
     max_state_dim: int
     max_action_dim: int
     image_token: int
+    rows: int
+    cols: int
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -49,12 +54,9 @@ class Gr00tConfig:
 
 @dataclass(frozen=True)
 class Gr00tQwenConfig(Gr00tConfig):
-    """N1.7. ``rows`` and ``cols``: merged tokens of one view; position_sections: how many rotary frequencies turn with
-    time, row and column."""
+    """N1.7. position_sections: how many rotary frequencies turn with time, row and column."""
 
     vision: QwenViTConfig
-    rows: int
-    cols: int
     position_sections: tuple[int, int, int]
 
 
@@ -87,6 +89,16 @@ class Gr00t(Model):
         is_image = placed & camera_mask.gather(1, view)
         valid = token_mask & (is_image | ~placed)
         return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        side = self.patches_per_side
+        return self.config.rows * side, self.config.cols * side
+
+    @property
+    @abstractmethod
+    def patches_per_side(self) -> int:
+        """Return how many patches one side of an image token spans."""
 
     @abstractmethod
     def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
@@ -135,6 +147,10 @@ class Gr00tEagle(Gr00t):
             self.vision = ResizedPositions(config.vision)
             self.connector = UnshuffleConnector(config.vision.hidden_size, width, config.unshuffle)
 
+    @property
+    def patches_per_side(self) -> int:
+        return self.config.unshuffle
+
     def joints(self) -> list[Joint]:
         return [Joint(self.vision, "norm", (self.connector,))] if self.config.unshuffle == 1 else []
 
@@ -166,6 +182,10 @@ class Gr00tQwen(Gr00t):
         super().__init__(config)
         self.vision = QwenViT(config.vision)
         del self.language.norm
+
+    @property
+    def patches_per_side(self) -> int:
+        return self.config.vision.merge
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, (1 + taps) * C]."""

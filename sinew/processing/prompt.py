@@ -38,6 +38,7 @@ class Prompter:
         text = self.recipe.template
         if "{state}" in text:  # filled first: an instruction may contain anything
             text = text.replace("{state}", " ".join(map(str, self.state_bins(state))))
+        text = text.replace("{image}", self.recipe.image_text * self.recipe.image_tokens)
         text = text.replace("{prompt}", prompt)
         suffix = self.recipe.ensure_suffix
         return text if text.endswith(suffix) else text + suffix
@@ -89,11 +90,11 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
-        if self.recipe.placeholders:
+        if self.recipe.image_tokens:
             found = int((array == self.recipe.placeholder).sum())
-            if found != self.recipe.placeholders:
-                expected = f"{self.recipe.placeholders} image tokens ({self.recipe.placeholder})"
-                raise ObservationError(name, expected, str(found))
+            wanted = self.recipe.image_tokens * self.recipe.template.count("{image}")
+            if found != wanted:
+                raise ObservationError(name, f"{wanted} image tokens ({self.recipe.placeholder})", str(found))
         return array.astype(np.int64)
 
     def pad(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

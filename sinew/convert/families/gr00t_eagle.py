@@ -112,6 +112,8 @@ def _conversion(path: Path, options: Options, eagle_dir: Path, eagle: Record, pa
         max_state_dim=parts.head["max_state_dim"],
         max_action_dim=parts.head["max_action_dim"],
         image_token=eagle["image_token_index"],
+        rows=parts.image.height // unit,
+        cols=parts.image.width // unit,
         vision=tower,
         unshuffle=unshuffle,
     )
@@ -183,11 +185,12 @@ def eagle_prompt(
     images = ["image"] * len(parts.cameras)
     content = ["text", *images] if parts.text_first else [*images, "text"]
     text = render(template, content, parts.generate, template_file)
-    context = tokenizer.token_text(eagle["image_token_index"])
     for number in range(1, len(images) + 1):
         if text.count(f"<image-{number}>") != 1:
             raise ConvertError(f"{template_file}: expected one <image-{number}> in what the template makes")
-        text = text.replace(f"<image-{number}>", f"<image {number}><img>{context * tokens}</img>")
+        text = text.replace(f"<image-{number}>", f"<image {number}><img>{{image}}</img>")
     filled = text.replace(MARK, "{prompt}")
     token = eagle["image_token_index"]
-    return token_prompt(filled, tokenizer, vocab_size, token, parts.formal, parts.listed), template_file
+    return token_prompt(
+        filled, tokenizer, vocab_size, token, tokens, parts.formal, parts.listed
+    ), template_file

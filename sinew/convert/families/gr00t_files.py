@@ -305,20 +305,28 @@ def qwen3(text: Record, layers: int, width: int) -> DecoderConfig:
 
 
 def token_prompt(
-    template: str, tokenizer: TokenizerFiles, vocab_size: int, image: int, formal: bool, listed: bool = False
+    template: str,
+    tokenizer: TokenizerFiles,
+    vocab_size: int,
+    placeholder: int,
+    image_tokens: int,
+    formal: bool,
+    listed: bool = False,
 ) -> PromptRecipe:
-    """Return the recipe of a rendered template, ``{prompt}`` in the instruction's place.
+    """Return the recipe of a rendered template: ``{image}`` in a view's place, ``{prompt}`` in the instruction's.
 
-    image: the id of the placeholder that stands for one image token.
+    placeholder: the id of the token that stands for one image token.
     """
-    fixed = tokenizer.encode(template.replace("{prompt}", ""))
+    image_text = tokenizer.token_text(placeholder)
+    fixed = tokenizer.encode(template.replace("{image}", image_text * image_tokens).replace("{prompt}", ""))
     return PromptRecipe(
         max_tokens=len(fixed) + TEXT_TOKENS,
-        placeholder=image,
-        placeholders=fixed.count(image),
         vocab_size=vocab_size,
         pad_token_id=tokenizer.pad_token_id or 0,
         template=template,
         words_only=formal,
         as_list=listed,
+        image_text=image_text,
+        image_tokens=image_tokens,
+        placeholder=placeholder,
     )

@@ -76,12 +76,13 @@ def read(path: Path, options: Options) -> Conversion:
     placeholder = tokenizer.token_text(vlm["image_token_id"])
     if rendered.count(placeholder) != len(cameras):
         raise ConvertError(f"{template_file}: expected one {placeholder} per image")
-    filled = rendered.replace(placeholder, placeholder * (rows * cols)).replace(MARK, "{prompt}")
+    filled = rendered.replace(placeholder, "{image}").replace(MARK, "{prompt}")
     prompt = token_prompt(
         filled,
         tokenizer,
         text["vocab_size"],
         vlm["image_token_id"],
+        rows * cols,
         bool(processor.get("formalize_language", True)),
     )
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, left_out
-from sinew.layers.vit import VisionTransformer
+from sinew.engine.plan.rewrite import Rewrite, Status, become, exactly, foreign, left_out
+from sinew.layers.qwen_vit import QwenViT
+from sinew.layers.rope import Rotation
+from sinew.layers.vit import ResizedPositions, VisionTransformer
 
 
 class FullGridPositions(VisionTransformer):
@@ -22,15 +25,59 @@ class FullGridPositions(VisionTransformer):
         return super().positions(rows, cols)
 
 
+class GridTable(ResizedPositions):
+    """A tower whose views always fill the same grid: the resized table is made once."""
+
+    table: Tensor  # [rows * cols, C]
+
+    def positions(self, rows: int, cols: int) -> Tensor:
+        return self.table
+
+
+class QwenGridTable(QwenViT):
+    """The same for a tower that also rotates: positions and rotation are made once."""
+
+    table: Tensor  # [rows * cols, C]
+    cos: Tensor  # [1, rows * cols, 1, D / 2]
+    sin: Tensor
+
+    def positions(self, rows: int, cols: int) -> Tensor:
+        return self.table
+
+    def rotation(self, rows: int, cols: int) -> Rotation:
+        return Rotation(self.cos, self.sin)
+
+
+@torch.no_grad()
+def _fix(tower: Any, grid: tuple[int, int]) -> None:
+    """Give the tower the tables of ``grid``."""
+    tables = {"table": tower.positions(*grid)}
+    if isinstance(tower, QwenViT):
+        tables |= tower.rotation(*grid)._asdict()
+    for name, table in tables.items():
+        tower.register_buffer(name, table, persistent=False)
+    become(tower, QwenGridTable if isinstance(tower, QwenViT) else GridTable)
+
+
 def _hoist(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     names, left = [], {}
-    for name, module in model.named_modules():
-        if unknown := foreign(module, VisionTransformer):
+    for name, module in list(model.named_modules()):
+        if exactly(module, ResizedPositions, QwenViT):
+            if model.grid is None:
+                left[name] = "views of any size"
+                continue
+            _fix(module, model.grid)
+        elif unknown := foreign(module, VisionTransformer) or foreign(module, QwenViT):
             left[name] = unknown
+            continue
         elif isinstance(module, VisionTransformer):
             become(module, FullGridPositions)
-            names.append(f"{name}.position_embedding")
-    reason = "patches that fill the table's grid read it as it is"
+        else:
+            continue
+        names.append(f"{name}.position_embedding")
+    reason = (
+        "patches that fill the table's grid read it as it is; a grid that the bundle fixes has its own table"
+    )
     return ("applied" if names else "not applicable"), reason + left_out(left), tuple(names)
 
 

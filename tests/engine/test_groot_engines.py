@@ -1,0 +1,77 @@
+"""GR00T on every engine, against eager: the plan, the CUDA engine over its twins, ONNX Runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.export import ON_ONNX, export_graphs
+from sinew.engine.plan import REWRITES, Plan
+from sinew.engine.plan.engine import PlannedEngine
+from sinew.policy import Policy, load
+from tests.convert.test_groot import CASES, observation
+from tests.engine.cuda.cuda_cases import Case
+from tests.golden import Golden, assert_parity
+
+BOUND = 2e-6  # of the action scale, the largest absolute value of eager's chunk; measured up to 7e-7
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, groot_bundle) -> tuple[Case, Golden]:
+    g = Golden(golden / request.param)
+    policy = load(groot_bundle(request.param), dtype="float32", engine="eager")
+    return Case(policy, observation(g), g.numpy("noise")[0]), g
+
+
+def check(policy: Policy, found: np.ndarray, case: Case, g: Golden) -> None:
+    eager = case.eager(steps=4)
+    assert np.abs(found - eager).max() <= BOUND * np.abs(eager).max()
+    assert_parity(policy.processor.actions(found, case.observation), g.numpy("actions")[0])
+
+
+def test_every_rewrite(case):
+    case, g = case
+    plan = Plan.of(case.model)
+    assert {"tabulate-time", "hoist-positions", "fold-norms", "pack-qkv", "pack-gate-up"} <= set(plan.applied)
+    engine = PlannedEngine(plan, case.policy.device)
+    check(case.policy, engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("steps", [4, 3])
+def test_cuda_twins(case, kernels, steps):
+    """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
+    case, _ = case
+    engine = case.engine(kernels=kernels)
+    assert not engine.takes_frames  # the device's resize knows no area, crop or grid
+    assert case.gap(engine, case.inputs(pixels=True), steps) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["groot-n15", *(pytest.param(name, marks=pytest.mark.slow) for name in ("groot-n17", "groot-n16"))],
+)
+def test_onnx_runtime(name, golden, groot_bundle, tmp_path):
+    g = Golden(golden / name)
+    policy = load(groot_bundle(name), dtype="float32", engine="eager")
+    case, image = Case(policy, observation(g), g.numpy("noise")[0]), policy.manifest.processing.image
+    export_graphs(
+        Plan.of(case.model, rewrites=ON_ONNX),
+        tmp_path,
+        architecture=policy.spec.architecture,
+        views=2,
+        height=image.height,
+        width=image.width,
+        steps=(4,),
+    )
+    engine = OnnxEngine(tmp_path, threads=1)
+    check(policy, engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+
+
+def test_rewrites_that_do_not_fit_say_so(case):
+    case, _ = case
+    outcomes = {outcome.name: outcome for outcome in Plan.of(case.model, rewrites=REWRITES).outcomes}
+    for name in ("last-layer-kv", "drop-unread"):
+        assert outcomes[name].status == "not applicable"
+        assert "does not read" in outcomes[name].reason
