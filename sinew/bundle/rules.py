@@ -87,9 +87,9 @@ def range_notes(processing: Processing) -> list[str]:
         if recipe.mode == "mean_std":
             flat = [i for i, value in enumerate(recipe.stats.get("std", ())) if value == 0]
         if flat:
-            effect = (
-                "is always the same" if what == "action" else "is magnified wherever it differs from training"
-            )
+            effect = "is magnified wherever it differs from training"
+            if what == "action" or recipe.convention == "gr00t":  # which reads zero there
+                effect = "is always the same"
             found.append(f"{where}: value {', '.join(map(str, flat))} did not vary in training and {effect}")
     return found
 
@@ -167,6 +167,10 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
         <= MAX_TEXT
         and prompt.template.count("{prompt}") <= 4
         and prompt.template.count("{state}") <= 4,
+        "processing.prompt: image_text or image_tokens out of range": 0 <= prompt.image_tokens <= MAX_SIZE
+        and len(prompt.image_text) <= 64
+        and prompt.template.count("{image}") <= 16
+        and -1 <= prompt.placeholder < prompt.vocab_size,
         "processing.prompt: pad_token_id is not in the vocabulary": 0
         <= prompt.pad_token_id
         < prompt.vocab_size,
