@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sinew.bundle import Bundle
+from sinew.bundle.files import watch
 from sinew.bundle.rename import rename_cameras
 from sinew.core import ActionChunk, BundleError, Observation, ObservationError
 from sinew.engine.base import OFFERS
@@ -111,6 +112,9 @@ class Policy:
         self._unnormalizes = getattr(
             self.engine, "unnormalizes", False
         )  # and it has the actions' statistics there
+        folder = getattr(self.engine, "directory", None)  # of graphs, whose weights ONNX Runtime may map too
+        graphs = [] if folder is None else [file for file in sorted(folder.iterdir()) if file.is_file()]
+        self._files = [bundle.file.in_use, *map(watch, graphs)]
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -188,12 +192,13 @@ class Policy:
     ) -> ActionChunk:
         """One action chunk, float32 [H, action_dim] in world units.
 
-        Raises :class:`ObservationError` for a bad observation and :class:`CancelledError` between two stages
-        once ``cancel`` is set.
+        Raises :class:`ObservationError` for a bad observation, :class:`CancelledError` between two stages
+        once ``cancel`` is set, and :class:`BundleError` when a file of weights was changed in place.
         """
         observation = _observation(observation)
         self._check(observation)
         with self._lock:
+            self.check_files()  # before the weights are read: of a truncated file that would end the process
             start = time.perf_counter()
             inputs = self.processor.inputs(observation, pixels=not self._takes_frames)
             noise, seed = self.processor.noise(observation)
@@ -209,6 +214,7 @@ class Policy:
             computed = time.perf_counter()
             actions = self.processor.actions(chunk, observation, normalized=not self._unnormalizes)
             end = time.perf_counter()
+            self.check_files()
         timing = replace(
             timing,
             preprocess_ms=1e3 * (ready - start),
@@ -217,6 +223,15 @@ class Policy:
         )
         warnings = self._warnings(observation)
         return ActionChunk(actions, timing, seed, observation.session, observation.time, warnings)
+
+    def problem(self) -> str | None:
+        """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""
+        return next((problem for file in self._files if (problem := file.problem())), None)
+
+    def check_files(self) -> None:
+        """Raise :class:`BundleError` if a file of weights was written to or truncated since it was loaded."""
+        if problem := self.problem():
+            raise BundleError(problem)
 
     def warm_up(self) -> ActionChunk:
         """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA

@@ -1,10 +1,11 @@
-"""Opening files that strangers may have prepared: regular ones only."""
+"""Opening files that strangers may have prepared, regular ones only, and noticing when one in use is changed."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import weakref
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +33,47 @@ def open_regular(path: Path | str) -> BinaryIO:
     except BaseException:
         os.close(number)
         raise
+
+
+class InUse:
+    """A file that has to stay as it is while somebody reads its memory map.
+
+    It is told by the open file, not by its name: renaming, deleting or replacing by rename leaves the bytes that
+    are mapped alone, and so does touching another file under the old name. Writing into it changes what is mapped,
+    and truncating it makes reading a fault that ends the process.
+    """
+
+    def __init__(self, path: Path | str, file: BinaryIO):
+        self.path = Path(path)
+        self._number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._number)
+        self._found = self._look()
+
+    def _look(self) -> tuple[int, int]:
+        found = os.fstat(self._number)
+        return found.st_size, found.st_mtime_ns
+
+    def problem(self) -> str | None:
+        """Return a sentence if the file was written to or truncated since it was opened, else None; costs one fstat."""
+        size, changed = self._look()
+        if size < self._found[0]:
+            what = f"was truncated from {self._found[0]} to {size} bytes"
+        elif size > self._found[0]:
+            what = f"grew from {self._found[0]} to {size} bytes"
+        elif changed != self._found[1]:
+            what = "was written to"
+        else:
+            return None
+        return (
+            f"{self.path} {what} while its weights are in use; start again with the file as it is now, and replace"
+            " it by renaming another over it"
+        )
+
+
+def watch(path: Path) -> InUse:
+    """Return what notices changes of a file from now on."""
+    with open_regular(path) as file:
+        return InUse(path, file)
 
 
 def _flags(*names: str) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from sinew.bundle.files import open_regular
+from sinew.bundle.files import InUse, open_regular
 from sinew.core import BundleError
 
 MAGIC = b"GGUF"
@@ -71,6 +71,7 @@ class GGUFFile:
         self.path = Path(path)
         try:
             with open_regular(self.path) as file:
+                self.in_use = InUse(self.path, file)
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError:  # mmap of an empty file
             raise BundleError(f"{self.path}: the file is empty") from None

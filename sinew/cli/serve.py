@@ -170,6 +170,7 @@ def _load_and_run(
         logger.info("listening on %s; loading %s", addresses, bundle)
         policy = sinew.load(bundle, threads=threads, **options)
         scheduler = Scheduler(policy, queue_size=bounds.queue, supervisor=Supervisor(bounds.stuck_s))
+        scheduler.supervisor.watch(policy.problem)  # of the files whose weights are mapped
         scheduler.start()
         logger.info("%s", running(policy))
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
