@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from cyclopts import Parameter, validators
 
+from sinew.bundle.schema import COMPONENTS
 from sinew.cli import terminal
 from sinew.core import Observation, ObservationError, SinewError
 
@@ -39,6 +40,8 @@ def quantize(
     out: Path,
     observations: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 32,
     engine: Literal["cpu", "onnx"] | None = None,
+    search: Annotated[bool, Parameter(negative="")] = False,
+    budget: str = "",
 ) -> int:
     """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
 
@@ -53,12 +56,16 @@ def quantize(
             token a scale in onnx too: slower there), fp8 or fp32; fp32 for those not named.
         out: the bundle to write.
         engine: that computes the error; absent: onnx for int8 alone, else cpu.
+        search: choose the recipe of the least error within --budget, in place of --recipe; measured on engine cpu.
+        budget: of all weights, such as 1.4GiB or 200MB.
         observations: over which the error is measured, from episodes of an embedded task where the policy fits
             one, else random frames. For fp8 as many others come before, for its scales.
     """
     from sinew.bundle import Bundle
     from sinew.engine.onnx.quantize import parse_recipe
 
+    if search != bool(budget):
+        raise SinewError("expected --search and --budget together")
     chosen = parse_recipe(recipe)
     opened = Bundle(bundle)
     if opened.manifest.quantization is not None or not opened.infos:
@@ -66,6 +73,15 @@ def quantize(
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
     out.parent.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    if search:
+        from sinew.cli.quantize_search import search as search_recipe
+
+        trial = _trials(opened, observations)
+        chosen, found["search"] = search_recipe(opened, budget, out, trial)
+        engine = "cpu"
+        if set(chosen.values()) == {"fp32"}:
+            raise SinewError(f"--budget {budget}: the bundle fits as it is; nothing was written")
     if engine == "onnx" and not set(chosen.values()) <= {"int8", "int8-rows", "fp32"}:
         raise SinewError(f"--engine onnx: expected int8, int8-rows and fp32, got {recipe}")
     if "fp8" in chosen.values():
@@ -75,13 +91,17 @@ def quantize(
     record, why = make(opened, chosen, observations, out)
     console = terminal.console(markup=False)
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
-    console.print(f"weights  {record.bits} bits per output channel: {why}", soft_wrap=True)
+    console.print(f"weights  {why}", soft_wrap=True)
+    for module, error in record.weight_error.items():
+        console.print(f"         {module}: relative L2 of the rounded weights {error:.2e}")
+    sizes = out.stat().st_size, bundle.stat().st_size
+    console.print(f"file     {sizes[0] / 1e6:.1f} MB, {sizes[0] / sizes[1]:.2f} of {bundle}", soft_wrap=True)
     console.print(
         f"error    {record.error:.2e} median, {record.error_max:.2e} largest: relative L2 of the chunk",
         soft_wrap=True,
     )
     console.print(f"         over {record.observations} observations from {record.source}", soft_wrap=True)
-    terminal.emit({"out": str(out), **asdict(record)})
+    terminal.emit({"out": str(out), **asdict(record), **found})
     return 0
 
 
@@ -109,6 +129,25 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
     return record, f"graphs of {bits} bits per output channel: {why}"
 
 
+def _trials(opened: Bundle, count: int) -> Any:
+    """Return a function that measures a recipe on the same observations each time."""
+    from sinew.bundle import Bundle, write_bundle
+    from sinew.convert.lowbit import lowbit_sources, plan_formats
+    from sinew.policy import Policy
+
+    reference = Policy(opened, "cpu", engine="eager")
+    inputs = list(islice(observed(reference)[1], count))
+
+    def trial(bundle: Bundle, recipe: dict[str, str], scratch: Path) -> float:
+        whole = dict.fromkeys(COMPONENTS, "fp32") | recipe
+        manifest = bundle.manifest
+        write_bundle(scratch, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, whole)))
+        rounded = Policy(Bundle(scratch), "cpu", engine="cpu")
+        return float(np.median(measure(reference, rounded.engine, inputs)))
+
+    return trial
+
+
 def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
     from sinew.bundle import Bundle
     from sinew.engine.cpu import extension
@@ -117,7 +156,10 @@ def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) ->
     with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
         unmeasured = Path(folder) / out.name
         record = _store(opened, chosen, _record(chosen, 8, [0.0], "", ""), unmeasured)
-        reference, rounded = Policy(opened, engine="eager"), Policy(Bundle(unmeasured), engine="cpu")
+        reference, rounded = (
+            Policy(opened, "cpu", engine="eager"),
+            Policy(Bundle(unmeasured), "cpu", engine="cpu"),
+        )
         origin, stream = observed(reference)
         errors = measure(reference, rounded.engine, islice(stream, count))
         made = _record(chosen, 8, errors, origin, f"cpu, {extension().kernels} kernels")

@@ -1,0 +1,79 @@
+"""Rates of the low-bit products against float32 matrix products of the same shape, one thread, paired.
+
+python benchmarks/cpu_kernels.py [--rounds 7]
+
+Every round runs each side once, in an order that turns; CPU time of the thread, so that neighbours count less. A rate
+is 2 M K N over the best time, with rounding of activations and expansion of weights in it; ratios are medians of
+the rounds' own. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sinew import machine
+from sinew.bundle.quant import FORMATS, quantize
+from sinew.engine.cpu import extension
+from sinew.layers.lowbit import TINY
+
+SHAPES = [
+    (300, 2560, 6912),
+    (1024, 768, 3072),
+    (256, 960, 2560),
+    (50, 736, 2048),
+]  # BitNet, vision, language, head
+
+
+def seconds(call: Callable[[], object]) -> float:
+    begin = time.thread_time()
+    call()
+    return time.thread_time() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    found = extension()
+    print(f"{machine.cpu_model()}: {found.kernels} kernels ({found.reason})")
+    rng = np.random.default_rng(0)
+    results = []
+    for M, K, N in SHAPES:
+        x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((M, K), (N, K)))
+        rows, wide, transposed = torch.from_numpy(x), torch.from_numpy(w), np.ascontiguousarray(w.T)
+        sides: dict[str, Callable[[], object]] = {
+            "numpy sgemm": lambda x=x, w=transposed: x @ w,
+            "torch linear": lambda x=rows, w=wide: torch.nn.functional.linear(x, w),
+        }
+        for name in FORMATS:
+            stored, scale = quantize(w, name)
+            tensors = torch.from_numpy(stored), None if scale is None else torch.from_numpy(scale)
+            sides[name] = lambda x=rows, t=tensors, n=name: found.multiply(x, *t, None, n, TINY)
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for index in range(rounds + 1):
+            order = list(sides)[index % len(sides) :] + list(sides)[: index % len(sides)]
+            for name in order:
+                took = seconds(sides[name])
+                if index:  # the first warms up
+                    times[name].append(took)
+        operations = 2e-9 * M * K * N
+        for name, taken in times.items():
+            ratio = statistics.median(a / b for a, b in zip(times["numpy sgemm"], taken, strict=True))
+            rate = operations / min(taken)
+            print(f"{M} x {K} x {N}  {name:13} {rate:6.0f} GOP/s  {ratio:5.2f} x sgemm")
+            results.append(
+                {"shape": [M, K, N], "side": name, "gops": round(rate, 1), "ratio": round(ratio, 3)}
+            )
+    print(json.dumps({"cpu": machine.cpu_model(), "kernels": found.kernels, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Choosing a precision per component: sizes are added, errors of components alone are added as squares."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from sinew.bundle import Bundle
+from sinew.bundle.schema import COMPONENTS
+from sinew.convert.lowbit import lowbit_sources, plan_formats
+from sinew.core import SinewError
+
+CANDIDATES = ("fp32", "int8", "q8_0", "q4_0")  # fp32: as the bundle stores it
+UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+Recipe = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One recipe: bytes of all tensors, and the error that its components' own errors predict."""
+
+    recipe: Recipe
+    nbytes: int
+    predicted: float
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes in "1.4GiB", "900 MB" or "123456"; raise :class:`SinewError` for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].lower() not in UNITS:
+        raise SinewError(f"budget: expected a size such as 1.4GiB or 900MB, got {text!r}")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def stored_bytes(bundle: Bundle, recipe: Recipe) -> int:
+    """Return the bytes of the bundle's tensors under ``recipe``; nothing is read or rounded."""
+    whole = dict.fromkeys(COMPONENTS, "fp32") | dict(recipe)
+    return sum(source.nbytes for source in lowbit_sources(bundle, plan_formats(bundle, whole)))
+
+
+def all_points(bundle: Bundle, alone: Mapping[str, Mapping[str, float]]) -> list[Point]:
+    """Return every recipe with its size and predicted error. alone: component -> precision -> error when nothing else
+    is rounded."""
+    base = stored_bytes(bundle, {})
+    saved = {
+        (component, kind): base - stored_bytes(bundle, {component: kind})
+        for component in alone
+        for kind in (*alone[component], "fp32")
+    }
+    points = []
+    for kinds in product(*((*alone[component], "fp32") for component in alone)):
+        recipe = dict(zip(alone, kinds, strict=True))
+        error = math.sqrt(sum(alone[c].get(kind, 0.0) ** 2 for c, kind in recipe.items()))
+        points.append(Point(recipe, base - sum(saved[each] for each in recipe.items()), error))
+    return points
+
+
+def pareto(points: list[Point], apart: float = 0.02) -> list[Point]:
+    """Return the points that no other beats in size and predicted error, largest first; of those whose sizes differ by
+    less than the part ``apart``, the one of the least error."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.nbytes, point.predicted)):
+        if front and point.predicted >= front[-1].predicted:
+            continue
+        if len(front) > 1 and point.nbytes < front[-1].nbytes * (1 + apart):
+            front.pop()
+        front.append(point)
+    return front[::-1]
+
+
+def best(points: list[Point], budget: int) -> Point:
+    """Return the point of the least predicted error within ``budget`` bytes; raise :class:`SinewError` if none fits."""
+    within = [point for point in points if point.nbytes <= budget]
+    if not within:
+        least = min(point.nbytes for point in points)
+        raise SinewError(
+            f"budget: expected at least {least} bytes, which the smallest recipe takes, got {budget}"
+        )
+    return min(within, key=lambda point: (point.predicted, point.nbytes))
