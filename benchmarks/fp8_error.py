@@ -82,10 +82,10 @@ def noisy(policy: Policy) -> EagerEngine:
 
 def trained(path: Path) -> Iterator[dict[str, Any]]:
     """Median and largest error of the action's own columns."""
-    from sinew.cli.quantize import _episodes
+    from sinew.eval.observations import generated
 
     policy = load(path, "cpu", engine="eager")
-    origin, stream = _episodes(policy) or ("", iter(()))
+    origin, stream = generated(policy)
     data = [
         (policy.processor.inputs(o), policy.processor.noise(o)[0]) for o in islice(stream, SEEN + COMPARED)
     ]

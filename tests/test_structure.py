@@ -15,7 +15,7 @@ LONGEST_FILE = 400  # about 300 is the habit; this is where it becomes a fault
 STOREYS = [
     {"cli"},
     {"eval", "perf"},
-    {"checks", "presets", "serve", "sim"},
+    {"checks", "presets", "serve", "sim", "validate"},
     {"policy"},
     {"engine", "convert", "guidance"},
     {"models"},

@@ -179,8 +179,18 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class Success:
+    """Episodes of ``env`` that a quantised policy won, and those that the gate's record won over the same seeds."""
+
+    env: str
+    episodes: int
+    wins: int
+    recorded_wins: int
+
+
+@dataclass(frozen=True)
 class Quantization:
-    """What ``sinew quantize`` decided and measured. Engines without quantised products ignore it.
+    """What ``sinew quantize`` decided and measured. An engine that does not compute it refuses the bundle.
 
     recipe: for each of ``COMPONENTS`` "int8", "q8_0" or "q4_0", which the weights are stored as and the cpu engine
     computes on; "int8" (activations with a scale per tensor) or "int8-rows" (per row, stored as int8), which ONNX
@@ -200,6 +210,7 @@ class Quantization:
     engine: str
     scales: dict[str, float] = field(default_factory=dict)
     weight_error: dict[str, float] = field(default_factory=dict)
+    success: Success | None = None
 
     @property
     def fp8(self) -> tuple[str, ...]:

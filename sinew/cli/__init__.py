@@ -31,6 +31,7 @@ VERBS = {
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",
     "perf": "Predict latency, rates and memory on any machine.",
+    "validate": "Prove that an engine computes a bundle as the reference does.",
     "doctor": "Check the installation and this machine.",
     "demo": "Run the trained demo policy in closed loop.",
 }

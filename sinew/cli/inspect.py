@@ -157,8 +157,15 @@ def _quantised(found: Quantization | None) -> str:
     recipe = ", ".join(f"{component} {kind}" for component, kind in found.recipe.items())
     return (
         f"{recipe}; chunk error {found.error:.1e} median, {found.error_max:.1e}"
-        f" largest over {found.observations} observations from {found.source} ({found.engine})"
+        f" largest over {found.observations} observations from {found.source} ({found.engine}){_success(found)}"
     )
+
+
+def _success(found: Quantization) -> str:
+    won = found.success
+    if won is None:
+        return ""
+    return f"; {won.wins} of {won.episodes} episodes of {won.env} won, {won.recorded_wins} on record"
 
 
 def config_table(config: dict[str, Any]) -> Any:

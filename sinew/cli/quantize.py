@@ -1,7 +1,4 @@
-"""``sinew quantize``: a bundle with low-bit weights, or with components in FP8, and what that was measured to cost.
-
-The last line of standard output is one JSON object.
-"""
+"""``sinew quantize``: a bundle with low-bit weights, or with components in FP8, and what that was measured to cost."""
 
 from __future__ import annotations
 
@@ -16,20 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from cyclopts import Parameter, validators
 
+from sinew import progress
 from sinew.bundle.schema import COMPONENTS
 from sinew.cli import terminal
-from sinew.core import Observation, ObservationError, SinewError
+from sinew.core import SinewError
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.schema import Quantization
     from sinew.policy import Policy
     from sinew.processing import ModelInputs
-
-TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0")
-FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
-REPLAN = 8
-SQUARE = 16  # pixels of one colour in a random frame
 
 
 def quantize(
@@ -42,6 +35,7 @@ def quantize(
     engine: Literal["cpu", "onnx"] | None = None,
     search: Annotated[bool, Parameter(negative="")] = False,
     budget: str = "",
+    episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
 ) -> int:
     """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
 
@@ -60,6 +54,8 @@ def quantize(
         budget: of all weights, such as 1.4GiB or 200MB.
         observations: over which the error is measured, from episodes of an embedded task where the policy fits
             one, else random frames. For fp8 as many others come before, for its scales.
+        episodes: of the success gate of an embedded task that the policy fits; its outcome goes into the header.
+            0 plays none.
     """
     from sinew.bundle import Bundle
     from sinew.engine.onnx.quantize import parse_recipe
@@ -88,7 +84,9 @@ def quantize(
         make = _in_fp8
     else:
         make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & set(chosen.values()) else _in_int8
-    record, why = make(opened, chosen, observations, out)
+    with progress.task(f"measuring {bundle.name} in {recipe}"):
+        record, why = make(opened, chosen, observations, out)
+    record, verdict, passed = gated(record, out, episodes)
     console = terminal.console(markup=False)
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
     console.print(f"weights  {why}", soft_wrap=True)
@@ -101,8 +99,46 @@ def quantize(
         soft_wrap=True,
     )
     console.print(f"         over {record.observations} observations from {record.source}", soft_wrap=True)
-    terminal.emit({"out": str(out), **asdict(record), **found})
-    return 0
+    console.print(f"gate     {verdict}", soft_wrap=True)
+    terminal.emit({"out": str(out), **asdict(record), **found, "gate": verdict})
+    return 0 if passed else 1
+
+
+def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
+    """Play the gate of the new bundle's task with the engine that follows its recipe, and write the outcome into its
+    header. Return the record with it, the verdict in words, and whether it passes (or there was nothing to play)."""
+    from sinew.bundle import Bundle
+    from sinew.bundle.schema import Success
+    from sinew.engine.choose import choose
+    from sinew.eval.gating import gate_of, play_gate
+    from sinew.eval.report.gate import read_gate
+
+    gate, why = gate_of(out)
+    if gate is None or not episodes:
+        return record, f"not played: {why if episodes else '--episodes 0'}", True
+    quantised = Bundle(out)
+    try:
+        choice = choose(quantised)
+    except SinewError as error:
+        return record, f"not played: {error}; `sinew validate {out}` plays it where that engine runs", True
+    found = play_gate(read_gate(gate), out, choice, episodes)
+    counts = {name: found[name] for name in ("env", "episodes", "wins", "recorded_wins")}
+    record = replace(record, success=Success(**counts))
+    graphs = cache_name(out)
+    write(quantised, record, out)
+    if graphs.exists():  # another header is another fingerprint; the graphs stay
+        graphs.rename(cache_name(out))
+    delta = 100 * (found["wins"] - found["recorded_wins"]) / found["episodes"]
+    return record, f"success {delta:+.1f} points: {found['text']}", found["passed"]
+
+
+def cache_name(out: Path) -> Path:
+    """Return the folder in which the graphs of a bundle are looked for."""
+    from sinew.bundle import Bundle
+    from sinew.engine.onnx.cache import cache_folder
+    from sinew.engine.onnx.opening import usable_bits, variant
+
+    return cache_folder(out, variant(usable_bits(Bundle(out))))
 
 
 def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
@@ -222,8 +258,9 @@ Input = tuple["ModelInputs", np.ndarray]  # of one observation, with the solver'
 
 def observed(reference: Policy) -> tuple[str, Iterator[Input]]:
     """Where observations come from, and they without end. The reference plays the episodes."""
-    found = _episodes(reference)
-    origin, stream = ("random frames", _random(reference)) if found is None else found
+    from sinew.eval.observations import generated
+
+    origin, stream = generated(reference)
     processor = reference.processor
     return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
@@ -238,58 +275,6 @@ def measure(reference: Policy, engine: Any, observations: Iterable[Input]) -> li
         wanted, got = wanted[:, :width], got[:, :width]
         errors.append(float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
     return errors
-
-
-def _episodes(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
-    """Observations of the embedded task that this policy fits, one per chunk it is asked for."""
-    try:
-        from sinew.eval.adapters import make_env
-    except ModuleNotFoundError:  # gymnasium and mujoco are an extra
-        return None
-    for task in TASKS:
-        env, adapter = make_env(task, "", None)
-        raw, _ = env.reset(seed=FIRST_SEED)
-        try:
-            policy.check(adapter.observation(raw))
-        except ObservationError:
-            env.close()
-            continue
-        return f"episodes of {task}", _play(policy, env, adapter)
-    return None
-
-
-def _play(policy: Policy, env: Any, adapter: Any) -> Iterator[Observation]:
-    seed = FIRST_SEED
-    while True:
-        raw, _ = env.reset(seed=seed)
-        done, replan = False, 0
-        while not done:
-            observation = Observation.from_mapping({**adapter.observation(raw), "seed": seed + replan})
-            yield observation
-            for row in policy.infer(observation).actions[:REPLAN]:
-                raw, _, terminated, truncated, _ = env.step(adapter.action(row))
-                if done := bool(terminated or truncated):
-                    break
-            replan += 1
-        seed += 1
-
-
-def _random(policy: Policy) -> Iterator[Observation]:
-    """Frames of coloured squares, states as spread as those of the training data."""
-    spec, seed = policy.spec, 0
-    while True:
-        rng = np.random.default_rng(seed)
-        images = {}
-        for camera in spec.cameras:
-            shape = -(-camera.height // SQUARE), -(-camera.width // SQUARE), 3
-            squares = rng.integers(0, 256, shape, dtype=np.uint8)
-            frame = squares.repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
-            images[camera.name] = np.ascontiguousarray(frame[: camera.height, : camera.width])
-        normalizer = policy.processor.state_normalizer
-        state = normalizer.unnormalize(rng.standard_normal(normalizer.width))
-        base = replace(policy.dummy_observation(), seed=seed)
-        yield replace(base, images=images, state=np.asarray(state, np.float32))
-        seed += 1
 
 
 def write(bundle: Bundle, record: Quantization, out: Path) -> None:

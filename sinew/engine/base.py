@@ -157,8 +157,12 @@ def recipe(bundle: Bundle) -> dict[str, str]:
 
 
 def followers(bundle: Bundle) -> Sequence[str]:
-    """Return the names of the engines that follow the bundle's recipe."""
-    return [name for name, offer in OFFERS.items() if not offer.unfollowed(bundle)]
+    """Return the names of the engines that follow the bundle's recipe and can run it somewhere."""
+    return [
+        name
+        for name, offer in OFFERS.items()
+        if not (offer.unfollowed(bundle) or offer.unfit(bundle, Options()))
+    ]
 
 
 def installed(module: str) -> bool:

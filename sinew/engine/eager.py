@@ -15,6 +15,8 @@ from sinew.core import CancelledError, Timing
 from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
 from sinew.engine.threads import settle
+from sinew.engine.trace import Trace
+from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, solve
@@ -90,6 +92,24 @@ class EagerEngine:
             )
             timing = Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
             return x[0].float().cpu().numpy(), timing
+
+    def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
+        """Run as :meth:`run` does and return what every stage computed."""
+        with torch.inference_mode(), recorded_rows(self.model) as rows:
+            batch, model = Inputs.of(inputs, self.device), self.model
+            image_tokens = model.embed_images(batch.pixels)
+            context = model.read(image_tokens, *batch[1:])
+            found = Trace(as_array(image_tokens[0]), named_arrays(context), [], rows)
+
+            def act(x: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+                output = model.act(x, moment, context)
+                found.head.append(as_array(output[0]))
+                return output
+
+            x = torch.from_numpy(noise)[None].to(self.device)
+            last = solve(act, x, model.solver.steps(steps), self.moments(steps))
+            found.head.append(as_array(last[0]))
+            return found
 
     def moments(self, steps: int) -> Iterable[torch.Tensor]:
         """Return what each step takes from the time."""

@@ -34,7 +34,7 @@ def keep(bundle: Path, engine: str, device: str, report: dict[str, Any]) -> Path
     """Write the record of a validation, passed or not, and return its path."""
     path = _path(bundle, engine, device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"sinew": __version__, "hardware": hardware(device), **report}
+    record = {**report, "sinew": __version__, "hardware": hardware(device)}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
 

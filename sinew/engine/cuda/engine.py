@@ -29,6 +29,8 @@ from sinew.engine.cuda.tune.variants import resolve
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.plan import Plan
 from sinew.engine.precision import precision_of
+from sinew.engine.trace import Trace
+from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
 
@@ -119,6 +121,16 @@ class CudaEngine:
                 timing = self._whole(program, inputs, noise, cancel)
             return self._chunk.numpy().copy(), timing
 
+    @torch.inference_mode()
+    def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
+        """Run by stages and return what every stage computed; the whole graph's chunk is compared by itself."""
+        with self._on_stream(), recorded_rows(self.model) as rows:
+            program = self.programs[Key.of(inputs, self.options.bucket(len(inputs.tokens)), steps)]
+            found = Trace(np.empty(0), rows=rows)
+            self._by_stages(program, inputs, noise, None, found)
+            found.head.append(as_array(program.x[0]))
+            return found
+
     def prepare(self, key: Key) -> None:
         """Record what a key needs before an observation asks for it."""
         with torch.inference_mode(), self._on_stream():
@@ -145,7 +157,12 @@ class CudaEngine:
         return Timing(step_ms=(elapsed,))
 
     def _by_stages(
-        self, program: Program, inputs: ModelInputs, noise: np.ndarray, cancel: threading.Event | None
+        self,
+        program: Program,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        cancel: threading.Event | None,
+        trace: Trace | None = None,
     ) -> Timing:
         spans: list[float] = []
         program.write(inputs, noise)
@@ -162,6 +179,12 @@ class CudaEngine:
                 program.advance(step)
             self._wait()
             spans.append(1e3 * (time.perf_counter() - start))
+            if trace is not None and step >= 0:
+                trace.head.append(as_array(recorded.result[0]))
+            elif trace is not None and name == "read":
+                trace.prefix = named_arrays(recorded.result)
+            elif trace is not None:
+                trace.vision = as_array(recorded.result[0])
             _stop_if(cancel)
         program.finish()
         self._chunk.copy_(program.actions, non_blocking=True)

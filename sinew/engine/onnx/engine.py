@@ -22,6 +22,7 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import CancelledError, ObservationError, SinewError, Timing
 from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
+from sinew.engine.trace import Trace
 from sinew.processing import ModelInputs
 from sinew.solvers import FLOW, Solver, solve
 
@@ -94,8 +95,20 @@ class OnnxEngine:
         """Bytes of the graphs' weights on disk; ONNX Runtime keeps copies in the layouts of its kernels."""
         return sum((self.directory / f"{stage}.onnx.data").stat().st_size for stage in STAGES)
 
+    def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
+        """Run as :meth:`run` does and return what every stage computed."""
+        found = Trace(np.empty(0))
+        self.run(inputs, noise, steps, trace=found)
+        return found
+
     def run(
-        self, inputs: ModelInputs, noise: np.ndarray, steps: int, cancel: threading.Event | None = None
+        self,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        cancel: threading.Event | None = None,
+        *,
+        trace: Trace | None = None,
     ) -> tuple[np.ndarray, Timing]:
         """noise: float32 [H, A] -> model output float32 [H, A] in model units, with per-stage times.
 
@@ -123,12 +136,22 @@ class OnnxEngine:
         for name in self.graphs.reads:
             binding.bind_output(name)
         read.run_with_iobinding(binding)
-        act = self._act(binding.get_outputs(), noise[None], table[:1])
+        reads = binding.get_outputs()
+        act = self._act(reads, noise[None], table[:1])
+        if trace is not None:
+            trace.vision = image_tokens[0]
+            trace.prefix = {
+                name.removeprefix("context."): value.numpy().copy()
+                for name, value in zip(self.graphs.reads, reads, strict=True)
+            }
+            act = _noted(act, trace)
         prefix_ms = laps.next()
         step_ms: list[float] = []
         moments = np.split(table, len(table))
         evaluations = self.solver.steps(steps)
         x = solve(act, noise[None], evaluations, moments, lambda: step_ms.append(laps.next()))
+        if trace is not None:
+            trace.head.append(x[0].copy())
         return x[0], Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,6 +186,15 @@ class OnnxEngine:
             return out
 
         return act
+
+
+def _noted(act: Any, trace: Trace) -> Any:
+    def noted(x: np.ndarray, moment: np.ndarray) -> np.ndarray:
+        output = act(x, moment)
+        trace.head.append(output[0].copy())
+        return output
+
+    return noted
 
 
 @lru_cache(maxsize=1)

@@ -9,16 +9,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
 
 from sinew import __version__, machine
-from sinew.core import DISTRIBUTION, BundleError, SinewError, install
+from sinew.checks.check import Check, gib
+from sinew.checks.loaded import bundle
+from sinew.core import DISTRIBUTION, SinewError, install
 
-if TYPE_CHECKING:
-    from sinew.policy import Policy
+__all__ = ["Check", "bundle", "installation"]
 
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
@@ -44,19 +42,6 @@ FEATURES = {
     "sim": (("mujoco", "gymnasium"), "the embedded simulation tasks"),
     "demo": (("skimage",), "photographs for `sinew demo`"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """``advice`` says what to do; empty where nothing needs doing."""
-
-    name: str
-    status: Literal["ok", "warn", "fail"]
-    detail: str
-    advice: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def installation(engine: str | None = None) -> list[Check]:
@@ -210,7 +195,7 @@ def cuda_engine() -> Check:
 
 def memory() -> Check:
     limit, available = machine.memory()
-    detail = f"{_gib(available)} available of {_gib(limit)}"
+    detail = f"{gib(available)} available of {gib(limit)}"
     if available < 3 << 30:
         advice = "a 450M-parameter policy in float32 needs about 3 GiB; close programs or raise the limit"
         return Check("memory", "warn", detail, advice)
@@ -244,7 +229,7 @@ def extras() -> list[Check]:
 def temporary_disk() -> Check:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    detail = f"{_gib(free)} free in {folder}"
+    detail = f"{gib(free)} free in {folder}"
     if free < MINIMUM_TEMPORARY_BYTES:
         return Check("temporary disk", "warn", detail, "conversions need room: free some, or set TMPDIR")
     return Check("temporary disk", "ok", detail)
@@ -307,72 +292,3 @@ NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
     golden: "golden",
 }
 SKIPPED = "no torch, and the onnx engine needs none; eager, plan and `sinew export` do"
-
-
-def bundle(path: Path, options: Mapping[str, Any]) -> list[Check]:
-    """Load a bundle and run it once on grey frames. ``options``: of ``sinew.load``."""
-    import numpy as np
-
-    import sinew
-
-    try:
-        started = time.perf_counter()
-        policy = sinew.load(path, **options)
-        load_ms = (time.perf_counter() - started) * 1e3
-        spec = policy.spec
-        cameras = ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
-        results = [
-            Check(
-                "bundle",
-                "ok",
-                f"{spec.name} ({spec.architecture}) loaded in {load_ms:.0f} ms; cameras {cameras}",
-            ),
-            Check("bundle device", "ok", f"{policy.device}: {policy.choice.device_reason}"),
-            Check(
-                "bundle precision",
-                "warn" if policy.choice.ignored else "ok",
-                f"{policy.precision_text}: {policy.dtype_reason}",
-            ),
-            _engine(policy),
-        ]
-        needed, available = policy.weights_nbytes, machine.memory()[1]
-        if needed > available:
-            detail = f"weights {_gib(needed)}, available {_gib(available)}"
-            results.append(Check("bundle memory", "fail", detail, "every inference would read from disk"))
-        chunk = policy.warm_up()
-    except SinewError as error:
-        bad = isinstance(error, BundleError) and path.exists()
-        advice = (
-            "convert the checkpoint again with `sinew convert`" if bad else "give what the message expects"
-        )
-        return [Check("bundle", "fail", str(error), advice)]
-    finite = bool(np.isfinite(chunk.actions).all())
-    results.append(
-        Check(
-            "bundle inference",
-            "ok" if finite else "fail",
-            f"{len(chunk.actions)} actions in {chunk.timing.total_ms:.0f} ms (first inference), "
-            + ("all finite" if finite else "some not finite"),
-            "" if finite else "the weights or the statistics hold values that are not numbers",
-        )
-    )
-    return results
-
-
-def _engine(policy: Policy) -> Check:
-    detail = f"{policy.engine_name} ({policy.choice.engine_reason}), {policy.threads} threads"
-    if policy.engine_name == "onnx":
-        engine = policy.engine
-        detail += f", {', '.join(engine.providers)} ({engine.provider_reason})"
-        detail += f", graphs in {engine.directory}"
-        if policy.recipe:
-            detail += f", {engine.graphs.method}"
-    if policy.engine_name == "cuda":
-        from sinew.engine.cuda.device import describe
-
-        detail += f", {describe(policy.device)}; launch: {policy.engine.options_reason}"
-    return Check("bundle engine", "ok", detail)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"

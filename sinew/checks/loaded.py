@@ -1,0 +1,103 @@
+"""What `sinew doctor BUNDLE` checks: the bundle on the engine that would serve it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinew import machine
+from sinew.checks.check import Check, gib
+from sinew.core import BundleError, SinewError
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
+
+
+def bundle(path: Path, options: Mapping[str, Any]) -> list[Check]:
+    """Load a bundle and run it once on grey frames. ``options``: of ``sinew.load``."""
+    import numpy as np
+
+    import sinew
+
+    try:
+        started = time.perf_counter()
+        policy = sinew.load(path, **options)
+        load_ms = (time.perf_counter() - started) * 1e3
+        spec = policy.spec
+        cameras = ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
+        results = [
+            Check(
+                "bundle",
+                "ok",
+                f"{spec.name} ({spec.architecture}) loaded in {load_ms:.0f} ms; cameras {cameras}",
+            ),
+            Check("bundle device", "ok", f"{policy.device}: {policy.choice.device_reason}"),
+            Check(
+                "bundle precision",
+                "warn" if policy.choice.ignored else "ok",
+                f"{policy.precision_text}: {policy.dtype_reason}",
+            ),
+            _engine(policy),
+        ]
+        needed, available = policy.weights_nbytes, machine.memory()[1]
+        if needed > available:
+            detail = f"weights {gib(needed)}, available {gib(available)}"
+            results.append(Check("bundle memory", "fail", detail, "every inference would read from disk"))
+        chunk = policy.warm_up()
+    except SinewError as error:
+        bad = isinstance(error, BundleError) and path.exists()
+        advice = (
+            "convert the checkpoint again with `sinew convert`" if bad else "give what the message expects"
+        )
+        return [Check("bundle", "fail", str(error), advice)]
+    if policy.engine_name != "eager" and policy.bundle.infos:
+        results.append(_parity(policy))
+    finite = bool(np.isfinite(chunk.actions).all())
+    results.append(
+        Check(
+            "bundle inference",
+            "ok" if finite else "fail",
+            f"{len(chunk.actions)} actions in {chunk.timing.total_ms:.0f} ms (first inference), "
+            + ("all finite" if finite else "some not finite"),
+            "" if finite else "the weights or the statistics hold values that are not numbers",
+        )
+    )
+    return results
+
+
+def _parity(policy: Policy) -> Check:
+    """The short form of ``sinew validate``, on the engine at hand."""
+    from itertools import islice
+
+    from sinew.policy import Policy
+    from sinew.validate.observations import random_observations
+    from sinew.validate.parity import compare
+
+    reference = Policy(policy.bundle, "cpu", "fp32", "eager", ignore_recipe=True)
+    found = compare(policy, reference, islice(random_observations(reference), 1))
+    errors = ", ".join(f"{stage.name} {stage.error:.1e}" for stage in found.stages.values())
+    detail = f"engine {policy.engine_name} against eager fp32 on one random observation: relative L2 {errors}"
+    if found.passed:
+        return Check("bundle parity", "ok", f"{detail}; `sinew validate` compares more and plays the gate")
+    wrong = [stage.name for stage in found.stages.values() if not stage.passed] + found.faults
+    advice = (
+        f"do not serve with this engine: {', '.join(wrong) or 'indices'} differ; `sinew validate` says more"
+    )
+    return Check("bundle parity", "fail", detail, advice)
+
+
+def _engine(policy: Policy) -> Check:
+    detail = f"{policy.engine_name} ({policy.choice.engine_reason}), {policy.threads} threads"
+    if policy.engine_name == "onnx":
+        engine = policy.engine
+        detail += f", {', '.join(engine.providers)} ({engine.provider_reason})"
+        detail += f", graphs in {engine.directory}"
+        if policy.recipe:
+            detail += f", {engine.graphs.method}"
+    if policy.engine_name == "cuda":
+        from sinew.engine.cuda.device import describe
+
+        detail += f", {describe(policy.device)}; launch: {policy.engine.options_reason}"
+    return Check("bundle engine", "ok", detail)

@@ -1,0 +1,154 @@
+"""``sinew validate``: the very engine and bundle that will serve, held against the reference and its success gate."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter, validators
+from rich.table import Table
+
+from sinew import __version__, machine, progress
+from sinew.cli import terminal
+from sinew.cli.infer import running
+from sinew.cli.options import RUNS, Runs
+from sinew.core import Observation, SinewError
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
+
+SCHEMA = "sinew.validate/1"
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+
+
+def validate(
+    bundle: Path,
+    /,
+    *,
+    runs: Runs = RUNS,
+    observations: Count = 8,
+    records: Path | None = None,
+    gate: Path | None = None,
+    episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
+    out: Path | None = None,
+) -> int:
+    """Prove that an engine computes a bundle as the reference does, and that it still succeeds at its task.
+
+    Every stage of the engine is compared with eager fp32 on the same observations and noise; indices have to be equal.
+    Where the bundle has a task, episodes are played and held against the gate's record. A pass is kept: `--engine auto`
+    takes an engine on a GPU, or for an architecture that is not tested with it, only with one. Exit code 1: it fails.
+
+    Args:
+        bundle: the bundle file, with weights.
+        observations: to compare.
+        records: folder that `sinew serve --record` wrote, to take them from; else episodes of an embedded task that the
+            policy fits, else random frames.
+        gate: a gate file; the embedded one whose task the policy fits if absent.
+        episodes: of the gate; 0 plays none.
+        out: folder for report.md and report.json.
+    """
+    from sinew.engine import proofs
+    from sinew.eval.gating import gate_of, play_gate
+    from sinew.eval.report.gate import read_gate
+    from sinew.policy import Policy, open_bundle
+
+    opened = open_bundle(bundle)
+    if not opened.infos:
+        raise SinewError(
+            f"{bundle}: expected a bundle with weights, which the reference needs, got exported graphs"
+        )
+    held = read_gate(gate) if gate is not None else None
+    with progress.task(f"loading {bundle}"):
+        policy = Policy(opened, **runs.keywords())
+    with progress.task(f"loading {bundle} as the reference"):
+        reference = Policy(opened, "cpu", "fp32", "eager", ignore_recipe=True)
+    parity = compared(policy, reference, observations, records)
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "bundle": str(bundle),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017 - Python 3.10
+        "sinew": __version__,
+        "hardware": f"{machine.cpu_model()}, {platform.system()}",
+        "command": shlex.join(["sinew", *sys.argv[1:]]),
+        "parity": parity,
+    }
+    if held is None and episodes:
+        gate, why = gate_of(bundle)
+        held = read_gate(gate) if gate is not None else None
+    else:
+        why = "none was asked for"
+    if held is not None and episodes:
+        found["gate"] = play_gate(held, bundle, policy.choice, episodes, runs.ignore_recipe)
+    else:
+        found["gate"] = {"passed": True, "skipped": f"not played: {why}"}
+    found["passed"] = parity["passed"] and found["gate"]["passed"]
+    proof = proofs.keep(bundle, policy.engine_name, str(policy.device), found)
+    show(found, policy)
+    if out is not None:
+        write(found, out)
+    terminal.console().print(f"kept in {proof}", soft_wrap=True, markup=False)
+    terminal.emit(found)
+    return 0 if found["passed"] else 1
+
+
+def compared(policy: Policy, reference: Policy, count: int, records: Path | None = None) -> dict[str, Any]:
+    """Compare over ``count`` observations and return the comparison, ready for JSON."""
+    from sinew.validate.observations import recorded_observations
+    from sinew.validate.parity import compare, report
+
+    if records is not None:
+        source, stream = f"records of {records}", recorded_observations(records, reference)
+    else:
+        from sinew.eval.observations import generated
+
+        source, stream = generated(reference)
+    with progress.task(f"comparing with eager fp32: {source}", count) as advance:
+
+        def counted() -> Iterator[Observation]:
+            for observation in islice(stream, count):
+                yield observation
+                advance("")
+
+        return dict(report(policy, compare(policy, reference, counted()), source))
+
+
+def show(found: dict[str, Any], policy: Policy) -> None:
+    """Print the report."""
+    console, parity, gate = terminal.console(), found["parity"], found["gate"]
+    console.print(running(policy), soft_wrap=True, markup=False)
+    table = Table(title=f"against eager fp32 over {parity['observations']} observations: {parity['source']}")
+    for name in ("stage", "relative L2, worst", "median", "bound", "", "compared"):
+        table.add_column(name, justify="right" if name in ("median", "bound") else "left")
+    for stage in parity["stages"]:
+        median = "-" if stage["median"] is None else f"{stage['median']:.1e}"
+        mark = "[green]ok[/]" if stage["passed"] else "[bold red]differs[/]"
+        table.add_row(
+            stage["name"], f"{stage['error']:.1e}", median, f"{stage['bound']:.0e}", mark, stage["compared"]
+        )
+    console.print(table)
+    for name, same in parity["indices"].items():
+        console.print(f"indices of {name}: {'equal' if same else 'NOT EQUAL'}", soft_wrap=True)
+    for fault in parity["faults"]:
+        console.print(f"fault: {fault}", soft_wrap=True, markup=False)
+    console.print(f"success gate: {gate.get('text') or gate['skipped']}", soft_wrap=True, markup=False)
+    console.print("passes" if found["passed"] else "[bold red]FAILS[/]")
+
+
+def write(found: dict[str, Any], out: Path) -> None:
+    """Write report.md and report.json."""
+    import json
+
+    from sinew.validate.report import markdown
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.md").write_text(markdown(found), encoding="utf-8")
+        (out / "report.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SinewError(f"--out {out}: {error.strerror}") from None

@@ -1,0 +1,52 @@
+"""Arrays of what a PyTorch model holds and reads, for traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sinew.layers.linear import Embedding
+from sinew.models.base import Context
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """Return a copy on the host: floats as float32, the rest as it is."""
+    wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
+    return np.array(wide.cpu().numpy())
+
+
+def named_arrays(context: Context) -> dict[str, np.ndarray]:
+    """Return the tensors of a context by their path in it."""
+    leaves, _ = pytree.tree_flatten_with_path(context)
+    return {".".join(map(_key, path)): as_array(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _key(entry: Any) -> str:
+    """A field's name, an index or a key, of one step of a path into a tree."""
+    return str(next(getattr(entry, name) for name in ("name", "idx", "key") if hasattr(entry, name)))
+
+
+@contextmanager
+def recorded_rows(model: nn.Module) -> Iterator[dict[str, np.ndarray]]:
+    """Yield a dictionary that fills with the indices by which each table of embeddings is read, by its module."""
+    found: dict[str, np.ndarray] = {}
+
+    def note(name: str):  # type: ignore[no-untyped-def]
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            found[name] = as_array(arguments[0].to(torch.int64)).reshape(-1)
+
+        return hook
+
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in tables]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,80 @@
+"""The success gate that belongs to a bundle, played with the engine that will serve it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sinew import progress
+from sinew.core import MissingPackageError, SinewError
+from sinew.engine.choose import Choice
+from sinew.eval.report.gate import Gate, read_gate
+from sinew.eval.settings import Latency, Task, Variant
+from sinew.policy import open_bundle
+from sinew.processing import Processor
+
+GATES = Path(__file__).with_name("gates")
+
+
+def gate_of(bundle: Path) -> tuple[Path | None, str]:
+    """Return the embedded gate whose task this bundle can play, and what was found otherwise."""
+    try:
+        from sinew.eval.adapters import make_env
+    except ModuleNotFoundError as error:
+        return None, str(MissingPackageError("the gates of embedded tasks", error.name or "mujoco"))
+    processor = Processor(open_bundle(bundle).manifest)
+    for path in sorted(GATES.glob("*.json")):
+        protocol = read_gate(path).protocol
+        env, adapter = make_env(protocol["env"], protocol["adapter"], protocol["env_options"])
+        try:
+            raw, _ = env.reset(seed=0)
+            processor.check(_observation(adapter.observation(raw)))
+        except SinewError:
+            continue
+        finally:
+            env.close()
+        return path, f"the policy takes the observations of {protocol['env']}"
+    return None, "the policy takes the observations of no embedded task; --gate names another"
+
+
+def play_gate(
+    gate: Gate, bundle: Path, choice: Choice, episodes: int, ignore_recipe: bool = False
+) -> dict[str, Any]:
+    """Play the first ``episodes`` of a gate with the engine of ``choice``; return the verdict, ready for JSON."""
+    from sinew.eval import campaign
+
+    protocol = gate.protocol
+    count = min(episodes, gate.episodes)
+    task = Task(
+        **{name: protocol[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")}
+    )
+    variant = Variant(
+        str(bundle),
+        int(protocol["replan"]),
+        Latency(protocol["latency"]),
+        protocol["handover"],
+        protocol["solver_steps"],
+        choice.options.dtype,
+        choice.options.device,
+        choice.engine,
+        ignore_recipe,
+    )
+    seeds = range(gate.first_seed, gate.first_seed + count)
+    with progress.task(f"playing {count} episodes of {protocol['env']}", count) as advance:
+        (played,) = campaign.run(task, [variant], seeds, on_episode=lambda *_: advance(""))
+    passed, text = gate.judge(played)
+    recorded = gate.outcomes
+    return {
+        "env": protocol["env"],
+        "episodes": count,
+        "wins": sum(episode.success for episode in played),
+        "recorded_wins": sum(recorded[episode.seed] for episode in played),
+        "passed": passed,
+        "text": text,
+    }
+
+
+def _observation(mapping: Any) -> Any:
+    from sinew.core import Observation
+
+    return Observation.from_mapping(mapping)

@@ -1,0 +1,53 @@
+"""Observations that a policy sees when it plays, for measuring what a change of engine or precision costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sinew.core import Observation, ObservationError
+from sinew.policy import Policy
+from sinew.validate.observations import random_observations
+
+TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0")
+FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
+REPLAN = 8
+
+
+def generated(reference: Policy) -> tuple[str, Iterator[Observation]]:
+    """Return where observations come from, and they without end: of episodes that the reference plays, one per chunk
+    it is asked for, where it fits an embedded task; else random frames."""
+    return _episodes(reference) or ("random frames", random_observations(reference))
+
+
+def _episodes(policy: Policy) -> tuple[str, Iterator[Observation]] | None:
+    try:
+        from sinew.eval.adapters import make_env
+    except ModuleNotFoundError:  # gymnasium and mujoco are an extra
+        return None
+    for task in TASKS:
+        env, adapter = make_env(task, "", None)
+        raw, _ = env.reset(seed=FIRST_SEED)
+        try:
+            policy.check(adapter.observation(raw))
+        except ObservationError:
+            env.close()
+            continue
+        return f"episodes of {task}", _play(policy, env, adapter)
+    return None
+
+
+def _play(policy: Policy, env: Any, adapter: Any) -> Iterator[Observation]:
+    seed = FIRST_SEED
+    while True:
+        raw, _ = env.reset(seed=seed)
+        done, replan = False, 0
+        while not done:
+            observation = Observation.from_mapping({**adapter.observation(raw), "seed": seed + replan})
+            yield observation
+            for row in policy.infer(observation).actions[:REPLAN]:
+                raw, _, terminated, truncated, _ = env.step(adapter.action(row))
+                if done := bool(terminated or truncated):
+                    break
+            replan += 1
+        seed += 1

@@ -1,0 +1,46 @@
+"""Observations to hold engines against: recorded ones, or frames that no camera has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from sinew.core import Observation, SinewError
+from sinew.policy import Policy
+from sinew.serve.recorder import read_records
+
+SQUARE = 16  # pixels of one colour in a random frame
+
+
+def random_observations(policy: Policy) -> Iterator[Observation]:
+    """Yield, without end, frames of coloured squares with states as spread as those of the training data."""
+    spec, seed = policy.spec, 0
+    while True:
+        rng = np.random.default_rng(seed)
+        images = {}
+        for camera in spec.cameras:
+            shape = -(-camera.height // SQUARE), -(-camera.width // SQUARE), 3
+            squares = rng.integers(0, 256, shape, dtype=np.uint8)
+            frame = squares.repeat(SQUARE, axis=0).repeat(SQUARE, axis=1)
+            images[camera.name] = np.ascontiguousarray(frame[: camera.height, : camera.width])
+        state = policy.processor.state_normalizer.unnormalize(
+            rng.standard_normal(policy.processor.state_normalizer.width)
+        )
+        base = replace(policy.dummy_observation(), seed=seed)
+        yield replace(base, images=images, state=np.asarray(state, np.float32))
+        seed += 1
+
+
+def recorded_observations(folder: Path, policy: Policy) -> Iterator[Observation]:
+    """Yield what ``sinew serve --record`` wrote. Raises :class:`SinewError` for what the policy cannot take."""
+    found = False
+    for record in read_records(folder):
+        if not record.error:
+            policy.check(record.observation)
+            found = True
+            yield record.observation
+    if not found:
+        raise SinewError(f"{folder}: expected records with actions, got only errors")

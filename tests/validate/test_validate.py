@@ -1,0 +1,156 @@
+"""`sinew validate` passes every engine as it is, and sees one wrong layer in each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sinew import load
+from sinew.cli import main
+from sinew.engine import proofs
+from sinew.policy import Policy
+from sinew.validate.observations import random_observations
+from sinew.validate.parity import bounds_of, compare, distance
+
+ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
+ENGINES = ("eager", "plan", "onnx", "cuda")
+# Engines may fold and pack layers, so a wrong one is named by what it holds; all of these are in every model.
+LAYERS = {"vision": "vision.", "prefix": "language.", "head": "expert."}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the pen policy, for graphs lie beside their bundle."""
+    path = tmp_path_factory.mktemp("validate") / "pen.gguf"
+    shutil.copyfile(ASSETS / "pen.gguf", path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def reference(bundle: Path) -> Policy:
+    return load(bundle, "cpu", "fp32", "eager")
+
+
+def compared(policy: Policy, reference: Policy):
+    return compare(policy, reference, islice(random_observations(reference), 2))
+
+
+def corrupt(policy: Policy, stage: str) -> str:
+    """Zero one matrix of a stage in the engine itself; return its name."""
+    if policy.engine_name == "onnx":
+        return corrupt_graph(policy, {"vision": "vision", "prefix": "read", "head": "step"}[stage])
+    matrices = [
+        (name, parameter)
+        for name, parameter in policy.engine.model.named_parameters()
+        if name.startswith(LAYERS[stage]) and parameter.ndim == 2 and "embed" not in name
+    ]
+    name, parameter = matrices[0]  # of the last layers some are read by nothing
+    parameter.data = torch.zeros_like(parameter)  # its own: the file's memory is the reference's too
+    return name
+
+
+def corrupt_graph(policy: Policy, stage: str) -> str:
+    import onnx
+    import onnxruntime
+
+    folder = policy.engine.directory
+    model = onnx.load(str(folder / f"{stage}.onnx"))
+    matrices = [
+        tensor for tensor in model.graph.initializer if len(tensor.dims) == 2 and np.prod(tensor.dims) > 4000
+    ]
+    tensor = matrices[0]
+    values = onnx.numpy_helper.to_array(tensor)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(np.zeros_like(values), tensor.name))
+    policy.engine.sessions[stage] = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return tensor.name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_pass_as_they_are(bundle: Path, reference: Policy, engine: str) -> None:
+    found = compared(load(bundle, "cpu", engine=engine), reference)
+    assert found.passed, found.to_dict()
+    assert found.observations == 2
+    assert [stage.name for stage in found.stages.values()] == ["vision", "prefix", "head", "actions"]
+    assert all(len(stage.errors) == 2 for stage in found.stages.values())
+    if engine != "onnx":
+        assert found.indices["language.embed_tokens"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("stage", LAYERS)
+def test_one_wrong_layer_is_seen(bundle: Path, reference: Policy, engine: str, stage: str) -> None:
+    policy = load(bundle, "cpu", engine=engine)
+    name = corrupt(policy, stage)
+    found = compared(policy, reference)
+    assert not found.passed, name
+    wrong = [each.name for each in found.stages.values() if not each.passed]
+    assert "head" in wrong
+    assert ("vision" in wrong) == (stage == "vision"), (name, found.to_dict())
+
+
+def test_one_wrong_index_is_seen(bundle: Path, reference: Policy) -> None:
+    policy = load(bundle, "cpu", engine="plan")
+    embed = policy.engine.model.language.embed_tokens
+    embed.register_forward_pre_hook(lambda _, ids: (ids[0].roll(1, -1),), prepend=True)
+    found = compared(policy, reference)
+    assert found.indices["language.embed_tokens"] is False
+    assert not found.passed
+
+
+def test_shapes_and_numbers_that_are_none_are_infinitely_far() -> None:
+    assert distance(np.zeros(3), np.zeros(4)) == float("inf")
+    assert distance(np.array([np.nan]), np.ones(1)) == float("inf")
+    assert distance(np.array([1.1]), np.ones(1)) == pytest.approx(0.1)
+
+
+def test_bounds_follow_the_lowest_precision(bundle: Path) -> None:
+    assert bounds_of(load(bundle, "cpu", "bf16", "eager"))["vision"] == 5e-2
+    assert bounds_of(load(bundle, "cpu", "fp32", "eager"))["vision"] == 1e-4
+
+
+def test_the_verb_reports_keeps_and_judges(bundle: Path, tmp_path: Path, capsys) -> None:
+    command = ["validate", str(bundle), "--engine", "plan", "--device", "cpu", "--observations", "1"]
+    assert main([*command, "--episodes", "2", "--out", str(tmp_path / "out"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["parity"]["engine"] == "plan"
+    assert found["parity"]["source"] == "episodes of sinew/Pen-v0"
+    assert found["gate"]["env"] == "sinew/Pen-v0"
+    assert found["gate"]["episodes"] == 2
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "passes" in page
+    assert "| vision |" in page
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == found
+    assert proofs.lacking(bundle, "plan", "cpu") == ""
+
+
+def test_the_verb_fails_on_a_wrong_engine(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    opened = Policy.__init__
+
+    def broken(self: Policy, *arguments: object, **options: object) -> None:
+        opened(self, *arguments, **options)
+        if self.engine_name == "plan":
+            corrupt(self, "head")
+
+    monkeypatch.setattr(Policy, "__init__", broken)
+    command = [str(bundle), "--engine", "plan", "--device", "cpu"]
+    assert main(["validate", *command, "--observations", "1", "--episodes", "0", "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["passed"]
+    assert "failed its validation" in proofs.lacking(bundle, "plan", "cpu")
+    assert main(["doctor", *command, "--json"]) == 1
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["bundle parity"]["status"] == "fail"
+    assert "do not serve with this engine: head" in checks["bundle parity"]["advice"]
