@@ -20,7 +20,7 @@ from sinew.bundle.rename import rename_cameras
 from sinew.core import ActionChunk, BundleError, Observation, ObservationError
 from sinew.engine.base import OFFERS
 from sinew.engine.choose import ASKED, choose
-from sinew.processing import Processor
+from sinew.processing import Prepared, Processor
 
 EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
 
@@ -185,7 +185,9 @@ class Policy:
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
-        self._check(_observation(observation))
+        observation = _observation(observation)
+        self._check_guided(observation)
+        self.processor.check(observation)
 
     def infer(
         self, observation: Observation | Mapping[str, Any], *, cancel: threading.Event | None = None
@@ -195,34 +197,41 @@ class Policy:
         Raises :class:`ObservationError` for a bad observation, :class:`CancelledError` between two stages
         once ``cancel`` is set, and :class:`BundleError` when a file of weights was changed in place.
         """
+        return self.run(self.prepare(observation), cancel=cancel)
+
+    def prepare(self, observation: Observation | Mapping[str, Any]) -> Prepared:
+        """The first half of :meth:`infer`, which needs no lock: check, tokenise, normalise, resize.
+
+        A server does it while another observation is computed. Raises :class:`ObservationError`.
+        """
         observation = _observation(observation)
-        self._check(observation)
+        self._check_guided(observation)
+        return self.processor.prepare(observation, pixels=not self._takes_frames)
+
+    def run(self, prepared: Prepared, *, cancel: threading.Event | None = None) -> ActionChunk:
+        """The second half, one at a time: from what :meth:`prepare` returned to actions."""
+        noise, options = prepared.noise, {}
+        if prepared.continuation is not None:
+            from sinew.guidance import guide
+
+            guidance, noise = guide(prepared.continuation, self.spec.solver, noise, self.device)
+            options = {"guidance": guidance}
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
             start = time.perf_counter()
-            inputs = self.processor.inputs(observation, pixels=not self._takes_frames)
-            noise, seed = self.processor.noise(observation)
-            ready = time.perf_counter()
-            steps = observation.solver_steps or self.spec.solver_steps
-            if (wanted := self.processor.continuation(observation)) is None:
-                chunk, timing = self.engine.run(inputs, noise, steps, cancel)
-            else:
-                from sinew.guidance import guide
-
-                guidance, noise = guide(wanted, self.spec.solver, noise, self.device)
-                chunk, timing = self.engine.run(inputs, noise, steps, cancel, guidance)
+            chunk, timing = self.engine.run(prepared.inputs, noise, prepared.steps, cancel, **options)
             computed = time.perf_counter()
-            actions = self.processor.actions(chunk, observation, normalized=not self._unnormalizes)
+            actions = self.processor.finish(chunk, prepared.state, normalized=not self._unnormalizes)
             end = time.perf_counter()
             self.check_files()
         timing = replace(
             timing,
-            preprocess_ms=1e3 * (ready - start),
+            preprocess_ms=prepared.milliseconds,
             postprocess_ms=1e3 * (end - computed),
-            total_ms=1e3 * (end - start),
+            total_ms=1e3 * (end - start) + prepared.milliseconds,
         )
-        warnings = self._warnings(observation)
-        return ActionChunk(actions, timing, seed, observation.session, observation.time, warnings)
+        warnings = self._warnings(prepared.missing)
+        return ActionChunk(actions, timing, prepared.seed, prepared.session, prepared.time, warnings)
 
     def problem(self) -> str | None:
         """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""
@@ -240,7 +249,7 @@ class Policy:
         observation = self.dummy_observation()
         chunk = self.infer(observation)
         if self.engine_name == "cuda":
-            inputs = self.processor.inputs(observation, pixels=not self._takes_frames)
+            inputs = self.prepare(observation).inputs
             self.engine.prepare_like(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
         if self._threads_open:
             self._threads_open = False
@@ -256,16 +265,14 @@ class Policy:
             seed=0,
         )
 
-    def _warnings(self, observation: Observation) -> tuple[str, ...]:
+    def _warnings(self, missing: Sequence[str]) -> tuple[str, ...]:
         """What this chunk was computed without."""
-        missing = [camera.name for camera in self.spec.cameras if camera.name not in observation.images]
         found = [f"no frame for {', '.join(missing)}: the policy ran without"] if missing else []
         if self.choice.ignored:
             found.append(f"the bundle's recipe is ignored: {self.choice.ignored}")
         return tuple(found)
 
-    def _check(self, observation: Observation) -> None:
-        self.processor.check(observation)
+    def _check_guided(self, observation: Observation) -> None:
         if observation.previous is not None and not getattr(self.engine, "takes_guidance", False):
             raise ObservationError(
                 "previous", "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"

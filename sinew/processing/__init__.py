@@ -1,5 +1,5 @@
 """From an observation to model inputs and from model outputs to actions. No torch: engines without it use this too."""
 
-from sinew.processing.processor import ModelInputs, Processor
+from sinew.processing.processor import ModelInputs, Prepared, Processor
 
-__all__ = ["ModelInputs", "Processor"]
+__all__ = ["ModelInputs", "Prepared", "Processor"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,27 @@ class ModelInputs:
     frames: tuple[np.ndarray, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One observation, checked and turned into all that an inference needs. Nothing of it is looked at again.
+
+    state: float [D], in the frame and units of the training data, for actions that are relative to it.
+    continuation: rows of the running chunk that a solution has to continue, in model units.
+    missing: cameras without a frame. milliseconds: what preparing it took.
+    """
+
+    inputs: ModelInputs
+    noise: np.ndarray
+    seed: int | None
+    steps: int
+    state: np.ndarray
+    continuation: Continuation | None
+    session: str
+    time: float | None
+    missing: tuple[str, ...]
+    milliseconds: float
+
+
 class Processor:
     """Built from a bundle's manifest; stateless, so it may be used from several threads."""
 
@@ -56,24 +78,48 @@ class Processor:
 
     def check(self, observation: Observation) -> None:
         """Raise :class:`ObservationError` for the first field that this policy cannot take."""
-        self._check_images(observation)
-        self._tokens(observation, self.state_normalizer.normalize(self._state(observation)))
+        self._checked(observation)
         self._noise(observation)
+
+    def prepare(self, observation: Observation, pixels: bool = True) -> Prepared:
+        """Check, tokenise, normalise and resize an observation, each once. ``pixels`` as in :meth:`inputs`.
+
+        May run on any thread. Raises :class:`ObservationError` for the first field that this policy cannot take.
+        """
+        start = time.perf_counter()
+        state, normalized, tokens = self._checked(observation)
+        noise, seed = self.noise(observation)
+        return Prepared(
+            inputs=self._assemble(observation, normalized, tokens, False, pixels),
+            noise=noise,
+            seed=seed,
+            steps=observation.solver_steps or self.spec.solver_steps,
+            state=state,
+            continuation=continuation(
+                observation,
+                self.spec,
+                self.action_normalizer,
+                self.recipe.action_steps,
+                state,
+                self.recipe.padded_action_dim,
+            ),
+            session=observation.session,
+            time=observation.time,
+            missing=tuple(c.name for c in self.spec.cameras if c.name not in observation.images),
+            milliseconds=1e3 * (time.perf_counter() - start),
+        )
+
+    def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The state, the normalised state, and the tokens of an observation whose other fields are checked too."""
+        self._check_images(observation)
+        state = self._state(observation)
+        normalized = self.state_normalizer.normalize(state)
+        tokens = self._tokens(observation, normalized)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
         fixed = self.spec.solver.fixed_steps
         _integer(observation.solver_steps, "solver_steps", fixed or 1, fixed or MAX_SOLVER_STEPS)
         check_continuation(observation, self.spec)
-
-    def continuation(self, observation: Observation) -> Continuation | None:
-        """Return the rows that a checked observation wants continued, in model units; None where it wants none."""
-        return continuation(
-            observation,
-            self.spec,
-            self.action_normalizer,
-            self.recipe.action_steps,
-            self._state(observation),
-            self.recipe.padded_action_dim,
-        )
+        return state, normalized, tokens
 
     def inputs(self, observation: Observation, padded: bool = False, pixels: bool = True) -> ModelInputs:
         """Model inputs of a checked observation. Cameras come in the order of the spec.
@@ -86,6 +132,17 @@ class Processor:
         Without ``pixels`` the frames go in as they came, where all of them are uint8; float32 frames are prepared
         here all the same.
         """
+        normalized = self.state_normalizer.normalize(self._state(observation))
+        return self._assemble(observation, normalized, self._tokens(observation, normalized), padded, pixels)
+
+    def _assemble(
+        self,
+        observation: Observation,
+        normalized: np.ndarray,
+        tokens: np.ndarray,
+        padded: bool,
+        pixels: bool,
+    ) -> ModelInputs:
         named = (camera.name for camera in self.spec.cameras if camera.name in observation.images)
         raw = tuple(observation.images[name] for name in named)
         present = len(raw)
@@ -93,8 +150,6 @@ class Processor:
             frames, raw = [prepare_frame(frame, self.recipe.image) for frame in raw], ()
         else:
             frames = []
-        normalized = self.state_normalizer.normalize(self._state(observation))
-        tokens = self._tokens(observation, normalized)
         token_mask = np.ones(len(tokens), bool)
         if padded:
             missing = len(self.spec.cameras) - present if self.recipe.pad_missing_cameras else 0
@@ -128,8 +183,12 @@ class Processor:
             return 2 * generator.random(shape, np.float32) - 1, seed
         return generator.standard_normal(shape, np.float32), seed
 
-    def actions(self, chunk: np.ndarray, observation: Observation, normalized: bool = True) -> np.ndarray:
-        """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite.
+    def actions(self, chunk: np.ndarray, observation: Observation) -> np.ndarray:
+        """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite."""
+        return self.finish(chunk, self._state(observation))
+
+    def finish(self, chunk: np.ndarray, state: np.ndarray, normalized: bool = True) -> np.ndarray:
+        """The same with the state of a :class:`Prepared` observation.
 
         normalized: False for a chunk that the engine un-normalised, [H, action_dim].
         """
@@ -140,7 +199,7 @@ class Processor:
             else chunk
         )
         if self.recipe.action_steps:
-            actions = apply_steps(actions, self.recipe.action_steps, self._state(observation))
+            actions = apply_steps(actions, self.recipe.action_steps, state)
         if not np.isfinite(actions).all():
             raise SinewError("the model produced actions that are not finite")
         return np.ascontiguousarray(actions, np.float32)

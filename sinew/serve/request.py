@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from sinew.core import ActionChunk, Observation, SinewError
 
@@ -50,8 +51,8 @@ class Job:
         "deadline",
         "decode",
         "decode_s",
-        "observation",
         "on_done",
+        "prepared",
         "session",
         "waiting",
     )
@@ -72,7 +73,7 @@ class Job:
         self.accepted = time.perf_counter()
         self.begun: float | None = None
         self.decode_s = 0.0
-        self.observation: Observation | None = None
+        self.prepared: Any = None  # what the policy made of the observation
         self.cancel = threading.Event()
         self.waiting = True
         self.answered = False

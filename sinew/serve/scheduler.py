@@ -1,7 +1,7 @@
 """Runs one policy for many clients: a bounded queue and a few threads. Knows nothing of sockets.
 
-A job passes through a *decode* thread (bytes to a checked observation) and the *inference* thread, so that
-unpacking the next request's JPEGs overlaps the running inference and a bad request is refused without
+A job passes through a *decode* thread (bytes to a prepared observation) and the *inference* thread, so that
+unpacking and resizing the next request's frames overlaps the running inference and a bad request is refused without
 waiting its turn, and so that the threads of the sockets never do either. A job that finds nothing to wait
 for is decoded by the inference thread itself.
 
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, CancelledError, Observation, SinewError
 from sinew.serve.quiet import Quiet
@@ -38,8 +38,8 @@ class RunnablePolicy(Protocol):
     """What the scheduler asks of a policy."""
 
     def warm_up(self) -> object: ...
-    def check(self, observation: Observation) -> None: ...
-    def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk: ...
+    def prepare(self, observation: Observation) -> Any: ...
+    def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk: ...
 
 
 class Scheduler:
@@ -65,7 +65,7 @@ class Scheduler:
         self.supervisor = supervisor or Supervisor()
         self._quiet = Quiet(logger)
         self._received: Turns[Job] = Turns()
-        self._ready: Turns[Job] = Turns()
+        self._ready: Turns[Job] = Turns(key=lambda job: job.accepted)
         self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
         self._waiting: dict[Hashable, list[Job]] = {}  # by client
         self._count = 0  # of all of them
@@ -213,12 +213,11 @@ class Scheduler:
                     self._decoding.discard(job)
                 del job
 
-    def _decode(self, job: Job) -> Observation:
+    def _decode(self, job: Job) -> Any:
         start = job.begun = time.perf_counter()
-        job.observation = job.decode(lambda: self._raise_if_abandoned(job))
-        self.policy.check(job.observation)
+        job.prepared = self.policy.prepare(job.decode(lambda: self._raise_if_abandoned(job)))
         job.decode_s = time.perf_counter() - start
-        return job.observation
+        return job.prepared
 
     def _infer_loop(self) -> None:
         if not self._warm.is_set():
@@ -252,22 +251,22 @@ class Scheduler:
     def _run(self, job: Job) -> Outcome:
         try:
             self._raise_if_abandoned(job)
-            observation = job.observation or self._decode(job)
+            prepared = self._decode(job) if job.prepared is None else job.prepared
             now = time.perf_counter()
             queue_s = now - job.accepted - job.decode_s
             if job.deadline is not None and now > job.deadline:
                 late = 1e3 * (now - job.deadline)
                 raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
-            chunk = self._infer(observation, job)
+            chunk = self._infer(prepared, job)
             return replace(chunk, timing=replace(chunk.timing, queue_ms=queue_s * 1e3))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return self._presentable(error)
 
-    def _infer(self, observation: Observation, job: Job) -> ActionChunk:
+    def _infer(self, prepared: Any, job: Job) -> ActionChunk:
         """Counts the failures that nobody foresaw. A few in a row may be one client's doing, so the policy is then
         tried on its own observation: what it says of that is the server's health."""
         try:
-            chunk = self.policy.infer(observation, cancel=job.cancel)
+            chunk = self.policy.run(prepared, cancel=job.cancel)
         except SinewError:
             raise
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -13,9 +13,13 @@ T = TypeVar("T")
 
 
 class Turns(Generic[T]):
-    """First come first served among the items of one owner, round robin between owners. Thread-safe."""
+    """First come first served among the items of one owner, round robin between owners. Thread-safe.
 
-    def __init__(self) -> None:
+    key: what came first, where items are put in by several threads that may overtake one another.
+    """
+
+    def __init__(self, key: Callable[[T], float] | None = None) -> None:
+        self._key = key
         self._lock = threading.Lock()
         self._lines: OrderedDict[Hashable, deque[T]] = (
             OrderedDict()
@@ -24,9 +28,12 @@ class Turns(Generic[T]):
         self._ended = False
 
     def put(self, owner: Hashable, item: T) -> None:
-        """Add an item behind the others of its owner."""
+        """Add an item behind the others of its owner that came before it."""
         with self._lock:
-            self._lines.setdefault(owner, deque()).append(item)
+            line = self._lines.setdefault(owner, deque())
+            line.append(item)
+            if self._key is not None and len(line) > 1:
+                self._lines[owner] = deque(sorted(line, key=self._key))
         self._signals.put(None)
 
     def get(self) -> T | None:

@@ -451,11 +451,12 @@ class Scripted:
 
     def warm_up(self) -> None: ...
 
-    def check(self, observation: Observation) -> None:
+    def prepare(self, observation: Observation) -> Observation:
         assert observation.state.shape == (self.spec.state.dim,)
         assert set(observation.images) == {camera.name for camera in self.spec.cameras}
+        return observation
 
-    def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+    def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
         self.seen.append(observation)
         return ActionChunk(np.asarray(self.act(observation), np.float32)[None], seed=observation.seed)
 

@@ -60,9 +60,10 @@ class Puppet:
         if self.sick is not None:
             raise self.sick
 
-    def check(self, observation: Observation) -> None: ...
+    def prepare(self, observation: Observation) -> Observation:
+        return observation
 
-    def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+    def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
         prompt = observation.prompt
         if self.sick is not None:
             raise self.sick

@@ -216,7 +216,7 @@ class Sick:
         self.policy = policy
     def __getattr__(self, name):
         return getattr(self.policy, name)
-    def infer(self, observation, cancel=None):
+    def run(self, prepared, cancel=None):
         time.sleep(1000)
 
 sinew.policy.load = lambda *a, **k: Sick(load(*a, **k))

@@ -477,7 +477,7 @@ class Stuck:
         self.policy = policy
     def __getattr__(self, name):
         return getattr(self.policy, name)
-    def infer(self, observation, cancel=None):
+    def run(self, prepared, cancel=None):
         print("running", flush=True)
         time.sleep(1000)
 
@@ -557,9 +557,10 @@ class Scripted:
 
     def warm_up(self) -> None: ...
 
-    def check(self, observation: Observation) -> None: ...
+    def prepare(self, observation: Observation) -> Observation:
+        return observation
 
-    def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+    def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
         self.started.set()
         if observation.prompt == "fail":
             raise RuntimeError("secret detail")

@@ -22,6 +22,7 @@ from sinew_client import Client, ServerError, protocol, schema
 
 from sinew.core import ActionChunk, Observation
 from sinew.policy import Policy, load
+from sinew.processing import Prepared
 from sinew.serve.metrics import MAX_SESSIONS, Metrics
 from sinew.serve.request import Job
 from sinew.serve.scheduler import Scheduler
@@ -45,14 +46,15 @@ class Gate:
 
     def warm_up(self) -> None: ...
 
-    def check(self, observation: Observation) -> None:
-        self.policy.check(observation)
+    def prepare(self, observation: Observation) -> tuple[str, Prepared]:
+        return observation.prompt, self.policy.prepare(observation)
 
-    def infer(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+    def run(self, prepared: tuple[str, Prepared], *, cancel: threading.Event | None = None) -> ActionChunk:
+        prompt, own = prepared
         while not self.open.wait(0.002) and not cancel.is_set():
             pass
-        chunk = self.policy.infer(observation, cancel=cancel)  # raises CancelledError between two stages
-        self.computed.append(observation.prompt)
+        chunk = self.policy.run(own, cancel=cancel)  # raises CancelledError between two stages
+        self.computed.append(prompt)
         return chunk
 
 
@@ -216,7 +218,7 @@ def test_a_deadline_for_requests_that_bring_none(policy):
 def test_deadline_on_the_groot_wire(served):
     groot = PolicyClient(*served.groot.removeprefix("tcp://").split(":"))
     observation = {
-        "video": {"camera1": FRAME[None, None]},
+        "video": {"camera1": FRAME[None, None], "camera2": FRAME[None, None]},
         "state": {"state": np.zeros((1, 1, 6), np.float32)},
         "language": {"task": [["groot"]]},
     }
@@ -284,7 +286,7 @@ def test_a_batch_ends_with_its_client(served):
         groot = PolicyClient(*served.groot.removeprefix("tcp://").split(":"))
         frames = np.zeros((9, 1, 8, 8, 3), np.uint8)
         observation = {
-            "video": {"camera1": frames},
+            "video": {"camera1": frames, "camera2": frames},
             "state": {"state": np.zeros((9, 1, 6), np.float32)},
             "language": {"task": [["batch"]]},
         }
