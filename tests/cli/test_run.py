@@ -153,7 +153,7 @@ def test_with_a_keyboard_it_starts_paused_and_q_ends_it(tmp_path: Path) -> None:
             os.write(ours, b" ")
             _read_until(ours, b"moves")
             os.write(ours, b"q")
-            seen = _read_until(ours, b" commands")
+            seen = _read_until(ours, b"cadence")
             assert process.wait(60) == 0
         finally:
             process.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass
 from typing import Callable
@@ -11,8 +10,6 @@ import numpy as np
 
 from sinew_client.control.player import Player, Request
 from sinew_client.control.safety import Guard
-
-logger = logging.getLogger(__name__)
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
 
@@ -61,7 +58,6 @@ class Controller:
         self.listeners: list[Callable[[str, dict], None]] = []
         self._fault = ""  # why the robot holds until a chunk arrives
         self._chunk = -1
-        self._reason = ""
         if guard is not None:
             guard.start(None)
 
@@ -117,7 +113,6 @@ class Controller:
         if drop:
             self.player.restart(step)
             self._fault = reason
-        logger.warning("step %d: %s", step, reason)
 
     # ------------------------------------------------------------------------- commands
 
@@ -132,9 +127,6 @@ class Controller:
         else:
             self.player.commanded(step, found.row, state)
             self.ages[found.age] += 1
-            if self._reason:
-                logger.info("step %d: goes on after %r", step, self._reason)
-            self._reason = ""
         self.clipped.update(found.clipped)
         self.clipped_commands += bool(found.clipped)
         self._tell("command", {"command": found, "state": state})
@@ -169,9 +161,6 @@ class Controller:
         self.held[found.reason] += 1
         if self.guard is not None:
             self.guard.held()
-        if found.reason != self._reason:
-            logger.warning("step %d: holds: %s", found.step, found.reason)
-        self._reason = found.reason
 
     def _tell(self, event: str, values: dict) -> None:
         for listener in self.listeners:

@@ -149,9 +149,18 @@ class Loop:
             self._ask(step, now)
         command = self.controller.command(step, self._state)
         self.steps += 1
+        self._log(command)
         if self._watch is not None:
             self._watch(command)
         return command
+
+    def _log(self, command: Command) -> None:
+        """Log the beginning and the end of a hold, with its reason."""
+        before = self._command.reason if self._command is not None else ""
+        if command.reason and command.reason != before:
+            logger.warning("step %d: holds: %s", command.step, command.reason)
+        elif before and not command.reason:
+            logger.info("step %d: goes on after: %s", command.step, before)
 
     def _poll(self, step: int, now: float) -> None:
         outcome = self.requester.poll(now)
