@@ -11,6 +11,7 @@ import numpy as np
 from rich.table import Table
 from sinew_client import Client, ServerError
 from sinew_client.control import repeat
+from sinew_client.protocol import CONTINUATION_KEYS
 
 from sinew import __version__
 from sinew.cli import terminal
@@ -74,7 +75,17 @@ def _replay(server: Client, record: Record, deadline_ms: float | None) -> dict[s
 
 def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str, Any]:
     """For ``Client.infer``. Without the session: nothing else waits that a replayed request could replace."""
-    names = ("images", "state", "prompt", "tokens", "noise", "solver_steps", "time")
+    names = (
+        "images",
+        "state",
+        "prompt",
+        "tokens",
+        "noise",
+        "solver_steps",
+        "time",
+        "previous",
+        *CONTINUATION_KEYS,
+    )
     found = {name: getattr(observation, name) for name in names}
     found["seed"] = None if observation.noise is not None else observation.seed
     return {**found, "deadline_ms": deadline_ms}

@@ -1,8 +1,8 @@
 """Requests and replies on disk, one ``.npz`` file each, so that a problem in the field can be replayed at a desk.
 
-A file holds ``images/<camera>``, ``state`` and, where they came, ``noise`` and ``tokens``; ``actions`` or nothing;
-and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one. numpy
-reads it without pickle.
+A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens`` and ``previous``; ``actions``
+or nothing; and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one.
+numpy reads it without pickle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ BACKLOG_BYTES = 256 << 20  # of the frames in them
 CLOSE_S = 5.0  # how long closing waits for the disk
 RETRY_S = 10.0  # after a failure of the disk, until it is tried again
 MAX_NAME = 256  # bytes of a camera's name in a file
-_PLAIN = ("prompt", "solver_steps", "session", "time")
+_CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
+_PLAIN = ("prompt", "solver_steps", "session", "time", *_CONTINUATION)
+_ARRAYS = ("noise", "tokens", "previous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Recorder:
             f"images/{name[:MAX_NAME]}": np.asarray(frame) for name, frame in observation.images.items()
         }
         arrays["state"] = np.asarray(observation.state)
-        for name in ("noise", "tokens"):
+        for name in _ARRAYS:
             if getattr(observation, name) is not None:
                 arrays[name] = np.asarray(getattr(observation, name))
         meta = {"recorded": when, "wire": wire, **{name: getattr(observation, name) for name in _PLAIN}}
@@ -207,8 +209,9 @@ def read_record(path: Path) -> Record:
             state=arrays["state"],
             noise=arrays.get("noise"),
             tokens=arrays.get("tokens"),
+            previous=arrays.get("previous"),
             seed=meta["seed"],
-            **{name: meta[name] for name in _PLAIN},
+            **{name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN},
         )
         return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:

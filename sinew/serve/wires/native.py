@@ -183,7 +183,21 @@ class NativeCodec:
             solver_steps=request.solver_steps if request.HasField("solver_steps") else None,
             session=request.session,
             time=request.time if request.HasField("time") else None,
+            **self._continuation(request),
         )
+
+    def _continuation(self, request: Any) -> dict[str, Any]:
+        """Return the fields of real-time chunking that are there."""
+        found: dict[str, Any] = {
+            name: getattr(request, name) for name in ("delay", "horizon", "beta") if request.HasField(name)
+        }
+        found |= {name: getattr(request, name) for name in ("rtc", "schedule") if getattr(request, name)}
+        if count := len(request.previous):
+            dim = self.spec.action.dim
+            if count % dim:
+                raise ObservationError("previous", f"rows of {dim} numbers", f"{count} numbers")
+            found["previous"] = np.fromiter(request.previous, np.float32, count).reshape(-1, dim)
+        return found
 
     def _images(self, images: list[_Picture], names: list[str], budget: PixelBudget) -> dict[str, np.ndarray]:
         """Camera name -> frame. Without ``camera_names``, images go to cameras in the spec's order."""

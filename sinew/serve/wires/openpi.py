@@ -58,16 +58,21 @@ def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None =
 
 
 def options(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """What may stand beside an observation: seed, noise, solver_steps, time."""
+    """What may stand beside an observation: seed, noise, solver_steps, time, and what real-time chunking needs."""
     found: dict[str, Any] = {}
-    for name in ("seed", "solver_steps"):
+    for name in ("seed", "solver_steps", "delay", "horizon"):
         if flat.get(name) is not None:
             found[name] = integer(name, flat[name])
-    if flat.get("noise") is not None:
-        with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
-            found["noise"] = keys.numbers("noise", flat["noise"]).astype(np.float32)
-    if flat.get("time") is not None:
-        found["time"] = number("time", flat["time"])
+    for name in ("noise", "previous"):
+        if flat.get(name) is not None:
+            with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
+                found[name] = keys.numbers(name, flat[name]).astype(np.float32)
+    for name in ("time", "beta"):
+        if flat.get(name) is not None:
+            found[name] = number(name, flat[name])
+    for name in ("rtc", "schedule"):
+        if flat.get(name) is not None:
+            found[name] = keys.text(name, flat[name])
     return found
 
 

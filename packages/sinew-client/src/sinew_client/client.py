@@ -99,7 +99,9 @@ class Client:
             of a JPEG or PNG file}, ``state`` float [D] in world units, ``prompt`` (or ``tokens``,
             integers [L]); optional: ``noise`` float [H, noise_dim], ``seed``, ``solver_steps``,
             ``session`` (a waiting request is replaced by a newer one of its session), ``time``, ``deadline_ms``
-            (the server refuses the request instead of beginning it later than this after its arrival).
+            (the server refuses the request instead of beginning it later than this after its arrival);
+            ``previous`` float [R, action_dim], the rows of the running chunk from this frame on, with ``delay``,
+            ``horizon``, ``rtc``, ``schedule`` and ``beta``: real-time chunking, which :mod:`sinew_client.control` does.
         timeout: seconds, for this call only.
 
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for

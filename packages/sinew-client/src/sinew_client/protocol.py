@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, ServerError, UnsafeChunk
 
+CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 OBSERVATION_KEYS = (
     "images",
     "state",
@@ -25,6 +26,8 @@ OBSERVATION_KEYS = (
     "session",
     "time",
     "deadline_ms",
+    "previous",
+    *CONTINUATION_KEYS,
 )
 
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
@@ -95,7 +98,9 @@ def encode_infer(
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidObservation(f"tokens: expected integers [L], got {_describe(tokens)}")
         _assign("tokens", request.lang_tokens.extend, tokens.tolist())
-    for key in ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms"):
+    if observation.get("previous") is not None:
+        request.previous.extend(_floats("previous", observation["previous"], ndim=2).reshape(-1).tolist())
+    for key in ("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS):
         value = observation.get(key)
         if value is not None:
             # numpy scalars are common here and protobuf 3.20 does not take all of them

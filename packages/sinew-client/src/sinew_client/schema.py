@@ -50,6 +50,12 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (107, "time", "optional double"),
             (108, "deadline_ms", "optional float"),
             (109, "api_key", "string"),
+            (110, "previous", "repeated float"),
+            (111, "delay", "optional uint32"),
+            (112, "horizon", "optional uint32"),
+            (113, "rtc", "string"),
+            (114, "schedule", "string"),
+            (115, "beta", "optional float"),
         ),
     },
     "Timing": {

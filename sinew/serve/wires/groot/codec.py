@@ -61,6 +61,7 @@ class Header:
     deadline_ms: float | None = None
     seed: int | None = None
     solver_steps: int | None = None
+    continuation: Mapping[str, Any] = field(default_factory=dict)
     error: SinewError | None = None
 
 
@@ -162,6 +163,7 @@ class GrootCodec:
             seed=None if header.seed is None else header.seed + index,
             solver_steps=header.solver_steps,
             session=header.session,
+            **header.continuation,
         )
 
     # ------------------------------------------------------------------------- replies
@@ -261,7 +263,17 @@ def _read_data(header: Header, data: dict[str, Any]) -> Header:
         deadline_ms=_option(options, "deadline_ms", (int, float)),
         seed=_option(options, "seed", int),
         solver_steps=_option(options, "solver_steps", int),
+        continuation=_continuation(options),
     )
+
+
+def _continuation(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of real-time chunking that are there; ``previous`` is an array [R, action_dim]."""
+    kinds: dict[str, Any] = {"delay": int, "horizon": int, "rtc": str, "schedule": str, "beta": (int, float)}
+    found = {name: _option(options, name, kind) for name, kind in kinds.items()}
+    if options.get("previous") is not None:
+        found["previous"] = _array("options.previous", options["previous"])
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _option(options: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:

@@ -1,0 +1,83 @@
+"""Real-time chunking through the wires: what a client asks for is what the policy gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client import Client, InvalidObservation, ServerError
+
+from sinew.cli import main
+from sinew.core import ObservationError, RequestError
+from sinew.eval.server import serving
+from sinew.policy import load
+from sinew.serve.wires import openpi
+from sinew.serve.wires.groot.codec import _continuation
+
+BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
+ROWS = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+FIELDS: dict[str, Any] = {
+    "previous": ROWS,
+    "delay": 3,
+    "horizon": 8,
+    "rtc": "no-jacobian",
+    "schedule": "linear",
+    "beta": 2.5,
+}
+
+
+def observation(**fields: Any) -> dict[str, Any]:
+    frames = {name: np.full((64, 64, 3), 90, np.uint8) for name in ("front", "wrist")}
+    state = np.float32([0.1, -0.05, 0.2, 0.03])
+    return {
+        "images": frames,
+        "state": state,
+        "prompt": "put the red block into the left bin",
+        "seed": 3,
+        **fields,
+    }
+
+
+@pytest.mark.skipif(not BLOCKS.exists(), reason="no trained policy")
+def test_a_served_chunk_is_continued_as_in_process_and_replayed(tmp_path: Path) -> None:
+    policy = load(BLOCKS, engine="eager", threads=1)
+    records = tmp_path / "records"
+    with serving(BLOCKS, tmp_path / "log", "--record", str(records), "--engine", "eager") as address:
+        with Client(address, timeout=60) as client:
+            for fields in (FIELDS, {"previous": ROWS}, {"previous": ROWS, "delay": 4, "rtc": "ramp"}, {}):
+                served = client.infer(observation(**fields)).actions
+                np.testing.assert_allclose(served, policy.infer(observation(**fields)).actions, atol=1e-5)
+            with pytest.raises(ServerError, match="rtc: expected guided, no-jacobian or ramp"):
+                client.infer(observation(previous=ROWS, rtc="trained"))
+            with pytest.raises(ServerError, match="delay: expected previous beside it"):
+                client.infer(observation(delay=2))
+            with pytest.raises(InvalidObservation, match="previous: expected 2 dimension"):
+                client.infer(observation(previous=ROWS[0]))
+            with pytest.raises(ServerError, match="previous: expected rows of 4 numbers"):
+                client.infer(observation(previous=ROWS[:19, :3]))
+        assert main(["client", address, "--replay", str(records)]) == 0
+
+
+def test_options_of_the_web_wires() -> None:
+    flat = {**FIELDS, "previous": ROWS.tolist()}
+    found = openpi.options(flat)
+    assert np.array_equal(found.pop("previous"), ROWS)
+    assert found == {name: value for name, value in FIELDS.items() if name != "previous"}
+    for name, bad in (("delay", 1.5), ("rtc", 3), ("beta", "much"), ("horizon", True)):
+        with pytest.raises((ObservationError, RequestError), match=name):
+            openpi.options({name: bad})
+
+
+def test_options_of_groot() -> None:
+    data = memoryview(ROWS.astype("<f4").tobytes())
+    flat = {**FIELDS, "previous": {"nd": True, "type": "<f4", "shape": [20, 4], "data": data}}
+    found = _continuation(flat)
+    assert np.array_equal(found.pop("previous"), ROWS)
+    assert found == {name: value for name, value in FIELDS.items() if name != "previous"}
+    assert _continuation({}) == {}
+    with pytest.raises(RequestError, match=r"options\.delay: expected a number"):
+        _continuation({"delay": "3"})
+    with pytest.raises(ObservationError, match=r"options\.previous"):
+        _continuation({"previous": [1, 2]})
