@@ -62,9 +62,10 @@ class TensorInfo:
 class GGUFFile:
     """A validated, memory-mapped GGUF file.
 
-    ``metadata`` holds the key-value pairs (numbers, strings, numpy arrays, lists of strings);
-    ``tensors`` maps names to :class:`TensorInfo`. The map is private copy-on-write, so tensors built
-    on it are zero-copy and writing to one never reaches the file.
+    ``metadata`` holds the key-value pairs (numbers, strings, numpy arrays, lists of strings); ``tensors`` maps
+    names to :class:`TensorInfo`, and ``header_bytes`` come before their data. The map is private copy-on-write, so
+    tensors built on it are zero-copy and writing to one never reaches the file. ``in_use`` tells whether the file
+    was written to since.
     """
 
     def __init__(self, path: Path):
@@ -94,16 +95,20 @@ class GGUFFile:
         pair_count = cursor.count(MAX_KEY_VALUES, "key-value count")
 
         self.metadata: dict[str, Any] = {}
+        self.places: dict[str, int] = {}  # where the text of a string value begins in the file
         for _ in range(pair_count):
             key = cursor.string("a key", MAX_NAME_BYTES)
             if key in self.metadata:
                 cursor.fail(f"key {key!r} occurs twice")
             self.metadata[key] = cursor.value(key)
+            if isinstance(self.metadata[key], str):
+                self.places[key] = cursor.position - len(self.metadata[key].encode())
 
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
             cursor.fail(f"general.alignment is {alignment!r}, expected a power of two between 8 and 65536")
         infos = [cursor.tensor_info() for _ in range(tensor_count)]
+        self.header_bytes = cursor.position
         data_start = -(-cursor.position // alignment) * alignment
         self.tensors = self._place(infos, data_start, alignment)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gguf import GGMLQuantizationType
 
 from sinew.bundle.gguf_file import GGUFFile, TensorInfo
+from sinew.bundle.hashes import Progress, changed_tensors, read_hashes
 from sinew.bundle.quant import BY_TYPE, SCALE, WEIGHT
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError
@@ -32,6 +33,7 @@ class Bundle:
         self.path = Path(path)
         self.file = GGUFFile(self.path)
         try:
+            self.hashes = read_hashes(self.file)
             self.manifest = Manifest.from_metadata(self.file.metadata)
         except BundleError as error:
             raise BundleError(f"{self.path}: {error}") from None
@@ -39,6 +41,16 @@ class Bundle:
     @property
     def infos(self) -> dict[str, TensorInfo]:
         return self.file.tensors
+
+    def verify(self, progress: Progress | None = None) -> list[str]:
+        """Return the names of tensors whose bytes are not those that were written; reads the whole file.
+
+        The header was checked when the bundle was opened. Raises :class:`BundleError` for a bundle that carries no
+        hashes. ``progress`` is called with the number of bytes just read.
+        """
+        if self.hashes is None:
+            raise BundleError(f"{self.path}: carries no hashes; bundles written before 2026-11-21 do not")
+        return list(changed_tensors(self.file, self.hashes, progress))
 
     @cached_property
     def weights_nbytes(self) -> int:

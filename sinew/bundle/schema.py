@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rules import problems
 from sinew.bundle.upgrade import READS, upgraded
@@ -257,6 +258,10 @@ class Manifest:
             raise BundleError(
                 f"bundle format {version} is not supported (this version reads {READS[0]} to {READS[-1]})"
             )
+        known = {f"sinew.{part}" for part in _PARTS} | {KEY_VERSION, KEY_QUANTIZATION, KEY_TOKENIZER}
+        known |= {KEY_HEADER, KEY_TENSORS}
+        if unknown := [key for key in metadata if key not in known and not key.startswith("general.")]:
+            raise BundleError(f"unknown key {unknown[0]!r} (damaged, or written by a newer version?)")
         decoded = {
             part: from_json(_text(metadata, f"sinew.{part}"), kind, f"sinew.{part}")
             for part, kind in _PARTS.items()

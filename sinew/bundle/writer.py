@@ -3,22 +3,26 @@
 The header comes from the ``gguf`` package; tensor bytes are copied from the source file to their aligned
 place without ever becoming arrays. Source files are hashed beside the copy, so the manifest's hashes are
 known only at the end: the header is written twice, the second time over the first, and has the same
-length because a SHA-256 always has.
+length because a SHA-256 always has. The hashes of the tensors, and of the header itself, come in the same way.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO, Protocol
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
 from sinew.bundle.files import open_regular
+from sinew.bundle.hashes import BLANK, KEY_HEADER, KEY_TENSORS, header_hash
 from sinew.bundle.schema import ALIGNMENT, Manifest
 from sinew.core import BundleError
 
@@ -96,29 +100,49 @@ def write_bundle(
     # A directory of our own: nobody can have planted a link under a name in it.
     with TemporaryDirectory(prefix=f".{path.name[:64]}.", dir=path.parent) as folder:
         partial = Path(folder) / "bundle.gguf"
-        header_bytes = _write_header(partial, manifest(), tensors)
+        hashes = {tensor.name: BLANK for tensor in tensors}
+        header_bytes = _write_header(partial, manifest(), tensors, hashes)
         with open(partial, "r+b") as out:
             out.seek(header_bytes)
             for tensor in tensors:
                 _pad(out)
+                digest = hashlib.sha256()
                 for block in tensor.data.blocks():
                     out.write(block)
+                    digest.update(block)
                     if progress:
                         progress(len(block))
+                hashes[tensor.name] = digest.hexdigest()
             _pad(out)
         final = partial.with_name("header.gguf")
-        if _write_header(final, manifest(), tensors) != header_bytes:
+        if _write_header(final, manifest(), tensors, hashes) != header_bytes:
             raise AssertionError("the manifest changed its length while the bundle was written")
+        header = bytearray(final.read_bytes())
+        place = _place_of_hash(header)
+        header[place : place + len(BLANK)] = header_hash(header, place).encode()
         with open(partial, "r+b") as out:
-            out.write(final.read_bytes())
+            out.write(header)
         os.replace(partial, path)
 
 
-def _write_header(path: Path, manifest: Manifest, tensors: Sequence[TensorSource]) -> int:
-    """Magic, key-value pairs and tensor infos; returns their length in bytes."""
+def _place_of_hash(header: bytes | bytearray) -> int:
+    """Where the text of the header's own hash begins: behind its key, its type and its length."""
+    text = BLANK.encode()
+    pair = KEY_HEADER.encode() + struct.pack("<IQ", GGUFValueType.STRING, len(text)) + text
+    return header.index(pair) + len(pair) - len(text)
+
+
+def _write_header(
+    path: Path, manifest: Manifest, tensors: Sequence[TensorSource], hashes: Mapping[str, str]
+) -> int:
+    """Write magic, key-value pairs and tensor infos; return their length in bytes."""
     writer = GGUFWriter(path, manifest.architecture)
     writer.add_custom_alignment(ALIGNMENT)
-    for key, value in manifest.to_metadata().items():
+    record = manifest.to_metadata() | {
+        KEY_TENSORS: json.dumps(hashes, separators=(",", ":")),
+        KEY_HEADER: BLANK,
+    }
+    for key, value in record.items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
         else:

@@ -6,13 +6,19 @@ Every check says why it passed or what to do. Exit code 1 if one failed; warning
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Runs
+from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew.checks import Check
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
@@ -21,18 +27,23 @@ def doctor(
     bundle: Path | None = None,
     /,
     *,
+    verify: Annotated[bool, Parameter(negative="")] = False,
     runs: Runs = RUNS,
 ) -> int:
     """Check the installation and this machine.
 
     Args:
         bundle: also load this bundle, or folder that `sinew export` wrote, and run it once.
+        verify: read all of the bundle and compare every tensor with the hash that was written with it.
     """
     from sinew import checks
 
     graphs_alone = bundle is not None and bundle.is_dir()  # which the onnx engine runs
     with progress.task("checking the installation"):
         results = checks.installation("onnx" if runs.engine == "auto" and graphs_alone else runs.engine)
+    if bundle is not None and verify:
+        with progress.task(f"reading {bundle}"):
+            results.append(hashes(bundle))
     if bundle is not None:
         with progress.task(f"checking {bundle}"):
             results += checks.bundle(bundle, runs.keywords())
@@ -51,3 +62,24 @@ def doctor(
     console.print(f"{len(results)} checks, {len(failed)} failed, {warned} with a warning")
     terminal.emit({"ok": not failed, "checks": [check.to_dict() for check in results]})
     return 1 if failed else 0
+
+
+def hashes(path: Path) -> Check:
+    """Compare every tensor of a bundle with the hash that was written with it; reads the whole file."""
+    from sinew.checks import Check
+    from sinew.policy import open_bundle
+
+    name = "bundle hashes"
+    try:
+        opened = open_bundle(path)
+        if opened.hashes is None:
+            detail = "the bundle carries no hashes, as those written before 2026-11-21; nothing was compared"
+            return Check(name, "warn", detail, "convert the checkpoint again")
+        changed = opened.verify()
+    except SinewError as error:
+        return Check(name, "fail", str(error), "copy or convert the bundle again")
+    if changed:
+        named = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        detail = f"{len(changed)} of {len(opened.hashes)} tensors are not as they were written: {named}"
+        return Check(name, "fail", detail, "copy or convert the bundle again")
+    return Check(name, "ok", f"the header and {len(opened.hashes)} tensors are as they were written")

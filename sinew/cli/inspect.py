@@ -138,6 +138,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         f" padding {padding}",
         "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
         "quantised": _quantised(manifest.quantization),
+        "hashes": _hashes(bundle.hashes),
         "compat": manifest.processing.compat or "-",
         "converted": f"by {source.converter} from {source.format}",
         **{f"  {s.name}": f"{s.bytes} bytes, sha256 {s.sha256}" for s in source.sources},
@@ -149,6 +150,10 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     console.print(facts)
     console.print(config_table(manifest.config))
     console.print(tensor_table(bundle, all_tensors))
+
+
+def _hashes(found: dict[str, str] | None) -> str:
+    return "none" if found is None else f"SHA-256 of the header (checked) and of {len(found)} tensors"
 
 
 def _quantised(found: Quantization | None) -> str:

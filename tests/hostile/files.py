@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -132,7 +133,8 @@ class Headers:
         else:
             tail = max(end - 12_000, 0)
             file.write_bytes(data[:tail] + mutate_bytes(data[tail:end], rng, end - tail) + data[end:])
-        Policy(Bundle(file))
+        with mock.patch("sinew.bundle.reader.read_hashes", return_value=None):  # else all of them end there
+            Policy(Bundle(file))
 
 
 class TorchFiles:
