@@ -777,7 +777,7 @@ def test_the_bundles_key_map_and_rename_map():
 
 def test_a_missing_grpcio_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(SinewError, match=r"pip install 'sinew\[lerobot\]'"):
+    with pytest.raises(SinewError, match=r"pip install 'sinew-vla\[lerobot\]'"):
         LeRobotWire(Listen())
 
 

@@ -137,7 +137,11 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
         groot = PolicyClient("127.0.0.1", ports[1], api_token="secret")
         state = np.full((1, 1, 6), 0.3, np.float32)
         groot.get_action(
-            {"video": {"camera1": FRAME[None, None]}, "state": {"state": state}, "language": {"t": [["go"]]}}
+            {
+                "video": {"camera1": FRAME[None, None], "camera2": FRAME[None, None]},
+                "state": {"state": state},
+                "language": {"t": [["go"]]},
+            }
         )
         groot.close()
         until(lambda: len(list(records.glob("*.npz"))) == 5)
