@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -138,10 +139,17 @@ def _drive(loop: Loop, seconds: float | None, go: bool) -> Cadence:
 
 
 def _run(loop: Loop, steps: int | None) -> Cadence:
+    # A signal ends the run as ``q`` does: after the present tick, with the robot holding and the journal complete.
+    before = {
+        number: signal.signal(number, lambda *_: loop.stop()) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         return loop.run(steps)
     except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
         return loop.report()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def print_cadence(cadence: Cadence) -> None:

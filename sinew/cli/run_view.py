@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import sys
@@ -18,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from sinew_client.control import Command, Loop
+
+log = logging.getLogger(__name__)
 
 RATE = 8  # pictures per second
 
@@ -48,9 +51,14 @@ class Keys:
     def _read(self) -> None:
         while not self._end.is_set():
             if select.select([sys.stdin], [], [], 0.1)[0]:
-                data = os.read(sys.stdin.fileno(), 64)
+                try:
+                    data = os.read(sys.stdin.fileno(), 64)
+                except OSError:  # what Linux says of a terminal whose other end is closed
+                    data = b""
                 if not data:
-                    return  # the terminal is gone
+                    log.warning("the keyboard is gone: the robot holds")
+                    self.loop.stop()  # nobody could pause or stop it any more
+                    return
                 for key in data.decode(errors="ignore"):
                     self.press(key)
 

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -153,16 +154,58 @@ def test_with_a_keyboard_it_starts_paused_and_q_ends_it(tmp_path: Path) -> None:
             os.write(ours, b" ")
             _read_until(ours, b"moves")
             os.write(ours, b"q")
-            seen = _read_until(ours, b"cadence")
+            seen = _drain(ours, process)
             assert process.wait(60) == 0
         finally:
             process.kill()
-    os.close(ours)
     assert b"cadence" in seen
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     assert [event["event"] for event in events[:3]] == ["begin", "pause", "command"]
     assert events[2]["command"]["reason"] == "paused"
     assert any(event["event"] == "command" and event["command"]["row"] is not None for event in events)
+
+
+@pytest.mark.parametrize("end", ["the keyboard is gone", "SIGTERM", "SIGHUP"])
+def test_the_robot_holds_when_nobody_could_stop_it(tmp_path: Path, end: str) -> None:
+    journal = tmp_path / "run.jsonl"
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--record", str(journal), "--go"]
+    with (
+        (tmp_path / "out").open("wb") as out,
+        subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=out, start_new_session=True) as process,
+    ):
+        os.close(theirs)
+        try:
+            _read_until(ours, b"moves")
+            if end.startswith("SIG"):
+                process.send_signal(getattr(signal, end))
+                _drain(ours, process)
+                assert process.wait(60) == 0
+            else:
+                os.close(ours)
+                assert process.wait(60) in (0, 1)  # its standard output is gone, too
+        finally:
+            process.kill()
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert any(event["event"] == "command" and event["command"]["row"] is not None for event in events)
+    if end.startswith("SIG"):
+        assert "cadence" in (tmp_path / "out").read_text()
+
+
+def _drain(terminal: int, process: subprocess.Popen) -> bytes:
+    """Return what is drawn until the process ends; a terminal that nobody reads would block it. Closes the terminal."""
+    seen, limit, ended = b"", time.monotonic() + 60, False
+    while not ended:
+        assert time.monotonic() < limit, seen[-2000:]
+        ended = process.poll() is not None  # before the last look
+        while select.select([terminal], [], [], 0.1)[0]:
+            try:
+                seen += os.read(terminal, 65536)
+            except OSError:  # the other end is closed and empty
+                ended = True
+                break
+    os.close(terminal)
+    return seen
 
 
 def _read_until(terminal: int, text: bytes) -> bytes:
