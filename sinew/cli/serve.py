@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 
@@ -44,6 +44,9 @@ class Bounds:
         max_megapixels: of one request, all frames together; 16 times the policy's cameras, at least 16, if absent.
         stuck_s: a request that computes for longer makes the server unhealthy, and after twice the time it exits
             with code 70; 0: never.
+        action_limits: what happens to actions far outside of the policy's statistics: refuse, clamp or off.
+        action_margin: how far that is, in half widths of the statistics' range from its middle.
+        state_margin: the same for states, which are refused.
         allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
     """
 
@@ -51,6 +54,9 @@ class Bounds:
     max_connections: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 256
     max_megapixels: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     stuck_s: Annotated[float, Parameter(validator=validators.Number(gte=0))] = STUCK_S
+    action_limits: Literal["refuse", "clamp", "off"] = "refuse"
+    action_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 10.0
+    state_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0
     allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
 
 
@@ -163,6 +169,7 @@ def _load_and_run(
     scheduler = None
     try:
         import sinew
+        from sinew.serve.safety import Safety
         from sinew.serve.scheduler import Scheduler
         from sinew.serve.service import Service
 
@@ -183,6 +190,7 @@ def _load_and_run(
             api_key=api_key,
             deadline_ms=deadline_ms,
             recorder=recorder,
+            safety=Safety(policy.processor, bounds.action_limits, bounds.action_margin, bounds.state_margin),
             max_pixels=None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
         )
         wires = tuple(process.wires)

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
@@ -22,6 +22,7 @@ from sinew.serve.metrics import Metrics
 from sinew.serve.quiet import Quiet
 from sinew.serve.recorder import Recorder
 from sinew.serve.request import Check, Job, Outcome, ShuttingDownError
+from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Service:
     metadata: what the server says about itself and the policy, ready for JSON.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
     max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
+    safety: limits of states and actions; None: none.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Service:
         deadline_ms: float | None = None,
         recorder: Recorder | None = None,
         max_pixels: int | None = None,
+        safety: Safety | None = None,
     ):
         self.scheduler = scheduler
         self.supervisor = scheduler.supervisor
@@ -99,6 +102,7 @@ class Service:
         self._quiet: dict[str, Quiet] = {}
         self._api_key = api_key
         self._recorder = recorder
+        self._safety = safety
         self._started = time.monotonic()
         self._stopping = False
 
@@ -110,14 +114,17 @@ class Service:
         wait_ms = self.deadline_ms if inference.deadline_ms is None else inference.deadline_ms
         deadline = None if wait_ms is None else inference.arrived + wait_ms / 1e3
         seen: list[Observation] = []
+        warnings: list[str] = []
 
         def decode(check: Check) -> Observation:
             observation = inference.decode(self.budget(check))
-            if self._recorder is not None:
-                seen.append(observation)
+            seen.append(observation)
+            if self._safety is not None:
+                warnings.extend(self._safety.check(observation))
             return observation
 
         def done(outcome: Outcome) -> None:
+            outcome = self._safe(outcome, seen, warnings)
             self._account(inference, outcome, deadline)
             if self._recorder is not None and seen:
                 self._recorder.put(inference.wire, inference.session, seen[0], outcome)
@@ -222,6 +229,17 @@ class Service:
         except SinewError as error:
             self.refused(wire, client, error)
             raise
+
+    def _safe(self, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:
+        """The outcome as it may be sent to a robot."""
+        if self._safety is None or not isinstance(outcome, ActionChunk):
+            return outcome
+        if warnings:
+            outcome = replace(outcome, warnings=(*outcome.warnings, *warnings))
+        try:
+            return self._safety.enforce(outcome, seen[0])
+        except SinewError as error:
+            return error
 
     @staticmethod
     def _check_session(name: str) -> None:

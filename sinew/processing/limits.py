@@ -1,0 +1,41 @@
+"""How far a state or an action lies from all that a policy was trained on, told from its statistics alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sinew.processing.normalize import Normalizer, PartNormalizer
+
+DEVIATIONS = 3.0  # standard deviations that count as the half width of a range
+FLOOR = 0.1  # of a half width, in units of the centre or of 1: joints that never moved in training have none
+
+
+def ranges(normalizer: Normalizer | PartNormalizer) -> tuple[np.ndarray, np.ndarray]:
+    """Return (centre, half width) of each dimension's range in training, float64 [D] or [steps, D].
+
+    The range is that of the minimum and maximum, of the quantiles, or three standard deviations to each side. The half
+    width is infinite where the statistics say nothing: no normalisation, and angles as sine and cosine.
+    """
+    if isinstance(normalizer, PartNormalizer):
+        found = [
+            (np.zeros(part.dim), np.full(part.dim, np.inf)) if sin_cos else ranges(part)
+            for part, sin_cos in normalizer.parts
+        ]
+        rows = max((centre.shape[0] for centre, _half in found if centre.ndim == 2), default=0)
+        if rows:
+            found = [
+                tuple(np.broadcast_to(each, (rows, each.shape[-1])) for each in pair)  # type: ignore[misc]
+                for pair in found
+            ]
+        return (
+            np.concatenate([centre for centre, _half in found], axis=-1),
+            np.concatenate([half for _centre, half in found], axis=-1),
+        )
+    if normalizer.mode == "identity":
+        return np.zeros(normalizer.dim), np.full(normalizer.dim, np.inf)
+    shape = (normalizer.rows, normalizer.dim) if normalizer.rows else (normalizer.dim,)
+    low, high = (normalizer.unnormalize(np.full(shape, end)).astype(np.float64) for end in (-1.0, 1.0))
+    centre, half = (low + high) / 2, np.abs(high - low) / 2
+    if normalizer.mode == "mean_std":
+        half = DEVIATIONS * half
+    return centre, np.maximum(half, FLOOR * np.maximum(1.0, np.abs(centre)))

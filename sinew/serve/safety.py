@@ -1,0 +1,121 @@
+"""What a robot may be told to do, and what it may say about itself: limits from the policy's own statistics.
+
+A state far outside of all training data is a robot that speaks other units, or a broken sensor; actions far outside are
+a broken model or a broken file. Neither becomes right by being computed. The limits are wide: they find what cannot be
+meant. Joint limits, speeds and distances are the robot's own business (``sinew_client.control``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, ObservationError, SinewError
+from sinew.processing import Processor
+from sinew.processing.limits import ranges
+from sinew.processing.vectors import apply_steps
+
+STATE_MARGIN = 20.0  # half widths of the training data from its centre; beyond, a state is refused
+WARN_MARGIN = 3.0  # and beyond this the reply carries a warning
+ACTION_MARGIN = 10.0
+MAX_NOISE = 100.0  # standard deviations
+MODES = ("refuse", "clamp", "off")
+_MONOTONE = (
+    "affine",
+    "linear_to_angle",
+    "add_state",
+)  # steps that move the ends of a range to the ends of another
+
+
+class UnsafeActionError(SinewError):
+    """The policy's actions are far outside of all that it was trained on; they were not sent."""
+
+    code = "unsafe_action"
+
+
+class Safety:
+    """mode: what happens to actions beyond the limits. action_margin, state_margin: half widths from the centre."""
+
+    def __init__(
+        self,
+        processor: Processor,
+        mode: str = "refuse",
+        action_margin: float = ACTION_MARGIN,
+        state_margin: float = STATE_MARGIN,
+    ):
+        if mode not in MODES:
+            raise SinewError(f"action limits: expected one of {', '.join(MODES)}, got {mode!r}")
+        self.mode = mode
+        self._spec, self._recipe = processor.spec, processor.recipe
+        self._state_margin = state_margin
+        self._state_centre, self._state_half = ranges(processor.state_normalizer)
+        centre, half = ranges(processor.action_normalizer)
+        self._action_low, self._action_high = centre - action_margin * half, centre + action_margin * half
+        self._names = self._spec.state.names or tuple(map(str, range(self._spec.state.dim)))
+        for step in self._recipe.action_steps:
+            if step.kind not in _MONOTONE:
+                for bound, end in ((self._action_low, -np.inf), (self._action_high, np.inf)):
+                    bound[..., list(step.dims)] = end
+
+    def check(self, observation: Observation) -> tuple[str, ...]:
+        """Return warnings about a state unlike those of the training data. Raises ObservationError for one that cannot
+        be meant, or such noise. What has no form is left to the policy's own check."""
+        if observation.noise is not None:
+            largest = float(np.abs(np.asarray(observation.noise, np.float64)).max(initial=0))
+            if largest > MAX_NOISE:
+                raise ObservationError("noise", f"numbers up to {MAX_NOISE:g}", f"{largest:g}")
+        state = self._state(observation)
+        if state is None:
+            return ()
+        distance = np.abs(state - self._state_centre) / self._state_half
+        worst = int(distance.argmax())
+        if distance[worst] > WARN_MARGIN:
+            low = self._state_centre[worst] - self._state_half[worst]
+            high = self._state_centre[worst] + self._state_half[worst]
+            got = f"{state[worst]:g}, {distance[worst]:.3g} times as far from their middle as their ends"
+            name = f"state.{self._names[worst]}"
+            if distance[worst] > self._state_margin:
+                raise ObservationError(
+                    name, f"a number like those of the training data ({low:g} to {high:g})", got
+                )
+            return (f"{name}: the training data have {low:g} to {high:g}, got {got}",)
+        return ()
+
+    def enforce(self, chunk: ActionChunk, observation: Observation) -> ActionChunk:
+        """Return the chunk, its actions within the limits. Raises UnsafeActionError."""
+        state = self._state(observation)
+        if self.mode == "off" or state is None:
+            return chunk
+        rows, dim = chunk.actions.shape
+        low, high = (
+            apply_steps(
+                np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, (rows, dim))),
+                self._recipe.action_steps,
+                state,
+            )
+            for bound in (self._action_low, self._action_high)
+        )
+        low, high = np.fmin(low, high), np.fmax(low, high)
+        low, high = np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+        outside = np.argwhere((chunk.actions < low) | (chunk.actions > high))
+        if not outside.size:
+            return chunk
+        row, column = outside[0]
+        text = (
+            f"action {row}, dimension {column}: the policy's statistics allow {low[row, column]:g} to"
+            f" {high[row, column]:g}, and it produced {chunk.actions[row, column]:g}"
+        )
+        if self.mode == "refuse":
+            raise UnsafeActionError(text)
+        actions = np.clip(chunk.actions, low, high).astype(np.float32)
+        return replace(chunk, actions=actions, warnings=(*chunk.warnings, f"clamped: {text}"))
+
+    def _state(self, observation: Observation) -> np.ndarray | None:
+        """The state in the units of the training data; None where it is no state."""
+        state = np.asarray(observation.state)
+        if state.shape != (self._spec.state.dim,) or state.dtype.kind not in "fiu":
+            return None
+        if not np.isfinite(state).all():
+            return None
+        return apply_steps(state.astype(np.float64), self._recipe.state_steps)

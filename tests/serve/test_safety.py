@@ -1,0 +1,99 @@
+"""Limits of what a robot says and is told (row 5, the server's side)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sinew_client import Client, ServerError
+
+from sinew.core import ActionChunk, ObservationError
+from sinew.policy import Policy, load
+from sinew.processing.limits import ranges
+from sinew.serve.safety import Safety, UnsafeActionError
+from tests.serve.puppet import GOOD, WAIT_S, desk
+
+PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return load(PEN)
+
+
+def test_the_policys_own_actions_pass(policy):
+    safety = Safety(policy.processor)
+    for seed in range(3):
+        observation = replace(policy.dummy_observation(), seed=seed)
+        assert safety.check(observation) == ()
+        chunk = policy.infer(observation)
+        assert safety.enforce(chunk, observation) is chunk
+
+
+def test_ranges_are_those_of_the_statistics(policy):
+    normalizer = policy.processor.action_normalizer
+    centre, half = ranges(normalizer)
+    assert centre.shape == half.shape == (policy.spec.action.dim,)
+    assert (half > 0).all()
+    for end in (-1.0, 1.0):
+        inside = normalizer.unnormalize(np.full(centre.shape, end))
+        assert (np.abs(inside - centre) <= half + 1e-6).all()
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30, 1e6])
+def test_states_that_cannot_be_meant_are_refused(policy, value):
+    safety = Safety(policy.processor)
+    state = np.zeros(policy.spec.state.dim, np.float32)
+    state[-1] = value
+    with pytest.raises(
+        ObservationError, match=r"state\..*: expected a number like those of the training data"
+    ):
+        safety.check(replace(policy.dummy_observation(), state=state))
+    noise = np.full(policy.spec.noise_shape, 1e30, np.float32)
+    with pytest.raises(ObservationError, match="noise: expected numbers up to 100"):
+        safety.check(replace(policy.dummy_observation(), noise=noise))
+
+
+def test_a_strange_state_is_answered_with_a_warning(policy):
+    safety = Safety(policy.processor)
+    centre, half = ranges(policy.processor.state_normalizer)
+    state = (centre + 5 * half).astype(np.float32)
+    (warning,) = safety.check(replace(policy.dummy_observation(), state=state))
+    assert "the training data have" in warning
+
+
+@pytest.mark.parametrize("value", [1e37, -1e5, 1e4])
+def test_actions_beyond_the_limits(policy, value):
+    observation = policy.dummy_observation()
+    actions = np.zeros((policy.spec.chunk_size, policy.spec.action.dim), np.float32)
+    actions[1, 0] = value
+    chunk = ActionChunk(actions)
+    with pytest.raises(UnsafeActionError, match="action 1, dimension 0: the policy's statistics allow"):
+        Safety(policy.processor).enforce(chunk, observation)
+    clamped = Safety(policy.processor, "clamp").enforce(chunk, observation)
+    assert np.abs(clamped.actions).max() < 1e4
+    assert "clamped" in clamped.warnings[0]
+    assert Safety(policy.processor, "off").enforce(chunk, observation) is chunk
+
+
+def test_the_service_enforces_them():
+    class Strict:
+        def check(self, observation):
+            if observation.state[0] > 10:
+                raise ObservationError("state.a", "less", "more")
+            return ("odd",) if observation.state[0] > 1 else ()
+
+        def enforce(self, chunk, observation):
+            if observation.state[0] == 0.5:
+                raise UnsafeActionError("too far")
+            return chunk
+
+    with desk(safety=Strict()) as at, Client(at.native, timeout=WAIT_S) as robot:
+        assert robot.infer(GOOD).warnings == ()
+        assert robot.infer({**GOOD, "state": [2, 0]}).warnings == ("odd",)
+        for state, code in ((0.5, "unsafe_action"), (11, "bad_observation")):
+            with pytest.raises(ServerError) as caught:
+                robot.infer({**GOOD, "state": [state, 0]})
+            assert caught.value.code == code
