@@ -7,6 +7,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=
+SOAK_ARGS ?= --minutes 10
 
 # The environment is rebuilt when what it is made from changes; its stamp carries a checksum of that.
 SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml
@@ -16,7 +17,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 CLIENTS := .venv-clients
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval test test-kernels test-all lint format bench gpu env clients clean
+.PHONY: help demo demo-full eval soak test test-kernels test-all lint format bench gpu env clients clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +57,10 @@ format: $(READY) ## rewrite the code the way `make lint` wants it
 bench: $(READY) ## time the demo's policy, stage by stage
 	$(BIN)/sinew demo --full-size --out build/full-size --prepare
 	$(BIN)/sinew bench build/full-size/policy.gguf
+
+soak: $(READY) ## ten robots beside attackers for ten minutes, on the native wire; then the long fault injections
+	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
+	$(BIN)/python -m pytest -q tests/serve/test_faults.py --faults-rounds 10
 
 # That machine has no network and its own torch: no environment is made, a checkout is enough (docs/gpu.md).
 gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of engines; ten minutes

@@ -1,167 +1,276 @@
-"""Simulated robots at their control rate for minutes: lost replies, latency, and the server's memory over time.
+"""A server under attack for a long time: ten robots at 10 Hz beside a flooder, a slow reader and a keyless parser.
 
-    python -m benchmarks.soak --robots 10 --hz 10 --minutes 10 --wires native openpi groot
+    python -m benchmarks.soak --minutes 10        # or: make soak
 
-Every robot is a thread with a connection of its own; several client processes share them, so that the clients do not
-wait for each other. A robot asks at fixed moments with frames of its own, counts an answer as lost if it is an error,
-does not come, or is not bit for bit what the same observation gave before. A request that is still under way when the
-next moment comes makes the robot skip that moment: it is counted as skipped, not lost. The last line is JSON.
+One ``sinew serve`` with a key, and beside its robots, each a process with ``sinew_client``:
+
+* a flooder with the key, which sends requests as fast as the connection takes them,
+* a slow reader with the key, which asks for metadata and never reads an answer,
+* four strangers without a key, which send messages of as many fields as a parser would look at,
+* and every ten seconds a message without end, a bomb of a picture and thirty connections that say nothing.
+
+The robots check that every answer is theirs (the observation's seed comes back) and count what is lost. The same robots
+run alone first, for a comparison. The last line is JSON. The exit code is 1 if a robot lost an answer.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
-import multiprocessing
 import os
-import threading
+import socket
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
+from PIL import Image
+from sinew_client import Client, ClientError, ServerError, protocol
 
-from benchmarks.wire_clients import connect
-from benchmarks.wires import BUNDLE, observations, serving, statistics
+from benchmarks.wires import BUNDLE, statistics
 from sinew import machine
+from sinew.bundle import Bundle
 
-WIRES = (
-    "native",
-    "openpi",
-    "http",
-    "groot",
-)  # LeRobot's protocol has no seed: its answers cannot be compared
-KINDS = 4  # different observations per robot
-STEPS = 1  # of the solver: the load is on the server's own parts
-SETTLE_S = 60.0  # until the allocator and the threads' arenas have what they keep
+KEY = "soak"
+PERIOD_S = 10.0  # between two rounds of the occasional attacks
 
 
-def robot(
-    wire: str, address: str, number: int, hz: float, seconds: float, side: int, bundle: Path, out: list[Any]
-) -> None:
-    rng = np.random.default_rng(number)
-    client = connect(wire, address)
-    seen = [
-        (frames, state, f"robot {number}, task {kind}", 100 * number + kind, STEPS)
-        for kind, (frames, state) in zip(range(KINDS), observations(bundle, side, number), strict=False)
+def observation(seed: int) -> dict[str, Any]:
+    """An observation of the bundle's shapes."""
+    spec = Bundle(BUNDLE).manifest.spec
+    return {
+        "images": {each.name: np.zeros((each.height, each.width, 3), np.uint8) for each in spec.cameras},
+        "state": np.zeros(spec.state.dim),
+        "prompt": "swing it up",
+        "solver_steps": 1,
+        "seed": seed,
+    }
+
+
+# ----------------------------------------------------------------------------- the parts, each a process
+
+
+def robot(address: str, seconds: float, number: int, hertz: float) -> dict[str, Any]:
+    """Ask at a steady rate; what took longer than a period makes the robot skip moments, not hurry."""
+    sent = observation(0)
+    latencies: list[float] = []
+    lost: dict[str, int] = {}
+    wrong = skipped = 0
+    end, tick = time.monotonic() + seconds, time.monotonic()
+    with Client(address, timeout=10.0, api_key=KEY) as client:
+        while time.monotonic() < end:
+            sent["seed"] = seed = number * 1_000_000 + len(latencies) + sum(lost.values())
+            begin = time.perf_counter()
+            try:
+                wrong += client.infer(sent).seed != seed
+                latencies.append(1e3 * (time.perf_counter() - begin))
+            except ClientError as error:
+                name = error.code if isinstance(error, ServerError) else type(error).__name__
+                lost[name] = lost.get(name, 0) + 1
+            tick += 1 / hertz
+            while tick < time.monotonic():
+                tick += 1 / hertz
+                skipped += 1
+            time.sleep(max(0.0, tick - time.monotonic()))
+    return {"latencies": latencies, "lost": lost, "wrong": wrong, "skipped": skipped}
+
+
+def flooder(address: str, seconds: float) -> None:
+    payload = protocol.encode_infer(observation(1), 1, None, KEY)
+    with dealer(address) as rude:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(zmq.Again):
+                rude.send(payload, zmq.NOBLOCK)
+            while rude.poll(0):
+                rude.recv()
+
+
+def slow_reader(address: str, seconds: float) -> None:
+    payload = protocol.encode_control("METADATA", 1, "", KEY)
+    with dealer(address) as rude:
+        rude.set(zmq.RCVHWM, 1)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(zmq.Again):
+                rude.send(payload, zmq.NOBLOCK)
+            time.sleep(0.001)
+
+
+def stranger(address: str, seconds: float) -> None:
+    payload = b"\x28\x01" * 8000
+    with dealer(address) as rude:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(zmq.Again):
+                rude.send(payload, zmq.NOBLOCK)
+            while rude.poll(0):
+                rude.recv()
+            time.sleep(0.001)
+
+
+def occasional(address: str, seconds: float) -> None:
+    bomb = io.BytesIO()
+    Image.new("RGB", (8000, 8000)).save(bomb, "PNG")
+    pictures = observation(2)
+    pictures["images"] = dict.fromkeys(pictures["images"], bomb.getvalue())
+    end = time.monotonic() + seconds
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    while time.monotonic() < end:
+        silent = []
+        with contextlib.suppress(OSError):
+            while len(silent) < 30:
+                silent += [socket.create_connection((host, int(port)), 2)]
+        with dealer(address) as rude, contextlib.suppress(zmq.Again):
+            rude.send(protocol.encode_infer(pictures, 1, None, KEY), zmq.NOBLOCK)
+            rude.send(b"x" * (64 << 20), zmq.NOBLOCK | zmq.SNDMORE)
+            for _ in range(100):
+                rude.send(b"x" * (1 << 20), zmq.NOBLOCK | zmq.SNDMORE)
+            rude.send(b"", zmq.NOBLOCK)
+        time.sleep(PERIOD_S)
+        for each in silent:
+            each.close()
+
+
+PARTS = {"flooder": flooder, "slow_reader": slow_reader, "stranger": stranger, "occasional": occasional}
+
+
+@contextlib.contextmanager
+def dealer(address: str) -> Iterator[zmq.Socket]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as made:
+        made.set(zmq.LINGER, 0)
+        made.connect(address)
+        yield made
+
+
+# ----------------------------------------------------------------------------- the round
+
+
+@contextlib.contextmanager
+def serving(log: Path, *arguments: object) -> Iterator[tuple[str, int]]:
+    """``sinew serve`` until the end of the block, its log in a file: its address and its process id."""
+    command = [sys.executable, "-m", "sinew", "serve", *map(str, arguments)]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("ready on "):
+            raise SystemExit(f"the server did not start: {log.read_text()}")
+        yield line.removeprefix("ready on ").strip(), process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+        print(f"log: {log.stat().st_size} bytes")
+
+
+def memory_mib(process: int) -> float:
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def run(address: str, server: int, seconds: float, robots: int, hertz: float, attack: bool) -> dict[str, Any]:
+    """One round; the server's memory is looked at meanwhile."""
+    me = [sys.executable, "-m", "benchmarks.soak", "--address", address, "--seconds", str(seconds)]
+    attackers = ["flooder", "slow_reader", *["stranger"] * 4, "occasional"] if attack else []
+    hostile = [subprocess.Popen([*me, "--part", name]) for name in attackers]
+    asking = [
+        subprocess.Popen(
+            [*me, "--part", "robot", "--number", str(number), "--hertz", str(hertz)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(robots)
     ]
-    known: dict[int, np.ndarray] = {}
-    sent = lost = skipped = 0
-    calls, errors = [], []
-    begin = time.perf_counter() + rng.uniform(0, 1 / hz)  # robots are not in step
-    end, moment = begin + seconds, begin
-    while moment < end:
-        time.sleep(max(0.0, moment - time.perf_counter()))
-        start = time.perf_counter()
-        try:
-            sent += 1
-            actions = client.ask(*seen[sent % KINDS]).actions
-            calls.append(1e3 * (time.perf_counter() - start))
-            if not np.array_equal(known.setdefault(sent % KINDS, actions), actions):
-                raise RuntimeError("another answer to the same observation")
-        except Exception as error:  # noqa: BLE001 - counted and reported
-            lost += 1
-            errors.append(f"{type(error).__name__}: {str(error)[:200]}")
-        behind = int((time.perf_counter() - moment) * hz)
-        skipped += behind
-        moment += (behind + 1) / hz
-    client.close()
-    out.append(
-        {"wire": wire, "sent": sent, "lost": lost, "skipped": skipped, "calls": calls, "errors": errors[:3]}
-    )
+    memory = [memory_mib(server)]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(5.0, max(0.1, end - time.monotonic())))
+        memory.append(memory_mib(server))
+    found = [json.loads(each.communicate(timeout=seconds + 120)[0]) for each in asking]
+    for each in hostile:
+        each.kill()
+        each.wait()
+    latencies = np.concatenate([each["latencies"] for each in found])
+    lost: dict[str, int] = {}
+    for each in found:
+        for name, count in each["lost"].items():
+            lost[name] = lost.get(name, 0) + count
+    half = len(memory) // 2
+    return {
+        "answers": len(latencies),
+        "lost": lost,
+        "wrong": sum(each["wrong"] for each in found),
+        "skipped": sum(each["skipped"] for each in found),
+        "latency_ms": statistics(latencies),
+        "memory_mib": {
+            "start": round(memory[0], 1),
+            "half": round(max(memory[: half + 1]), 1),
+            "end": round(max(memory[half:]), 1),
+        },
+    }
 
 
-def robots(jobs: list[tuple[Any, ...]], queue: Any) -> None:
-    """A client process."""
-    out: list[Any] = []
-    threads = [threading.Thread(target=robot, args=(*job, out)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    queue.put(out)
-
-
-def resident_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--robots", type=int, default=10)
-    parser.add_argument("--hz", type=float, default=10.0)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument(
-        "--wires", nargs="+", default=["native"], choices=WIRES, help="robots take turns among them"
-    )
-    parser.add_argument("--bundle", type=Path, default=BUNDLE)
-    parser.add_argument("--side", type=int, default=64, help="of the square frames, in pixels")
-    parser.add_argument("--processes", type=int, default=2, help="of clients")
-    arguments = parser.parse_args()
-    seconds, before = 60 * arguments.minutes, os.getloadavg()
-    wires = [word for wire in arguments.wires for word in ("--wire", f"{wire}:0")]
-    with serving(arguments.bundle, *wires, "--threads", 1, "--queue", 2 * arguments.robots) as (line, pid):
-        addresses = dict(zip(arguments.wires, line.split(), strict=True))
-        chosen = [arguments.wires[number % len(arguments.wires)] for number in range(arguments.robots)]
-        jobs = [
-            (wire, addresses[wire], number, arguments.hz, seconds, arguments.side, arguments.bundle)
-            for number, wire in enumerate(chosen)
-        ]
-        context = multiprocessing.get_context("spawn")
-        queue = context.Queue()
-        processes = [
-            context.Process(target=robots, args=(jobs[index :: arguments.processes], queue))
-            for index in range(arguments.processes)
-        ]
-        for process in processes:
-            process.start()
-        memory, start = [], time.monotonic()
-        while any(process.is_alive() for process in processes) and queue.empty():
-            time.sleep(1.0)
-            memory.append((round(time.monotonic() - start, 1), round(resident_mib(pid), 2)))
-        found = [each for _ in processes for each in queue.get(timeout=120)]
-        for process in processes:
-            process.join()
-    settled = [mib for at, mib in memory if at >= min(SETTLE_S, seconds / 2)]
-    change = (settled[-1] - settled[0]) / settled[0]
-    calls = np.concatenate([each["calls"] for each in found])
-    totals = {name: sum(each[name] for each in found) for name in ("sent", "lost", "skipped")}
-    latency = statistics(calls)
-    print(f"{arguments.robots} robots at {arguments.hz:g} Hz for {arguments.minutes:g} minutes on {chosen}")
-    print(
-        f"{totals['sent']} requests, {totals['lost']} lost, {totals['skipped']} moments skipped; ms {latency}"
-    )
-    print(
-        f"server RSS {settled[0]:.1f} MiB after settling, {settled[-1]:.1f} MiB at the end: {100 * change:+.2f} %"
-    )
+    parser.add_argument("--alone", type=float, default=1.0, help="minutes of the robots without the others")
+    parser.add_argument("--robots", type=int, default=10)
+    parser.add_argument("--hertz", type=float, default=10.0)
+    parser.add_argument("--part", choices=("robot", *PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.part == "robot":
+        print(json.dumps(robot(given.address, given.seconds, given.number, given.hertz)))
+        return 0
+    if given.part:
+        PARTS[given.part](given.address, given.seconds)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "key"
+        key.write_text(KEY)
+        log = Path(folder) / "log"
+        with serving(log, BUNDLE, "--wire", "native:0", "--threads", 1, "--api-key-file", key) as (
+            address,
+            process,
+        ):
+            rounds = {
+                name: run(address, process, 60 * minutes, given.robots, given.hertz, attack)
+                for name, minutes, attack in (
+                    ("alone", given.alone, False),
+                    ("attacked", given.minutes, True),
+                )
+            }
+            with Client(address, timeout=30, api_key=KEY) as client:
+                health = client.health()
+    for name, found in rounds.items():
+        print(f"{name}: {found}")
+    print(f"health afterwards: {health['status']}")
     result = {
         "schema": "sinew.benchmark.soak/1",
-        "robots": arguments.robots,
-        "hz": arguments.hz,
-        "minutes": arguments.minutes,
-        "wires": arguments.wires,
-        "bundle": arguments.bundle.name,
-        "frames": f"2 x {arguments.side} x {arguments.side}",
-        "solver_steps": STEPS,
-        **totals,
-        "errors": [error for each in found for error in each["errors"]][:10],
-        "latency_ms": latency,
-        "rss_mib": {
-            "settled": settled[0],
-            "end": settled[-1],
-            "lowest": min(settled),
-            "highest": max(settled),
-            "change_percent": round(100 * change, 3),
-            "over_time": memory[:: max(1, len(memory) // 60)],
-        },
+        "minutes": given.minutes,
+        "robots": given.robots,
+        "hertz": given.hertz,
         "hardware": machine.cpu_model(),
-        "load_average": {"before": before, "after": os.getloadavg()},
+        "load_average": os.getloadavg(),
+        "health": health,
+        **rounds,
     }
     print(json.dumps(result))
+    attacked = rounds["attacked"]
+    return int(bool(attacked["lost"] or attacked["wrong"] or health["status"] != "ok"))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -92,3 +92,9 @@ def openvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
         return out
 
     return make
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--faults-rounds", type=int, default=0, help="of tests/serve/test_faults.py, in random order"
+    )

@@ -24,6 +24,10 @@ class Quiet:
         """``logging.Logger.warning``, or nothing."""
         self._log(logging.WARNING, None, text, *values)
 
+    def info(self, text: str, *values: object) -> None:
+        """``logging.Logger.info``, or nothing."""
+        self._log(logging.INFO, None, text, *values)
+
     def error(self, text: str, cause: BaseException) -> None:
         """``logging.Logger.error`` with the traceback of ``cause``, or nothing."""
         self._log(logging.ERROR, cause, text)

@@ -63,7 +63,7 @@ class Safety:
         be meant, or such noise. What has no form is left to the policy's own check."""
         if observation.noise is not None:
             largest = float(np.abs(np.asarray(observation.noise, np.float64)).max(initial=0))
-            if largest > MAX_NOISE:
+            if MAX_NOISE < largest < np.inf:  # the policy's own check tells of what is not finite
                 raise ObservationError("noise", f"numbers up to {MAX_NOISE:g}", f"{largest:g}")
         state = self._state(observation)
         if state is None:

@@ -404,11 +404,11 @@ def test_busy_port_is_told_before_the_model_loads(server, bundle):
     assert not any(line.rpartition("|")[2].strip() == "torch" for line in imported)
 
 
-def test_missing_bundle_and_foreign_address(tmp_path):
+def test_missing_bundle_and_foreign_address(bundle, tmp_path):
     for arguments, text in (
         ([tmp_path / "none.gguf", "--wire", "native:0"], "no such file"),
         (
-            [tmp_path / "none.gguf", "--host", "192.0.2.1", "--wire", "native"],
+            [bundle, "--host", "192.0.2.1", "--wire", "native"],
             "cannot listen on 192.0.2.1:5555",
         ),
     ):

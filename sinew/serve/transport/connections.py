@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from sinew.serve.quiet import Quiet
 from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class Connections:
     def __init__(self, name: str, limit: int, limit_bytes: int, limit_s: float):
         self.ledger = Ledger(name, limit, limit_bytes, self._close_account, limit_s)
         self._loop = asyncio.get_running_loop()
+        self._quiet = Quiet(logger)
 
     def now(self) -> float:
         return self._loop.time()
@@ -40,7 +42,7 @@ class Connections:
             self.ledger.sweep(self.now())
 
     def close(self, connection: Connection, reason: str) -> None:
-        logger.info("%s: a connection was closed: %s", self.ledger.name, reason)
+        self._quiet.info("%s: a connection was closed: %s", self.ledger.name, reason)
         self.ledger.forget(connection)
         if connection.transport is not None:
             connection.transport.abort()

@@ -245,7 +245,7 @@ class ZeroMQWire:
         if peer.closed:
             return
         if reason and not self._stop:
-            logger.info("%s: the connection of %s was closed: %s", self.name, peer.address, reason)
+            self._quiet.info("%s: the connection of %s was closed: %s", self.name, peer.address, reason)
         if peer.watched:
             self._selector.unregister(peer.socket)
             peer.watched = 0

@@ -1,0 +1,454 @@
+"""Faults, one after the other, on a server that must answer as before after each of them.
+
+The short form runs each once. ``--faults-rounds N`` runs them N times in another order each time, on the same server,
+which is what ``make soak`` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from sinew_client import Client, ClientError, ServerError, protocol
+from websockets.sync.client import connect as websocket
+
+from sinew.serve.transport import zmtp
+from tests.serve.puppet import (
+    FRAME,
+    GOOD,
+    GREETING,
+    WAIT_S,
+    Puppet,
+    connect,
+    desk,
+    frame,
+    request,
+    shake,
+    until,
+)
+from tests.serve.test_bounded_work import body, post, progressive
+from tests.serve.test_server import raw_socket, serving
+
+KEY = "secret"
+PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x03REQ", 4)
+TLS_HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(190)
+FAULTS: dict[str, Callable[[SimpleNamespace], None]] = {}
+
+
+def fault(name: str) -> Callable:
+    def add(function: Callable[[SimpleNamespace], None]) -> Callable[[SimpleNamespace], None]:
+        FAULTS[name] = function
+        return function
+
+    return add
+
+
+def bytes_then_leave(wire: str, data: bytes, reset: bool = False) -> Callable[[SimpleNamespace], None]:
+    def act(at: SimpleNamespace) -> None:
+        with connect(getattr(at, wire)) as peer:
+            with contextlib.suppress(OSError):
+                peer.sendall(data)
+            if reset:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    return act
+
+
+HTTP = b"POST /v1/actions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+for _wire, _name, _data in (
+    ("native", "nothing", b""),
+    ("native", "half a greeting", GREETING[:20]),
+    ("native", "a greeting", GREETING),
+    ("native", "a handshake", GREETING + READY),
+    ("native", "an unfinished frame", GREETING + READY + frame(b"x" * 1000, 0, 1 << 20)),
+    ("native", "a frame of a terabyte", GREETING + READY + frame(b"x", 0, 1 << 40)),
+    ("native", "millions of parts", GREETING + READY + frame(b"", 1) * 1_000_000),
+    ("native", "pings", GREETING + READY + frame(b"\x04PING\0\x10hello", 4) * 10_000),
+    ("native", "HTTP", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ("native", "TLS", TLS_HELLO),
+    ("native", "noise", random.Random(1).randbytes(100_000)),
+    ("native", "requests without a key", GREETING + READY + zmtp.message([b"", b"\x08\x01" * 400]) * 50),
+    ("native", "an old ZMTP", GREETING[:10] + b"\x01" + bytes(53)),
+    ("web", "nothing", b""),
+    ("web", "half a head", HTTP),
+    ("web", "half a body", HTTP + b"Content-Length: 1000\r\n\r\n{"),
+    ("web", "a body of a terabyte", HTTP + b"Content-Length: 1000000000000\r\n\r\n{"),
+    ("web", "two lengths", HTTP + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{"),
+    ("web", "a broken chunk", HTTP + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"),
+    ("web", "ZMTP", GREETING + READY),
+    ("web", "TLS", TLS_HELLO),
+    ("web", "noise", random.Random(2).randbytes(100_000)),
+    ("web", "a long head", b"GET /" + b"x" * 1_000_000),
+):
+    FAULTS[f"{_wire}: {_name}"] = bytes_then_leave(_wire, _data)
+    if _name in ("an unfinished frame", "half a body", "a handshake"):
+        FAULTS[f"{_wire}: {_name}, reset"] = bytes_then_leave(_wire, _data, reset=True)
+
+
+# ----------------------------------------------------------------------------- clients
+
+
+def refused(**changes: Any) -> Callable[[SimpleNamespace], None]:
+    def act(at: SimpleNamespace) -> None:
+        with Client(at.native, timeout=WAIT_S, api_key=KEY) as client, pytest.raises(ClientError):
+            client.infer({**GOOD, **changes})
+
+    return act
+
+
+for _name, _changes in (
+    ("numbers that are not finite", {"state": [float("nan"), 0]}),
+    ("a camera's name of 70 kB", {"images": {"x" * 70_000: FRAME}}),
+    ("a session's name of 100 kB", {"session": "x" * 100_000}),
+    ("a picture of scans", {"images": {"front": progressive(5000)}}),
+    ("half a picture", {"images": {"front": progressive(1)[:200]}}),
+    ("no deadline at all", {"deadline_ms": 0}),
+    ("a policy that fails", {"prompt": "fail"}),
+    ("a policy that panics", {"prompt": "panic"}),
+    ("a policy that exits", {"prompt": "exit"}),
+    ("a policy without memory", {"prompt": "memory"}),
+):
+    if _name != "numbers that are not finite":  # the puppet takes any number
+        FAULTS[f"request: {_name}"] = refused(**_changes)
+
+
+@fault("a client leaves during an inference")
+def leave_running(at: SimpleNamespace) -> None:
+    with shake(at.native) as peer:
+        peer.sendall(zmtp.message([b"", request(1, "wait") + key_field()]))
+        until(lambda: at.service.health()["running"])
+    until(lambda: not at.service.health()["running"])
+
+
+def key_field() -> bytes:
+    """The API key behind a request that has none."""
+    return protocol.encode_control("METADATA", 0, "", KEY)[
+        len(protocol.encode_control("METADATA", 0, "", "")) :
+    ]
+
+
+@fault("many clients leave while they wait")
+def leave_waiting(at: SimpleNamespace) -> None:
+    peers = [shake(at.native) for _ in range(10)]
+    for peer in peers:
+        peer.sendall(zmtp.message([b"", request(1, "wait") + key_field()]))
+    until(lambda: at.service.health()["waiting"] >= 9)
+    for peer in peers:
+        peer.close()
+    until(lambda: not at.service.health()["waiting"] and not at.service.health()["running"])
+
+
+@fault("a client floods")
+def flood(at: SimpleNamespace) -> None:
+    with shake(at.native) as peer:
+        peer.settimeout(0.2)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            peer.sendall(zmtp.message([b"", request(1) + key_field()]) * 300)
+
+
+@fault("a client reads nothing")
+def read_nothing(at: SimpleNamespace) -> None:
+    ask = zmtp.message([b"", protocol.encode_control("METADATA", 1, "", KEY)])
+    with shake(at.native) as peer:
+        peer.settimeout(0.2)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            for _ in range(200):
+                peer.sendall(ask * 200)
+
+
+@fault("two hundred connections come and go")
+def churn(at: SimpleNamespace) -> None:
+    for _ in range(200):
+        connect(at.native).close()
+
+
+@fault("three hundred connections stay for a while")
+def crowd(at: SimpleNamespace) -> None:
+    with contextlib.ExitStack() as stack:
+        for wire in ("native", "web"):
+            for _ in range(150):
+                stack.enter_context(connect(getattr(at, wire)))
+        canary(at)
+
+
+@fault("wrong keys")
+def wrong_keys(at: SimpleNamespace) -> None:
+    for key in ("", "wrong", "s", "secret\0", "\x80" * 10):
+        with Client(at.native, timeout=WAIT_S, api_key=key) as client, pytest.raises(ServerError):
+            client.health()
+    assert post(at.web, body(), Authorization="Bearer wrong")[0] == 401
+
+
+@fault("many sessions")
+def sessions(at: SimpleNamespace) -> None:
+    with Client(at.native, timeout=WAIT_S, api_key=KEY) as client:
+        for number in range(100):
+            client.infer({**GOOD, "session": f"{number}-" + "x" * 100})
+
+
+@fault("a web page asks")
+def web_page(at: SimpleNamespace) -> None:
+    assert post(at.web, body(), Origin="https://evil.example", **AUTHORIZED)[0] == 403
+
+
+@fault("a WebSocket breaks in the middle of a frame")
+def broken_websocket(at: SimpleNamespace) -> None:
+    with websocket(at.web, additional_headers=AUTHORIZED) as robot:
+        robot.recv(WAIT_S)
+        robot.socket.sendall(b"\x82\xfe\xff\xff" + bytes(100))
+        robot.socket.shutdown(socket.SHUT_RDWR)
+
+
+@fault("a WebSocket sends text, garbage, and closes")
+def odd_websockets(at: SimpleNamespace) -> None:
+    for sent in ("text", b"garbage", b"\xdf\xff\xff\xff\xff"):
+        with websocket(at.web, additional_headers=AUTHORIZED) as robot:
+            robot.recv(WAIT_S)
+            robot.send(sent)
+            assert isinstance(robot.recv(WAIT_S), str)
+
+
+# ----------------------------------------------------------------------------- the server's own parts
+
+
+def kill_thread(name: str) -> Callable[[SimpleNamespace], None]:
+    def act(at: SimpleNamespace) -> None:
+        import ctypes
+
+        (thread,) = (each for each in threading.enumerate() if each.name == name and each not in at.before)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        with contextlib.suppress(ClientError), Client(at.native, timeout=2, api_key=KEY) as client:
+            client.infer(GOOD)
+        assert thread.is_alive()
+
+    return act
+
+
+for _name in ("sinew-infer", "sinew-native"):
+    FAULTS[f"the thread {_name} gets an exception"] = kill_thread(_name)
+
+
+@fault("a policy fails until it does not")
+def sick(at: SimpleNamespace) -> None:
+    puppet: Puppet = at.puppet
+    puppet.sick = MemoryError("no memory")
+    with Client(at.native, timeout=WAIT_S, api_key=KEY) as client:
+        for _ in range(3):
+            with pytest.raises(ServerError):
+                client.infer(GOOD)
+        assert client.health()["status"] == "unhealthy"
+        puppet.sick = None
+        client.infer(GOOD)
+
+
+@fault("no descriptor is free")
+def descriptors(at: SimpleNamespace) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
+    try:
+        made: list[socket.socket] = []
+        with contextlib.suppress(OSError):
+            while len(made) < 20:
+                made += [connect(at.native)]
+        time.sleep(0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in made:
+            each.close()
+
+
+@fault("the clock jumps")
+def clock(at: SimpleNamespace) -> None:
+    real = time.time
+    for days in (-10, 10):
+        time.time = lambda days=days: real() + 86_400 * days
+        try:
+            canary(at)
+        finally:
+            time.time = real
+
+
+@fault("the record folder disappears")
+def no_folder(at: SimpleNamespace) -> None:
+    folder = at.recorder.directory
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    canary(at)
+    folder.mkdir()
+
+
+@fault("the record folder is a full disk")
+def full_disk(at: SimpleNamespace) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        canary(at)
+        time.sleep(0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+
+
+@fault("a second recorder writes into the folder")
+def second_recorder(at: SimpleNamespace) -> None:
+    from sinew.serve.recorder import Recorder
+
+    other = Recorder(at.recorder.directory)
+    canary(at)
+    other.close()
+
+
+@fault("garbage collection stops the world")
+def collect(at: SimpleNamespace) -> None:
+    import gc
+
+    for _ in range(5):
+        gc.collect()
+
+
+# ----------------------------------------------------------------------------- the suite
+
+
+def canary(at: SimpleNamespace) -> None:
+    """The server answers a robot on each wire, with the robot's own answer."""
+    at.asked += 1
+    with Client(at.native, timeout=WAIT_S, api_key=KEY) as robot:
+        assert (robot.infer({**GOOD, "state": [at.asked, 0]}).actions == at.asked).all()
+        assert robot.health()["status"] == "ok"
+    status, answer, _ = post(at.web, body(state=[at.asked, 0]), **AUTHORIZED)
+    assert (status, f"[{at.asked}.0, {at.asked}.0]".encode() in answer) == (200, True)
+    with urllib.request.urlopen(at.web.replace("ws://", "http://") + "/healthz", timeout=WAIT_S) as found:
+        assert found.status == 200
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory) -> Iterator[SimpleNamespace]:
+    from sinew.serve.recorder import Recorder
+
+    recorder = Recorder(tmp_path_factory.mktemp("records") / "here")
+    before = set(threading.enumerate())
+    with desk(("native", "web"), api_key=KEY, recorder=recorder) as made:
+        made.recorder, made.asked, made.before = recorder, 0, before
+        canary(made)
+        yield made
+        canary(made)
+        books = made.opened["native"]._ledger
+        until(lambda: not books.open, "the last connection to be gone")
+        assert (books.held, books.strangers_held) == (0, 0)
+        assert recorder.stats()["alive"]
+    recorder.close()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_server_answers_after(at, name):
+    FAULTS[name](at)
+    canary(at)
+
+
+def test_many_rounds(at, request):
+    rounds = request.config.getoption("--faults-rounds")
+    for number in range(rounds):
+        names = list(FAULTS)
+        random.Random(number).shuffle(names)
+        if number:
+            time.sleep(60)  # a thread may be started again three times a minute
+        for name in names:
+            FAULTS[name](at)
+        canary(at)
+
+
+# ----------------------------------------------------------------------------- processes
+
+
+def ask(server: Any, **options: Any) -> np.ndarray:
+    with Client(server.address, timeout=WAIT_S, **options) as robot:
+        policy = robot.metadata()["policy"]
+        images = {
+            each["name"]: np.zeros((each["height"], each["width"], 3), np.uint8) for each in policy["cameras"]
+        }
+        state = np.zeros(policy["state"]["dim"])
+        found: np.ndarray = robot.infer(
+            {"images": images, "state": state, "prompt": "swing", "seed": 1}
+        ).actions
+        return found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("process"), PEN, "--wire", "native:0", "--threads", 1) as running:
+        running.expected = ask(running)
+        yield running
+        assert running.stop(timeout=WAIT_S) == 0
+        assert "Traceback" not in running.log.read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2])
+def test_a_process_that_was_stopped_goes_on(server, seconds):
+    server.process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    server.process.send_signal(signal.SIGCONT)
+    np.testing.assert_array_equal(ask(server), server.expected)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGPIPE])
+def test_other_signals(server, signal_number):
+    if signal_number == signal.SIGPIPE:
+        server.process.send_signal(signal_number)
+        np.testing.assert_array_equal(ask(server), server.expected)
+    else:  # they end a process by the system's rule; nothing is left that keeps its port
+        with serving(server.log.parent, PEN, "--wire", "native:0", "--threads", 1) as other:
+            assert other.stop(signal_number, timeout=WAIT_S) == -signal_number
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_during_an_inference(tmp_path, number):
+    with (
+        serving(tmp_path, PEN, "--wire", "native:0", "--threads", 1) as server,
+        raw_socket(server.address, zmq.DEALER) as dealer,
+    ):
+        for _ in range(3):
+            dealer.send(b"")
+        ask(server)
+        assert server.stop(number, timeout=WAIT_S) == 0
+
+
+def test_standard_output_and_error_that_nobody_reads(tmp_path):
+    command = [sys.executable, "-m", "sinew", "serve", PEN, "--wire", "native:0", "--threads", "1"]
+    with subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        address = process.stdout.readline().split()[-1]
+        process.stderr.close()
+        process.stdout.close()
+        server = SimpleNamespace(address=address)
+        expected = ask(server)
+        with raw_socket(address, zmq.DEALER) as dealer:
+            for _ in range(5):
+                dealer.send(b"garbage")  # each would be a line of the log
+                dealer.recv()
+        np.testing.assert_array_equal(ask(server), expected)
+        process.terminate()
+        process.wait(WAIT_S)
