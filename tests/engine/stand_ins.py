@@ -222,14 +222,3 @@ def make(kind: str, seed: int = 0) -> Model:
         scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
         parameter.data = scale * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1)
     return model
-
-
-def published_widths(kind: str) -> Config:
-    """Sizes near those of the models that a kind stands for, for engines that check launches without memory."""
-    language = replace(
-        LANGUAGE, hidden_size=2048, intermediate_size=6144, num_heads=16, num_kv_heads=8, head_dim=128
-    )
-    if kind != "hidden states":
-        language = replace(language, hidden_size=4096, intermediate_size=11008, num_heads=32, num_kv_heads=32)
-    tower = ViTConfig(1152, 4304, 2, 16, 224, 14, 1e-6)
-    return Config(8, 8, 7, 32064, tower, language)

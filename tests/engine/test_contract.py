@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
+from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core import ObservationError, SinewError
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
+from sinew.engine.cuda.kernels.resize_tables import Resize
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager import EagerEngine
 from sinew.engine.example import Shapes
@@ -199,6 +201,18 @@ def test_padding_on_the_wrong_side_is_seen(model):
     engine = CudaEngine(Plan.of(model, rewrites=ON_CUDA), CPU, processing=wrong)
     gap = largest(chunk(engine, inputs, noise), chunk(EagerEngine(model, CPU), inputs, noise))
     assert (gap > BOUND) == (model.solver.kind == "single")
+
+
+def test_recipes_that_the_device_does_not_know_stay_on_the_host():
+    plain = ImageRecipe(SIDE, SIDE)
+    assert Resize.supports(plain)
+    for other in (
+        replace(plain, steps=(ImageStep("jpeg"),)),
+        replace(plain, mean=(0.5,) * 6, std=(0.5,) * 6),
+    ):
+        assert not Resize.supports(other)
+        with pytest.raises(ValueError, match="resize on the host"):
+            Resize.of(SIDE, SIDE, other)
 
 
 def test_what_is_fused_is_said(model):

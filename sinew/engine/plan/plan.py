@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sinew.core import SinewError
-from sinew.engine.plan.built_in import BATCH_VIEWS, DROP_HEADS, DROP_PADDING
 from sinew.engine.plan.constant_kv import CONSTANT_KV
 from sinew.engine.plan.gelu import SIGMOID_GELU
 from sinew.engine.plan.norms import FOLD_NORMS
@@ -33,9 +32,6 @@ REWRITES = {
         PACK_QKV,
         PACK_GATE_UP,
         SIGMOID_GELU,
-        DROP_HEADS,
-        DROP_PADDING,
-        BATCH_VIEWS,
     )
 }
 

@@ -62,6 +62,10 @@ class Resize:
     def of(cls, height: int, width: int, recipe: ImageRecipe, device: torch.device | str = "cpu") -> Resize:
         from sinew.processing.image import inner_size
 
+        if not cls.supports(recipe):
+            raise ValueError(
+                "recipe: expected no steps and one normalisation, got others: resize on the host"
+            )
         exact = recipe.resize == "letterbox" and recipe.interpolation == "pil_bilinear"
         inner = (height, width) if recipe.resize == "none" else inner_size(height, width, recipe)
         if recipe.resize == "none" and inner != (recipe.height, recipe.width):
