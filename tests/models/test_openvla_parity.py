@@ -130,7 +130,7 @@ def test_actions_match_the_reference(case):
 @pytest.mark.parametrize("name", CASES)
 def test_engines(engine, name, golden, openvla_bundle):
     g = Golden(golden / name)
-    policy = load(openvla_bundle(name), engine=engine, dtype="float32")
+    policy = load(openvla_bundle(name), "cpu", "float32", engine)
     actions = policy.infer(observation(g)).actions
     close(torch.from_numpy(actions), g["actions"].reshape(actions.shape), ENGINES[engine])
     shorter = policy.infer(
