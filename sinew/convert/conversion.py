@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from sinew import __version__
 from sinew.bundle.files import open_regular
+from sinew.bundle.quant import BY_TYPE
 from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
@@ -95,9 +97,17 @@ class Conversion:
             model = build_on_meta(self.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
             raise ConvertError(f"the checkpoint's config describes no model: {error}") from None
-        if problems := misfit(model, {name: t.shape for name, t in kept.items()}, upstream):
+        wanted = model.state_dict()
+        packed = {name for name, tensor in wanted.items() if tensor.dtype == torch.uint8}  # rows of bytes
+        shapes = {
+            name: (t.shape[0], t.nbytes // t.shape[0]) if name in packed and t.type in BY_TYPE else t.shape
+            for name, t in kept.items()
+        }
+        if problems := misfit(model, shapes, upstream):
             raise ConvertError(f"the checkpoint does not fit its config: {problems}")
-        if odd := next((t for t in kept.values() if t.type not in TORCH_DTYPES), None):
+        if odd := next(
+            (t for t in kept.values() if t.type not in (BY_TYPE if t.name in packed else TORCH_DTYPES)), None
+        ):
             known = ", ".join(kind.name for kind in TORCH_DTYPES)
             raise ConvertError(f"tensor {upstream[odd.name]!r}: expected {known}, got {odd.type.name}")
 

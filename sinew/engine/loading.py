@@ -16,7 +16,7 @@ from sinew.core import DTYPES, BundleError, SinewError, dtype_word
 from sinew.engine.base import Options
 from sinew.engine.cpu import extension
 from sinew.engine.eager import EagerEngine
-from sinew.engine.lowbit import check_codes, place, stored_recipe, widen
+from sinew.engine.lowbit import KEPT, check_codes, place, stored_recipe, widen
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.layers.quantized import QuantizedLinear, width_of
@@ -35,7 +35,7 @@ def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
     """Return the reference engine over the bundle's weights."""
     where = _device(options)
     model = load_model(bundle, where, options.dtype)
-    _say_widened(bundle, "eager")
+    _say_widened(bundle, model, "eager")
     bundle.release(model.parameters())
     return EagerEngine(model, where)
 
@@ -44,7 +44,7 @@ def open_planned(bundle: Bundle, options: Options) -> PlannedEngine:
     """Return the engine of the rewritten model."""
     where = _device(options)
     model = load_model(bundle, where, options.dtype)
-    _say_widened(bundle, "plan")
+    _say_widened(bundle, model, "plan")
     rewrites = ON_CPU if where.type == "cpu" else None
     engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
     bundle.release(engine.model.parameters())
@@ -73,9 +73,13 @@ def open_cuda(bundle: Bundle, options: Options) -> CudaEngine:
     return engine
 
 
-def _say_widened(bundle: Bundle, engine: str) -> None:
-    if bundle.lowbit:
-        kinds = ", ".join(sorted(set(bundle.lowbit.values())))
+def _say_widened(bundle: Bundle, model: Model, engine: str) -> None:
+    """Warn of low-bit weights that became wide ones; those that the architecture wants so (ternary) did not."""
+    widened = {
+        kind for name, kind in bundle.lowbit.items() if not isinstance(model.get_submodule(name), KEPT)
+    }
+    if widened:
+        kinds = ", ".join(sorted(widened))
         log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
 
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from sinew.layers.attention import attend
 from sinew.layers.joints import Joint
-from sinew.layers.linear import Embedding, Linear
+from sinew.layers.linear import Embedding
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, Modulation, RMSNorm
+from sinew.layers.quantized import linear_layer
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
@@ -45,6 +46,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     sub_norms: bool = False
+    ternary: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -64,10 +66,11 @@ class DecoderAttention(nn.Module):
         self.head_dim = config.head_dim
         self.is_cross = kv_input_size is not None
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = Linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=False)
+        linear = linear_layer(config.ternary)
+        self.q_proj = linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = linear(kv_input_size or config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = linear(q_size, config.hidden_size, bias=False)
         eps = config.norm_eps
         self.q_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
@@ -134,9 +137,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        linear = linear_layer(config.ternary)
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, bias=False)
         self.kind = config.activation
         self.activation = ACTIVATIONS[config.activation]
         self.norm = RMSNorm(config.intermediate_size, config.norm_eps) if config.sub_norms else None

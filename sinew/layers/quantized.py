@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +49,15 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.name}, bias={self.bias is not None}"
+
+
+def linear_layer(ternary: bool) -> Callable[..., Any]:
+    """Return what makes a linear layer of (in, out, bias): BitNet's, with one scale, or one with plain weights."""
+    return _ternary if ternary else Linear
+
+
+def _ternary(in_features: int, out_features: int, bias: bool = True) -> QuantizedLinear:
+    return QuantizedLinear("ternary", in_features, out_features, bias, scales=1)
 
 
 class QuantizedEmbedding(nn.Module):

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.joints import Joint
-from sinew.layers.linear import Embedding, Linear
+from sinew.layers.linear import Embedding
 from sinew.layers.norm import LayerNorm
+from sinew.layers.quantized import linear_layer
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 
@@ -22,6 +23,7 @@ class ViTConfig:
     """``prefix_tokens``: learned tokens before the patches, without positions (DINOv2: class token and registers);
     they are not among the features. ``layer_scale``: a learned factor per channel on each branch. ``final_norm``:
     False where features are taken from a block in the middle; ``num_layers`` counts the blocks that run.
+    ``ternary``: of the blocks' linear layers (BitVLA).
     """
 
     hidden_size: int
@@ -35,6 +37,7 @@ class ViTConfig:
     prefix_tokens: int = 0
     layer_scale: bool = False
     final_norm: bool = True
+    ternary: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -64,10 +67,11 @@ class ViTAttention(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_heads
-        self.q_proj = Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = Linear(config.hidden_size, config.hidden_size)
-        self.v_proj = Linear(config.hidden_size, config.hidden_size)
-        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+        linear = linear_layer(config.ternary)
+        self.q_proj = linear(config.hidden_size, config.hidden_size)
+        self.k_proj = linear(config.hidden_size, config.hidden_size)
+        self.v_proj = linear(config.hidden_size, config.hidden_size)
+        self.o_proj = linear(config.hidden_size, config.hidden_size)
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return self.q_proj, self.k_proj, self.v_proj
@@ -93,8 +97,9 @@ class ViTAttention(nn.Module):
 class ViTMLP(nn.Module):
     def __init__(self, config: ViTConfig):
         super().__init__()
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size)
+        linear = linear_layer(config.ternary)
+        self.fc1 = linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = linear(config.intermediate_size, config.hidden_size)
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def inputs(self) -> tuple[nn.Module, ...]:

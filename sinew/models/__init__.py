@@ -20,6 +20,7 @@ REGISTRY = {
     "gr00t_n1_7": "sinew.models.gr00t:Gr00tQwen",
     "openvla": "sinew.models.openvla:OpenVLA",
     "openvla_oft": "sinew.models.openvla:OpenVLAOFT",
+    "bitvla": "sinew.models.openvla:OpenVLAOFT",
     "vla_adapter": "sinew.models.adapter:Adapter",
 }
 

@@ -12,6 +12,8 @@ import torch
 from sinew.bundle import Bundle
 from sinew.convert import convert
 from sinew.core import ConvertError
+from sinew.policy import load
+from tests.golden import Golden
 
 CASES = ("openvla-oft", "openvla-ar", "vla-adapter")
 
@@ -191,6 +193,68 @@ def test_configs_that_are_not_understood(checkpoint, change, message):
     path = checkpoint()
     edit(path / "config.json", change)
     assert message in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["vision_config"].update(vit_act_bits=4), "vit_weight_bits, vit_act_bits"),
+        (lambda c: c.update(vision_feature_select_strategy="default"), "expected 'full', got 'default'"),
+        (lambda c: c.update(vision_feature_layer=-9), "vision_feature_layer: expected -1 to -3"),
+        (lambda c: c["text_config"].update(num_hidden_layers=1), "does not fit its config"),
+    ],
+)
+def test_bitvla_configs_that_are_not_understood(checkpoint, change, message):
+    path = checkpoint("bitvla")
+    edit(path / "config.json", change)
+    assert message in refused(path)
+
+
+def test_bitvla_under_openvlas_name(checkpoint):
+    """vla.cpp's converter knows the published files under this model_type."""
+    path = checkpoint("bitvla")
+    edit(path / "config.json", lambda record: record.update(model_type="openvla"))
+    convert(path, path.parent / "a.gguf")
+    manifest = Bundle(path.parent / "a.gguf").manifest
+    assert (manifest.architecture, manifest.config["views_after"]) == ("bitvla", 65)
+
+
+def test_bitvla_with_a_plain_tower(checkpoint):
+    path = checkpoint("bitvla")
+    edit(path / "config.json", lambda record: record["vision_config"].pop("vit_weight_bits"))
+    edit(path / "config.json", lambda record: record["vision_config"].pop("vit_act_bits"))
+    convert(path, path.parent / "a.gguf")
+    bundle = Bundle(path.parent / "a.gguf")
+    assert bundle.lowbit
+    assert not [name for name in bundle.lowbit if name.startswith("vision.")]
+
+
+def test_bitvla_without_its_parts(checkpoint):
+    path = checkpoint("bitvla")
+    next(path.glob("proprio_projector*")).unlink()
+    assert "proprio_projector--*_checkpoint.pt" in refused(path)
+
+
+def test_the_first_heads_of_vla_adapter(checkpoint, golden):
+    """They share one projection among three sources and turn nothing; every row of a chunk is the same."""
+    path = checkpoint("vla-adapter")
+    file = path / "action_head--checkpoint.pt"
+    head = torch.load(file, weights_only=True)
+    old = {}
+    for name, tensor in head.items():
+        if "_self." in name:
+            old[name.replace("_self.", "_proj.")] = tensor
+        elif not any(part in name for part in ("_adapter.", "_task.", "film_gen")):
+            old[name] = tensor
+    torch.save(old, file)
+    convert(path, path.parent / "a.gguf")
+    g = Golden(golden / "vla-adapter")
+    policy = load(path.parent / "a.gguf")
+    assert not policy.engine.model.config.rotary
+    given = {"images": {c: g.numpy(f"frame.{c}") for c in g.cameras}, "state": g.numpy("state_raw")}
+    actions = policy.infer({**given, "prompt": g.metadata["task"]}).actions
+    assert abs(actions - actions[0]).max() < 1e-5
+    assert abs(actions).max() > 1e-3
 
 
 def test_diffusion_and_film_are_refused_by_name(checkpoint):

@@ -144,16 +144,21 @@ def read(path: Path, options: Options) -> Conversion:
         architecture=head.architecture,
         format="openvla",
         config=head.config,
-        spec=spec(checkpoint, head, robot, action_dim, state_dim),
-        processing=processing(checkpoint, head, robot, pad, action_dim, state_dim),
+        spec=spec(checkpoint, head, robot),
+        processing=processing(checkpoint, head, robot, pad, image_recipe(checkpoint)),
         tokenizer=tokenizer.text,
         tensors=apply(weights, rules),
         dead=(*dead, *head.dead),
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
-        notes=(
-            f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
-            f"{robot.chunk} actions per chunk; cameras {', '.join(robot.cameras)}",
-        ),
+        notes=notes(checkpoint, robot),
+    )
+
+
+def notes(checkpoint: PrismaticCheckpoint, robot: Robot) -> tuple[str, ...]:
+    """What no file says and was inferred or given."""
+    return (
+        f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
+        f"{robot.chunk} actions per chunk; cameras {', '.join(robot.cameras)}",
     )
 
 
@@ -265,15 +270,13 @@ def adapter_head(
     return Head("vla_adapter", config, rules, ("film_gen.", "language_model.lm_head."), {"template": CHAT})
 
 
-def spec(
-    checkpoint: PrismaticCheckpoint, head: Head, robot: Robot, action_dim: int, state_dim: int
-) -> PolicySpec:
+def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpec:
     return PolicySpec(
         architecture=head.architecture,
         name=checkpoint.path.resolve().name,
         cameras=tuple(CameraSpec(name, FRAME, FRAME) for name in robot.cameras),
-        state=VectorSpec(state_dim),
-        action=VectorSpec(action_dim),
+        state=VectorSpec(head.config.max_state_dim),
+        action=VectorSpec(head.config.max_action_dim),
         chunk_size=robot.chunk,
         noise_dim=0,
         solver_steps=1,
@@ -283,8 +286,9 @@ def spec(
 
 
 def processing(
-    checkpoint: PrismaticCheckpoint, head: Head, robot: Robot, pad: int, action_dim: int, state_dim: int
+    checkpoint: PrismaticCheckpoint, head: Head, robot: Robot, pad: int, image: ImageRecipe
 ) -> Processing:
+    action_dim, state_dim = head.config.max_action_dim, head.config.max_state_dim
     # OpenVLA's own 1e-8 is missing in its first version.
     eps = 0.0 if head.architecture == "openvla" else 1e-8
     action, action_parts = checkpoint.normalization("action", action_dim, robot.mode, eps, clip=False)
@@ -295,7 +299,7 @@ def processing(
         else (Normalization("identity"), ())
     )
     return Processing(
-        image=image_recipe(checkpoint),
+        image=image,
         prompt=PromptRecipe(
             max_tokens=MAX_TOKENS,
             vocab_size=head.config.vocab_size,
@@ -323,10 +327,15 @@ def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
         mean, std = (tuple(float(x) for group in groups for x in group[name]) for name in ("mean", "std"))
     except (KeyError, TypeError) as error:
         raise ConvertError(f"{file}: tvf_normalize_params: {error}") from None
-    steps = [
+    steps = image_steps(height, width, checkpoint.options)
+    return ImageRecipe(height, width, resize="none", mean=mean, std=std, steps=steps)
+
+
+def image_steps(height: int, width: int, options: Options) -> tuple[ImageStep, ...]:
+    steps = (
         ImageStep("jpeg", other_sizes=True),
         ImageStep("resize", height, width, method="lanczos3", other_sizes=True),
-    ]
-    if checkpoint.options.setting("center_crop", True):
-        steps.append(ImageStep("centre_crop", height, width, area=CROP_AREA))
-    return ImageRecipe(height, width, resize="none", mean=mean, std=std, steps=tuple(steps))
+    )
+    if not options.setting("center_crop", True):
+        return steps
+    return (*steps, ImageStep("centre_crop", height, width, area=CROP_AREA))

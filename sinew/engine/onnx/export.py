@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from sinew.core import MissingPackageError
+from sinew.core import MissingPackageError, SinewError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
 from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.engine.plan.stages import Vision, stages
+from sinew.layers.quantized import QuantizedLinear
 
 log = logging.getLogger(__name__)
 OPSET = 20  # the first with GELU as one operator
@@ -56,6 +57,11 @@ def export_graphs(
         import onnxscript  # noqa: F401
     except ImportError:
         raise MissingPackageError("the export", "onnxscript") from None
+    if kept := [name for name, module in plan.model.named_modules() if isinstance(module, QuantizedLinear)]:
+        raise SinewError(
+            f"engine onnx: expected plain weights, got ternary ones in {kept[0]} and {len(kept) - 1} more layers, for"
+            " which there is no ONNX operator; engines eager, plan, cpu and cuda compute them"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     model, shapes = plan.model, Shapes(views, height, width, PROMPT, next(iter(steps)))
     vision, read, step, reads, grows = stages(plan, shapes)
