@@ -1,0 +1,46 @@
+"""A served GR00T bundle answers GR00T's own client under the checkpoint's own keys."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from sinew.policy import load
+from tests.convert.test_groot import observation
+from tests.golden import Golden
+from tests.serve import groot_client
+from tests.serve.test_server import serving
+
+
+@pytest.mark.parametrize(("name", "dialect"), [("groot-n17", "n1.7"), ("groot-n16", "n1.6")])
+def test_the_groot_wire_has_the_checkpoints_keys(name, dialect, golden, groot_bundle, tmp_path):
+    g, bundle = Golden(golden / name), groot_bundle(name)
+    given = observation(g)
+    parts = json.loads(g.metadata["state_keys"])
+    ends = np.cumsum([size for _, size in parts])
+    values = dict(zip((key for key, _ in parts), np.split(np.float32(given.state), ends[:-1]), strict=True))
+    with serving(tmp_path, bundle, "--wire", "groot:0", "--threads", 1) as server:
+        host, port = server.address.removeprefix("tcp://").split(":")
+        client = groot_client.PolicyClient(host, int(port), dialect=dialect)
+        config = client.get_modality_config()
+        asked = {
+            "video": {key: given.images[key][None, None] for key in config["video"].modality_keys},
+            "state": {key: values[key][None, None] for key in config["state"].modality_keys},
+            "language": {config["language"].modality_keys[0]: [[given.prompt]]},
+        }
+        actions, info = client.get_action(asked, {"seed": 7})
+        assert config["state"].modality_keys == [key for key, _ in parts]
+        assert config["action"].delta_indices == list(range(10))
+        client.close()
+    assert info["seed"] == [7]
+    keys = json.loads(g.metadata["action_keys"])
+    assert list(actions) == [key for key, _ in keys]
+    found = np.concatenate([actions[key][0] for key, _ in keys], axis=-1)
+    expected = (
+        load(bundle)
+        .infer({"images": given.images, "state": given.state, "prompt": given.prompt, "seed": 7})
+        .actions
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
