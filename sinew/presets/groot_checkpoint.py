@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-
 from sinew.presets.noise import write_tensors
 from sinew.presets.smolvla_layout import Init, TensorPlan
 from sinew.presets.tokenizer import tokenizer_config, tokenizer_json
