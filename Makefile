@@ -36,11 +36,11 @@ sim-%: $(READY) ## a simulator in an interpreter of its own: sim-aloha sim-pusht
 
 # One compute thread per worker: more threads than cores would spin against each other.
 test: $(READY) ## all tests that need no full-size weights
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not compiles" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
 
-test-kernels: $(READY) ## kernels compiled for sm_80, sm_89 and sm_90, which takes minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1600 -m compiles \
-		tests/engine/cuda $(PYTEST_ARGS)
+test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1600 -m "kernels and not gpu" \
+		tests/engine/cuda tests/cli $(PYTEST_ARGS)
 
 test-all: $(READY) ## full-size tests too
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)

@@ -23,7 +23,7 @@ from tests.engine.cuda.cuda_cases import ASSETS
 from tests.engine.cuda.kernel_checks import needs_triton
 from tests.engine.cuda.tune_cases import CPU, cache, even, gpu, one_tile, tiny  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.kernels]
 PEN = ASSETS / "pen.gguf"
 
 

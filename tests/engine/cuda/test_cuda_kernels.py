@@ -27,6 +27,8 @@ from tests.conftest import GOLDEN
 from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, asset_case, golden_case, shaken
 from tests.golden import relative_l2
 
+pytestmark = pytest.mark.kernels
+
 pytest.importorskip("triton")
 INTERPRETED = interpreted(norm_linear_kernel)
 in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -12,6 +12,7 @@ import torch
 
 from sinew.bundle.schema import Normalization
 from sinew.core import CancelledError, SinewError
+from sinew.engine.choose import choose_dtype
 from sinew.engine.cuda.device import require
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fp8.calibrate import calibrate
@@ -22,7 +23,7 @@ from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.eager import EagerEngine
 from sinew.engine.loading import cuda_engine
 from sinew.engine.plan import REWRITES, Plan
-from sinew.policy import choose_dtype, load
+from sinew.policy import load
 from sinew.processing.normalize import Normalizer
 from tests.engine.cuda.cuda_cases import ASSETS, BOUND, CPU, ONE_PER_MODEL, Frozen, asset_case, golden_case
 from tests.golden import relative_l2
@@ -207,9 +208,9 @@ def test_options_that_cannot_be_are_refused(open_case):
 
 
 def test_bfloat16_is_the_engines_own_choice_on_a_gpu():
-    assert choose_dtype(None, "cuda:0", "cuda")[0] == "bfloat16"
+    assert choose_dtype(None, "cuda:0", "cuda")[0] == "bf16"
     assert choose_dtype(None, "cuda:0", "eager")[0] == "native"
-    assert choose_dtype(None, "cpu", "cuda")[0] == "float32"
+    assert choose_dtype(None, "cpu", "cuda")[0] == "fp32"
 
 
 def test_a_batch_is_refused(open_case):

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tests.engine.cuda.fake_gpu import CASES, MODELS, SHARED
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.compiles
+pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(scope="module", params=sorted(SHARED))

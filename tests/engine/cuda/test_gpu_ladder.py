@@ -38,6 +38,8 @@ from sinew.engine.cuda.kernels.shapes import arguments, problems
 from sinew.perf.program import preset
 from tests.engine.cuda.kernel_checks import needs_triton
 
+pytestmark = pytest.mark.kernels
+
 CPU = torch.device("cpu")
 
 

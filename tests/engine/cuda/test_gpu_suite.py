@@ -20,6 +20,8 @@ from benchmarks.gpu.roofline import work
 from benchmarks.gpu.sections import CALLS, SECTIONS, run_tests
 from benchmarks.gpu.table import joined, markdown, table
 
+pytestmark = pytest.mark.kernels
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

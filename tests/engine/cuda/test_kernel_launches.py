@@ -258,7 +258,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.compiles
+@pytest.mark.kernels
 @needs_triton
 @pytest.mark.parametrize(("name", "capability"), COMPILED)
 def test_kernel_compiles_without_spills(compiled: dict, name: str, capability: int) -> None:
@@ -277,7 +277,7 @@ def test_kernel_compiles_without_spills(compiled: dict, name: str, capability: i
     assert report["dependencies"] == 0
 
 
-@pytest.mark.compiles
+@pytest.mark.kernels
 @needs_triton
 @pytest.mark.parametrize("name", WITH_PDL)
 def test_dependent_launch_compiles(compiled: dict, name: str) -> None:
@@ -287,7 +287,7 @@ def test_dependent_launch_compiles(compiled: dict, name: str) -> None:
     assert report["prefetches"] == 0
 
 
-@pytest.mark.compiles
+@pytest.mark.kernels
 @needs_triton
 @pytest.mark.parametrize("name", WITH_PREFETCH)
 def test_only_the_weight_is_asked_for_before_the_wait(compiled: dict, name: str) -> None:
@@ -303,7 +303,7 @@ def test_only_the_weight_is_asked_for_before_the_wait(compiled: dict, name: str)
     assert report["registers"] <= plain["registers"] + 16
 
 
-@pytest.mark.compiles
+@pytest.mark.kernels
 @needs_triton
 def test_spills_would_be_seen(compiled: dict) -> None:
     assert compiled[f"{TOO_LARGE[0]}, too large", 90]["spilled"] > 0

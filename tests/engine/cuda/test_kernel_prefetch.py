@@ -21,7 +21,11 @@ M, N, H, KV, D = 33, 37, 3, 2, 40
 KERNELS = ("norm_linear", "gated_mlp", "qkv_rope", "splitk_linear", "fp8_product")
 EVEN, UNEVEN = Tile(16, 16, 16, stages=2), Tile(16, 16, 16, 3, stages=2)  # programs per block of the weight
 
-pytestmark = [needs_triton, pytest.mark.skipif(DEVICE != "cpu", reason="watches the interpreter")]
+pytestmark = [
+    needs_triton,
+    pytest.mark.kernels,
+    pytest.mark.skipif(DEVICE != "cpu", reason="watches the interpreter"),
+]
 
 
 def prepared(name: str, K: int, **dependent: bool) -> tuple[Launch, torch.Tensor, tuple[torch.Tensor, ...]]:

@@ -26,6 +26,8 @@ from sinew.layers.rope import Rotation
 from sinew.processing.image import prepare_frame
 from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, DTYPES, EDGES, loaded, module_of, needs_triton
 
+pytestmark = pytest.mark.kernels
+
 few = settings(max_examples=4, deadline=None, derandomize=True)
 
 

@@ -19,6 +19,8 @@ from sinew.layers.rope import Rotation
 from sinew.layers.vit import ViTConfig, ViTMLP
 from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, module_of, needs_triton
 
+pytestmark = pytest.mark.kernels
+
 twins = {name: kernel.twin for name, kernel in KERNELS.items()}
 
 

@@ -27,7 +27,7 @@ from sinew.engine.cuda.tune.trials import Problem, Trials
 from tests.engine.cuda.kernel_checks import needs_triton
 from tests.engine.cuda.tune_cases import CPU, cache, even, gpu, one_tile, tiny, two_tiles  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.kernels]
 PROBLEM = Problem("norm_linear", (50, 64, 32), torch.bfloat16)
 
 
