@@ -91,8 +91,8 @@ class Policy:
         allow_missing_cameras: bool = False,
     ):
         self.bundle = bundle
-        self.manifest = rename_cameras(bundle.manifest, rename or {})
-        self.spec = self.manifest.spec
+        self.spec = rename_cameras(bundle.manifest.spec, rename or {})
+        self.manifest = replace(bundle.manifest, spec=self.spec)
         self.choice = choose(
             bundle,
             engine,

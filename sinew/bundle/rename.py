@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sinew.bundle.schema import Manifest
-from sinew.core import SinewError, did_you_mean
+from sinew.core import PolicySpec, SinewError, did_you_mean
 
 
-def rename_cameras(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
-    """Return the manifest with cameras renamed; ``names``: new name -> the bundle's. Their order stays.
+def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
+    """Return the specification with cameras renamed; ``names``: new name -> the bundle's. Their order stays.
 
     Raises :class:`SinewError` for a camera that the bundle does not have, and for names that would not be unique.
     """
     if not names:
-        return manifest
-    known = [camera.name for camera in manifest.spec.cameras]
+        return spec
+    known = [camera.name for camera in spec.cameras]
     for new, old in names.items():
         if old not in known:
             raise SinewError(
@@ -31,12 +30,12 @@ def rename_cameras(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
     after = [new_of.get(name, name) for name in known]
     if len(set(after)) < len(after):
         raise SinewError(f"rename: expected different names of all cameras, got {', '.join(after)}")
-    cameras = tuple(replace(c, name=name) for c, name in zip(manifest.spec.cameras, after, strict=True))
+    cameras = tuple(replace(c, name=name) for c, name in zip(spec.cameras, after, strict=True))
     keys = tuple(
         replace(keys, images={key: new_of.get(camera, camera) for key, camera in keys.images.items()})
-        for keys in manifest.spec.keys
+        for keys in spec.keys
     )
-    return replace(manifest, spec=replace(manifest.spec, cameras=cameras, keys=keys))
+    return replace(spec, cameras=cameras, keys=keys)
 
 
 def parse_renames(texts: tuple[str, ...]) -> dict[str, str]:

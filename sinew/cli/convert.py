@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from sinew import progress
 from sinew.cli import terminal
+from sinew.cli.options import Texts
 
 
 def convert(
@@ -25,6 +28,7 @@ def convert(
     dataset: Path | None = None,
     compat: Literal["lerobot-0.4", "lerobot-0.6", "openpi"] = "lerobot-0.6",
     cameras: str = "",
+    rename: Texts = (),
     openpi_config: str = "",
     embodiment: str = "",
     stats_key: str = "",
@@ -50,6 +54,7 @@ def convert(
             where the checkpoint has none.
         compat: whose behaviour to follow where upstream versions disagree.
         cameras: names separated by commas, for vla.cpp files, which do not hold them.
+        rename: NEW=CAMERA, repeatable: the checkpoint's CAMERA is called NEW by your robot, as front=camera1.
         openpi_config: name of openpi's training config, for its checkpoints (e.g. pi05_droid).
         embodiment: tag of the robot, for checkpoints of several.
         stats_key: which of several sets of statistics (arm/dataset where there are two levels).
@@ -58,6 +63,7 @@ def convert(
         name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
+    from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.convert import Options, read
     from sinew.convert.options import parse_settings
     from sinew.core import ConvertError
@@ -81,11 +87,17 @@ def convert(
         control_hz=control_hz,
         settings=parse_settings(settings or []),
     )
-    conversion = read(source, options)
+    renames = parse_renames(rename)
+    with progress.task(f"reading {source}"):
+        conversion = read(source, options)
+    if renames:
+        said = (f"camera {new} is the checkpoint's {old}" for new, old in renames.items())
+        spec = rename_cameras(conversion.spec, renames)
+        conversion = replace(conversion, spec=spec, notes=(*conversion.notes, *said))
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=terminal.console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=conversion.nbytes)
-        conversion.write(out, name or conversion.spec.name, options, lambda n: progress.advance(task, n))
+    with terminal.bars(*columns) as bars:
+        task = bars.add_task("", total=conversion.nbytes)
+        conversion.write(out, name or conversion.spec.name, options, lambda n: bars.advance(task, n))
     seconds = time.perf_counter() - start
     size, architecture = out.stat().st_size, conversion.spec.architecture
     console = terminal.console(markup=False)

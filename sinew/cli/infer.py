@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,9 +49,10 @@ def infer(
 
     options = cameras.keywords()
     opened = open_bundle(bundle)
-    manifest = rename_cameras(opened.manifest, options["rename"])
+    spec = rename_cameras(opened.manifest.spec, options["rename"])
+    manifest = replace(opened.manifest, spec=spec)
     observation = Observation(
-        images=read_images(image, manifest.spec),
+        images=read_images(image, spec),
         state=parse_vector("--state", state),
         prompt=prompt,
         seed=seed,

@@ -151,7 +151,7 @@ def _check_early(bundle: Path, options: dict[str, Any]) -> None:
     from sinew.policy import open_bundle
 
     opened = open_bundle(bundle)
-    rename_cameras(opened.manifest, options["rename"])
+    rename_cameras(opened.manifest.spec, options["rename"])
     choose(opened, **{name: options[name] for name in CHOSEN})
 
 

@@ -171,7 +171,7 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
 def chosen(variant: Variant) -> Choice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
     opened = open_bundle(variant.target)
-    rename_cameras(opened.manifest, parse_renames(variant.rename))
+    rename_cameras(opened.manifest.spec, parse_renames(variant.rename))
     return choose(opened, variant.engine, variant.device, variant.dtype, ignore_recipe=variant.ignore_recipe)
 
 

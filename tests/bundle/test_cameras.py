@@ -95,10 +95,9 @@ def test_renamed_cameras_give_the_same_actions(policy) -> None:
 
 
 def test_keys_of_wires_follow_their_cameras() -> None:
-    manifest = Bundle(BLOCKS).manifest
+    spec = Bundle(BLOCKS).manifest.spec
     keys = KeyMap("openpi", {"observation/image": "front", "observation/wrist": "wrist"}, ("state",))
-    manifest = replace(manifest, spec=replace(manifest.spec, keys=(keys,)))
-    found = rename_cameras(manifest, {"hand": "wrist"}).spec
+    found = rename_cameras(replace(spec, keys=(keys,)), {"hand": "wrist"})
     assert found.keys[0].images == {"observation/image": "front", "observation/wrist": "hand"}
 
 

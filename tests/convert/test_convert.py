@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sinew.bundle import Bundle
+from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.families.smolvla import expert_intermediate_size
 from sinew.core import ConvertError, Observation, ObservationError
@@ -337,3 +338,19 @@ def test_control_rate_is_the_users_to_say(checkpoint):
     assert Bundle(run(checkpoint, control_hz=30.0)).manifest.spec.control_hz == 30
     with pytest.raises(ConvertError, match="--control-hz 0"):
         run(checkpoint, control_hz=0)
+
+
+def test_cameras_get_the_names_of_the_robot(checkpoint, golden, capsys):
+    out = checkpoint.parent / "renamed.gguf"
+    flags = ["--vlm", str(golden / CASE / "vlm"), "--rename", "front=camera1"]
+    assert main(["convert", str(checkpoint), str(out), *flags]) == 0
+    assert "note: camera front is the checkpoint's camera1" in capsys.readouterr().out
+    policy = load(out, engine="eager")
+    assert [camera.name for camera in policy.spec.cameras] == ["front", "camera2"]
+    assert "camera front is the checkpoint's camera1" in policy.manifest.provenance.notes
+    g = Golden(golden / CASE)
+    observation = g.observation()
+    observation["images"]["front"] = observation["images"].pop("camera1")
+    assert_parity(policy.infer(observation).actions, g.numpy("actions")[0])
+    assert main(["convert", str(checkpoint), str(out), "--force", *flags[:2], "--rename", "front=cam1"]) == 1
+    assert "did you mean 'camera1'?" in " ".join(capsys.readouterr().err.split())
