@@ -10,6 +10,7 @@ import struct
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -301,7 +302,7 @@ fuzz = settings(
 )
 
 
-@fuzz
+@settings(fuzz, max_examples=40)  # each loads a policy
 @given(data=st.data())
 def test_a_damaged_header_is_a_bundle_or_an_error(path, tmp_path, data):
     """Flip bytes anywhere before the weights: the file loads, or says why not. Nothing else happens."""
@@ -313,8 +314,8 @@ def test_a_damaged_header_is_a_bundle_or_an_error(path, tmp_path, data):
         raw[position] = data.draw(st.integers(0, 255))
     file = tmp_path / "fuzzed.gguf"
     file.write_bytes(raw)
-    with contextlib.suppress(SinewError):
-        load(file, engine="eager")
+    with contextlib.suppress(SinewError), mock.patch("sinew.bundle.reader.read_hashes", return_value=None):
+        load(file, engine="eager")  # past the header's hash, which would end nearly all of them
     gc.collect()
 
 
