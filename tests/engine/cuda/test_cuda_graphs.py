@@ -116,6 +116,7 @@ def test_keys_that_alternate_keep_their_own_memory(open_case):
             for program in reversed(programs):
                 program.moment.copy_(program.moments[step])
                 program.recorded("step").replay()
+                program.advance(step)
     for program, inputs in zip(programs, (two, one), strict=True):
         assert np.array_equal(program.x[0].numpy(), fresh.run(inputs, noise, 2)[0])
 

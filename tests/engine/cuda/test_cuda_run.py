@@ -58,14 +58,14 @@ def test_cancelling(open_case, stages):
     engine, cancel = case.engine(stages=stages), threading.Event()
     engine.run(case.inputs(), case.noise, 3, cancel)
     steps = []
-    step = engine.model.step
+    step = engine.model.act
 
     def counting(*arguments):
         steps.append(1)
         cancel.set()
         return step(*arguments)
 
-    engine.model.step = counting
+    engine.model.act = counting
     with pytest.raises(CancelledError):
         engine.run(case.inputs(), case.noise, 3, cancel)
     assert len(steps) == (1 if stages else 3)  # a whole graph is not stopped, its result is dropped
@@ -147,7 +147,7 @@ def test_a_calibrated_bundle_needs_no_scale_per_row(tmp_path, monkeypatch, caplo
 
 
 def test_warm_up_prepares_every_length_of_prompt():
-    policy = load(ASSETS / "blocks.gguf", engine="cuda")
+    policy = load(ASSETS / "blocks.gguf", engine="cuda", device="cpu")
     policy.warm_up()
     sizes = tuple((camera.height, camera.width) for camera in policy.spec.cameras)
     longest, kept = policy.spec.max_prompt_tokens, policy.engine.programs.keys()
@@ -267,7 +267,7 @@ def test_world_units_are_those_of_the_normalizer(mode, convention):
 def test_a_loaded_policy_leaves_the_engine_in_world_units(open_case, name):
     """Once: on the device, and not again by the processor."""
     case = open_case(name)
-    policy = load(case.policy.bundle.path, engine="cuda")
+    policy = load(case.policy.bundle.path, engine="cuda", device="cpu")
     normalizer, engine = policy.processor.action_normalizer, policy.engine
     assert engine.unnormalizes
     inputs = policy.processor.inputs(case.observation, pixels=False)
