@@ -49,7 +49,7 @@ def test_every_rung_computes_the_same(open_case, name):
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
 def test_the_policy_matches_the_reference(open_case, golden, name):
     case = open_case(name)
-    policy = load(case.policy.bundle.path, engine="cuda")
+    policy = load(case.policy.bundle.path, engine="cuda", device="cpu")
     assert (policy.engine_name, policy.dtype, str(policy.device)) == ("cuda", "float32", "cpu")
     chunk = policy.infer(case.observation)
     assert_parity(chunk.actions, Golden(golden / name).numpy("actions")[0])
@@ -148,7 +148,7 @@ def test_float_frames_take_the_processors_path(open_case):
     first, *rest = case.observation.images
     images = dict(case.observation.images)
     images[first] = images[first].astype(np.float32) / 255
-    policy = load(case.policy.bundle.path, engine="cuda")
+    policy = load(case.policy.bundle.path, engine="cuda", device="cpu")
     mixed = replace(case.observation, images=images)
     inputs = policy.processor.inputs(mixed, pixels=False)
     assert not inputs.frames
@@ -162,7 +162,7 @@ def test_float_frames_take_the_processors_path(open_case):
 
 def test_missing_cameras_and_bad_frames(open_case):
     case = open_case("pi05-2cam")
-    policy = load(case.policy.bundle.path, engine="cuda")
+    policy = load(case.policy.bundle.path, engine="cuda", device="cpu")
     name, frame = next(iter(case.observation.images.items()))
     alone = replace(case.observation, images={name: frame})
     wanted = case.policy.infer(alone).actions
