@@ -56,6 +56,7 @@ def installation(engine: str | None = None) -> list[Check]:
         threads,
         onnxruntime,
         cuda_engine,
+        cpu_kernels,
         memory,
         simd,
         extras,
@@ -193,6 +194,17 @@ def cuda_engine() -> Check:
     return Check("cuda engine", "ok", f"--engine cuda --device cuda would use {describe(device)}")
 
 
+def cpu_kernels() -> Check:
+    """What computes on weights of few bits; the first call compiles it."""
+    from sinew.engine.cpu import extension
+
+    found = extension()
+    if not found.compiled:
+        advice = "install a C++ compiler; until then --engine plan is faster than --engine cpu"
+        return Check("cpu kernels", "warn", f"low-bit products by PyTorch, slowly: {found.reason}", advice)
+    return Check("cpu kernels", "ok", f"low-bit products by {found.kernels} kernels ({found.reason})")
+
+
 def memory() -> Check:
     limit, available = machine.memory()
     detail = f"{gib(available)} available of {gib(limit)}"
@@ -284,6 +296,7 @@ def golden() -> list[Check]:
 
 # What says nothing where torch is absent, by the name of its line.
 NEED_TORCH: dict[Callable[[], Check | list[Check]], str] = {
+    cpu_kernels: "cpu kernels",
     torch_build: "torch",
     devices: "devices",
     threads: "threads",

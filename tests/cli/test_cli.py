@@ -280,6 +280,7 @@ def test_doctor_passes_here_and_says_why(smolvla_bundle) -> None:
         "devices",
         "threads",
         "memory",
+        "cpu kernels",
         "simd",
         "loopback",
         "bundle inference",

@@ -212,7 +212,7 @@ def test_doctor_without_torch(folder, bundle):
         assert done.returncode == 0, done.stdout + done.stderr
         checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
         skipped = {name for name, check in checks.items() if check["detail"].startswith("skipped: no torch")}
-        assert skipped == {"torch", "devices", "threads", "cuda engine", "simd", "golden"}
+        assert skipped == {"torch", "devices", "threads", "cuda engine", "cpu kernels", "simd", "golden"}
         assert "onnx, " in checks["bundle engine"]["detail"]
         assert checks["bundle inference"]["status"] == "ok"
         assert "sleep while they wait" in checks["onnxruntime"]["detail"]
