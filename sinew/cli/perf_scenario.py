@@ -33,7 +33,7 @@ def scenario(
     """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
 
     Args:
-        source: a bundle file, or smolvla, pi0 or pi0.5.
+        source: a bundle file, or smolvla, pi0, pi0.5 or gr00t-n1.7.
         server: the machine at the far end.
         device: the machine on the robot.
         network: links in between, in order, repeatable; wifi7 if absent.

@@ -31,7 +31,7 @@ from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import Precision, as_number_format, as_traced, by_stage
 from sinew.perf.trace import STAGES, Call, Trace, trace
 
-PRESETS = ("smolvla", "pi0", "pi0.5")
+PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7")
 PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
 PRESET_DTYPE = "bfloat16"  # as they are published; the models keep some projections in float32
 LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
@@ -229,11 +229,29 @@ def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
 
 def preset(name: str) -> Program:
     """A published model at full size, from the configuration that its checkpoint carries; weights in float32."""
+    if name == "gr00t-n1.7":
+        return _groot(name)
     config, record = _smolvla() if name == "smolvla" else _pi(name)
     model = build_on_meta(record["type"], config).eval().requires_grad_(False)
     side, steps = config.vision.image_size, record.get("num_inference_steps") or record["num_steps"]
     shapes = Shapes(PRESET_CAMERAS, side, side, record["tokenizer_max_length"], steps)
     return Program(name, model, shapes)
+
+
+def _groot(name: str) -> Program:
+    """With square views, of which it reads two, and an instruction of a dozen words."""
+    from sinew.convert.families.gr00t_files import Record
+    from sinew.convert.families.gr00t_qwen import ARCHITECTURE, model_config
+    from sinew.presets.groot_checkpoint import GrootWidths, nvidia_files, vlm_files
+
+    widths, here = GrootWidths(), Path("config.json")
+    checkpoint = Record(here, nvidia_files(widths)["config.json"])
+    config = model_config(checkpoint, Record(here, vlm_files(widths)["vlm/config.json"]), 8, 8)
+    model = build_on_meta(ARCHITECTURE, config).eval().requires_grad_(False)
+    tokens = 2 * (config.rows * config.cols + 2) + 5 + 14
+    return Program(
+        name, model, Shapes(2, widths.edge, widths.edge, tokens, checkpoint["num_inference_timesteps"])
+    )
 
 
 def _pi(name: str) -> tuple[Any, dict[str, Any]]:

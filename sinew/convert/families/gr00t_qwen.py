@@ -87,27 +87,11 @@ def read(path: Path, options: Options) -> Conversion:
     )
 
     vectors = read_vectors(modalities, processor.content)
-    sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
-    if not sections.get("mrope_interleaved") or len(sections.get("mrope_section", ())) != 3:
-        raise ConvertError(f"{text.path}: expected interleaved rotary positions with three sections")
-    language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])
-    model = Gr00tQwenConfig(
-        language=language,
-        head=head_config(config, masks=True),
-        vocab_size=text["vocab_size"],
-        chunk_size=config["action_horizon"],
-        max_state_dim=config["max_state_dim"],
-        max_action_dim=config["max_action_dim"],
-        image_token=vlm["image_token_id"],
-        vision=tower,
-        rows=rows,
-        cols=cols,
-        position_sections=tuple(sections["mrope_section"]),
-    )
+    model = model_config(config, vlm, rows, cols)
     tensors, _ = files.weights
     rules = (
         *head_rules(files.embodiment.number),
-        *language_rules(BACKBONE + r"language_model\.", language.num_layers),
+        *language_rules(BACKBONE + r"language_model\.", model.language.num_layers),
         *qwen_vision_rules(BACKBONE + r"visual\."),
     )
     return Conversion(
@@ -131,6 +115,28 @@ def read(path: Path, options: Options) -> Conversion:
         tensors=apply(tensors, rules),
         dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
         sources=[*files.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
+    )
+
+
+def model_config(config: Record, vlm: Record, rows: int, cols: int) -> Gr00tQwenConfig:
+    """Return the model of a checkpoint's config.json and its language model's, for views of rows x cols tokens."""
+    text = vlm.part("text_config")
+    sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
+    if not sections.get("mrope_interleaved") or len(sections.get("mrope_section", ())) != 3:
+        raise ConvertError(f"{text.path}: expected interleaved rotary positions with three sections")
+    language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])
+    return Gr00tQwenConfig(
+        language=language,
+        head=head_config(config, masks=True),
+        vocab_size=text["vocab_size"],
+        chunk_size=config["action_horizon"],
+        max_state_dim=config["max_state_dim"],
+        max_action_dim=config["max_action_dim"],
+        image_token=vlm["image_token_id"],
+        vision=vision_config(vlm.part("vision_config")),
+        rows=rows,
+        cols=cols,
+        position_sections=tuple(sections["mrope_section"]),
     )
 
 
