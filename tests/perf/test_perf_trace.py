@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from sinew.core import SinewError
-from sinew.engine.example import Shapes
+from sinew.engine.example import Inputs, Shapes
 from sinew.models.base import Model
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
@@ -18,7 +18,6 @@ from sinew.perf.program import PRESETS, Program, components, of_model
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
 from sinew.presets import golden
-from tests.golden import integrate
 
 CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2602.18397
 
@@ -169,12 +168,9 @@ def test_pi0_bytes_by_kind(pi0: Program) -> None:
 
 def run(model: Model, shapes: Shapes) -> None:
     device = next(model.parameters()).device
-    pixels = torch.zeros(1, shapes.views, 3, shapes.height, shapes.width, device=device)
-    tokens = torch.zeros(1, shapes.tokens, dtype=torch.int64, device=device)
-    cameras = torch.ones(1, shapes.views, dtype=torch.bool, device=device)
-    state = torch.zeros(1, model.state_size, device=device)
-    prefix = model.prefix(model.embed_images(pixels), cameras, tokens, tokens >= 0, state)
-    integrate(lambda x, t: model.velocity(x, t, prefix), torch.zeros(1, *model.noise_shape, device=device), 1)
+    context = Inputs.example(model, shapes).read(model)
+    noise = torch.zeros(1, *model.noise_shape, device=device)
+    model.act(noise, next(iter(model.moments(1))), context)
 
 
 FUSED_ON_CPU = {  # torch counts the fused attention of GPUs and leaves out that of CPUs
