@@ -108,6 +108,11 @@ class Promises(RuleBasedStateMachine):
         self.last = command
         self.step += 1
 
+    @rule(count=st.integers(2, 9))
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.tick(0)
+
     def _executes(self, command: Command) -> None:
         assert command.age == command.step - self.frames[command.chunk]
         assert self.max_age is None or command.age <= self.max_age  # none older than its validity
