@@ -32,7 +32,7 @@ def export(bundle: Path, /, *, onnx: Path) -> int:
     onnx.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{onnx.name}.", dir=onnx.parent))
     try:
-        write_folder(opened, partial)
+        write_folder(opened, partial, onnx)
         publish(partial, onnx)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -44,8 +44,8 @@ def export(bundle: Path, /, *, onnx: Path) -> int:
     return 0
 
 
-def write_folder(bundle: Bundle, folder: Path) -> None:
-    """Graphs, and the bundle's header as a GGUF file without tensors."""
+def write_folder(bundle: Bundle, folder: Path, where: Path | None = None) -> None:
+    """Graphs, and the bundle's header as a GGUF file without tensors. where: the folder's later name."""
     from sinew.bundle import write_bundle
     from sinew.engine.onnx.cache import cache_folder
     from sinew.engine.onnx.opening import usable_bits, variant, write_graphs
@@ -55,5 +55,5 @@ def write_folder(bundle: Bundle, folder: Path) -> None:
     if (cached / "graphs.json").exists():
         shutil.copytree(cached, folder, dirs_exist_ok=True)
     else:
-        write_graphs(bundle, folder)
+        write_graphs(bundle, folder, where)
     write_bundle(folder / EXPORTED, lambda: bundle.manifest, ())
