@@ -49,7 +49,10 @@ def test_any_stored_bytes_are_read_as_gguf_reads_them(name) -> None:
 @settings(deadline=None, max_examples=60)
 def test_int8_is_within_half_a_step_of_every_channel(weights) -> None:
     steps = np.abs(weights).max(axis=1, keepdims=True) / 127
-    assert (np.abs(widened(weights, "int8") - weights) <= steps * 0.5001).all()
+    allowed = np.where(
+        steps < np.finfo(np.float32).tiny, 128 * steps, 0.5001 * steps
+    )  # the first become zeros
+    assert (np.abs(widened(weights, "int8") - weights) <= allowed + np.finfo(np.float32).tiny).all()
 
 
 @given(
