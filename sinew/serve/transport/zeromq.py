@@ -349,17 +349,19 @@ class Peer(Account):
 
     def _write(self) -> None:
         """With the lock held."""
-        while self._out:
-            first = self._out[0]
-            try:
+        try:
+            while self._out:
+                first = self._out[0]
                 sent = self.socket.send(first)
-            except BlockingIOError:
-                return
-            except OSError:
-                self.broken = True  # the loop closes it
-                return
-            self.unsent -= sent
-            if sent < len(first):
-                self._out[0] = first[sent:]
-                return
-            self._out.popleft()
+                self.unsent -= sent
+                if sent < len(first):
+                    self._out[0] = first[sent:]
+                    return
+                self._out.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.broken = True  # the loop closes it
+        except BaseException:  # nobody knows any more what was sent, and nothing may be sent twice
+            self.broken = True
+            raise
