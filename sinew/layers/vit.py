@@ -134,7 +134,8 @@ class ViTLayer(nn.Module):
         return [Joint(self, "norm1", (self.attn,)), Joint(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor, rotate: Rotation | None = None) -> Tensor:  # [B, L, C]
-        x = x + self.scale1(self.attn(self.norm1(x), rotate))
+        turn = () if rotate is None else (rotate,)  # an attention of another kind need not take it
+        x = x + self.scale1(self.attn(self.norm1(x), *turn))
         return x + self.scale2(self.mlp(self.norm2(x)))
 
 
