@@ -20,6 +20,7 @@ from sinew.presets.noise import write_tensors
 from sinew.presets.smolvla_layout import TensorPlan
 
 FIXTURE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "openvla-oft" / "checkpoint"
+LAYERS = 32
 Shape = tuple[int, ...]
 
 
@@ -87,7 +88,7 @@ def plan(name: str, shape: Shape) -> TensorPlan:
     return TensorPlan(name, shape, init, "BF16")
 
 
-def write_checkpoint(out: Path) -> dict:
+def write_checkpoint(out: Path, layers: int) -> dict:
     """Write the checkpoint directory ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     for name in (
@@ -99,13 +100,15 @@ def write_checkpoint(out: Path) -> dict:
         shutil.copy(FIXTURE / name, out / name)
     config = json.loads((FIXTURE / "config.json").read_text())
     config["text_config"] = {"model_type": "llama", "pad_token_id": 32000, "vocab_size": 32064}
+    if layers != LAYERS:
+        config["text_config"]["num_hidden_layers"] = layers
     (out / "config.json").write_text(json.dumps(config))
     backbone = "vision_backbone.featurizer", "vision_backbone.fused_featurizer"
     everything = [
         *tower(backbone[0], 1024, 4096, 24, True),
         *tower(backbone[1], 1152, 4304, 27, False),
         *projector(2176, 4096),
-        *language(4096, 11008, 32, 32064),
+        *language(4096, 11008, layers, 32064),
     ]
     shards = [everything[i::3] for i in range(3)]
     where = {}
@@ -126,15 +129,17 @@ def write_checkpoint(out: Path) -> dict:
     return {"bytes": sum(file.stat().st_size for file in out.iterdir())}
 
 
-def main(out: Path, /, *, dtype: str = "native", runs: int = 1) -> None:
+def main(out: Path, /, *, dtype: str = "native", runs: int = 1, layers: int = LAYERS) -> None:
+    """layers: of the language model, fewer than published for a shorter look. runs: 0 for none."""
     checkpoint, bundle = out / "openvla-oft", out / "openvla-oft.gguf"
-    results = {"architecture": "openvla_oft", "dtype": dtype}
+    results: dict = {"architecture": "openvla_oft", "layers": layers, "dtype": dtype}
     if not (checkpoint / "proprio_projector--1_checkpoint.pt").exists():
-        results["write"] = phase(write_checkpoint, checkpoint)
+        results["write"] = phase(write_checkpoint, checkpoint, layers)
     if not bundle.exists():
         results["convert"] = phase(convert, checkpoint, bundle)
         results["bundle_bytes"] = bundle.stat().st_size
-    results["infer"] = phase(infer, bundle, dtype, runs)
+    if runs:
+        results["infer"] = phase(infer, bundle, dtype, runs)
     for name, values in results.items():
         print(name, values)
     print(json.dumps(results))
