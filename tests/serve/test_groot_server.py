@@ -151,7 +151,11 @@ def test_errors_over_the_socket(server):
             client.get_action({**good, **changes}, options)
         assert "Traceback" not in str(caught.value)
     # a batch of which the second element is wrong
-    two = {"video": {"camera1": frame.repeat(2, 0)}, "state": {"state": np.zeros((2, 1, 6), np.float32)}}
+    frames = frame.repeat(2, 0)
+    two = {
+        "video": {"camera1": frames, "camera2": frames},
+        "state": {"state": np.zeros((2, 1, 6), np.float32)},
+    }
     two["state"]["state"][1] = np.inf
     with pytest.raises(RuntimeError, match="state: expected finite"):
         client.get_action({**two, "language": {"task": [["go"]]}})

@@ -706,12 +706,15 @@ def test_memory_of_waiting_and_arriving_observations_is_bounded(policy):
 
 
 def test_the_oldest_connections_are_forgotten(policy):
-    with in_process(policy, max_connections=3) as own, contextlib.ExitStack() as stack:
+    with in_process(policy, max_connections=3) as own:
         own.start()
-        robots = [stack.enter_context(Robot(own.wire.address)).hello() for _ in range(6)]
+        for _ in range(6):
+            with Robot(own.wire.address) as robot:
+                robot.hello()
         assert len(own.wire._sessions._sessions) == 3
-        robots[0].observe()  # taken up again, as one whose connection broke
-        assert len(robots[0].actions()) == 50
+        with Robot(own.wire.address) as robot:
+            robot.observe()  # taken up again, as one whose connection broke
+            assert len(robot.actions()) == 50
 
 
 # ------------------------------------------------------------------------- keys and the agreement
@@ -761,8 +764,10 @@ def test_the_bundles_key_map_and_rename_map():
     )
     agreement = agree(config("front", "wrist"), spec("base", "hand", keys=(keys,)))
     assert agreement.images == (("front", "base"), ("wrist", "hand"))
-    renamed = config("a", "b", rename_map={"observation.images.a": "observation.images.hand"})
-    assert agree(renamed, spec("hand")).images == (("a", "hand"),)  # b is not read
+    rename = {"observation.images.a": "observation.images.hand"}
+    assert agree(config("a", rename_map=rename), spec("hand")).images == (("a", "hand"),)
+    with pytest.raises(ObservationError, match="take others out of --robot.cameras.* got cameras a, b"):
+        agree(config("a", "b", rename_map=rename), spec("hand"))
     chosen = KeyMap("lerobot", {"top": "top"}, tuple(reversed(JOINTS)), "language")
     agreement = agree(config("top", joints=(*JOINTS, "torque")), spec("top", keys=(chosen,)))
     assert agreement.state == JOINTS[::-1]
