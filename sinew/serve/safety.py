@@ -79,7 +79,8 @@ class Safety:
                 raise ObservationError(
                     name, f"a number like those of the training data ({low:g} to {high:g})", got
                 )
-            return (f"{name}: the training data have {low:g} to {high:g}, got {got}",)
+            # Without the number, so that a client that shows each sentence once shows this one once.
+            return (f"{name}: far outside of the training data, which have {low:g} to {high:g}",)
         return ()
 
     def enforce(self, chunk: ActionChunk, observation: Observation) -> ActionChunk:
