@@ -171,12 +171,15 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[[], C
             policy = client.metadata()["policy"]
         return policy, lambda: _Remote(target)
     from sinew.policy import load
+    from sinew.serve.safety import Safety
 
     with progress.task(f"loading {target}"):
         local = load(target, **runs.keywords())
         local.warm_up()
     log.info("%s", running(local))
-    return local.spec.to_dict(), lambda: lambda observation, _: local.infer(observation).actions
+    policy = local.spec.to_dict()
+    policy["action"]["limits"] = Safety(local.processor).limits()
+    return policy, lambda: lambda observation, _: local.infer(observation).actions
 
 
 class _Remote:

@@ -181,16 +181,19 @@ def _load_and_run(
         scheduler.start()
         logger.info("%s", running(policy))
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
+        safety = Safety(policy.processor, bounds.action_limits, bounds.action_margin, bounds.state_margin)
+        about = describe(policy)
+        about["policy"]["action"]["limits"] = safety.limits()
         service = Service(
             scheduler,
             policy.spec,
-            describe(policy),
+            about,
             padded_state_dim=policy.padded_state_dim,
             padded_action_dim=policy.padded_action_dim,
             api_key=api_key,
             deadline_ms=deadline_ms,
             recorder=recorder,
-            safety=Safety(policy.processor, bounds.action_limits, bounds.action_margin, bounds.state_margin),
+            safety=safety,
             max_pixels=None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
         )
         wires = tuple(process.wires)

@@ -112,6 +112,24 @@ class Safety:
         actions = np.clip(chunk.actions, low, high).astype(np.float32)
         return replace(chunk, actions=actions, warnings=(*chunk.warnings, f"clamped: {text}"))
 
+    def limits(self) -> dict[str, list[float | None]] | None:
+        """Return ``low`` and ``high`` of each action dimension in world units, None where one has no limit.
+
+        This is what a server states as ``action.limits`` and what a robot's guard clips to. None if nothing is
+        enforced, or if actions are relative to the state, so that their limits move with it.
+        """
+        if self.mode == "off" or any(step.reads for step in self._recipe.action_steps):
+            return None
+        ends = []
+        for bound in (self._action_low, self._action_high):
+            rows = np.atleast_2d(bound)
+            ends.append(apply_steps(rows.copy(), self._recipe.action_steps, np.zeros(self._spec.state.dim)))
+        low, high = np.fmin(*ends).min(axis=0), np.fmax(*ends).max(axis=0)
+        return {
+            name: [float(x) if np.isfinite(x) else None for x in values]
+            for name, values in (("low", low), ("high", high))
+        }
+
     def _state(self, observation: Observation) -> np.ndarray | None:
         """The state in the units of the training data; None where it is no state."""
         state = np.asarray(observation.state)

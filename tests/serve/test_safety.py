@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sinew_client import Client, ServerError
+from sinew_client.control import Limits
 
 from sinew.core import ActionChunk, ObservationError
 from sinew.policy import Policy, load
@@ -62,6 +64,23 @@ def test_a_strange_state_is_answered_with_a_warning(policy):
     state = (centre + 5 * half).astype(np.float32)
     (warning,) = safety.check(replace(policy.dummy_observation(), state=state))
     assert "far outside of the training data" in warning
+
+
+def test_a_guard_clips_where_the_server_would_refuse(policy):
+    """What the server states as ``action.limits`` is what it enforces, in the form that a robot's guard reads."""
+    safety = Safety(policy.processor)
+    described = policy.spec.to_dict()
+    described["action"]["limits"] = safety.limits()
+    limits = Limits.from_metadata(json.loads(json.dumps(described)))
+    assert limits is not None
+    observation, shape = policy.dummy_observation(), (policy.spec.chunk_size, policy.spec.action.dim)
+    for ends, sign in ((limits.low, -1), (limits.high, 1)):
+        inside = ActionChunk(np.broadcast_to(ends - sign * 1e-3, shape).astype(np.float32))
+        assert safety.enforce(inside, observation) is inside
+        outside = ActionChunk(np.broadcast_to(ends + sign * 1e-3, shape).astype(np.float32))
+        with pytest.raises(UnsafeActionError):
+            safety.enforce(outside, observation)
+    assert Safety(policy.processor, "off").limits() is None
 
 
 @pytest.mark.parametrize("value", [1e37, -1e5, 1e4])
