@@ -228,7 +228,10 @@ def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
 
 
 def preset(name: str) -> Program:
-    """A published model at full size, from the configuration that its checkpoint carries; weights in float32."""
+    """Return a model at full size, from the configuration that its checkpoint carries; weights in float32.
+
+    SmolVLA, pi0 and pi0.5 are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
+    """
     if name == "gr00t-n1.7":
         return _groot(name)
     config, record = _smolvla() if name == "smolvla" else _pi(name)

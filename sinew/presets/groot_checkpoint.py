@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class GrootWidths:
-    """Sizes of everything; the defaults are the published ones."""
+    """Sizes of everything; the defaults are those of N1.7 as far as papers and code tell them."""
 
     text: dict[str, int] = field(
         default_factory=lambda: {
