@@ -58,7 +58,7 @@ def run(
         prompt_tokens: length of the prompt.
         chunk: actions per chunk.
         steps: of the solver.
-        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or STAGE=..., comma-separated: vision=float8,language=float8.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or STAGE=..., comma-separated: vision=fp8,language=fp8.
         traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
         engine: eager, or with the rewrites of the plan.
         data: a file with more machines, as sinew/perf/data/hardware.toml.

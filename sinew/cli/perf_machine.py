@@ -47,7 +47,7 @@ def fit(
         cameras: views; the policy's own number if absent, as for the next two.
         prompt_tokens: length of the prompt.
         chunk: actions per chunk.
-        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bfloat16//int8; as stored if absent.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bf16//int8; as stored if absent.
         engine: eager, or with the rewrites of the plan.
         device: which allowance for runtime and libraries to add.
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sinew.core import SinewError
+from sinew.core import DTYPES, SinewError
 from sinew.perf.trace import STAGES, Call, Operand
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL_BITS = {"float8": 8, "int8": 8, "int4": 4, "ternary": 2}  # torch computes on none of them everywhere
+WORDS = {"fp8": "float8", **DTYPES}  # the command line's words for the names of torch and of hardware tables
 LINEAR = ("mm", "addmm")  # what linear layers become
 
 
@@ -31,12 +32,15 @@ class Precision:
 
     @classmethod
     def parse(cls, text: str, field: str = "dtype") -> Precision:
-        """``WEIGHTS[/ACTIVATIONS[/CACHE]]``: "bfloat16", "int8" (with bfloat16), "int4/int8", "int8//int8"."""
-        parts = text.split("/")
+        """Read ``WEIGHTS[/ACTIVATIONS[/CACHE]]``: "bf16", "int8" (with bf16), "int4/int8", "int8//int8".
+
+        Precisions are the words of every other verb (fp32, bf16, fp16, fp8); torch's own names count, too.
+        """
+        parts = [WORDS.get(part, part) for part in text.split("/")]
         for part in parts:
             if part and part not in FLOATS and part not in SMALL_BITS:
                 raise SinewError(
-                    f"{field}: expected one of {', '.join([*FLOATS, *SMALL_BITS])}, got {part!r}"
+                    f"{field}: expected one of {', '.join([*WORDS, *FLOATS, *SMALL_BITS])}, got {part!r}"
                 )
         if len(parts) > 3 or not parts[0]:
             raise SinewError(f"{field}: expected WEIGHTS[/ACTIVATIONS[/CACHE]], got {text!r}")
