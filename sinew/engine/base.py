@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sinew.bundle import Bundle
 from sinew.core import SinewError, install
 from sinew.engine import proofs
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
 
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
 TESTED = frozenset({"smolvla", "pi0", "pi05"})  # architectures with golden tests of every engine on a CPU

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sinew.bundle.rename import parse_renames, rename_cameras
 from sinew.core import SinewError
-from sinew.engine.choose import Choice, choose
 from sinew.eval.settings import Variant
-from sinew.policy import open_bundle
 
 if TYPE_CHECKING:
     import gymnasium
     from sinew_client import ActionChunk
+
+    from sinew.engine.choose import Choice
 
 EXPERT = "expert"
 
@@ -153,8 +152,10 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
         raise SinewError(f"there is no scripted expert for {env_id}")
     if "://" in variant.target:
         return Remote(variant.target, variant.solver_steps)
+    from sinew.bundle.rename import parse_renames
+
     # One compute thread, as in workers, so that the same episode gives the same bits.
-    threads = 1 if variant.device == "cpu" else None
+    threads = None if variant.device.startswith("cuda") else 1
     return InProcess(
         variant.target,
         variant.device,
@@ -170,6 +171,10 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
 
 def chosen(variant: Variant) -> Choice:
     """Return what will run the bundle of a variant; raises :class:`SinewError` where nothing can."""
+    from sinew.bundle.rename import parse_renames, rename_cameras
+    from sinew.engine.choose import choose
+    from sinew.policy import open_bundle
+
     opened = open_bundle(variant.target)
     rename_cameras(opened.manifest.spec, parse_renames(variant.rename))
     return choose(opened, variant.engine, variant.device, variant.dtype, ignore_recipe=variant.ignore_recipe)

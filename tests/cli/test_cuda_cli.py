@@ -15,9 +15,9 @@ PEN = str(ASSETS / "pen.gguf")
 
 
 def test_bench_times_the_graph_and_its_stages(capsys):
-    assert main(["bench", PEN, "--engine", "cuda", "--runs", "2", "--threads", "1"]) == 0
+    assert main(["bench", PEN, "--engine", "cuda", "--device", "cpu", "--runs", "2", "--threads", "1"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (result["policy"]["engine"], result["policy"]["dtype"]) == ("cuda", "float32")
+    assert (result["policy"]["engine"], result["policy"]["dtype"]) == ("cuda", "fp32")
     assert (result["policy"]["dependent_launch"], result["policy"]["launch_reason"]) == (False, "no GPU")
     stages = result["stages_ms"]
     assert list(stages) == [
@@ -44,19 +44,19 @@ def test_infer_gives_eagers_actions(tmp_path, capsys):
         flags += ["--image", f"{camera}={tmp_path / camera}.png"]
     actions = {}
     for engine in ("eager", "cuda"):
-        assert main(["infer", PEN, *flags, "--engine", engine]) == 0
+        assert main(["infer", PEN, *flags, "--engine", engine, "--device", "cpu"]) == 0
         actions[engine] = np.array(json.loads(capsys.readouterr().out)["actions"])
     gap = np.abs(actions["cuda"] - actions["eager"]).max()
     assert gap <= 1e-5 * np.abs(actions["eager"]).max()
 
 
 def test_doctor_says_what_would_be_used(capsys):
-    assert main(["doctor", PEN, "--engine", "cuda", "--json"]) == 0
+    assert main(["doctor", PEN, "--engine", "cuda", "--device", "cpu", "--json"]) == 0
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["cuda engine"]["status"] == "ok"
     if not torch.cuda.is_available():
         assert "no GPU" in checks["cuda engine"]["detail"]
-    assert "cuda, " in checks["bundle engine"]["detail"]
+    assert "cuda (asked for), " in checks["bundle engine"]["detail"]
     assert "twins" in checks["bundle engine"]["detail"]
     assert "launch: no GPU" in checks["bundle engine"]["detail"]
 

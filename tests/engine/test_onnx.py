@@ -153,7 +153,7 @@ def test_a_folder_that_is_no_export(tmp_path):
     with pytest.raises(BundleError, match="graphs.json: expected the record of an export"):
         OnnxEngine(tmp_path)
     (tmp_path / "graphs.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(BundleError, match="format 0, expected 3: export again"):
+    with pytest.raises(BundleError, match="format 0, expected 4: export again"):
         OnnxEngine(tmp_path)
 
 
@@ -173,7 +173,7 @@ def test_graphs_are_cached_beside_the_bundle(smolvla_bundle, golden, tmp_path):
     data[-1] ^= 1  # another weight, the same header
     bundle.write_bytes(data)
     assert fingerprint(bundle)[:16] not in folder.name
-    with pytest.raises(SinewError, match="engine 'onnx' runs float32 on cpu, not bfloat16"):
+    with pytest.raises(SinewError, match="engine onnx runs fp32 on cpu, not bf16"):
         load(bundle, dtype="bfloat16", engine="onnx")
 
 

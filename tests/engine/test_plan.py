@@ -226,7 +226,7 @@ def test_a_state_token_in_the_wrong_place_is_caught(open_case, monkeypatch):
 
     def unmoved(self, prefix):
         after = right(self, prefix)
-        return replace(after, length=after.length - 1)  # the actions would start on the state's position
+        return after._replace(length=after.length - 1)  # the actions would start on the state's position
 
     monkeypatch.setattr(StateInPrefix, "absorb_state", unmoved)
     assert gap(model, Plan.of(model, 10), inputs, noise) > BOUND

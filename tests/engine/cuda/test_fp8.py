@@ -26,6 +26,7 @@ from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.rewrite import twin as twin_of_model
 from sinew.layers.linear import Linear
+from sinew.models.base import Model
 from sinew.policy import load
 from tests.engine.cuda.kernel_checks import DEVICE, needs_triton
 from tests.golden import Golden
@@ -263,9 +264,16 @@ def test_a_broken_file_of_choices_is_reported_and_not_used(gpu: torch.device, te
 # ----------------------------------------------------------------------------- calibration
 
 
+class Layers(torch.nn.Module):
+    """Modules named as a model's, with what a model says of its components."""
+
+    components, float32_modules = Model.components, ()
+    component_of = Model.component_of
+
+
 def two_layers() -> torch.nn.Module:
     torch.manual_seed(0)
-    model = torch.nn.Module()
+    model = Layers()
     model.vision = torch.nn.Sequential(Linear(32, 32), Linear(32, 16))
     model.language = torch.nn.ModuleDict({"unused": Linear(16, 16), "odd": Linear(24, 8)})
     return model.requires_grad_(False)
