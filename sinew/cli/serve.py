@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -21,7 +22,7 @@ from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.wires import open_wires, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from sinew.policy import Policy
     from sinew.serve.recorder import Recorder
@@ -97,51 +98,52 @@ def serve(
         access_log: file for one JSON line per request, or - for standard error.
         verbose: log more.
     """
-    _set_up_logs(verbose, access_log)
-    raise_descriptor_limit()
-    listen = Listen(
-        host=host,
-        max_connections=bounds.max_connections,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        origins=bounds.allow_origin,
-    )
-    listen.tls()  # files that do not do are told now
-    api_key = _api_key(api_key_file)
-    options = runs.keywords() | cameras.keywords()
-    _check_early(bundle, options)
-    wires = open_wires(parse(wire or ()), listen)
-    process = Process(wires)
-    finished = True
-    try:
-        if not listen.is_loopback:
-            _warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
-        from sinew.serve.recorder import Recorder
+    _set_up_logs(verbose)
+    with _access_log(access_log):
+        raise_descriptor_limit()
+        listen = Listen(
+            host=host,
+            max_connections=bounds.max_connections,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            origins=bounds.allow_origin,
+        )
+        listen.tls()  # files that do not do are told now
+        api_key = _api_key(api_key_file)
+        options = runs.keywords() | cameras.keywords()
+        _check_early(bundle, options)
+        wires = open_wires(parse(wire or ()), listen)
+        process = Process(wires)
+        finished = True
+        try:
+            if not listen.is_loopback:
+                _warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
+            from sinew.serve.recorder import Recorder
 
-        recorder = Recorder(record) if record is not None else None
-        with process.signals():
-            finished = _load_and_run(
-                process,
-                bundle,
-                options,
-                threads,
-                bounds,
-                api_key,
-                deadline_ms,
-                recorder,
-            )
-        if recorder is not None:
-            recorder.close()
-    finally:
-        process.close()
-    if not finished:
-        # A stage of a big model may take seconds and nothing can interrupt it. There is nothing to save,
-        # and a thread inside torch while the interpreter is taken down would crash it.
-        logger.info("leaving while a stage is still running")
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(0 if process.hopeless is None else HOPELESS)
-    return 0 if process.hopeless is None else HOPELESS
+            recorder = Recorder(record) if record is not None else None
+            with process.signals():
+                finished = _load_and_run(
+                    process,
+                    bundle,
+                    options,
+                    threads,
+                    bounds,
+                    api_key,
+                    deadline_ms,
+                    recorder,
+                )
+            if recorder is not None:
+                recorder.close()
+        finally:
+            process.close()
+        if not finished:
+            # A stage of a big model may take seconds and nothing can interrupt it. There is nothing to save,
+            # and a thread inside torch while the interpreter is taken down would crash it.
+            logger.info("leaving while a stage is still running")
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(0 if process.hopeless is None else HOPELESS)
+        return 0 if process.hopeless is None else HOPELESS
 
 
 def _check_early(bundle: Path, options: dict[str, Any]) -> None:
@@ -271,7 +273,7 @@ def _warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) ->
         logger.warning("frames, actions and keys travel unencrypted on %s", ", ".join(plain))
 
 
-def _set_up_logs(verbose: bool, access_log: str | None) -> None:
+def _set_up_logs(verbose: bool) -> None:
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -279,14 +281,28 @@ def _set_up_logs(verbose: bool, access_log: str | None) -> None:
     )
     for name in ("aiohttp.access", "grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def _access_log(path: str | None) -> Iterator[None]:
+    """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
+    loggers belong to the process, which may do other things after this."""
     access = logging.getLogger("sinew.access")
-    access.propagate = False
-    access.disabled = access_log is None
-    if access_log is not None:
+    before = access.propagate, access.disabled, access.level
+    handler: logging.Handler = logging.NullHandler()
+    if path is not None:
         try:
-            handler = logging.StreamHandler() if access_log == "-" else logging.FileHandler(access_log)
+            handler = logging.StreamHandler() if path == "-" else logging.FileHandler(path)
         except OSError as error:
-            raise SinewError(f"--access-log {access_log}: {error.strerror}") from error
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        access.addHandler(handler)
-        access.setLevel(logging.INFO)
+            raise SinewError(f"--access-log {path}: {error.strerror}") from error
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access.addHandler(handler)
+    access.propagate, access.disabled = False, path is None
+    access.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        access.removeHandler(handler)
+        handler.close()
+        access.propagate, access.disabled = before[:2]
+        access.setLevel(before[2])

@@ -397,7 +397,9 @@ def test_killed_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert sum(line.startswith('{"key": "cut') for line in lines) == 1
     played = len(lines) - 1 - len(before)
     assert 0 < played <= 6  # not from the beginning
-    task, variant = Task("sinew/Pen-v0"), Variant(str(PEN), 2, Latency("3"))
+    # The verb settles what is chosen automatically, and it is part of the key.
+    settled = {name: json.loads(json.loads(lines[0])["key"])[name] for name in ("dtype", "device", "engine")}
+    task, variant = Task("sinew/Pen-v0"), Variant(str(PEN), 2, Latency("3"), **settled)
     fresh = campaign.run(task, [variant], range(5000, 5003))
     resumed = campaign.run(task, [variant], range(5000, 5003), out=tmp_path)
     assert content(fresh[0]) == content(resumed[0])
@@ -444,7 +446,7 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert text in page
     entry = report["variants"][0]
     assert entry["policy"]["kind"] == "bundle"
-    assert entry["dtype"] == "float32"
+    assert entry["dtype"] == "fp32"
     assert entry["latency_ms"]["p99"] >= entry["latency_ms"]["p50"] > 0
     assert math.isclose(
         entry["control_rate_hz"], entry["chunk_rate_hz"] * entry["actions_per_chunk"], rel_tol=0.01

@@ -312,7 +312,12 @@ class Peer(Account):
         """See Asker."""
         if request is not None and request.size:
             self.freed.append(request.size)
-        self.send(zmtp.message(frames))
+        try:
+            self.send(zmtp.message(frames))
+        except BaseException:  # who gets no reply, or half of one, is told by the end of the connection
+            self.broken = True
+            self._wire.wake(self)
+            raise
         if not self._wire.on_loop():  # it frees what the request held, and sends what is left
             self._wire.wake(self)
 
@@ -336,7 +341,7 @@ class Peer(Account):
 
     def flush(self) -> None:
         with self._lock:
-            if not self.closed:
+            if not self.closed and not self.broken:
                 self._write()
 
     def end(self) -> None:
