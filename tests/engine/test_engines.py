@@ -23,6 +23,7 @@ from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import cost, on_meta
 from sinew.policy import load
+from sinew.solvers import FLOW
 from tests.golden import Golden, assert_parity
 
 CASE = "smolvla-2cam"
@@ -244,13 +245,13 @@ def test_what_needs_torch_says_so(smolvla_bundle, tmp_path):
 
 def test_providers_by_short_and_long_name(folder):
     assert providers.choose(())[0] == (providers.CPU,)
-    engine = OnnxEngine(folder, ["CPU"], threads=1)
+    engine = OnnxEngine(folder, ["CPU"], threads=1, solver=FLOW)
     assert engine.providers == [providers.CPU]
     assert engine.provider_reason == "asked for"
     with pytest.raises(
         SinewError, match="provider CUDAExecutionProvider: expected some of .*CPUExecutionProvider"
     ):
-        OnnxEngine(folder, ["cuda"])
+        OnnxEngine(folder, ["cuda"], solver=FLOW)
 
 
 def test_a_provider_that_does_not_load_is_an_error():

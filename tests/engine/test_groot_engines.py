@@ -65,7 +65,7 @@ def test_onnx_runtime(name, golden, groot_bundle, tmp_path):
         width=image.width,
         steps=(4,),
     )
-    engine = OnnxEngine(tmp_path, threads=1)
+    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
     check(policy, engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
 
 

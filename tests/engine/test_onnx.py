@@ -21,6 +21,7 @@ from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, export_graphs
 from sinew.engine.plan import Plan
 from sinew.policy import load
+from sinew.solvers import FLOW
 from tests.golden import Golden, assert_parity
 
 BOUND = 1e-4  # of the action scale
@@ -44,7 +45,7 @@ def case(request, golden, smolvla_bundle, pi_bundle, tmp_path_factory):
         width=image.width,
         steps=(4, 10),
     )
-    return policy, Golden(golden / name), OnnxEngine(folder, threads=1)
+    return policy, Golden(golden / name), OnnxEngine(folder, threads=1, solver=policy.spec.solver)
 
 
 def inputs_of(policy, g):
@@ -105,7 +106,7 @@ def test_vision_attention_is_one_operator(case, tmp_path):
     shutil.copytree(engine.directory, other)
     onnx.save_model(model, str(other / "vision.onnx"))
     inputs, noise = inputs_of(policy, g), g.numpy("noise")[0]
-    assert gap(policy, OnnxEngine(other, threads=1), inputs, noise) > BOUND
+    assert gap(policy, OnnxEngine(other, threads=1, solver=policy.spec.solver), inputs, noise) > BOUND
 
 
 def test_cancelling(case):
@@ -125,7 +126,7 @@ def test_what_was_not_exported_is_refused(case):
     with pytest.raises(SinewError, match="views: expected at most 2, got 3"):
         engine.run(three, noise, 10)
     with pytest.raises(SinewError, match="provider QuantumExecutionProvider: expected some of .*CPU"):
-        OnnxEngine(engine.directory, providers=["QuantumExecutionProvider"])
+        OnnxEngine(engine.directory, providers=["QuantumExecutionProvider"], solver=policy.spec.solver)
 
 
 def test_graphs_run_without_torch(case, tmp_path):
@@ -139,9 +140,10 @@ def test_graphs_run_without_torch(case, tmp_path):
         "import numpy as np\n"
         "from sinew.engine.onnx.engine import OnnxEngine\n"
         "from sinew.processing import ModelInputs\n"
+        "from sinew.solvers import FLOW\n"
         "graphs, given, out = sys.argv[1:]\n"
         "data = dict(np.load(given)); noise = data.pop('noise')\n"
-        "np.save(out, OnnxEngine(graphs, threads=1).run(ModelInputs(**data), noise, 10)[0])\n"
+        "np.save(out, OnnxEngine(graphs, threads=1, solver=FLOW).run(ModelInputs(**data), noise, 10)[0])\n"
     )
     arguments = [str(engine.directory), str(tmp_path / "inputs.npz"), str(tmp_path / "chunk.npy")]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
@@ -151,10 +153,10 @@ def test_graphs_run_without_torch(case, tmp_path):
 
 def test_a_folder_that_is_no_export(tmp_path):
     with pytest.raises(BundleError, match="graphs.json: expected the record of an export"):
-        OnnxEngine(tmp_path)
+        OnnxEngine(tmp_path, solver=FLOW)
     (tmp_path / "graphs.json").write_text(json.dumps({"format": 0}))
     with pytest.raises(BundleError, match="format 0, expected 4: export again"):
-        OnnxEngine(tmp_path)
+        OnnxEngine(tmp_path, solver=FLOW)
 
 
 def test_graphs_are_cached_beside_the_bundle(smolvla_bundle, golden, tmp_path):

@@ -81,7 +81,7 @@ def test_one_component_alone(case, component, precision, tmp_path):
     if component == "head" and policy.spec.architecture != "pi05":
         expected = {"step", "read"}  # keys and values that the head projects from the prefix
     assert changed == expected
-    engine = OnnxEngine(tmp_path, threads=1)
+    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
     assert engine.recipe == {component: precision}
     moved = distance(chunk(engine, policy, g), chunk(policy.engine, policy, g))
     assert 1e-6 < moved < 0.1
@@ -91,10 +91,15 @@ def test_all_components_and_no_component(case, tmp_path):
     policy, g = case
     wanted = chunk(policy.engine, policy, g)
     quantize_graphs(policy.engine.directory, tmp_path / "none", parse_recipe("head=fp32"), 8)
-    assert np.array_equal(chunk(OnnxEngine(tmp_path / "none", threads=1), policy, g), wanted)
+    assert np.array_equal(
+        chunk(OnnxEngine(tmp_path / "none", threads=1, solver=policy.spec.solver), policy, g), wanted
+    )
     quantize_graphs(policy.engine.directory, tmp_path / "all", ALL, 7)
     assert all(products(tmp_path / "all" / f"{stage}.onnx")[0] == 0 for stage in ("vision", "read", "step"))
-    assert distance(chunk(OnnxEngine(tmp_path / "all", threads=1), policy, g), wanted) < 0.1
+    assert (
+        distance(chunk(OnnxEngine(tmp_path / "all", threads=1, solver=policy.spec.solver), policy, g), wanted)
+        < 0.1
+    )
     with pytest.raises(SinewError, match="expected graphs in float32, got"):
         quantize_graphs(tmp_path / "all", tmp_path / "again", ALL, 7)
 
@@ -105,7 +110,7 @@ def test_two_kinds_side_by_side(case, tmp_path):
     wanted = chunk(policy.engine, policy, g)
     mixed = parse_recipe("vision=int8-rows,language=int8,head=int8-rows")
     quantize_graphs(policy.engine.directory, tmp_path, mixed, 7)
-    engine = OnnxEngine(tmp_path, threads=1)
+    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
     assert engine.recipe == mixed
     assert 1e-6 < distance(chunk(engine, policy, g), wanted) < 0.1
 
@@ -148,7 +153,13 @@ def test_a_lost_scale_is_seen(case, tmp_path, monkeypatch):
 
     monkeypatch.setattr(quantize, "round_weights", wrong)
     quantize_graphs(policy.engine.directory, tmp_path, ALL, 7)
-    assert distance(chunk(OnnxEngine(tmp_path, threads=1), policy, g), chunk(policy.engine, policy, g)) > 0.1
+    assert (
+        distance(
+            chunk(OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver), policy, g),
+            chunk(policy.engine, policy, g),
+        )
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize("bits", [7, 8])
@@ -217,6 +228,15 @@ def test_the_bundle_carries_recipe_and_error(quantised, capsys):
         )
     assert main(["inspect", str(out.path)]) == 0
     assert "vision int8" in capsys.readouterr().out
+
+
+def test_the_error_is_measured_under_the_policys_own_solver(groot_bundle, tmp_path):
+    """GR00T's time runs from 0 to 1; the other way, the chunk is off by its own size."""
+    source, out = tmp_path / "policy.gguf", tmp_path / "int8.gguf"
+    shutil.copyfile(groot_bundle("groot-n15"), source)
+    assert main(["quantize", str(source), "--out", str(out), "--observations", "2"]) == 0
+    record = Bundle(out).manifest.quantization
+    assert 0 < record.error <= record.error_max < 0.1
 
 
 def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):

@@ -24,7 +24,7 @@ from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.trace import Trace
 from sinew.processing import ModelInputs
-from sinew.solvers import FLOW, Solver, solve
+from sinew.solvers import Solver, solve
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class OnnxEngine:
 
     providers: ONNX Runtime execution providers in order of preference, by their own names or short ones; every
     one must be offered by the installed onnxruntime, and load. threads: for compute; chosen from the machine
-    if None.
+    if None. solver: the policy's; the graphs do not hold it, and there is no default, because a wrong one gives
+    plausible numbers of the wrong sign (GR00T runs from 0 to 1, openpi from 1 to 0).
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class OnnxEngine:
         directory: Path | str,
         providers: Sequence[str] = (),
         threads: int | None = None,
-        solver: Solver = FLOW,
+        *,
+        solver: Solver,
     ):
         ort = runtime()
         wanted, self.provider_reason = choose(providers)

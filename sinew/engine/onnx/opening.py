@@ -23,7 +23,7 @@ def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
     """Return the engine over the graphs of an export, or those beside the bundle, which are made on first use."""
     folder = options.graphs or graphs_of(bundle)
     check_bits(folder)
-    engine = OnnxEngine(folder, options.providers, options.threads, bundle.manifest.spec.solver)
+    engine = OnnxEngine(folder, options.providers, options.threads, solver=bundle.manifest.spec.solver)
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
