@@ -36,15 +36,15 @@ PI = {
     "min_period": 0.004,
     "max_period": 4.0,
     "vision": ViTConfig(1152, 4304, 27, 16, 224, 14, 1e-6),
-    "language": DecoderConfig(2048, 16384, 18, 8, 1, 256, 1e-6, 1e4, "gemma"),
-    "expert": DecoderConfig(1024, 4096, 18, 8, 1, 256, 1e-6, 1e4, "gemma"),
+    "language": DecoderConfig(2048, 16384, 18, 8, 1, 256, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
+    "expert": DecoderConfig(1024, 4096, 18, 8, 1, 256, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
 }
 SMOLVLA = {
     **PI,
     "vocab_size": 49280,
     "vision": ViTConfig(768, 3072, 12, 12, 512, 16, 1e-6),
-    "language": DecoderConfig(960, 2560, 16, 15, 5, 64, 1e-5, 1e4, "llama"),
-    "expert": DecoderConfig(720, 2048, 16, 15, 5, 64, 1e-5, 1e4, "llama"),
+    "language": DecoderConfig(960, 2560, 16, 15, 5, 64, 1e-5, 1e4),
+    "expert": DecoderConfig(720, 2048, 16, 15, 5, 64, 1e-5, 1e4),
     "pixel_shuffle": 4,
     "self_attn_every_n_layers": 2,
 }
@@ -53,16 +53,16 @@ TINY_PI = {
     "vocab_size": 64,
     "chunk_size": 6,
     "vision": ViTConfig(32, 64, 2, 2, 28, 14, 1e-6),
-    "language": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-6, 1e4, "gemma"),
-    "expert": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-6, 1e4, "gemma"),
+    "language": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
+    "expert": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-6, 1e4, "gemma_rms", "gelu_tanh"),
 }
 TINY_SMOLVLA = {
     **SMOLVLA,
     "vocab_size": 64,
     "chunk_size": 6,
     "vision": ViTConfig(32, 64, 2, 2, 64, 16, 1e-6),
-    "language": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-5, 1e4, "llama"),
-    "expert": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-5, 1e4, "llama"),
+    "language": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-5, 1e4),
+    "expert": DecoderConfig(32, 64, 2, 2, 1, 16, 1e-5, 1e4),
 }
 # name -> (architecture, configuration, the same with small widths for tests without a GPU)
 MODELS: dict[str, tuple[str, Any, Any]] = {

@@ -142,9 +142,8 @@ def cache_name(out: Path) -> Path:
 
 
 def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    from sinew.engine.onnx.cache import cached_graphs
     from sinew.engine.onnx.engine import OnnxEngine
-    from sinew.engine.onnx.opening import graphs_of, variant
+    from sinew.engine.onnx.opening import graphs_of
     from sinew.engine.onnx.providers import runtime
     from sinew.engine.onnx.quantize import quantize_graphs, weight_bits
     from sinew.policy import Policy
@@ -160,7 +159,8 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
         errors = measure(reference, engine, islice(stream, count))
         record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
         record = _store(opened, chosen, record, out)
-        cached_graphs(out, lambda cache: shutil.copytree(folder, cache, dirs_exist_ok=True), variant(bits))
+        # These graphs were rounded from float weights. The bundle's own are exported from what it stores, when it is
+        # first opened, so that one file gives one set of actions.
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return record, f"graphs of {bits} bits per output channel: {why}"

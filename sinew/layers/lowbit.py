@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinew.bundle.quant import FORMATS
-
 LARGEST = 127  # of int8 activations
 TINY = 1e-30  # rows smaller than this count as this large
 
 
 def codes(weight: Tensor, name: str, k: int) -> Tensor:
     """Return the codes less their offset, int8 [N, k], of stored rows, uint8 [N, bytes]."""
+    from sinew.bundle.quant import FORMATS  # its gguf may be missing beside a GPU
+
     offset, rows = FORMATS[name].offset, weight.shape[0]
     if name == "int8":
         return weight.view(torch.int8)
@@ -78,6 +78,8 @@ def twin(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float
 ) -> Tensor:
     """Compute the product in plain PyTorch: x float32 [M, K] -> float32 [M, N]. It defines what kernels compute."""
+    from sinew.bundle.quant import FORMATS  # its gguf may be missing beside a GPU
+
     K = x.shape[1]
     whole, steps = quantize_rows(x, smallest)
     weights = codes(weight, name, K)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinew.bundle.quant import FORMATS
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.lowbit import TINY, dequantize, lowbit_linear
 
@@ -16,6 +15,8 @@ TERNARY_SMALLEST = 1e-5  # BitNet's: rows of smaller activations count as this l
 
 
 def _stored(name: str, channels: int, k: int) -> nn.Parameter:
+    from sinew.bundle.quant import FORMATS  # needs gguf, which a machine with a GPU alone may lack
+
     return nn.Parameter(
         torch.empty(channels, FORMATS[name].row_bytes(k), dtype=torch.uint8), requires_grad=False
     )

@@ -222,10 +222,17 @@ def test_the_bundle_carries_recipe_and_error(quantised, capsys):
     assert (record.observations, record.source) == (3, "random frames")
     assert record.engine.startswith("onnxruntime ")
     assert replace(out.manifest, quantization=None) == source.manifest
-    for name, info in source.infos.items():
-        assert bytes(out.tensor(name).view(-1).numpy().tobytes()) == source.tensor(name).numpy().tobytes(), (
-            info
-        )
+    assert {module.partition(".")[0] for module in out.lowbit} >= {"vision", "language"}
+    assert set(out.lowbit.values()) == {"int8"}
+    for name in source.infos:
+        module, wanted = name.removesuffix(".weight"), source.tensor(name)
+        if not name.endswith(".weight") or module not in out.lowbit:
+            assert out.tensor(name).numpy().tobytes() == wanted.numpy().tobytes(), name
+            continue
+        scale = out.tensor(f"{module}.scale").numpy()[:, None]
+        codes = out.tensor(name).numpy().view(np.int8)
+        assert (np.abs(codes * scale - wanted.float().numpy()) <= scale / 2 * 1.0001).all(), name
+    assert set(out.infos) - set(source.infos) == {f"{module}.scale" for module in out.lowbit}
     assert main(["inspect", str(out.path)]) == 0
     assert "vision int8" in capsys.readouterr().out
 
@@ -253,16 +260,14 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
     assert np.array_equal(load(fresh, engine="onnx", threads=1).infer(g.observation()).actions, actions)
     assert main(["export", str(out), "--onnx", str(tmp_path / "robot")]) == 0
     assert np.array_equal(load(tmp_path / "robot", threads=1).infer(g.observation()).actions, actions)
-    chosen = load(out, threads=1)
-    assert (chosen.engine_name, chosen.choice.engine_reason) == ("onnx", "it follows the bundle's recipe")
-    assert np.array_equal(chosen.infer(g.observation()).actions, actions)
+    chosen = load(out, threads=1)  # engine cpu where its kernels can be built, else onnx
+    assert chosen.engine_name in ("cpu", "onnx")
+    assert chosen.choice.engine_reason == "it follows the bundle's recipe"
+    assert distance(chosen.infer(g.observation()).actions, actions) < 0.05
     assert chosen.precision == {"vision": "int8", "language": "int8", "head": "fp32"}
-    with pytest.raises(SinewError, match="vision int8, language int8, which engine eager does not compute"):
-        load(out, engine="eager")
-    ignored = load(out, engine="eager", ignore_recipe=True)
-    assert np.array_equal(
-        ignored.infer(g.observation()).actions, load(source, engine="eager").infer(g.observation()).actions
-    )
+    ignored = load(out, engine="eager", ignore_recipe=True).infer(g.observation()).actions
+    widened = distance(ignored, load(source, engine="eager").infer(g.observation()).actions)
+    assert 1e-6 < widened < 0.05  # eager widens the stored weights: they are not the source's
 
 
 def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(quantised, tmp_path, monkeypatch):

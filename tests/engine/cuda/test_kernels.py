@@ -244,7 +244,7 @@ def test_twin_of_the_adaptive_norm_is_the_layer_and_folds_into_the_product() -> 
 def test_five_twins_in_a_row_are_a_layer_of_the_head() -> None:
     """pi0.5: both norms inside the products, their modulation from a table; nothing else between the launches."""
     torch.manual_seed(0)
-    config = DecoderConfig(24, 40, 1, 4, 1, 16, 1e-6, 1e4, "gemma")
+    config = DecoderConfig(24, 40, 1, 4, 1, 16, 1e-6, 1e4, "gemma_rms", "gelu_tanh")
     layer = AdaptiveDecoderLayer(config).requires_grad_(False)
     x, prefix = torch.randn(5, 24), (torch.randn(11, 1, 16), torch.randn(11, 1, 16))
     mask = torch.rand(5, 16) > 0.3
