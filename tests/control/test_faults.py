@@ -195,7 +195,7 @@ def test_a_half_open_connection() -> None:
 def test_segments_that_are_lost_and_sent_again() -> None:
     with Puppet(dim=4) as puppet, Proxy(puppet.port, seed=1) as proxy, Run(proxy.port) as run:
         run.moves()
-        proxy.loss = 0.3
+        proxy.loss, proxy.stall = 0.3, 0.01  # a message has a dozen segments: some are late in each
         run.moves(60)
         proxy.stall = 1.0  # beyond the deadline
         run.holds()

@@ -819,7 +819,7 @@ def run_client(command: list[str], directory: Path, steps: int, **environment: s
     log = directory / "robot.json"
     settings = {"ROBOT_LOG": str(log), "ROBOT_STEPS": str(steps), "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
-        [CLIENTS, ROOT / "tests" / "lerobot_robot.py", *flags],
+        [CLIENTS, Path(__file__).with_name("lerobot_robot.py"), *flags],
         cwd=directory,  # it makes a folder of logs
         env={**os.environ, **settings},
         capture_output=True,

@@ -1,5 +1,5 @@
 // Every kernel of this CPU against plain loops, bit by bit: a program of its own, so that it also runs under an emulator
-// of another CPU and under the sanitizers (tests/test_cpu_kernels.py builds it). Arguments: cases, seed.
+// of another CPU and under the sanitizers (tests/engine/cpu builds it). Arguments: cases, seed.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
