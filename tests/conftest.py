@@ -94,6 +94,13 @@ def openvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     return make
 
 
+@pytest.fixture(scope="session")
+def jepa_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden VLA-JEPA checkpoint, converted."""
+    home, out = golden / "vla-jepa", tmp_path_factory.mktemp("bundles") / "vla-jepa.gguf"
+    return convert(home / "checkpoint", out, vlm=home / "vlm", name="vla-jepa")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--faults-rounds", type=int, default=0, help="of tests/serve/test_faults.py, in random order"

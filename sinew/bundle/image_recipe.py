@@ -11,7 +11,8 @@ MAX_SIZE = 8192  # bounds every length that a manifest may ask for: pixels, toke
 
 @dataclass(frozen=True)
 class ImageStep:
-    """One change of a whole frame, uint8 to uint8, as the library that prepared the training images rounds it.
+    """One change of a whole frame, as the library that prepared the training images rounds it: uint8 to uint8, or
+    float32 in [0, 1] where the method says so.
 
     resize       to ``height`` x ``width`` whatever the aspect ratio, by ``method``
     centre_crop  the middle part of this ``area``, resized to ``height`` x ``width`` (TensorFlow's crop_and_resize)
@@ -25,13 +26,23 @@ class ImageStep:
 
     method: "lanczos3" (TensorFlow's, antialiased), "area" (OpenCV's INTER_AREA), "bilinear" or "bicubic" (torch's
     antialiased uint8 kernels), "pil_bicubic" (Pillow's), "bilinear_cut" (torch's antialiased on floats, then cut to
-    uint8). other_sizes: only for frames that do not have the recipe's size as they come.
+    uint8), "area_float" (torch's adaptive mean of floats), "bicubic_float" (torch's antialiased on floats; it may leave
+    [0, 1]). other_sizes: only for frames that do not have the recipe's size as they come.
     """
 
     kind: Literal["resize", "centre_crop", "jpeg", "square", "short_side", "crop", "grid"]
     height: int = 0
     width: int = 0
-    method: Literal["lanczos3", "area", "bilinear", "bicubic", "pil_bicubic", "bilinear_cut"] = "lanczos3"
+    method: Literal[
+        "lanczos3",
+        "area",
+        "bilinear",
+        "bicubic",
+        "pil_bicubic",
+        "bilinear_cut",
+        "area_float",
+        "bicubic_float",
+    ] = "lanczos3"
     area: float = 1.0
     quality: int = 95
     other_sizes: bool = False
@@ -41,6 +52,11 @@ class ImageStep:
     unit: int = 0
     min_pixels: int = 0
     max_pixels: int = 0
+
+    @property
+    def in_floats(self) -> bool:
+        """Return True for a step of floats."""
+        return self.kind in ("resize", "grid", "short_side") and self.method.endswith("_float")
 
     @property
     def is_believable(self) -> bool:
@@ -101,6 +117,10 @@ def image_rules(image: ImageRecipe) -> dict[str, bool]:
         "processing.image: a step's size, area or quality is out of range": all(
             step.is_believable for step in image.steps
         ),
+        "processing.image: expected steps that are all of uint8 or all of floats": len(
+            {step.in_floats for step in image.steps}
+        )
+        <= 1,
         "processing.image: the steps end in another size": image.resize == "letterbox"
         or all((step.height, step.width) == (image.height, image.width) for step in fixed),
     }

@@ -58,6 +58,9 @@ def statistics_problems(recipe: Normalization) -> Iterator[str]:
     """Yield what is wrong with the statistics that a normalisation reads: finite, std >= 0, low <= high."""
     if not (math.isfinite(recipe.eps) and recipe.eps >= 0):
         yield f"eps: expected a number of at least 0, got {recipe.eps}"
+    dims = max(map(len, recipe.stats.values()), default=0) // max(recipe.rows, 1)
+    if not (math.isfinite(recipe.snap_at) and all(0 <= dim < dims for dim in recipe.snap)):
+        yield f"snap: expected dimensions below {dims} and a finite threshold"
     if not 0 <= recipe.rows <= MAX_SIZE:
         yield f"rows: expected 0 to {MAX_SIZE}, got {recipe.rows}"
     for name, values in recipe.stats.items():
@@ -171,6 +174,8 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
         and len(prompt.image_text) <= 64
         and prompt.template.count("{image}") <= 16
         and -1 <= prompt.placeholder < prompt.vocab_size,
+        "processing.prompt: marker or markers out of range": 0 <= prompt.markers <= MAX_SIZE
+        and -1 <= prompt.marker < prompt.vocab_size,
         "processing.prompt: pad_token_id is not in the vocabulary": 0
         <= prompt.pad_token_id
         < prompt.vocab_size,

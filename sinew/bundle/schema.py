@@ -51,6 +51,7 @@ class PromptRecipe:
     list of one text (``['pick it up']``).
     ``{image}`` in the template is where a view stands: ``image_text`` once for each of its ``image_tokens`` tokens.
     placeholder: the id of that text; no instruction may add one.
+    markers: how many tokens of the id ``marker`` the template holds; no instruction may add one of these either.
     """
 
     max_tokens: int
@@ -72,6 +73,8 @@ class PromptRecipe:
     image_text: str = ""
     image_tokens: int = 0
     placeholder: int = -1
+    marker: int = -1
+    markers: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class Normalization:
     range only where that is zero. ``openpi`` computes in float64 and adds eps everywhere. ``gr00t`` computes in
     float64, without eps; where a range is zero the normalised value is zero.
 
-    clip: model units are clipped to [-1, 1], after normalising and before its inverse. rows: statistics are those of
+    clip: model units are clipped to [-1, 1], after normalising and before its inverse. snap: these dimensions become 1
+    where they are at least ``snap_at``, else 0, after that clip and before the inverse. rows: statistics are those of
     each step of a chunk, ``rows * dim`` values, step by step; 0 where all steps share them.
     """
 
@@ -97,6 +101,8 @@ class Normalization:
     convention: Literal["lerobot", "openpi", "gr00t"] = "lerobot"
     clip: bool = False
     rows: int = 0
+    snap: tuple[int, ...] = ()
+    snap_at: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,12 @@ class VectorStep:
     add_state        x[dims] += state[state_dims]: actions that are relative to the (stepped) state
     compose_pose     x[dims] is a pose in the frame of the pose state[state_dims]: position and six numbers of a
                      rotation (9), or position and rotation vector (6); see ``processing/rotations.py``
+    threshold        x[dims] = -1 where x[dims] > offset, else 1: a gripper that is commanded open or shut
 
     state_dims: where they are empty, ``dims``.
     """
 
-    kind: Literal["affine", "linear_to_angle", "add_state", "compose_pose"]
+    kind: Literal["affine", "linear_to_angle", "add_state", "compose_pose", "threshold"]
     dims: tuple[int, ...]
     scale: float = 1.0
     offset: float = 0.0

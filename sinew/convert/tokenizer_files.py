@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,14 @@ class TokenizerFiles:
         if found is None:
             raise ConvertError(f"{self.path}: the tokenizer has no token of id {token_id}")
         return found
+
+    def with_tokens(self, tokens: Sequence[str]) -> TokenizerFiles:
+        """Return the tokenizer with special tokens behind its last; those that it has keep their ids."""
+        from tokenizers import AddedToken, Tokenizer
+
+        tokenizer = Tokenizer.from_str(self.text)
+        tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in tokens])
+        return replace(self, text=tokenizer.to_str(), tokenizer=tokenizer)
 
     def token_id(self, token: str) -> int:
         found = self.tokenizer.token_to_id(token)

@@ -21,6 +21,7 @@ REGISTRY = {
     "openvla": "sinew.models.openvla:OpenVLA",
     "openvla_oft": "sinew.models.openvla:OpenVLAOFT",
     "bitvla": "sinew.models.openvla:OpenVLAOFT",
+    "vla_jepa": "sinew.models.jepa:VLAJepa",
     "vla_adapter": "sinew.models.adapter:Adapter",
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -83,12 +84,18 @@ class Gr00t(Model):
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Context:
         """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
+        is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
+        return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
+
+    def seen(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return which tokens are a seen view's, and which count at all: bool [B, L] each."""
         placed = (tokens == self.config.image_token) & token_mask  # [B, L]
         count = image_tokens.shape[2]
         view = ((placed.long().cumsum(dim=1) - 1) // count).clamp(0, image_tokens.shape[1] - 1)
         is_image = placed & camera_mask.gather(1, view)
-        valid = token_mask & (is_image | ~placed)
-        return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
+        return is_image, token_mask & (is_image | ~placed)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -176,7 +183,7 @@ class Gr00tEagle(Gr00t):
 class Gr00tQwen(Gr00t):
     """Qwen3-VL under the head: N1.7. Features are those of the last kept layer, before any final norm."""
 
-    config_type = Gr00tQwenConfig
+    config_type: ClassVar[type] = Gr00tQwenConfig
 
     def __init__(self, config: Gr00tQwenConfig):
         super().__init__(config)

@@ -52,11 +52,11 @@ class HeadConfig:
 class Context(NamedTuple):
     """What the head reads of one observation.
 
-    state: [B, 1, D]. keys, values: of every block that reads features, [B, L, H, D] each. text, image: bool [B, 1, L],
-    the rows that the two kinds of blocks read.
+    prefix: tokens before the actions, [B, state and future tokens, D]. keys, values: of every block that reads
+    features, [B, L, H, D] each. text, image: bool [B, 1, L], the rows that the two kinds of blocks read.
     """
 
-    state: Tensor
+    prefix: Tensor
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     text: Tensor
@@ -95,7 +95,7 @@ class Head(nn.Module):
 
     def __init__(self, config: HeadConfig, state_dim: int, action_dim: int):
         super().__init__()
-        self.config = config
+        self.config, self.state_dim = config, state_dim
         size, width = config.dit.hidden_size, config.dit.context_size
         if config.norm_features:
             self.vl_norm = LayerNorm(width, eps=VL_NORM_EPS)
@@ -103,7 +103,8 @@ class Head(nn.Module):
             SelfAttentionLayer(width, config.refine_heads, config.refine_head_dim)
             for _ in range(config.refine_layers)
         )
-        self.state_encoder = Projector(state_dim, config.hidden_size, size)
+        if state_dim:
+            self.state_encoder = Projector(state_dim, config.hidden_size, size)
         self.action_encoder = ActionEncoder(action_dim, size)
         self.action_decoder = Projector(config.dit.output_size, config.hidden_size, action_dim)
         if config.positions:
@@ -125,7 +126,15 @@ class Head(nn.Module):
         keys, values = zip(*self.dit.context(self.refine(features, valid)), strict=True)
         split = self.config.text_every > 0
         text, image = (valid & ~is_image, valid & is_image) if split else (valid, valid)
-        return Context(self.state_encoder(state)[:, None], keys, values, text[:, None], image[:, None])
+        return Context(self.prefix(state), keys, values, text[:, None], image[:, None])
+
+    def prefix(self, state: Tensor) -> Tensor:
+        """Return the tokens before the actions, [B, state and future tokens, D]. state: [B, S]."""
+        parts = [self.state_encoder(state)[:, None]] if self.state_dim else []
+        if self.config.future_tokens:
+            future = self.future_tokens.weight.expand(state.shape[0], -1, -1)
+            parts.append(future.to(parts[0].dtype) if parts else future)
+        return torch.cat(parts, dim=1)
 
     def moment(self, bucket: Tensor) -> Tensor:  # int64 [B] -> [B, D + (layers + 1) * 2 D]
         """Return the time as the action encoder reads it, then every modulation of the transformer."""
@@ -142,10 +151,7 @@ class Head(nn.Module):
         actions = self.action_encoder(x, time)  # [B, H, D]
         if config.positions:
             actions = actions + self.position_embedding.weight[:H]
-        parts = [context.state.to(actions.dtype), actions]
-        if config.future_tokens:
-            parts.insert(1, self.future_tokens.weight.expand(B, -1, -1).to(actions.dtype))
-        h = torch.cat(parts, dim=1).to(self.dit.dtype)  # [B, S, D]
+        h = torch.cat([context.prefix.to(actions.dtype), actions], dim=1).to(self.dit.dtype)  # [B, S, D]
         S = h.shape[1]
         own = torch.ones(B, S, S, dtype=torch.bool, device=h.device)
         reads = (context.text.expand(-1, S, -1), context.image.expand(-1, S, -1))

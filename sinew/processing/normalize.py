@@ -24,6 +24,7 @@ class Normalizer:
 
     def __init__(self, recipe: Normalization, dim: int, what: str):
         self.mode, self.dim, self.clip, self.rows = recipe.mode, dim, recipe.clip, recipe.rows
+        self.snap, self.snap_at = list(recipe.snap), recipe.snap_at
         self.openpi, self.gr00t = (recipe.convention == name for name in ("openpi", "gr00t"))
         self.dtype: Any = np.float64 if self.openpi or self.gr00t else np.float32
         self.eps = self.dtype(recipe.eps)
@@ -49,7 +50,7 @@ class Normalizer:
     @property
     def is_affine(self) -> bool:
         """Return True if the inverse is one scale and one offset per dimension: see :meth:`affine`."""
-        return not self.clip and not self.rows
+        return not self.clip and not self.rows and not self.snap
 
     def normalize(self, x: np.ndarray) -> np.ndarray:
         x = x.astype(self.dtype)
@@ -71,6 +72,8 @@ class Normalizer:
             return x
         if self.clip:
             x = np.clip(x, -1, 1)
+        if self.snap:
+            x[..., self.snap] = x[..., self.snap] >= self.snap_at
         a, b = (stat[: len(x)] for stat in self.stats) if self.rows else self.stats
         if self.mode == "mean_std":
             return x * (b + self.eps if self.openpi else b) + a

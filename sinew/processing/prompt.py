@@ -90,11 +90,13 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
-        if self.recipe.image_tokens:
-            found = int((array == self.recipe.placeholder).sum())
-            wanted = self.recipe.image_tokens * self.recipe.template.count("{image}")
-            if found != wanted:
-                raise ObservationError(name, f"{wanted} image tokens ({self.recipe.placeholder})", str(found))
+        images = self.recipe.image_tokens * self.recipe.template.count("{image}")
+        for what, token, wanted in (
+            ("image tokens", self.recipe.placeholder, images),
+            ("marking tokens", self.recipe.marker, self.recipe.markers),
+        ):
+            if wanted and (found := int((array == token).sum())) != wanted:
+                raise ObservationError(name, f"{wanted} {what} ({token})", str(found))
         return array.astype(np.int64)
 
     def pad(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -133,6 +133,16 @@ def resize_antialias(image: np.ndarray, height: int, width: int, method: str) ->
 @lru_cache(maxsize=64)
 def _antialias_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray, int]:
     """Return source indices and int32 weights, both [taps, target], and the number of bits behind the point."""
+    sources, weights = _antialias_weights(size, target, method)
+    largest, bits = weights.max(), 0
+    while bits < MAX_WEIGHT_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:
+        bits += 1
+    scaled = weights * (1 << bits)
+    return sources, np.trunc(scaled + np.where(weights < 0, -0.5, 0.5)).astype(np.int32), bits
+
+
+def _antialias_weights(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return source indices and float64 weights, both [taps, target]."""
     scale = size / target
     kernel, reach = (_cubic, 2.0) if method == "bicubic" else (_triangle, 1.0)
     support, inverse = (reach * scale, 1.0 / scale) if scale >= 1.0 else (reach, 1.0)
@@ -146,11 +156,40 @@ def _antialias_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np
         total = sum(values)
         weights[:count, at] = [value / total for value in values] if total else values
         sources[:count, at] = range(low, low + count)
-    largest, bits = weights.max(), 0
-    while bits < MAX_WEIGHT_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:
-        bits += 1
-    scaled = weights * (1 << bits)
-    return sources, np.trunc(scaled + np.where(weights < 0, -0.5, 0.5)).astype(np.int32), bits
+    return sources, weights
+
+
+def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
+    """float32 [h, w, C] -> float32 [height, width, C], columns first, then rows; nothing is rounded or clipped.
+
+    method: "area" (torch's ``interpolate(mode="area")``) or "bicubic" (its antialiased one, a = -0.5).
+    """
+    out = image
+    for axis, target in ((1, width), (0, height)):
+        if out.shape[axis] == target:
+            continue
+        shape = [1, 1, 1]
+        shape[axis] = target
+        total: np.ndarray | np.float32 = np.float32(0)
+        for source, weight in zip(*_float_taps(out.shape[axis], target, method), strict=True):
+            total = total + np.take(out, source, axis=axis) * weight.reshape(shape)
+        out = np.asarray(total)
+    return out
+
+
+@lru_cache(maxsize=64)
+def _float_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return source indices and float32 weights, both [taps, target]."""
+    if method == "bicubic":
+        sources, weights = _antialias_weights(size, target, method)
+        return sources, weights.astype(np.float32)
+    spans = [(at * size // target, -((at + 1) * size // -target)) for at in range(target)]
+    taps = max(end - start for start, end in spans)
+    sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target), np.float32)
+    for at, (start, end) in enumerate(spans):
+        sources[: end - start, at] = range(start, end)
+        weights[: end - start, at] = 1 / (end - start)
+    return sources, weights
 
 
 def resize_cut(image: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -8,13 +8,16 @@ import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.processing.jpeg import jpeg_round_trip
-from sinew.processing.resample import resize_antialias, resize_area, resize_cut
+from sinew.processing.resample import resize_antialias, resize_area, resize_cut, resize_floats
+from sinew.processing.resize import to_unit
 from sinew.processing.tensorflow_image import centre_crop, resize_lanczos3, to_uint8
 
 
 def apply_image_steps(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
-    """uint8 or float32 [h, w, 3] -> uint8 [H, W, 3], each step of the recipe in order."""
-    if frame.dtype != np.uint8:
+    """uint8 or float32 [h, w, 3] -> uint8 or, where steps are of floats, float32 [H, W, 3], each step in order."""
+    if recipe.steps[0].in_floats:
+        frame = to_unit(frame)
+    elif frame.dtype != np.uint8:
         frame = np.rint(frame * np.float32(255)).astype(np.uint8)
     fits = frame.shape[:2] == (recipe.height, recipe.width)
     for step in recipe.steps:
@@ -24,7 +27,7 @@ def apply_image_steps(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
 
 
 def apply_step(frame: np.ndarray, step: ImageStep) -> np.ndarray:
-    """uint8 [h, w, 3] -> uint8 [H, W, 3]."""
+    """uint8 (or float32) [h, w, 3] -> the same dtype [H, W, 3]."""
     if step.kind == "jpeg":
         return jpeg_round_trip(frame, step.quality)
     if step.kind == "centre_crop":
@@ -44,7 +47,9 @@ def apply_step(frame: np.ndarray, step: ImageStep) -> np.ndarray:
 
 
 def resize(frame: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
-    """uint8 [h, w, 3] -> uint8 [height, width, 3] by a method of ``schema.ImageStep``."""
+    """uint8 (or float32) [h, w, 3] -> the same dtype [height, width, 3] by a method of ``schema.ImageStep``."""
+    if method.endswith("_float"):
+        return resize_floats(frame, height, width, method.removesuffix("_float"))
     if method == "pil_bicubic":
         from PIL import Image  # here: not every policy resizes with it
 

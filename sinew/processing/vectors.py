@@ -27,6 +27,8 @@ def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | 
             with np.errstate(divide="ignore"):  # an opening of zero is beyond the clip
                 sine = (step.horn**2 + part**2 - step.arm**2) / (2 * step.horn * part)
             part = np.arcsin(np.clip(sine, -1.0, 1.0))
+        elif step.kind == "threshold":
+            part = np.where(part > step.offset, -1, 1)
         else:
             assert state is not None, "actions relative to the state need the state"
             reference = state[list(step.reads)]

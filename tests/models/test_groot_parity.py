@@ -94,7 +94,7 @@ def test_every_solver_step_matches(case):
     model = policy.engine.model
     context = model.read(*read(policy, g))
     close(model.head.refine(g["backbone_features"], g["attention_mask"] == 1), g["vl_embeds"])
-    close(context.state, g["state_token"])
+    close(context.prefix[:, :1], g["state_token"])
     for time, x_t, v_t in zip(model.solver.times(4), g["x_t"], g["v_t"], strict=True):
         close(model.act(x_t, model.moment(torch.tensor([time], dtype=torch.float64)), context), v_t)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.processing.resample import resize_antialias, resize_area, resize_cut
+from sinew.processing.resample import resize_antialias, resize_area, resize_cut, resize_floats
 from tests.golden import Golden
 
 GROOT = Path(__file__).resolve().parents[1] / "fixtures" / "groot-n17"
@@ -103,3 +103,21 @@ def test_the_cut_resize_follows_torchs_floats(sizes, seed):
     exact = exact.permute(1, 2, 0).double().numpy() * 255
     found = resize_cut(image, to_height, to_width)
     assert ((found <= exact + 1e-3) & (found >= exact - 1 - 1e-3)).all()
+
+
+@given(
+    sizes=st.tuples(*(st.integers(2, 40) for _ in range(4))),  # from two on: see above
+    mode=st.sampled_from(["area", "bicubic"]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_resizes_of_floats_equal_torchs(sizes, mode, seed):
+    height, width, *target = sizes
+    image = np.random.default_rng(seed).random((height, width, 3), np.float32)
+    more = {"antialias": True, "align_corners": False} if mode == "bicubic" else {}
+    planes = torch.from_numpy(image.transpose(2, 0, 1).astype(np.float64))[
+        None
+    ]  # its float32 weights round more
+    expected = torch.nn.functional.interpolate(planes, size=tuple(target), mode=mode, **more)[0]
+    found = resize_floats(image, *target, mode).transpose(2, 0, 1)
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6, rtol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from sinew.bundle.image_recipe import ImageStep
 from sinew.convert.chat_template import MARK, find_chat_template, render
@@ -57,13 +58,8 @@ def read(path: Path, options: Options) -> Conversion:
     tower = vision_config(vision)
 
     preprocessor = Record(vlm_dir / "preprocessor_config.json")
-    size = preprocessor.get("size", {})
     unit = tower.patch_size * tower.merge
-    smallest = size.get("shortest_edge", preprocessor.get("min_pixels"))
-    largest = size.get("longest_edge", preprocessor.get("max_pixels"))
-    if smallest is None or largest is None:
-        raise ConvertError(f"{preprocessor.path}: no size.shortest_edge and longest_edge")
-    grid = ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method="bicubic")
+    grid = grid_step(preprocessor, unit, "bicubic")
     image, frames = image_recipe(processor, preprocessor, grid, options)
     rows, cols = image.height // unit, image.width // unit
 
@@ -121,9 +117,6 @@ def read(path: Path, options: Options) -> Conversion:
 def model_config(config: Record, vlm: Record, rows: int, cols: int) -> Gr00tQwenConfig:
     """Return the model of a checkpoint's config.json and its language model's, for views of rows x cols tokens."""
     text = vlm.part("text_config")
-    sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
-    if not sections.get("mrope_interleaved") or len(sections.get("mrope_section", ())) != 3:
-        raise ConvertError(f"{text.path}: expected interleaved rotary positions with three sections")
     language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])
     return Gr00tQwenConfig(
         language=language,
@@ -136,8 +129,27 @@ def model_config(config: Record, vlm: Record, rows: int, cols: int) -> Gr00tQwen
         vision=vision_config(vlm.part("vision_config")),
         rows=rows,
         cols=cols,
-        position_sections=tuple(sections["mrope_section"]),
+        position_sections=position_sections(text),
     )
+
+
+def position_sections(text: Record) -> tuple[int, int, int]:
+    """Return how many rotary frequencies of a Qwen3-VL turn with time, row and column."""
+    sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
+    time, row, column = sections.get("mrope_section") or (0, 0, 0)
+    if not sections.get("mrope_interleaved") or not time:
+        raise ConvertError(f"{text.path}: expected interleaved rotary positions with three sections")
+    return time, row, column
+
+
+def grid_step(preprocessor: Record, unit: int, method: Literal["bicubic", "bicubic_float"]) -> ImageStep:
+    """Return the image processor's own resize, to multiples of ``unit`` pixels."""
+    size = preprocessor.get("size", {})
+    smallest = size.get("shortest_edge", preprocessor.get("min_pixels"))
+    largest = size.get("longest_edge", preprocessor.get("max_pixels"))
+    if smallest is None or largest is None:
+        raise ConvertError(f"{preprocessor.path}: no size.shortest_edge and longest_edge")
+    return ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method=method)
 
 
 def vision_config(vision: Record) -> QwenViTConfig:

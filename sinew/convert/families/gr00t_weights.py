@@ -24,16 +24,7 @@ def head_rules(embodiment: int) -> Rules:
         Rule(coder + "b", (r"head.\1.fc\2.bias",), bias),
         Rule(HEAD + r"action_encoder\.W(\d)\.W", (r"head.action_encoder.fc\1.weight",), weight),
         Rule(HEAD + r"action_encoder\.W(\d)\.b", (r"head.action_encoder.fc\1.bias",), bias),
-        Rule(HEAD + r"model\.timestep_encoder\.timestep_embedder\.linear_1\.(.*)", (r"head.dit.time_in.\1",)),
-        Rule(
-            HEAD + r"model\.timestep_encoder\.timestep_embedder\.linear_2\.(.*)", (r"head.dit.time_out.\1",)
-        ),
-        Rule(HEAD + r"model\.proj_out_1\.(.*)", (r"head.dit.dense.\1",)),
-        Rule(HEAD + r"model\.proj_out_2\.(.*)", (r"head.dit.proj.\1",)),
-        Rule(
-            HEAD + r"model\.transformer_blocks\.(\d+)\.norm1\.linear\.(.*)", (r"head.dit.layers.\1.dense.\2",)
-        ),
-        *_blocks(HEAD + r"model\.transformer_blocks", "head.dit.layers"),
+        *transformer_rules(HEAD),
         *_blocks(HEAD + r"vl_self_attention\.transformer_blocks", "head.vl_layers"),
         Rule(
             HEAD + r"vl_self_attention\.transformer_blocks\.(\d+)\.norm1\.(.*)",
@@ -44,8 +35,21 @@ def head_rules(embodiment: int) -> Rules:
             (r"head.vl_layers.\1.norm2.\2",),
         ),
         Rule(HEAD + r"vlln\.(.*)", (r"head.vl_norm.\1",)),
-        Rule(HEAD + r"(position_embedding|future_tokens)\.(.*)", (r"head.\1.\2",)),
         Rule(HEAD + r"mask_token"),  # of training
+    )
+
+
+def transformer_rules(head: str) -> Rules:
+    """Return the rules of the diffusion transformer below ``head``, and of the tables beside it."""
+    dit = head + r"model\."
+    return (
+        Rule(dit + r"timestep_encoder\.timestep_embedder\.linear_1\.(.*)", (r"head.dit.time_in.\1",)),
+        Rule(dit + r"timestep_encoder\.timestep_embedder\.linear_2\.(.*)", (r"head.dit.time_out.\1",)),
+        Rule(dit + r"proj_out_1\.(.*)", (r"head.dit.dense.\1",)),
+        Rule(dit + r"proj_out_2\.(.*)", (r"head.dit.proj.\1",)),
+        Rule(dit + r"transformer_blocks\.(\d+)\.norm1\.linear\.(.*)", (r"head.dit.layers.\1.dense.\2",)),
+        *_blocks(dit + "transformer_blocks", "head.dit.layers"),
+        Rule(head + r"(position_embedding|future_tokens)\.(.*)", (r"head.\1.\2",)),
     )
 
 

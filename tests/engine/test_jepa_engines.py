@@ -1,0 +1,61 @@
+"""VLA-JEPA on every engine, against eager: the plan, the CUDA engine over its twins, ONNX Runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.export import ON_ONNX, export_graphs
+from sinew.engine.plan import Plan
+from sinew.engine.plan.engine import PlannedEngine
+from sinew.policy import load
+from tests.convert.test_vla_jepa import observation
+from tests.engine.cuda.cuda_cases import Case
+from tests.golden import Golden, assert_parity
+
+BOUND = 2e-6  # of the action scale, the largest absolute value of eager's chunk
+
+
+@pytest.fixture(scope="module")
+def case(golden, jepa_bundle) -> tuple[Case, Golden]:
+    g = Golden(golden / "vla-jepa")
+    return Case(load(jepa_bundle, dtype="float32", engine="eager"), observation(g), g.numpy("noise")), g
+
+
+def check(found: np.ndarray, case: Case, g: Golden) -> None:
+    eager = case.eager(steps=4)
+    assert np.abs(found - eager).max() <= BOUND * np.abs(eager).max()
+    assert_parity(case.policy.processor.actions(found, case.observation), g.numpy("actions"))
+
+
+def test_every_rewrite(case):
+    case, g = case
+    plan = Plan.of(case.model)
+    assert {"tabulate-time", "hoist-positions", "fold-norms", "pack-qkv", "pack-gate-up"} <= set(plan.applied)
+    check(PlannedEngine(plan, case.policy.device).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_cuda_twins(case, kernels):
+    case, _ = case
+    engine = case.engine(kernels=kernels)
+    assert not engine.takes_frames  # the device's resize knows no area mean
+    assert case.gap(engine, case.inputs(pixels=True), 3) <= BOUND
+
+
+@pytest.mark.slow  # a minute of export
+def test_onnx_runtime(case, tmp_path):
+    case, g = case
+    policy, image = case.policy, case.policy.manifest.processing.image
+    export_graphs(
+        Plan.of(case.model, rewrites=ON_ONNX),
+        tmp_path,
+        architecture=policy.spec.architecture,
+        views=2,
+        height=image.height,
+        width=image.width,
+        steps=(4,),
+    )
+    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
+    check(engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
