@@ -66,7 +66,7 @@ class Safety:
             if MAX_NOISE < largest < np.inf:  # the policy's own check tells of what is not finite
                 raise ObservationError("noise", f"numbers up to {MAX_NOISE:g}", f"{largest:g}")
         state = self._state(observation)
-        if state is None:
+        if state is None or not state.size:  # a policy may read no state
             return ()
         distance = np.abs(state - self._state_centre) / self._state_half
         worst = int(distance.argmax())

@@ -282,6 +282,7 @@ def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpe
         solver_steps=1,
         max_prompt_tokens=MAX_TOKENS,
         solver=SINGLE,
+        embodiment=checkpoint.statistics[0],
     )
 
 

@@ -124,8 +124,14 @@ def read_act(body: bytes) -> Act:
 
 def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Cameras by the bundle's key map for the wire "openvla"; without one the full image goes to the policy's first
-    camera and the wrist images, in the order of the message, to the others. Raises ObservationError."""
+    camera and the wrist images, in the order of the message, to the others. A policy without a state leaves the
+    client's alone, as upstream. Raises ObservationError."""
     flat = keys.flatten(_arrays(act.content))
+    asked = flat.pop("unnorm_key", None)
+    if asked is not None and spec.embodiment not in ("", asked, f"{asked}_no_noops"):  # LIBERO's, as upstream
+        raise ObservationError(
+            "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", str(asked)[:100]
+        )
     if not keys.key_maps(spec, "openvla"):
         names = ["image" if act.single else "full_image", *(key for key in flat if "wrist" in key)]
         cameras = [camera.name for camera in spec.cameras]
@@ -138,7 +144,7 @@ def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = Non
         flat = {key: value for key, value in flat.items() if key not in names} | {
             f"images/{camera}": flat[name] for camera, name in zip(cameras, names, strict=False)
         }
-        if "state" not in flat and act.single:  # OpenVLA itself reads no state, so its clients send none
+        if spec.state.dim == 0 or ("state" not in flat and act.single):  # OpenVLA's clients send none
             flat["state"] = np.zeros(spec.state.dim)
     return keys.read_observation(flat, spec, "openvla", budget)
 

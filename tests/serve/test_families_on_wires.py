@@ -1,0 +1,147 @@
+"""GR00T N1.7, OpenVLA-OFT and OpenVLA behind one server with every wire: the answers are those of ``Policy.infer``."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.wire_clients import connect
+from sinew.core import Observation
+from sinew.policy import Policy, load
+from tests.convert.test_groot import observation as groot_observation
+from tests.golden import Golden
+from tests.serve import groot_client
+from tests.serve.test_server import free_port, serving
+
+pytest.importorskip("websockets.sync.client", reason="the client of the openpi wire needs websockets")
+SEED = 7
+SCHEMES = {"openpi": "ws", "http": "http"}
+
+
+def serve(tmp_path: Path, bundle: Path, wires: tuple[str, ...]):
+    ports = {wire: free_port() for wire in wires}
+    words = [word for wire, port in ports.items() for word in ("--wire", f"{wire}:{port}")]
+    return serving(tmp_path, bundle, *words, "--threads", 1), {
+        wire: f"{SCHEMES.get(wire, 'tcp')}://127.0.0.1:{port}" for wire, port in ports.items()
+    }
+
+
+def ask_everywhere(addresses: dict[str, str], given: Observation) -> dict[str, np.ndarray]:
+    found = {}
+    for wire in ("native", "openpi", "http"):
+        client = connect(wire, addresses[wire])
+        found[wire] = client.ask(dict(given.images), np.float32(given.state), given.prompt, SEED).actions
+        client.close()
+    return found
+
+
+def expected(policy: Policy, given: Observation) -> np.ndarray:
+    record = {"images": given.images, "state": given.state, "prompt": given.prompt}
+    return policy.infer(record if policy.spec.solver.noise == "zeros" else record | {"seed": SEED}).actions
+
+
+def test_n17_answers_alike_on_every_wire(golden, groot_bundle, tmp_path):
+    g, bundle = Golden(golden / "groot-n17"), groot_bundle("groot-n17")
+    given = groot_observation(g)
+    wanted = expected(load(bundle), given)
+    server, addresses = serve(tmp_path, bundle, ("native", "openpi", "http", "groot"))
+    with server:
+        answers = ask_everywhere(addresses, given)
+        host, port = addresses["groot"].removeprefix("tcp://").split(":")
+        client = groot_client.PolicyClient(host, int(port), dialect="n1.7")
+        sizes = json.loads(g.metadata["state_keys"])
+        parts = np.split(np.float32(given.state), np.cumsum([size for _, size in sizes])[:-1])
+        asked = {
+            "video": {key: frame[None, None] for key, frame in given.images.items()},
+            "state": {key: part[None, None] for (key, _), part in zip(sizes, parts, strict=True)},
+            "language": {client.get_modality_config()["language"].modality_keys[0]: [[given.prompt]]},
+        }
+        actions, _ = client.get_action(asked, {"seed": SEED})
+        client.close()
+    answers["groot"] = np.concatenate([part[0] for part in actions.values()], axis=-1)
+    for wire, found in answers.items():
+        np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=0, err_msg=wire)
+
+
+# ----------------------------------------------------------------------------- /act
+
+
+def json_numpy(value: Any) -> Any:
+    """What the package json_numpy makes of arrays inside ``json.dumps``."""
+    if isinstance(value, np.ndarray | np.generic):
+        data = np.ascontiguousarray(value).tobytes()
+        return {
+            "__numpy__": base64.b64encode(data).decode(),
+            "dtype": np.lib.format.dtype_to_descr(value.dtype),
+            "shape": value.shape,
+        }
+    raise TypeError(type(value).__name__)
+
+
+def from_json_numpy(record: dict[str, Any]) -> Any:
+    if "__numpy__" not in record:
+        return record
+    raw = np.frombuffer(base64.b64decode(record["__numpy__"]), np.lib.format.descr_to_dtype(record["dtype"]))
+    return raw.reshape(shape) if (shape := record["shape"]) else raw[0]
+
+
+def act(address: str, observation: dict[str, Any], encoded: bool = False) -> Any:
+    """As ``get_action_from_server`` of openvla-oft: one POST of the observation, or of its text under "encoded"."""
+    text = json.dumps(observation, default=json_numpy)
+    body = json.dumps({"encoded": text}) if encoded else text
+    request = urllib.request.Request(f"{address}/act", body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer = json.loads(reply.read(), object_hook=from_json_numpy)
+    return json.loads(answer, object_hook=from_json_numpy) if encoded else answer
+
+
+def test_oft_answers_alike_on_every_wire_and_its_own_client(golden, openvla_bundle, tmp_path):
+    g, bundle = Golden(golden / "openvla-oft"), openvla_bundle("openvla-oft")
+    frames = {camera: g.numpy(f"frame.{camera}") for camera in g.cameras}
+    given = Observation(images=frames, state=g.numpy("state_raw"), prompt=g.metadata["task"])
+    wanted = expected(load(bundle), given)
+    server, addresses = serve(tmp_path, bundle, ("native", "openpi", "http"))
+    with server:
+        for wire, found in ask_everywhere(addresses, given).items():
+            np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=0, err_msg=wire)  # a state in float32
+        payload = {**frames, "state": given.state, "instruction": given.prompt}
+        for encoded in (False, True):
+            rows = act(addresses["http"], payload, encoded)
+            assert isinstance(rows, list)
+            np.testing.assert_array_equal(
+                np.stack(rows), wanted
+            )  # a list of one array per action, as upstream
+        # Other wrist cameras' names go by their order, so two of them are one too many.
+        renamed = {"full_image": frames["full_image"], "left_wrist_image": frames["wrist_image"]}
+        rest = {"state": given.state, "instruction": given.prompt}
+        np.testing.assert_array_equal(np.stack(act(addresses["http"], renamed | rest)), wanted)
+        with pytest.raises(urllib.error.HTTPError) as error:
+            act(addresses["http"], payload | {"right_wrist_image": frames["wrist_image"]})
+        assert json.loads(error.value.read())["error"]["field"] == "images"
+
+
+def test_openvla_answers_its_own_client_and_ofts(golden, openvla_bundle, tmp_path):
+    g, bundle = Golden(golden / "openvla-ar"), openvla_bundle("openvla-ar")
+    frame, task, policy = g.numpy(f"frame.{g.cameras[0]}"), g.metadata["task"], load(bundle)
+    wanted = policy.infer({"images": {g.cameras[0]: frame}, "state": np.zeros(0), "prompt": task}).actions
+    server, addresses = serve(tmp_path, bundle, ("http",))
+    with server:
+        single = {"image": frame, "instruction": task}
+        for encoded in (False, True):
+            np.testing.assert_array_equal(act(addresses["http"], single, encoded), wanted[0])
+        key = policy.spec.embodiment
+        np.testing.assert_array_equal(act(addresses["http"], single | {"unnorm_key": key}), wanted[0])
+        with pytest.raises(urllib.error.HTTPError) as error:
+            act(addresses["http"], single | {"unnorm_key": "another_robot"})
+        assert (
+            f"{key}, whose statistics this bundle has" in json.loads(error.value.read())["error"]["message"]
+        )
+        oft = {"full_image": frame, "state": np.zeros(8), "instruction": task}  # of which it reads no state
+        np.testing.assert_array_equal(np.stack(act(addresses["http"], oft)), wanted)
