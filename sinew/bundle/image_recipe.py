@@ -9,6 +9,20 @@ from typing import Literal
 MAX_SIZE = 8192  # bounds every length that a manifest may ask for: pixels, tokens, actions, dimensions
 
 
+Method = Literal[
+    "lanczos3",
+    "area",
+    "bilinear",
+    "bicubic",
+    "pil_bicubic",
+    "bilinear_cut",
+    "bicubic_round",
+    "cv_bilinear",
+    "area_float",
+    "bicubic_float",
+]
+
+
 @dataclass(frozen=True)
 class ImageStep:
     """One change of a whole frame, as the library that prepared the training images rounds it: uint8 to uint8, or
@@ -24,25 +38,17 @@ class ImageStep:
     grid         both sides become the nearest multiples of ``unit``, with ``min_pixels`` to ``max_pixels`` in all
                  (Qwen's image processors), by ``method``
 
-    method: "lanczos3" (TensorFlow's, antialiased), "area" (OpenCV's INTER_AREA), "bilinear" or "bicubic" (torch's
-    antialiased uint8 kernels), "pil_bicubic" (Pillow's), "bilinear_cut" (torch's antialiased on floats, then cut to
-    uint8), "area_float" (torch's adaptive mean of floats), "bicubic_float" (torch's antialiased on floats; it may leave
-    [0, 1]). other_sizes: only for frames that do not have the recipe's size as they come.
+    method: "lanczos3" (TensorFlow's, antialiased), "area" and "cv_bilinear" (OpenCV's INTER_AREA and INTER_LINEAR),
+    "bilinear" or "bicubic" (torch's antialiased uint8 kernels), "pil_bicubic" (Pillow's), "bilinear_cut" and
+    "bicubic_round" (torch's antialiased on floats, then cut or rounded to uint8), "area_float" (torch's adaptive mean of
+    floats), "bicubic_float" (torch's antialiased on floats; it may leave [0, 1]). other_sizes: only for frames that do
+    not have the recipe's size as they come.
     """
 
     kind: Literal["resize", "centre_crop", "jpeg", "square", "short_side", "crop", "grid"]
     height: int = 0
     width: int = 0
-    method: Literal[
-        "lanczos3",
-        "area",
-        "bilinear",
-        "bicubic",
-        "pil_bicubic",
-        "bilinear_cut",
-        "area_float",
-        "bicubic_float",
-    ] = "lanczos3"
+    method: Method = "lanczos3"
     area: float = 1.0
     quality: int = 95
     other_sizes: bool = False

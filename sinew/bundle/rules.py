@@ -198,7 +198,7 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
         "processing: a step's numbers are not finite": all(
             math.isfinite(number)
             for step in steps
-            for number in (step.scale, step.offset, step.arm, step.horn)
+            for number in (step.scale, step.offset, step.arm, step.horn, step.below, step.above)
         ),
         "processing: linear_to_angle needs a horn longer than 0": all(
             step.horn > 0 for step in steps if step.kind == "linear_to_angle"
@@ -223,4 +223,7 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
             )
         ),
         "processing.empty_cameras: expected 0 to 16": 0 <= processing.empty_cameras <= 16,
+        "processing.optional_cameras: expected fewer than there are": 0
+        <= processing.optional_cameras
+        < max(len(spec.cameras), 1),
     }

@@ -45,7 +45,8 @@ class PromptRecipe:
     padding: how the model was trained; what it computes on may leave padding out. padding_side: where padding goes
              if there is any, so also where engines put it that run a few lengths only; "left" for models whose
              sequence goes on behind the prompt.
-    lower: in small letters. ensure_last: a token that is appended unless it is the last already; -1 for none.
+    strip: without the spaces and line breaks around it. lower: in small letters. ensure_last: a token that is appended
+    unless it is the last already; -1 for none.
     drop: tokens that only mark in the template where the model puts something of its own, such as a view.
     words_only: in small letters, and nothing but letters, digits, underscores and spaces. as_list: as Python writes a
     list of one text (``['pick it up']``).
@@ -65,6 +66,7 @@ class PromptRecipe:
     padding: Literal["longest", "max_length"] = "longest"
     padding_side: Literal["right", "left"] = "right"
     add_special_tokens: bool = True
+    strip: bool = False
     lower: bool = False
     ensure_last: int = -1
     drop: tuple[int, ...] = ()
@@ -128,7 +130,7 @@ class VectorStep:
     add_state        x[dims] += state[state_dims]: actions that are relative to the (stepped) state
     compose_pose     x[dims] is a pose in the frame of the pose state[state_dims]: position and six numbers of a
                      rotation (9), or position and rotation vector (6); see ``processing/rotations.py``
-    threshold        x[dims] = -1 where x[dims] > offset, else 1: a gripper that is commanded open or shut
+    threshold        x[dims] = ``above`` where x[dims] > offset, else ``below``: a gripper that is commanded open or shut
 
     state_dims: where they are empty, ``dims``.
     """
@@ -140,6 +142,8 @@ class VectorStep:
     arm: float = 0.0  # metres
     horn: float = 0.0  # metres
     state_dims: tuple[int, ...] = ()
+    below: float = 1.0
+    above: float = -1.0
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -158,6 +162,7 @@ class Processing:
     padded_state_dim: int  # the model reads states padded with zeros to this width
     padded_action_dim: int  # and produces actions of this width
     empty_cameras: int = 0  # masked, empty images that followed the views in training
+    optional_cameras: int = 0  # cameras that may stay away besides, for clients that mask views
     pad_missing_cameras: bool = False  # cameras that are not there were masked, empty images too (pi0)
     all_cameras: bool = False  # an observation without one of them is refused
     state_steps: tuple[VectorStep, ...] = ()  # before the state is normalised

@@ -20,7 +20,7 @@ from sinew.core import ConvertError, SinewError
 # Modules of sinew.convert.families, in the order in which they are asked. Each has NAMES (checkpoints that it
 # reads, for messages), OPTIONS (fields of Options that it reads), SETTINGS (of --set), recognises(path) and
 # read(path, options) -> Conversion.
-FAMILIES = ("smolvla", "pi", "gr00t", "openpi", "vla_jepa", "openvla", "bitvla", "vlacpp")
+FAMILIES = ("smolvla", "pi", "gr00t", "evo1", "openpi", "vla_jepa", "openvla", "bitvla", "vlacpp")
 # What readers meet in files whose values have other types than upstream writes. Each reader names the fields that it
 # knows to go wrong; this is for the rest.
 MALFORMED = (

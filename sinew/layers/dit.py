@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -89,10 +90,11 @@ class BiasedAttention(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """fc2(gelu(fc1(x))) with the tanh approximation; four times as wide inside."""
+    """fc2(gelu(fc1(x))), four times as wide inside; ``approximate`` as PyTorch's GELU has it."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, approximate: Literal["tanh", "none"] = "tanh"):
         super().__init__()
+        self.approximate = approximate
         self.fc1 = Linear(size, 4 * size)
         self.fc2 = Linear(4 * size, size)
 
@@ -100,7 +102,7 @@ class GeluMLP(nn.Module):
         return (self.fc1,)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C]
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
 class SelfAttentionLayer(nn.Module):

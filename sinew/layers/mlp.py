@@ -21,3 +21,15 @@ class MLP(nn.Module):
         for index, layer in enumerate(self.layers):
             x = layer(F.gelu(x) if index else x)
         return x
+
+
+class Projector(nn.Module):
+    """fc2(relu(fc1(x))): the state's encoder and the actions' decoder of GR00T and Evo-1."""
+
+    def __init__(self, in_size: int, hidden_size: int, out_size: int):
+        super().__init__()
+        self.fc1 = Linear(in_size, hidden_size)
+        self.fc2 = Linear(hidden_size, out_size)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in_size] -> [..., out_size]
+        return self.fc2(F.relu(self.fc1(x)))

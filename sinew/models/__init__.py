@@ -18,6 +18,7 @@ REGISTRY = {
     "gr00t_n1_5": "sinew.models.gr00t:Gr00tEagle",
     "gr00t_n1_6": "sinew.models.gr00t:Gr00tEagle",
     "gr00t_n1_7": "sinew.models.gr00t:Gr00tQwen",
+    "evo1": "sinew.models.evo1:Evo1",
     "openvla": "sinew.models.openvla:OpenVLA",
     "openvla_oft": "sinew.models.openvla:OpenVLAOFT",
     "bitvla": "sinew.models.openvla:OpenVLAOFT",

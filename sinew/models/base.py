@@ -90,7 +90,10 @@ class Model(nn.Module):
 
     @abstractmethod
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: float32 [B, V, channels, height, width] -> image tokens [B, V, tokens, C]."""
+        """pixels: float32 [B, V, channels, height, width] -> image tokens [B, V, tokens, C].
+
+        A model may append views that no camera gives; :meth:`read` gets them back, without an entry in its mask.
+        """
 
     @abstractmethod
     def read(

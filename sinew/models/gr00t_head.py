@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sinew.layers.dit import DiT, DiTConfig, SelfAttentionLayer, action_sinusoids
 from sinew.layers.linear import Embedding, Linear
+from sinew.layers.mlp import Projector
 from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
 
@@ -61,18 +62,6 @@ class Context(NamedTuple):
     values: tuple[Tensor, ...]
     text: Tensor
     image: Tensor
-
-
-class Projector(nn.Module):
-    """fc2(relu(fc1(x))): the state's encoder and the actions' decoder."""
-
-    def __init__(self, in_size: int, hidden_size: int, out_size: int):
-        super().__init__()
-        self.fc1 = Linear(in_size, hidden_size)
-        self.fc2 = Linear(hidden_size, out_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.relu(self.fc1(x)))
 
 
 class ActionEncoder(nn.Module):

@@ -62,7 +62,8 @@ class Processor:
     def __init__(self, manifest: Manifest, allow_missing_cameras: bool = False):
         self.spec, self.recipe = manifest.spec, manifest.processing
         # As many as were masked, empty images in training may stay away; more only where the caller wants it.
-        self.may_miss = len(self.spec.cameras) if allow_missing_cameras else self.recipe.empty_cameras
+        usual = max(self.recipe.empty_cameras, self.recipe.optional_cameras)
+        self.may_miss = len(self.spec.cameras) if allow_missing_cameras else usual
         if self.recipe.all_cameras:
             self.may_miss = 0
         self.prompter = Prompter(manifest.tokenizer, self.recipe.prompt)

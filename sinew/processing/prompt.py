@@ -29,6 +29,8 @@ class Prompter:
         """The exact string that is tokenised. ``state``: [D], normalised."""
         if self.recipe.clean:
             prompt = prompt.strip().replace("_", " ").replace("\n", " ")
+        if self.recipe.strip:
+            prompt = prompt.strip()
         if self.recipe.lower:
             prompt = prompt.lower()
         if self.recipe.words_only:

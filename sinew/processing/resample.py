@@ -81,9 +81,30 @@ def _overlaps(size: int, target: int) -> tuple[tuple[np.ndarray, np.ndarray], ..
     )
 
 
+def resize_linear(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """uint8 [h, w, C] -> uint8 [height, width, C] as cv2.resize(..., interpolation=INTER_LINEAR), its default.
+
+    No antialiasing: two neighbours on each axis. Source: OpenCV imgproc ``resize.cpp``.
+    """
+    if image.shape[:2] == (height, width):
+        return image
+    if (image.shape[0], image.shape[1]) == (2 * height, 2 * width):
+        return _block_means(image, 2, 2)  # as there
+    down, across = (_linear_taps(image.shape[a], (height, width)[a], edges=a == 1) for a in (0, 1))
+    return _interpolate(image, down, across)
+
+
 def _resize_linear_area(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    x0, x1, wx0, wx1 = _linear_area_taps(image.shape[1], width)
-    y0, y1, wy0, wy1 = _linear_area_taps(image.shape[0], height)
+    return _interpolate(
+        image, _linear_area_taps(image.shape[0], height), _linear_area_taps(image.shape[1], width)
+    )
+
+
+Taps = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # of an axis: both neighbours, both weights
+
+
+def _interpolate(image: np.ndarray, down: Taps, across: Taps) -> np.ndarray:
+    (y0, y1, wy0, wy1), (x0, x1, wx0, wx1) = down, across
     wide = image.astype(np.int32)
     columns = wide[:, x0] * wx0[None, :, None] + wide[:, x1] * wx1[None, :, None]
     columns >>= 4  # OpenCV's vertical pass works on 16-bit halves
@@ -92,7 +113,29 @@ def _resize_linear_area(image: np.ndarray, height: int, width: int) -> np.ndarra
 
 
 @lru_cache(maxsize=64)
-def _linear_area_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _linear_taps(size: int, target: int, edges: bool) -> Taps:
+    """Return both neighbours of every target pixel's centre and their weights in units of 2^-11, int32.
+
+    edges: beyond the outermost centres all weight is on one pixel. OpenCV does so for columns alone; the halves of
+    a row's weight are cut to whole numbers one by one.
+    """
+    at = ((np.arange(target) + 0.5) * (1.0 / (target / size)) - 0.5).astype(np.float32)
+    low = np.floor(at).astype(np.int64)
+    part = at - low.astype(np.float32)
+    if edges:
+        part = np.where((low < 0) | (low >= size - 1), np.float32(0), part)
+    return _fixed_point(low, part, size)
+
+
+def _fixed_point(low: np.ndarray, part: np.ndarray, size: int) -> Taps:
+    one = np.float32(1 << LINEAR_BITS)
+    weights = [np.rint(each * one).astype(np.int32) for each in (np.float32(1) - part, part)]
+    first, second = (np.clip(index, 0, size - 1) for index in (low, low + 1))
+    return first, second, weights[0], weights[1]
+
+
+@lru_cache(maxsize=64)
+def _linear_area_taps(size: int, target: int) -> Taps:
     """Return both neighbours of every target pixel and their weights in units of 2^-11, int32."""
     inverse = target / size
     scale = 1.0 / inverse
@@ -101,10 +144,7 @@ def _linear_area_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray, n
     part = ((at + 1) - (low + 1) * inverse).astype(np.float32)
     part = np.where(part <= 0, np.float32(0), part - np.floor(part))
     part = np.where(low >= size - 1, np.float32(0), part)
-    low = np.minimum(low, size - 1)
-    one = np.float32(1 << LINEAR_BITS)
-    first, second = np.rint((np.float32(1) - part) * one), np.rint(part * one)
-    return low, np.minimum(low + 1, size - 1), first.astype(np.int32), second.astype(np.int32)
+    return _fixed_point(np.minimum(low, size - 1), part, size)
 
 
 # ----------------------------------------------------------------------------- torch
@@ -133,16 +173,6 @@ def resize_antialias(image: np.ndarray, height: int, width: int, method: str) ->
 @lru_cache(maxsize=64)
 def _antialias_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray, int]:
     """Return source indices and int32 weights, both [taps, target], and the number of bits behind the point."""
-    sources, weights = _antialias_weights(size, target, method)
-    largest, bits = weights.max(), 0
-    while bits < MAX_WEIGHT_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:
-        bits += 1
-    scaled = weights * (1 << bits)
-    return sources, np.trunc(scaled + np.where(weights < 0, -0.5, 0.5)).astype(np.int32), bits
-
-
-def _antialias_weights(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return source indices and float64 weights, both [taps, target]."""
     scale = size / target
     kernel, reach = (_cubic, 2.0) if method == "bicubic" else (_triangle, 1.0)
     support, inverse = (reach * scale, 1.0 / scale) if scale >= 1.0 else (reach, 1.0)
@@ -156,13 +186,36 @@ def _antialias_weights(size: int, target: int, method: str) -> tuple[np.ndarray,
         total = sum(values)
         weights[:count, at] = [value / total for value in values] if total else values
         sources[:count, at] = range(low, low + count)
-    return sources, weights
+    largest, bits = weights.max(), 0
+    while bits < MAX_WEIGHT_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:
+        bits += 1
+    scaled = weights * (1 << bits)
+    return sources, np.trunc(scaled + np.where(weights < 0, -0.5, 0.5)).astype(np.int32), bits
+
+
+def resize_cut(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """uint8 [h, w, C] -> uint8 [height, width, C]: torch's antialiased bilinear resize of x / 255, then cut to uint8.
+
+    So GR00T N1.5's video transforms do it. The cut makes the last bit of every float32 sum matter: weights and sums
+    are those of ATen's kernel for floats, in its order.
+    """
+    out = resize_floats(image.astype(np.float32) / np.float32(255), height, width, "bilinear")
+    return (out * np.float32(255)).astype(np.uint8)
+
+
+def resize_round(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """uint8 [h, w, C] -> uint8 [height, width, C]: torch's antialiased bicubic resize of floats, rounded to uint8.
+
+    So torchvision's functional ``resize`` of a uint8 tensor does it (LeRobot's Evo-1).
+    """
+    out = resize_floats(image.astype(np.float32), height, width, "bicubic")
+    return np.rint(np.clip(out, 0, 255)).astype(np.uint8)
 
 
 def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np.ndarray:
     """float32 [h, w, C] -> float32 [height, width, C], columns first, then rows; nothing is rounded or clipped.
 
-    method: "area" (torch's ``interpolate(mode="area")``) or "bicubic" (its antialiased one, a = -0.5).
+    method: "area" (torch's ``interpolate(mode="area")``), "bilinear" or "bicubic" (its antialiased ones, a = -0.5).
     """
     out = image
     for axis, target in ((1, width), (0, height)):
@@ -179,10 +232,29 @@ def resize_floats(image: np.ndarray, height: int, width: int, method: str) -> np
 
 @lru_cache(maxsize=64)
 def _float_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return source indices and float32 weights, both [taps, target]."""
-    if method == "bicubic":
-        sources, weights = _antialias_weights(size, target, method)
-        return sources, weights.astype(np.float32)
+    """Return source indices and float32 weights, both [taps, target], computed in float32 as ATen computes them."""
+    if method == "area":
+        return _mean_taps(size, target)
+    one, half = np.float32(1), np.float32(0.5)
+    kernel, reach = (_cubics, np.float32(2)) if method == "bicubic" else (_triangles, one)
+    scale = np.float32(size) / np.float32(target)
+    stretch = max(scale, one)
+    support, inverse = reach * stretch, one / stretch
+    taps = math.ceil(float(support)) * 2 + 1
+    sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target), np.float32)
+    for at in range(target):
+        center = scale * (np.float32(at) + half)
+        low = max(int(center - support + half), 0)
+        count = min(int(center + support + half), size) - low
+        distance = np.arange(low, low + count, dtype=np.float32) - center
+        values = kernel(np.abs((distance + np.float64(0.5)) * np.float64(inverse)).astype(np.float32))
+        total = np.add.accumulate(values)[-1]  # one after the other, as there
+        weights[:count, at] = values / total
+        sources[:count, at] = range(low, low + count)
+    return sources, weights
+
+
+def _mean_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
     spans = [(at * size // target, -((at + 1) * size // -target)) for at in range(target)]
     taps = max(end - start for start, end in spans)
     sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target), np.float32)
@@ -192,44 +264,20 @@ def _float_taps(size: int, target: int, method: str) -> tuple[np.ndarray, np.nda
     return sources, weights
 
 
-def resize_cut(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [h, w, C] -> uint8 [height, width, C]: torch's antialiased bilinear resize of x / 255, then cut to uint8.
-
-    So GR00T N1.5's video transforms do it. The cut makes the last bit of every float32 sum matter: weights and sums
-    are those of ATen's kernel for floats, in its order.
-    """
-    out = image.astype(np.float32) / np.float32(255)
-    for axis, target in ((1, width), (0, height)):
-        if out.shape[axis] == target:
-            continue
-        shape = [1, 1, 1]
-        shape[axis] = target
-        total: np.ndarray | np.float32 = np.float32(0)
-        for source, weight in zip(*_triangle_taps(out.shape[axis], target), strict=True):
-            total = total + np.take(out, source, axis=axis) * weight.reshape(shape)
-        out = np.asarray(total)
-    return (out * np.float32(255)).astype(np.uint8)
+def _triangles(x: np.ndarray) -> np.ndarray:
+    return np.maximum(np.float32(1) - x, np.float32(0))
 
 
-@lru_cache(maxsize=64)
-def _triangle_taps(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return source indices and float32 weights, both [taps, target], computed in float32 as ATen computes them."""
-    one, half = np.float32(1), np.float32(0.5)
-    scale = np.float32(size) / np.float32(target)
-    support = max(scale, one)
-    inverse = one / support
-    taps = math.ceil(float(support)) * 2 + 1
-    sources, weights = np.zeros((taps, target), np.int64), np.zeros((taps, target), np.float32)
-    for at in range(target):
-        center = scale * (np.float32(at) + half)
-        low = max(int(center - support + half), 0)
-        count = min(int(center + support + half), size) - low
-        distance = (np.arange(low, low + count, dtype=np.float32) - center + half) * inverse
-        values = np.maximum(one - np.abs(distance), np.float32(0))
-        total = np.add.accumulate(values)[-1]  # one after the other, as there
-        weights[:count, at] = values / total
-        sources[:count, at] = range(low, low + count)
-    return sources, weights
+def _cubics(x: np.ndarray) -> np.ndarray:
+    """Return the kernel of a = -0.5, each product and sum rounded once, as fused instructions do it."""
+    square = _fused(1.5, x, -2.5) * x
+    near = _fused(square, x, 1.0)
+    far = _fused(_fused(_fused(-0.5, x, 2.5), x, -4.0), x, 2.0)
+    return np.where(x < 1, near, np.where(x < 2, far, np.float32(0)))
+
+
+def _fused(a: np.ndarray | float, b: np.ndarray, c: float) -> np.ndarray:
+    return (np.asarray(a, np.float64) * b + c).astype(np.float32)
 
 
 def _triangle(x: float) -> float:

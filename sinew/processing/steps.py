@@ -8,7 +8,14 @@ import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.processing.jpeg import jpeg_round_trip
-from sinew.processing.resample import resize_antialias, resize_area, resize_cut, resize_floats
+from sinew.processing.resample import (
+    resize_antialias,
+    resize_area,
+    resize_cut,
+    resize_floats,
+    resize_linear,
+    resize_round,
+)
 from sinew.processing.resize import to_unit
 from sinew.processing.tensorflow_image import centre_crop, resize_lanczos3, to_uint8
 
@@ -60,6 +67,10 @@ def resize(frame: np.ndarray, height: int, width: int, method: str) -> np.ndarra
         return resize_area(frame, height, width)
     if method == "bilinear_cut":
         return resize_cut(frame, height, width)
+    if method == "bicubic_round":
+        return resize_round(frame, height, width)
+    if method == "cv_bilinear":
+        return resize_linear(frame, height, width)
     return resize_antialias(frame, height, width, method)
 
 

@@ -23,12 +23,12 @@ def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | 
         part = x[..., dims]
         if step.kind == "affine":
             part = part * step.scale + step.offset
+        elif step.kind == "threshold":
+            part = np.where(part > step.offset, step.above, step.below)
         elif step.kind == "linear_to_angle":
             with np.errstate(divide="ignore"):  # an opening of zero is beyond the clip
                 sine = (step.horn**2 + part**2 - step.arm**2) / (2 * step.horn * part)
             part = np.arcsin(np.clip(sine, -1.0, 1.0))
-        elif step.kind == "threshold":
-            part = np.where(part > step.offset, -1, 1)
         else:
             assert state is not None, "actions relative to the state need the state"
             reference = state[list(step.reads)]

@@ -1,0 +1,61 @@
+"""What the two layouts of Evo-1 say, each in its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinew.bundle.image_recipe import ImageStep
+from sinew.bundle.schema import Normalization, VectorStep
+from sinew.bundle.writer import TensorSource
+from sinew.core import CameraSpec, VectorSpec
+
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the head, and of the vectors that it reads and writes, padding included."""
+
+    chunk: int
+    state: int
+    action: int
+    embed: int
+    hidden: int
+    state_hidden: int
+    heads: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """vlm: name of InternVL's repository. layers: of its language model; 0 for all. category: row of the head's weights
+    where it keeps them per category. max_tokens: longest prompt. resize: of frames. every_row: the head reads masked
+    rows. optional_cameras: as in ``Processing``. solver_steps: of a request that does not say how many.
+    """
+
+    format: str
+    name: str
+    vlm: str
+    layers: int
+    views: int
+    category: int
+    max_tokens: int
+    side: int
+    resize: ImageStep
+    every_row: bool
+    sizes: Sizes
+    cameras: tuple[CameraSpec, ...]
+    state: VectorSpec
+    action: VectorSpec
+    state_normalization: Normalization
+    action_normalization: Normalization
+    action_steps: tuple[VectorStep, ...]
+    solver_steps: int
+    n_action_steps: int
+    control_hz: float | None
+    embodiment: str
+    optional_cameras: int
+    tensors: dict[str, TensorSource]
+    files: list[Path]
+    notes: tuple[str, ...] = ()
