@@ -101,6 +101,23 @@ def jepa_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(home / "checkpoint", out, vlm=home / "vlm", name="vla-jepa")
 
 
+EVO1 = {"evo1": {}, "evo1-mint": {"stats_key": "franka_ee_pose_delta/libero_10_no_noops_lerobot"}}
+
+
+@pytest.fixture(scope="session")
+def evo1_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The same for Evo-1 in LeRobot's layout and in the original: ``evo1_bundle("evo1-mint") -> path``."""
+    directory = tmp_path_factory.mktemp("bundles")
+
+    def make(case: str = "evo1") -> Path:
+        out = directory / f"{case}.gguf"
+        if not out.exists():
+            convert(golden / case / "checkpoint", out, vlm=golden / case / "vlm", name=case, **EVO1[case])
+        return out
+
+    return make
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--faults-rounds", type=int, default=0, help="of tests/serve/test_faults.py, in random order"

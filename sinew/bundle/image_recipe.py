@@ -40,9 +40,9 @@ class ImageStep:
 
     method: "lanczos3" (TensorFlow's, antialiased), "area" and "cv_bilinear" (OpenCV's INTER_AREA and INTER_LINEAR),
     "bilinear" or "bicubic" (torch's antialiased uint8 kernels), "pil_bicubic" (Pillow's), "bilinear_cut" and
-    "bicubic_round" (torch's antialiased on floats, then cut or rounded to uint8), "area_float" (torch's adaptive mean of
-    floats), "bicubic_float" (torch's antialiased on floats; it may leave [0, 1]). other_sizes: only for frames that do
-    not have the recipe's size as they come.
+    "bicubic_round" (torch's antialiased on floats, then cut or rounded to uint8), "area_float" (torch's adaptive mean
+    of floats), "bicubic_float" (torch's antialiased on floats; it may leave [0, 1]). other_sizes: only for frames that
+    do not have the recipe's size as they come.
     """
 
     kind: Literal["resize", "centre_crop", "jpeg", "square", "short_side", "crop", "grid"]

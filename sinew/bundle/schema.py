@@ -130,7 +130,7 @@ class VectorStep:
     add_state        x[dims] += state[state_dims]: actions that are relative to the (stepped) state
     compose_pose     x[dims] is a pose in the frame of the pose state[state_dims]: position and six numbers of a
                      rotation (9), or position and rotation vector (6); see ``processing/rotations.py``
-    threshold        x[dims] = ``above`` where x[dims] > offset, else ``below``: a gripper that is commanded open or shut
+    threshold        x[dims] = ``above`` where x[dims] > offset, else ``below``: a gripper that is open or shut
 
     state_dims: where they are empty, ``dims``.
     """

@@ -209,11 +209,12 @@ class Evo1(Model):
         """Return tokens and mask [B, rows] with the padding that the head reads; as they are where it reads none."""
         if not self.config.rows:
             return tokens, token_mask
-        spare = max(self.config.rows - tokens.shape[1], 0)
-        tokens = F.pad(
-            tokens.masked_fill(~token_mask, self.config.pad_token), (0, spare), value=self.config.pad_token
-        )
-        return tokens[:, : self.config.rows], F.pad(token_mask, (0, spare))[:, : self.config.rows]
+        spare, pad = (
+            self.config.rows - tokens.shape[1],
+            self.config.pad_token,
+        )  # negative behind an engine's padding
+        tokens = F.pad(tokens.masked_fill(~token_mask, pad), (0, spare), value=pad)
+        return tokens, F.pad(token_mask, (0, spare))
 
     def embed(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor

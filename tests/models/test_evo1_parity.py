@@ -1,0 +1,218 @@
+"""Evo-1 against LeRobot's and the original repository's stored intermediates, stage by stage and end to end."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.core import Observation
+from sinew.models.evo1 import Context
+from sinew.policy import Policy, load
+from sinew.processing.steps import apply_image_steps
+from tests.golden import Golden, assert_parity
+
+CASES = ("evo1", "evo1-mint")
+STAGE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def observation(g: Golden, **changes) -> Observation:
+    """The fixture's observation. The original server swaps the colours of what its clients send: they send BGR."""
+    cameras = [name for name in g.cameras if f"frame.{name}" in g.tensors]
+    order = -1 if g.metadata["family"] == "evo1-mint" else 1
+    frames = {name: np.ascontiguousarray(g.numpy(f"frame.{name}")[..., ::order]) for name in cameras}
+    given = {"images": frames, "state": g.numpy("state_raw"), "prompt": g.metadata["task"]}
+    return Observation.from_mapping({**given, "noise": g.numpy("noise")[0], **changes})
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, golden, evo1_bundle) -> tuple[Policy, Golden]:
+    return load(evo1_bundle(request.param), dtype="float32", engine="eager"), Golden(golden / request.param)
+
+
+@pytest.fixture(scope="module")
+def read(case) -> tuple[torch.Tensor, ...]:
+    """Image tokens of the observation as the processor prepares it, and the other arguments of ``read``."""
+    return arguments(*case)
+
+
+@pytest.fixture(scope="module")
+def states(case, read) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The language model's input, which of its rows are valid, and its states; they cost seconds."""
+    model = case[0].engine.model
+    with torch.inference_mode():
+        x, valid = model.embed(*read[:2], *model.filled(*read[2:4]))
+        return x, valid, model.features(x, valid)
+
+
+@pytest.fixture(scope="module")
+def context(case, read, states) -> Context:
+    model, (_, valid, features) = case[0].engine.model, states
+    with torch.inference_mode():
+        return model.head.context(features, torch.ones_like(valid) if model.config.rows else valid, read[4])
+
+
+def arguments(policy: Policy, g: Golden) -> tuple[torch.Tensor, ...]:
+    inputs = policy.processor.inputs(observation(g))
+    given = (inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
+    with torch.inference_mode():
+        tokens = policy.engine.model.embed_images(torch.from_numpy(inputs.pixels)[None])
+    return tokens, *(torch.from_numpy(value)[None] for value in given)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.reshape(expected.shape), expected, **STAGE)
+    assert_parity(found.reshape(expected.shape), expected)
+
+
+def test_actions_match_the_reference(case):
+    policy, g = case
+    chunk = policy.infer(observation(g))
+    expected = g.numpy("actions")[0]
+    dims = policy.spec.action.dim
+    assert_parity(chunk.actions, expected[:, :dims])
+    assert np.abs(expected[:, dims:]).max(initial=0) < 1e-8  # the original's padding
+    assert len(chunk.timing.step_ms) == {"evo1": 7, "evo1-mint": 50}[g.metadata["family"]]
+
+
+def test_every_pixel_equals_the_reference(case):
+    policy, g = case
+    recipe = policy.manifest.processing.image
+    for name, frame in observation(g).images.items():
+        found = np.ascontiguousarray(apply_image_steps(frame, recipe).transpose(2, 0, 1))
+        if f"image_uint8.{name}" in g.tensors:
+            assert (found == g.numpy(f"image_uint8.{name}")).all()
+        else:
+            assert (found[:, :8] == g.numpy(f"image_uint8_head.{name}")).all()
+            assert hashlib.sha256(found.tobytes()).hexdigest() == g.metadata[f"sha256.image_uint8.{name}"]
+
+
+def test_tokens_and_state_equal_the_reference(case, states):
+    policy, g = case
+    inputs = policy.processor.inputs(observation(g), padded=True)
+    assert inputs.tokens.tolist() == g.numpy("input_ids")[0].tolist()
+    np.testing.assert_allclose(inputs.state, g.numpy("state_normalized")[0], atol=1e-6, rtol=0)
+    chunk = policy.processor.actions(g.numpy("chunk_normalized")[0], observation(g))
+    np.testing.assert_allclose(chunk, g.numpy("actions")[0][:, : policy.spec.action.dim], atol=1e-6, rtol=0)
+    assert torch.equal(states[1], g["attention_mask"] == 1)
+
+
+@torch.inference_mode()
+def test_vision_stages_match(case, read):
+    policy, g = case
+    model = policy.engine.model
+    found, expected = read[0][0], g["image_tokens"]
+    if model.config.blank:
+        close(found[:, ::8], expected)  # the last view is the black one
+        close(found[2, ::8], expected[2])
+    else:
+        close(found, expected[: len(found)])
+    pixels = torch.from_numpy(policy.processor.inputs(observation(g), padded=True).pixels)
+    assert pixels.shape[0] == 3
+    if "vision_last_hidden" in g.tensors:  # with the class token
+        close(model.vision(pixels), g["vision_last_hidden"][:, 1:])
+    else:
+        stored = g["vision_last_hidden_head"][:, 1:]
+        close(model.vision(pixels[:1])[:, : stored.shape[1]], stored[:1])
+
+
+@torch.inference_mode()
+def test_language_stages_match(case, states):
+    policy, g = case
+    model, (x, valid, features) = policy.engine.model, states
+    if "rows" in g.tensors:  # every row counts, those of padding and of the black view too
+        close(features[:, g["rows"]], g["backbone_features"])
+    else:
+        outputs: list[torch.Tensor] = []
+        hooks = [
+            layer.register_forward_hook(lambda _, __, out: outputs.append(out[0]))
+            for layer in model.language.layers
+        ]
+        assert torch.equal(model.features(x, valid), features)
+        for hook in hooks:
+            hook.remove()
+        seen = valid[0]
+        close(x[:, seen], g["inputs_embeds"][:, seen])
+        close(features[:, seen], g["backbone_features"][:, seen])
+        for index, output in enumerate(outputs):
+            close(output[:, seen], g[f"lm_layer.{index}"][:, seen])
+
+
+@torch.inference_mode()
+def test_every_solver_step_matches(case, read, context):
+    policy, g = case
+    model, dims = policy.engine.model, policy.spec.action.dim
+    close(model.head.state_encoder(read[4]), g["state_token"])
+    count = 7 if "steps" not in g.tensors else 50
+    times = model.solver.times(count)
+    steps = g["steps"].tolist() if "steps" in g.tensors else range(count)
+    for step, x_t, v_t in zip(steps, g["x_t"], g["v_t"], strict=True):
+        moment = model.moment(torch.tensor([times[step]], dtype=torch.float64))
+        found = model.act(x_t, moment, context)
+        close(found[..., :dims], v_t[..., :dims])
+        assert not found[..., dims:].any()
+        spoilt = torch.cat([x_t[..., :dims], torch.full_like(x_t[..., dims:], 7.0)], dim=-1)
+        assert torch.equal(model.act(spoilt, moment, context), found)  # numbers that the robot has not
+
+
+@torch.inference_mode()
+def test_time_and_state_move_the_velocity(case, read, states, context):
+    """The comparison above is of something."""
+    policy, g = case
+    model = policy.engine.model
+    late, early = (model.moment(torch.tensor([t], dtype=torch.float64)) for t in (0.9, 0.0))
+    other = model.head.context(states[2], context.valid[:, 0, :-1], read[4] + 0.5)
+    x = g["noise"]
+    assert (model.act(x, late, context) - model.act(x, early, context)).abs().max() > 1e-3
+    assert (model.act(x, early, other) - model.act(x, early, context)).abs().max() > 1e-5
+
+
+def test_time_rows_are_the_references(case):
+    """min(int(i / N * 999), 999), for every number of steps that a request may ask for."""
+    policy, g = case
+    model = policy.engine.model
+    table = model.head.time_embedding.weight
+    for count in range(1, 101):
+        for k, time in enumerate(model.solver.times(count)):
+            row = model.moment(torch.tensor([time], dtype=torch.float64))[0]
+            assert torch.equal(row, table[min(int(k / count * 999), 999)]), (k, count)
+    assert torch.equal(model.moment(torch.ones(1, dtype=torch.float64))[0], table[999])
+    if "time_index" in g.tensors:
+        assert g["time_index"].tolist() == [int(k / 7 * 999) for k in range(7)]
+
+
+@torch.inference_mode()
+def test_views_and_tokens_that_are_masked_change_nothing(case, read, context):
+    """Of LeRobot's layout they are not read; of the original one they are black views and padding, whatever is
+    given."""
+    policy, g = case
+    model, pad = policy.engine.model, torch.nn.functional.pad
+    image_tokens, cameras, tokens, valid, state = read
+    views = [image_tokens[:, :2], torch.full_like(image_tokens[:, :1], 3.0), image_tokens[:, 2:]]
+    more, longer = pad(cameras, (0, 1)), (pad(tokens, (0, 5), value=3), pad(valid, (0, 5)))
+    other = model.read(torch.cat(views, dim=1), more, *longer, state)
+    moment = model.moment(torch.zeros(1, dtype=torch.float64))
+    found = [model.act(g["noise"], moment, each) for each in (context, other)]
+    torch.testing.assert_close(*found, atol=2e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_flash_attention_gives_masked_rows_nothing(golden, evo1_bundle):
+    """Rows that attend see the same as before; a masked row is its embedding through the MLPs alone."""
+    policy, g = load(evo1_bundle("evo1"), dtype="float32", engine="eager"), Golden(golden / "evo1")
+    model = policy.engine.model
+    x, valid = model.embed(*arguments(policy, g)[:4])
+    attending = model.features(x, valid)
+    object.__setattr__(model.config, "masked_attend", False)
+    try:
+        found = model.features(x, valid)
+    finally:
+        object.__setattr__(model.config, "masked_attend", True)
+    torch.testing.assert_close(found[valid], attending[valid])
+    alone = x[~valid]
+    for layer in model.language.layers:
+        alone = alone + layer.mlp(layer.post_norm(alone))
+    torch.testing.assert_close(found[~valid], model.language.norm(alone))
+    assert (found[~valid] - attending[~valid]).abs().max() > 1e-2
