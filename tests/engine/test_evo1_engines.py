@@ -1,0 +1,74 @@
+"""Evo-1 on every engine, against eager: the plan, the CUDA engine over its twins, ONNX Runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.export import ON_ONNX, export_graphs
+from sinew.engine.plan import Plan
+from sinew.engine.plan.engine import PlannedEngine
+from sinew.policy import load
+from tests.engine.cuda.cuda_cases import Case
+from tests.golden import Golden
+from tests.models.test_evo1_parity import observation
+
+BOUND = 2e-6  # of the action scale, the largest absolute value of eager's chunk
+STEPS = 3
+
+
+def open_case(golden, evo1_bundle, name: str) -> Case:
+    g = Golden(golden / name)
+    policy = load(evo1_bundle(name), dtype="float32", engine="eager")
+    return Case(policy, observation(g), g.numpy("noise")[0])
+
+
+@pytest.fixture(scope="module")
+def case(golden, evo1_bundle) -> Case:
+    return open_case(golden, evo1_bundle, "evo1")
+
+
+def check(found: np.ndarray, case: Case) -> None:
+    eager = case.eager(steps=STEPS)
+    assert np.abs(found - eager).max() <= BOUND * np.abs(eager).max()
+
+
+@pytest.mark.parametrize("name", ["evo1", pytest.param("evo1-mint", marks=pytest.mark.slow)])
+def test_every_rewrite(name, golden, evo1_bundle):
+    case = open_case(golden, evo1_bundle, name)
+    plan = Plan.of(case.model)
+    assert {"tabulate-time", "fold-norms", "pack-qkv", "pack-gate-up"} <= set(plan.applied)
+    engine = PlannedEngine(plan, case.policy.device)
+    check(engine.run(case.inputs(pixels=True), case.noise, STEPS)[0], case)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_cuda_twins(case, kernels):
+    """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
+    engine = case.engine(kernels=kernels)
+    assert not engine.takes_frames  # the device's resize is another
+    assert case.gap(engine, case.inputs(pixels=True), STEPS) <= BOUND
+
+
+@pytest.mark.slow
+def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
+    case = open_case(golden, evo1_bundle, "evo1-mint")
+    assert case.gap(case.engine(), case.inputs(pixels=True), STEPS) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["evo1", pytest.param("evo1-mint", marks=pytest.mark.slow)])
+def test_onnx_runtime(name, golden, evo1_bundle, tmp_path):
+    case = open_case(golden, evo1_bundle, name)
+    image = case.policy.manifest.processing.image
+    export_graphs(
+        Plan.of(case.model, rewrites=ON_ONNX),
+        tmp_path,
+        architecture="evo1",
+        views=2,
+        height=image.height,
+        width=image.width,
+        steps=(STEPS,),
+    )
+    engine = OnnxEngine(tmp_path, threads=1, solver=case.policy.spec.solver)
+    check(engine.run(case.inputs(pixels=True), case.noise, STEPS)[0], case)
