@@ -48,12 +48,13 @@ def read(path: Path, options: Options) -> Parts:
     if not file.is_file():
         raise ConvertError(f"{path}: no {STATISTICS}, which holds the statistics; give it with --stats FILE")
     key, table = choose(Record(file), options.stats_key)
-    mode, names = MODES.get(str(config.get("normalization_type", "bounds")), ("", ()))
-    if not mode:
+    found = MODES.get(str(config.get("normalization_type", "bounds")))
+    if found is None:
         raise ConvertError(
             f"{config.path}: normalization_type: expected one of {', '.join(MODES)},"
             f" got {config['normalization_type']!r}"
         )
+    mode, names = found
     notes = [f"statistics of {key!r}", f"{STEPS} solver steps, as the server's, not config.json's"]
     state, action = table.part("observation.state"), table.part("action")
     if mode == "quantiles" and not all(name in part.content for name in names for part in (state, action)):
