@@ -16,6 +16,11 @@ SYS = Path("/sys")
 WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # how OpenMP threads wait
 
 
+def cache_folder(room: str) -> Path:
+    """Return the directory for what can be made again: ``$XDG_CACHE_HOME/sinew/<room>``, ``~/.cache`` by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinew" / room
+
+
 @dataclass(frozen=True, slots=True)
 class Cores:
     """``logical`` processors in the affinity mask, ``physical`` cores behind them, ``quota`` of a cgroup in

@@ -21,8 +21,7 @@ from sinew.core import ActionChunk, BundleError, Observation, ObservationError
 from sinew.engine.base import OFFERS
 from sinew.engine.choose import ASKED, choose
 from sinew.processing import Prepared, Processor
-
-EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
+from sinew.sources import EXPORTED, resolve
 
 
 def load(
@@ -32,26 +31,18 @@ def load(
     engine: str | None = None,
     **options: Any,
 ) -> Policy:
-    """Load a bundle, or a folder that ``sinew export`` wrote. ``options``: those of :class:`Policy`."""
+    """Load what ``path`` names: a bundle, a checkpoint, a name of the hub (:func:`sinew.sources.resolve`).
+
+    ``options``: those of :class:`Policy`.
+    """
     return Policy(open_bundle(path), device, dtype, engine, **options)
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """Open a bundle file, or the head of a folder that ``sinew export`` wrote; reads no weights, imports no torch."""
-    path = Path(path)
-    if not path.exists():
-        hub = len(path.parts) == 2 and path.suffix != ".gguf" and not path.is_absolute()
-        hint = f"; a checkpoint of the hub: `sinew convert {path} policy.gguf` first" if hub else ""
-        raise BundleError(f"{path}: no such file{hint}")
-    if path.is_dir():
-        if not (path / EXPORTED).is_file():
-            checkpoint = (path / "config.json").is_file()
-            hint = f"; a checkpoint: `sinew convert {path} policy.gguf` first" if checkpoint else ""
-            raise BundleError(
-                f"{path}: expected a bundle, or a folder of `sinew export` with {EXPORTED}{hint}"
-            )
-        path = path / EXPORTED
-    return Bundle(path)
+    """Open the bundle of what ``path`` names (:func:`sinew.sources.resolve`); reads no weights, imports no torch
+    unless a checkpoint has to be converted."""
+    found = resolve(path)
+    return Bundle(found / EXPORTED if found.is_dir() else found)
 
 
 class Policy:

@@ -1,6 +1,7 @@
 """What a long computation tells while it runs. Rooms below the command line report here.
 
 Without a listener a task is one line of the log. ``sinew.cli.terminal`` listens and shows a bar or a spinner instead.
+What a user has to know of in any case goes through :func:`say`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ Advance = Callable[[str], None]  # one part is done; the text says what comes ne
 Listener = Callable[[str, "int | None"], AbstractContextManager[Advance]]
 
 _listener: Listener | None = None
+_teller: Callable[[str], None] | None = None
 
 
 def listen(listener: Listener | None) -> Listener | None:
@@ -22,6 +24,21 @@ def listen(listener: Listener | None) -> Listener | None:
     global _listener
     before, _listener = _listener, listener
     return before
+
+
+def tell(teller: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    """Give the sentences of :func:`say` to ``teller`` (None: to the log), and return the one before."""
+    global _teller
+    before, _teller = _teller, teller
+    return before
+
+
+def say(text: str) -> None:
+    """Tell one sentence that nobody asked for and everybody should see: gigabytes are fetched, a copy is used."""
+    if _teller is None:
+        log.warning("%s", text)  # which Python prints where logging was not set up
+    else:
+        _teller(text)
 
 
 @contextmanager

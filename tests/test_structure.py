@@ -17,6 +17,7 @@ STOREYS = [
     {"eval", "perf"},
     {"checks", "presets", "serve", "sim", "validate"},
     {"policy"},
+    {"sources"},
     {"engine", "convert", "guidance"},
     {"models"},
     {"layers", "processing"},

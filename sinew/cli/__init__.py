@@ -32,13 +32,26 @@ VERBS = {
     "eval": "Run a policy in closed loop and count successes.",
     "perf": "Predict latency, rates and memory on any machine.",
     "validate": "Prove that an engine computes a bundle as the reference does.",
+    "list": "List the checkpoints that were converted on first use.",
+    "show": "Print what the cache knows of one of them.",
+    "rm": "Remove some of them.",
     "doctor": "Check the installation and this machine.",
     "demo": "Run the trained demo policy in closed loop.",
 }
 
+FUNCTIONS = {
+    "list": "cache:list_entries",
+    "show": "cache:show",
+    "rm": "cache:remove",
+}  # others are named as their file
 GROUPS = {"perf"}  # verbs with commands of their own
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+
+
+def function_of(verb: str) -> str:
+    """Return the module in this package and the function of a verb, as ``serve:serve``."""
+    return FUNCTIONS.get(verb, f"{verb}:{verb}")
 
 
 def build_app() -> App:
@@ -55,7 +68,7 @@ def build_app() -> App:
     )
     for order, (verb, summary) in enumerate(VERBS.items()):
         options = {"help": summary} if verb in GROUPS else {"help": summary, "version_flags": []}
-        app.command(f"sinew.cli.{verb}:{verb}", name=verb, sort_key=order, **options)
+        app.command(f"sinew.cli.{function_of(verb)}", name=verb, sort_key=order, **options)
     return app
 
 
@@ -73,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--port" in tokens and tokens[0] == "serve":
         _print_error(errors, "--port: each wire has a port of its own, --wire NAME:PORT, as --wire http:8001")
         return EXIT_USAGE
-    before = progress.listen(terminal.show_task)
+    before = progress.listen(terminal.show_task), progress.tell(terminal.say)
     try:
         result = build_app()(tokens, exit_on_error=False, console=terminal.console(), error_console=errors)
         return result if isinstance(result, int) else 0
@@ -91,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(errors, _words(error))
         return EXIT_ERROR
     finally:
-        progress.listen(before)
+        progress.listen(before[0])
+        progress.tell(before[1])
 
 
 def _words(error: Exception) -> str:

@@ -48,7 +48,7 @@ def bench(
     """Time a bundle, stage by stage.
 
     Args:
-        bundle: the bundle file, or a folder that `sinew export` wrote.
+        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
         runs: inferences in the steady state.
         threads: for compute; chosen from the cores of this process if absent.
         image_size: HEIGHTxWIDTH of every frame; the sizes that the bundle declares if absent.

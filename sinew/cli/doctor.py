@@ -33,14 +33,22 @@ def doctor(
     """Check the installation and this machine.
 
     Args:
-        bundle: also load this bundle, or folder that `sinew export` wrote, and run it once.
+        bundle: also load this bundle, folder of `sinew export`, checkpoint or name of the hub, and run it once.
         verify: read all of the bundle and compare every tensor with the hash that was written with it.
     """
     from sinew import checks
+    from sinew.sources import resolve
 
+    results: list[Check] = []
+    if bundle is not None:
+        try:
+            bundle = resolve(bundle)
+        except SinewError as error:
+            results.append(checks.Check("bundle", "fail", str(error), "give what the message expects"))
+            bundle = None
     graphs_alone = bundle is not None and bundle.is_dir()  # which the onnx engine runs
     with progress.task("checking the installation"):
-        results = checks.installation("onnx" if runs.engine == "auto" and graphs_alone else runs.engine)
+        results[:0] = checks.installation("onnx" if runs.engine == "auto" and graphs_alone else runs.engine)
     if bundle is not None and verify:
         with progress.task(f"reading {bundle}"):
             results.append(hashes(bundle))

@@ -27,6 +27,7 @@ from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.eval.settings import sweep as parse_sweep
+from sinew.sources import is_server, resolve
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
@@ -67,7 +68,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     Exit code 1 means that the gate failed, or an error.
 
     Args:
-        target: a bundle file, the address of a server (tcp://host:port), or `expert`.
+        target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, the address of a
+            server (tcp://host:port), or `expert`.
         env: gymnasium id; `sinew/Blocks-v0` if absent. Those of suites run in an interpreter of their own.
         suite: all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ... (docs/eval-suites.md).
         setup: make the interpreter of a simulator and do nothing else: aloha, pusht, metaworld, libero.
@@ -203,7 +205,12 @@ def _variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> 
         if other in variants:
             raise SinewError(f"--compare {text}: that variant is already there")
         variants.append(other)
-    return variants
+    return [
+        variant
+        if variant.target == EXPERT or is_server(variant.target)
+        else replaced(variant, target=str(resolve(variant.target)))
+        for variant in variants
+    ]
 
 
 def _settled(variant: Variant) -> Variant:

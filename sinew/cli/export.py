@@ -20,13 +20,13 @@ def export(bundle: Path, /, *, onnx: Path) -> int:
     `sinew.load`, `sinew serve`, `sinew infer` and `sinew bench` take the folder in place of a bundle.
 
     Args:
-        bundle: the bundle file; one from `sinew quantize` gives quantised graphs.
+        bundle: as of `sinew infer`; one from `sinew quantize` gives quantised graphs.
         onnx: the folder to write; it must not be there.
     """
-    from sinew.bundle import Bundle
     from sinew.engine.onnx.cache import publish
+    from sinew.policy import open_bundle
 
-    opened = Bundle(bundle)
+    opened = open_bundle(bundle)
     if onnx.exists():
         raise SinewError(f"--onnx {onnx}: expected a new folder, got one that is there")
     onnx.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def write_folder(bundle: Bundle, folder: Path, where: Path | None = None) -> Non
     from sinew.bundle import write_bundle
     from sinew.engine.onnx.cache import cache_folder
     from sinew.engine.onnx.opening import usable_bits, variant, write_graphs
-    from sinew.policy import EXPORTED
+    from sinew.sources import EXPORTED
 
     cached = cache_folder(bundle.path, variant(usable_bits(bundle)))
     if (cached / "graphs.json").exists():

@@ -36,7 +36,7 @@ def infer(
     """Run a bundle once on image files and a state, and print the action chunk.
 
     Args:
-        bundle: the bundle file, or a folder that `sinew export` wrote.
+        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
         image: CAMERA=FILE, once per camera; a bare FILE where the bundle has a single camera.
         state: numbers in world units, separated by commas.
         prompt: the instruction.

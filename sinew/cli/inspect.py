@@ -29,7 +29,7 @@ def inspect(
     """Print what a bundle holds. Reads the header alone, so it is fast for any size. --json has every tensor too.
 
     Args:
-        bundle: the bundle file, or a folder that `sinew export` wrote.
+        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
         tensors: list every tensor, not only the totals per component.
         plan: list instead what the rewrites of the plan do to this model, and what they save.
         dtype: compute type that the plan is for; the CPU's default if absent.

@@ -33,7 +33,7 @@ def scenario(
     """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
 
     Args:
-        source: a bundle file, or smolvla, pi0, pi0.5 or gr00t-n1.7.
+        source: as of `sinew infer`, or smolvla, pi0, pi0.5 or gr00t-n1.7.
         server: the machine at the far end.
         device: the machine on the robot.
         network: links in between, in order, repeatable; wifi7 if absent.
@@ -133,16 +133,16 @@ def _payload(source: str, codec: Literal["raw", "jpeg", "float32"]) -> tuple[Any
     """(payload, bytes of the prefix's keys and values, chunk) of a policy."""
     from sinew.core import CameraSpec, PolicySpec, VectorSpec
     from sinew.perf.memory import memory_report
-    from sinew.perf.program import Program
+    from sinew.perf.program import PRESETS, Program
     from sinew.perf.scenarios import payload
 
     program = Program.load(source)
     shapes = program.shapes
     cache, chunk = memory_report(program).cache, program.model.config.chunk_size
-    if Path(source).is_file():
-        from sinew.bundle import Bundle
+    if source not in PRESETS:
+        from sinew.policy import open_bundle
 
-        return payload(Bundle(source).manifest.spec, codec), cache, chunk
+        return payload(open_bundle(source).manifest.spec, codec), cache, chunk
     cameras = tuple(CameraSpec(str(n), shapes.height, shapes.width) for n in range(shapes.views))
     spec = PolicySpec(
         source, source, cameras, VectorSpec(14), VectorSpec(14), chunk, 32, shapes.steps, shapes.tokens

@@ -45,7 +45,7 @@ def quantize(
     stay as they are and the header has the scales of its layers' inputs.
 
     Args:
-        bundle: the bundle file.
+        bundle: a bundle, a checkpoint or training run, or a name of the hub.
         recipe: COMPONENT=PRECISION,...: vision, language, head; int8, q8_0, q4_0, int8-rows (int8 that gives each
             token a scale in onnx too: slower there), fp8 or fp32; fp32 for those not named.
         out: the bundle to write.
@@ -57,13 +57,15 @@ def quantize(
         episodes: of the success gate of an embedded task that the policy fits; its outcome goes into the header.
             0 plays none.
     """
-    from sinew.bundle import Bundle
     from sinew.engine.onnx.quantize import parse_recipe
+    from sinew.policy import open_bundle
+    from sinew.sources import resolve
 
     if search != bool(budget):
         raise SinewError("expected --search and --budget together")
     chosen = parse_recipe(recipe)
-    opened = Bundle(bundle)
+    bundle = resolve(bundle)
+    opened = open_bundle(bundle)
     if opened.manifest.quantization is not None or not opened.infos:
         raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
     if out.resolve() == bundle.resolve():

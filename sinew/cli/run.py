@@ -27,6 +27,7 @@ from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
 from sinew.cli.run_view import Keys, View
 from sinew.core import SinewError
+from sinew.sources import is_server
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def run(
     Starts paused where there is a keyboard. Ends with a report of the cadence. docs/control.md.
 
     Args:
-        target: address of a server (tcp://host:port), or a bundle file that is loaded here.
+        target: address of a server (tcp://host:port), or what is loaded here: a bundle, a folder of `sinew export`,
+            a checkpoint or training run, a name of the hub.
         robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
@@ -164,7 +166,7 @@ def print_cadence(cadence: Cadence) -> None:
 
 def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[[], Call]]:
     """Return what the policy says about itself, and what opens a connection to it."""
-    if "://" in target:
+    if is_server(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
         with Client(target, timeout=10.0) as client:

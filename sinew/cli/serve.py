@@ -20,6 +20,7 @@ from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_lim
 from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.wires import open_wires, parse
+from sinew.sources import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,7 +86,7 @@ def serve(
     first signal stops the server between two stages of the running inference, the second one at once.
 
     Args:
-        bundle: the bundle file, or a folder that `sinew export` wrote.
+        bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
             (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
@@ -111,6 +112,7 @@ def serve(
         listen.tls()  # files that do not do are told now
         api_key = _api_key(api_key_file)
         options = runs.keywords() | cameras.keywords()
+        bundle = resolve(bundle)
         _check_early(bundle, options)
         wires = open_wires(parse(wire or ()), listen)
         process = Process(wires)

@@ -86,6 +86,12 @@ def emit(record: dict[str, Any]) -> None:
 
 # ----------------------------------------------------------------------------- progress
 
+
+def say(text: str) -> None:
+    """Print a sentence on standard error."""
+    console(stderr=True).print(text, soft_wrap=True, markup=False)
+
+
 _bars: Progress | None = None
 
 

@@ -57,20 +57,20 @@ def tune(
     answer is compared first. Then the whole graph is timed in its variants. Ctrl-C keeps what was found.
 
     Args:
-        bundle: the bundle file. Components that its recipe has in FP8 are tuned in FP8.
+        bundle: as of `sinew infer`. Components that its recipe has in FP8 are tuned in FP8.
         device: cuda, or cuda:N.
         dtype: compute type; the device's default if absent.
         budget: seconds after which no further problem is begun. The graph's variants come on top.
         prompt_tokens: lengths of prompts; all that the policy takes, the longest first, if absent.
         again: also what was tuned before.
     """
-    from sinew.bundle import Bundle
     from sinew.engine.choose import choose_dtype
     from sinew.engine.cuda.device import require
     from sinew.engine.cuda.tune.timing import on
     from sinew.engine.loading import cuda_options, parse_device
+    from sinew.policy import open_bundle
 
-    opened, where = Bundle(bundle), parse_device(device)
+    opened, where = open_bundle(bundle), parse_device(device)
     if where.type == "cpu":
         raise SinewError(
             f"--device {device}: expected cuda or cuda:N; the kernels' twins on a CPU have no tiles to tune"

@@ -45,7 +45,7 @@ def validate(
     takes an engine on a GPU, or for an architecture that is not tested with it, only with one. Exit code 1: it fails.
 
     Args:
-        bundle: the bundle file, with weights.
+        bundle: a bundle with weights, a checkpoint or training run, or a name of the hub.
         observations: to compare.
         records: folder that `sinew serve --record` wrote, to take them from; else episodes of an embedded task that the
             policy fits, else random frames.
@@ -57,7 +57,9 @@ def validate(
     from sinew.eval.gating import gate_of, play_gate
     from sinew.eval.report.gate import read_gate
     from sinew.policy import Policy, open_bundle
+    from sinew.sources import resolve
 
+    bundle = resolve(bundle)
     opened = open_bundle(bundle)
     if not opened.infos:
         raise SinewError(

@@ -7,15 +7,18 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
-from sinew.convert.conversion import Conversion
 from sinew.convert.families.lerobot_folder import resolve
 from sinew.convert.options import COMPAT, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError, SinewError
+
+if TYPE_CHECKING:  # with torch, which telling a checkpoint from a bundle does not need
+    from sinew.convert.conversion import Conversion
 
 # Modules of sinew.convert.families, in the order in which they are asked. Each has NAMES (checkpoints that it
 # reads, for messages), OPTIONS (fields of Options that it reads), SETTINGS (of --set), recognises(path) and

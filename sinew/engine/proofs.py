@@ -7,7 +7,6 @@ One JSON file per bundle (by fingerprint), engine and kind of device, in ``$XDG_
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from sinew.engine.onnx.cache import fingerprint
 
 def folder() -> Path:
     """Return the directory of the records."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "sinew" / "proofs"
+    return machine.cache_folder("proofs")
 
 
 def hardware(device: str) -> str:

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from sinew.bundle import Bundle
-from sinew.core import SinewError
+from sinew.core import BundleError, SinewError
 from sinew.engine.eager import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
@@ -30,6 +29,7 @@ from sinew.models.base import Model
 from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import Precision, as_number_format, as_traced, by_stage
 from sinew.perf.trace import STAGES, Call, Trace, trace
+from sinew.policy import open_bundle
 
 PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7")
 PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
@@ -205,9 +205,14 @@ def _repeats(stage: str, found: Trace) -> int:
 
 def of_bundle(path: Path) -> Program:
     """A bundle's program. Reads the header alone."""
-    if not path.is_file():
-        raise SinewError(f"{path}: expected a bundle file or one of {', '.join(PRESETS)}")
-    bundle = Bundle(path)
+    try:
+        bundle = open_bundle(path)
+    except BundleError as error:
+        raise SinewError(
+            f"{error}; expected one of {', '.join(PRESETS)}, or what `sinew serve` takes"
+        ) from None
+    if not bundle.infos:
+        raise SinewError(f"{path}: expected a bundle with weights, got the head of exported graphs")
     model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
     spec, image = bundle.manifest.spec, bundle.manifest.processing.image
     shapes = Shapes(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from sinew import __version__
-from sinew.cli import GROUPS, VERBS, main
+from sinew.cli import GROUPS, VERBS, function_of, main
 from sinew.cli.bench import summarize
 
 SCRIPT = Path(sys.executable).parent / "sinew"
@@ -79,7 +79,8 @@ def test_help_of_every_verb(verb: str, script: bool) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_parameter_is_described(verb: str) -> None:
-    found = getattr(importlib.import_module(f"sinew.cli.{verb}"), verb)
+    module, _, function = function_of(verb).partition(":")
+    found = getattr(importlib.import_module(f"sinew.cli.{module}"), function)
     commands = [found[name] for name in found if not name.startswith("-")] if verb in GROUPS else []
     for function in [command.default_command for command in commands] or [found]:
         hints = typing.get_type_hints(function)

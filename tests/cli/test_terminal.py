@@ -114,8 +114,7 @@ def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch, capsys) -
         (["serve", PEN, "--tls-key", "key.pem"], "--tls-key key.pem: expected --tls-cert beside it"),
         (["serve", PEN, "--tls-cert", "foo.pem"], "--tls-cert foo.pem: expected a PEM file, got none there"),
         (["serve", PEN, "--port", "9000"], "--wire NAME:PORT"),
-        (["serve", "lerobot/smolvla_base"], "`sinew convert lerobot/smolvla_base policy.gguf` first"),
-        (["inspect", ROOT / "docs"], "expected a bundle, or a folder of `sinew export`"),
+        (["inspect", ROOT / "docs"], "expected a bundle, a checkpoint, or a folder of `sinew export`"),
         (["doctor", "nope.gguf", "--json"], "give what the message expects"),
         (
             ["client", "127.0.0.1:5555"],

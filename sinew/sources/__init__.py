@@ -1,0 +1,55 @@
+"""What a verb is given -> a file that can be loaded: a bundle, an exported folder, a checkpoint, a name of the hub.
+
+Checkpoints are converted once, into a cache (``sinew.sources.cache``). Imports no torch unless one has to be converted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sinew.convert.families.lerobot_folder import resolve as model_folder
+from sinew.core import BundleError, ConvertError
+from sinew.sources import cache, hub
+
+EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
+
+
+def is_server(source: str) -> bool:
+    """Return True for the address of a server, as ``tcp://host:port``."""
+    return "://" in source and not source.startswith("hf://")
+
+
+def resolve(source: str | Path) -> Path:
+    """Return the bundle, or the folder of ``sinew export``, that holds the policy of ``source``.
+
+    source: a bundle file; a folder that ``sinew export`` wrote; a checkpoint folder that ``sinew convert`` reads
+    without further options; a LeRobot training run or one of its checkpoints; ``org/name`` or
+    ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub. What is fetched, converted or taken from the
+    cache is told through :mod:`sinew.progress`. Raises :class:`BundleError` and :class:`ConvertError`.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path, str(source))
+    if path.exists():
+        return path
+    name = hub.parse(str(source))
+    if name is None:
+        raise BundleError(f"{source}: no such file or folder")
+    fetched = hub.fetch(name)
+    return fetched if fetched.is_file() else _folder(fetched, str(name), name.repository.split("/")[-1])
+
+
+def _folder(path: Path, said: str, name: str = "") -> Path:
+    """The policy of a folder. said: what the user calls it."""
+    if (path / EXPORTED).is_file():
+        return path
+    checkpoint = model_folder(path)
+    try:
+        return cache.converted(checkpoint, said, name)
+    except cache.NoCheckpointError as error:
+        raise BundleError(
+            f"{said}: expected a bundle, a checkpoint, or a folder of `sinew export` with {EXPORTED}, got {error}"
+        ) from None
+    except ConvertError as error:
+        hint = "" if "sinew convert" in str(error) else f"; `sinew convert {said} policy.gguf` takes options"
+        raise ConvertError(f"{error}{hint}") from error

@@ -1,0 +1,252 @@
+"""Checkpoints that were converted on first use: ``$XDG_CACHE_HOME/sinew/bundles/<key>/`` holds a bundle and a record.
+
+The key is the content of the source (``sinew.sources.identity``), so a changed checkpoint is converted again. An entry
+appears whole, by renaming a folder; of two processes that want the same one, one waits for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from sinew import machine, progress
+from sinew.bundle import Bundle
+from sinew.core import BundleError, SinewError
+from sinew.sources.identity import File, NoCheckpointError, converter, digests, files_of, key
+
+__all__ = ["Entry", "NoCheckpointError", "converted", "entries", "find", "folder"]
+
+RECORD = "source.json"
+
+
+class Record(msgspec.Struct, forbid_unknown_fields=True):
+    """What an entry says of itself. outside: files that were read and do not lie in the source's folder."""
+
+    source: str
+    name: str
+    architecture: str
+    bundle: str  # the file's name
+    bytes: int
+    mtime_ns: int
+    made: str
+    seconds: float
+    converter: str
+    files: list[File]
+    outside: list[File]
+    notes: list[str]
+
+
+class Entry:
+    """One converted checkpoint. Raises :class:`SinewError` where its record does not read."""
+
+    def __init__(self, home: Path):
+        self.home, self.key = home, home.name
+        try:
+            self.record = msgspec.json.decode((home / RECORD).read_bytes(), type=Record)
+        except (OSError, msgspec.DecodeError) as error:
+            raise SinewError(f"{home / RECORD}: expected the record of a conversion, got {error}") from None
+        if Path(self.record.bundle).name != self.record.bundle:
+            raise SinewError(f"{home / RECORD}: bundle: expected the name of a file, got a path")
+
+    @property
+    def bundle(self) -> Path:
+        """Return the path of the bundle."""
+        return self.home / self.record.bundle
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything in the entry: the bundle, and graphs that engines have put beside it."""
+        return sum(path.stat().st_size for path in self.home.rglob("*") if path.is_file())
+
+    def damage(self, whole: bool = False) -> str | None:
+        """Return why the bundle is not the one that was written, or None.
+
+        Size, time and the header's hash are always compared; every tensor where the time differs, or ``whole`` is set.
+        """
+        try:
+            found = self.bundle.stat()
+            if found.st_size != self.record.bytes:
+                return f"{self.record.bundle} has {found.st_size} bytes, expected {self.record.bytes}"
+            opened = Bundle(self.bundle)
+            if whole or found.st_mtime_ns != self.record.mtime_ns:
+                with progress.task(f"comparing {self.bundle} with its hashes"):
+                    changed = opened.verify()
+                if changed:
+                    return f"{len(changed)} tensors differ from what was written, {changed[0]} first"
+        except OSError as error:
+            return f"{self.record.bundle}: {error.strerror}"
+        except BundleError as error:
+            return str(error)
+        return None
+
+    def stale(self) -> str | None:
+        """Return why a file outside of the source's folder makes the entry old, or None; one that is gone does not."""
+        there = [file for file in self.record.outside if Path(file.name).is_file()]
+        now = digests([Path(file.name) for file in there], self.home)
+        return next(
+            (f"{old.name} has changed" for old, new in zip(there, now, strict=True) if old != new), None
+        )
+
+
+def folder() -> Path:
+    """Return the directory of the cache."""
+    return machine.cache_folder("bundles")
+
+
+def entries() -> list[Entry | SinewError]:
+    """Return all entries, oldest first; for one that does not read, what is wrong with it."""
+    found: list[Entry | SinewError] = []
+    if folder().is_dir():
+        homes = [path for path in folder().iterdir() if path.is_dir() and not path.name.startswith(".")]
+        for home in sorted(homes, key=lambda path: (path.stat().st_mtime_ns, path.name)):
+            try:
+                found.append(Entry(home))
+            except SinewError as error:
+                found.append(error)
+    return found
+
+
+def find(text: str) -> Entry:
+    """Return the entry whose key begins with ``text``, or whose policy has this name.
+
+    Raises :class:`SinewError` for none and for several.
+    """
+    known = [entry for entry in entries() if isinstance(entry, Entry)]
+    found = [entry for entry in known if entry.key == text] or [
+        entry for entry in known if entry.record.name == text or (text and entry.key.startswith(text))
+    ]
+    if len(found) != 1:
+        which = ", ".join(entry.key[:12] for entry in found) or "no entry"
+        raise SinewError(f"{text}: expected the name or the key of one entry of {folder()}, got {which}")
+    return found[0]
+
+
+def converted(checkpoint: Path, said: str, name: str = "") -> Path:
+    """Return the bundle of a checkpoint folder, converting it if the cache has none.
+
+    said: what the user calls it. name: of the policy, instead of the one that the checkpoint gives it.
+    Raises :class:`NoCheckpointError`, :class:`ConvertError` and :class:`SinewError`.
+    """
+    from sinew.convert.families.lerobot_folder import name_of
+
+    files = digests(files_of(checkpoint), checkpoint)
+    home = folder() / key(files, name or name_of(checkpoint))
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(home):
+            reason = _unfit(home)
+            if reason is None:
+                entry = Entry(home)
+                progress.say(f"{said}: converted {entry.record.made}, {entry.bundle}")
+                return entry.bundle
+            progress.say(f"converting {said}: {reason}")
+            return _convert(checkpoint, said, name, files, home)
+    except OSError as error:
+        raise SinewError(
+            f"{error.filename or home}: expected to write a converted checkpoint there (XDG_CACHE_HOME names another"
+            f" place), got {error.strerror or error}"
+        ) from None
+
+
+def _unfit(home: Path) -> str | None:
+    """Why the entry cannot be used, or None."""
+    if not home.exists():
+        return f"the cache {home.parent} has no bundle of these files"
+    try:
+        entry = Entry(home)
+    except SinewError as error:
+        return f"damaged entry: {error}"
+    if damage := entry.damage():
+        return f"damaged entry {home}: {damage}"
+    return entry.stale()
+
+
+def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Path) -> Path:
+    from sinew.convert import Options, read
+
+    for left in home.parent.glob(
+        f".{home.name}.*"
+    ):  # of a process that was killed; the lock says that none is at work
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+    started = time.perf_counter()
+    options = Options()
+    with progress.task(f"reading {said}"):
+        conversion = read(checkpoint, options)
+    name = name or conversion.spec.name
+    partial = Path(tempfile.mkdtemp(prefix=f".{home.name}.", dir=home.parent))
+    try:
+        bundle = partial / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name).lstrip('.-')[:80] or 'policy'}.gguf"
+        with _percent(f"converting {said}", conversion.nbytes) as written:
+            conversion.write(bundle, name, options, written)
+        inside = {(checkpoint / file.name).resolve() for file in files}
+        outside = sorted({path.resolve() for path in conversion.sources} - inside)
+        again = digests([checkpoint / file.name for file in files], checkpoint)
+        if again != files:
+            raise SinewError(f"{said}: its files were changed while they were converted; start again")
+        found = bundle.stat()
+        record = Record(
+            source=str(checkpoint.resolve()) if Path(said).exists() else said,
+            name=name,
+            architecture=conversion.architecture,
+            bundle=bundle.name,
+            bytes=found.st_size,
+            mtime_ns=found.st_mtime_ns,
+            made=datetime.now(timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017 - Python 3.10
+            seconds=round(time.perf_counter() - started, 3),
+            converter=converter(),
+            files=files,
+            outside=digests(outside, partial),
+            notes=list(conversion.notes),
+        )
+        (partial / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+        if home.exists():
+            shutil.rmtree(home)  # damaged or old; who has it open keeps what was mapped
+        partial.rename(home)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for note in conversion.notes:
+        progress.say(f"note: {note}")
+    progress.say(f"wrote {home / bundle.name}: {found.st_size / 1e6:.1f} MB, {record.seconds:.1f} s")
+    return home / bundle.name
+
+
+@contextlib.contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """Hold the entry's lock; the file stays, it is empty. Without ``fcntl`` both convert, and the later one stays."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(home.with_name(f".{home.name}.lock"), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.say(f"another process converts the same checkpoint; waiting for {home}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _percent(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Turn bytes written into parts of a hundred."""
+    done = 0
+    with progress.task(text, 100) as advance:
+
+        def written(count: int) -> None:
+            nonlocal done
+            before, done = done, done + count
+            for _ in range(100 * done // max(total, 1) - 100 * before // max(total, 1)):
+                advance("")
+
+        yield written

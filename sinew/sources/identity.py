@@ -1,0 +1,166 @@
+"""The content of a checkpoint as one key: its files' names and SHA-256, and the code that would convert them.
+
+Hashing gigabytes takes seconds, so digests are remembered by what the file system says of a file, as git's index does:
+a file whose size, inode and times are those of the last look is not read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+import sinew
+from sinew import machine, progress
+from sinew.bundle.files import open_regular
+from sinew.core import SinewError
+
+# What trainers leave beside the weights to go on with; no conversion reads it.
+TRAINING = (
+    "optimizer*",
+    "scheduler*",
+    "rng_state*",
+    "training_args.bin",
+    "training_state",
+    "global_step*",
+    "events.out*",
+    "wandb",
+    "*.md",
+    "*.log",
+)
+WEIGHTS = (".safetensors", ".pt", ".gguf")  # and orbax's folder params/
+MAX_FILES = 10_000
+BLOCK, LONG = 1 << 22, 1 << 28
+RACY_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within one tick of its clock
+CODE = ("convert", "bundle", "models")  # rooms that decide what a conversion writes
+
+
+class NoCheckpointError(SinewError):
+    """A folder that holds no file of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint: its name in the folder (or its whole path), bytes, and SHA-256."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the regular files of a folder that a conversion may read, sorted by name.
+
+    Raises :class:`NoCheckpointError` for a folder without any, and for one of too many to be a checkpoint.
+    """
+    found = []
+    for parent, folders, names in os.walk(folder, followlinks=False):
+        here = Path(parent)
+        folders[:] = sorted(name for name in folders if _counts(here / name))
+        found += [here / name for name in sorted(names) if _counts(here / name) and (here / name).is_file()]
+        if len(found) > MAX_FILES:
+            raise NoCheckpointError(f"a folder of more than {MAX_FILES} files")
+    if not found:
+        raise NoCheckpointError("a folder without files")
+    parts = [path.relative_to(folder).parts for path in found]
+    if not any(path.suffix in WEIGHTS or "params" in names for path, names in zip(found, parts, strict=True)):
+        raise NoCheckpointError("a folder without weights")
+    return found
+
+
+def _counts(path: Path) -> bool:
+    return not path.name.startswith(".") and not any(path.match(pattern) for pattern in TRAINING)
+
+
+def digests(paths: list[Path], root: Path) -> list[File]:
+    """Return name, size and SHA-256 of files; names are relative to ``root`` where they lie in it."""
+    memo = _Memo(root)
+    found = [File(_name(path, root), path.stat().st_size, memo.digest(path)) for path in paths]
+    memo.keep()
+    return found
+
+
+def key(files: list[File], name: str) -> str:
+    """Return 32 hexadecimal digits that change with any file, with the policy's name, and with the converter."""
+    record = {"files": [[f.name, f.bytes, f.sha256] for f in files], "name": name, "code": converter()}
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def converter() -> str:
+    """Return the version of Sinew with a digest of the code that decides what is written."""
+    digest = hashlib.sha256()
+    home = Path(sinew.__file__).parent
+    for room in CODE:
+        for path in sorted((home / room).rglob("*.py")):
+            digest.update(str(path.relative_to(home)).encode() + path.read_bytes())
+    return f"{sinew.__version__}+{digest.hexdigest()[:12]}"
+
+
+def _name(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
+def _sha256(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(BLOCK, size) or 1))
+    with open_regular(path) as file, _shown(path, size) as advance:
+        while got := file.readinto(buffer):  # type: ignore[attr-defined]
+            digest.update(buffer[:got])
+            advance("")
+    return digest.hexdigest()
+
+
+def _shown(path: Path, size: int) -> AbstractContextManager[progress.Advance]:
+    """A task of the blocks of a big file; small ones are read before anybody could see it."""
+    if size < LONG:
+        return nullcontext(lambda _: None)
+    return progress.task(f"reading {path.name}", -(-size // BLOCK))
+
+
+class _Memo:
+    """Digests of one folder's files from earlier looks. A memo that does not read is an empty one."""
+
+    def __init__(self, root: Path):
+        named = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:32]
+        self.path = machine.cache_folder("digests") / f"{named}.json"
+        try:
+            self.known = msgspec.json.decode(
+                self.path.read_bytes(), type=dict[str, tuple[tuple[int, ...], str]]
+            )
+        except (OSError, msgspec.DecodeError):
+            self.known = {}
+        self.before = dict(self.known)
+
+    def digest(self, path: Path) -> str:
+        where, found = str(path.resolve()), path.stat()
+        seen = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+        known = self.known.get(where)
+        if known is not None and tuple(known[0]) == seen:
+            return known[1]
+        started = time.time_ns()
+        digest = _sha256(path, found.st_size)
+        self.known.pop(where, None)
+        if started - max(found.st_mtime_ns, found.st_ctime_ns) > RACY_NS:
+            self.known[where] = (seen, digest)
+        return digest
+
+    def keep(self) -> None:
+        """Write the memo; where that fails the next look reads the files again."""
+        if self.known == self.before:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".", delete=False) as file:
+                file.write(msgspec.json.encode(self.known))
+            os.replace(file.name, self.path)
+        except OSError:
+            return

@@ -1,0 +1,1 @@
+"""Tests of what verbs take as a policy."""
