@@ -143,31 +143,6 @@ def cache_name(out: Path) -> Path:
     return cache_folder(out, variant(usable_bits(Bundle(out))))
 
 
-def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    from sinew.engine.onnx.engine import OnnxEngine
-    from sinew.engine.onnx.opening import graphs_of
-    from sinew.engine.onnx.providers import runtime
-    from sinew.engine.onnx.quantize import quantize_graphs, weight_bits
-    from sinew.policy import Policy
-
-    bits, why = weight_bits()
-    source = graphs_of(opened)
-    folder = Path(tempfile.mkdtemp(prefix=f"{out.stem}.onnx.", dir=out.parent))
-    try:
-        quantize_graphs(source, folder, chosen, bits)
-        reference = Policy(opened, "cpu", engine="onnx")
-        origin, stream = observed(reference)
-        engine = OnnxEngine(folder, solver=reference.spec.solver)
-        errors = measure(reference, engine, islice(stream, count))
-        record = _record(chosen, bits, errors, origin, f"onnxruntime {runtime().__version__}")
-        record = _store(opened, chosen, record, out)
-        # These graphs were rounded from float weights. The bundle's own are exported from what it stores, when it is
-        # first opened, so that one file gives one set of actions.
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return record, f"graphs of {bits} bits per output channel: {why}"
-
-
 def _trials(opened: Bundle, count: int) -> Any:
     """Return a function that measures a recipe on the same observations each time."""
     from sinew.bundle import Bundle, write_bundle
@@ -187,24 +162,46 @@ def _trials(opened: Bundle, count: int) -> Any:
     return trial
 
 
+def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
+    from sinew.engine.onnx.providers import runtime
+    from sinew.engine.onnx.quantize import weight_bits
+
+    bits, why = weight_bits()
+    record = _measured(opened, chosen, count, out, "onnx", bits, f"onnxruntime {runtime().__version__}")
+    return record, f"graphs of {bits} bits per output channel: {why}"
+
+
 def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    from sinew.bundle import Bundle
     from sinew.engine.cpu import extension
+
+    record = _measured(opened, chosen, count, out, "cpu", 8, f"cpu, {extension().kernels} kernels")
+    return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
+
+
+def _measured(
+    opened: Bundle, chosen: dict[str, Any], count: int, out: Path, engine: str, bits: Any, by: str
+) -> Quantization:
+    """Write the bundle, and return its record with the error of ``engine`` on what was written.
+
+    Graphs are exported from the stored weights, as on any other machine, and go with the bundle.
+    """
+    from sinew.bundle import Bundle
     from sinew.policy import Policy
 
     with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
         unmeasured = Path(folder) / out.name
-        record = _store(opened, chosen, _record(chosen, 8, [0.0], "", ""), unmeasured)
-        reference, rounded = (
-            Policy(opened, "cpu", engine="eager"),
-            Policy(Bundle(unmeasured), "cpu", engine="cpu"),
-        )
+        stored = _store(opened, chosen, _record(chosen, bits, [0.0], "", ""), unmeasured)
+        reference = Policy(opened, "cpu", engine="eager")
+        rounded = Policy(Bundle(unmeasured), "cpu", engine=engine)
         origin, stream = observed(reference)
         errors = measure(reference, rounded.engine, islice(stream, count))
-        made = _record(chosen, 8, errors, origin, f"cpu, {extension().kernels} kernels")
-        record = replace(made, weight_error=record.weight_error)
+        record = replace(_record(chosen, bits, errors, origin, by), weight_error=stored.weight_error)
         write(Bundle(unmeasured), record, out)
-    return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
+        if engine == "onnx":
+            graphs = cache_name(out)
+            shutil.rmtree(graphs, ignore_errors=True)  # of the same bundle, made before
+            cache_name(unmeasured).rename(graphs)
+    return record
 
 
 def _store(opened: Bundle, chosen: dict[str, Any], record: Quantization, out: Path) -> Quantization:

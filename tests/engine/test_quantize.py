@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,13 @@ from onnx import helper, numpy_helper
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.cli import main
+from sinew.cli.quantize import cache_name
 from sinew.core import BundleError, SinewError
 from sinew.engine.onnx import quantize
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
+from sinew.eval.gating import GATES
+from sinew.eval.report.gate import read_gate
 from sinew.policy import load
 from tests.golden import Golden
 
@@ -51,6 +54,13 @@ def products(path: Path) -> tuple[int, int]:
     constants = {tensor.name for tensor in graph.initializer}
     wide = sum(n.op_type == "MatMul" and n.input[1] in constants for n in graph.node)
     return wide, sum(n.op_type in ("MatMulInteger", "MatMulIntegerToFloat") for n in graph.node)
+
+
+def int8_columns(path: Path) -> set[bytes]:
+    """Weights of each output channel of a graph's int8 products."""
+    tensors = onnx.load(str(path)).graph.initializer
+    weights = [numpy_helper.to_array(t) for t in tensors if t.name.endswith(".int8")]
+    return {column.tobytes() for values in weights for column in values.T}
 
 
 def one_product(x: np.ndarray, weights: np.ndarray, precision: str, bits: int = 8) -> np.ndarray:
@@ -279,6 +289,12 @@ def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(quanti
     assert main(["quantize", str(source), "--out", str(out), "--observations", "1"]) == 0
     assert Bundle(out).manifest.quantization.bits == 8
     assert main(["export", str(out), "--onnx", str(robot)]) == 0
+    stored = Bundle(out)
+    columns = int8_columns(robot / "vision.onnx")
+    layers = [module for module in stored.lowbit if module.startswith("vision.") and "layers" in module]
+    assert layers
+    for module in layers:  # eight bits: the graph has the stored weights, not rounded again
+        assert {row.tobytes() for row in stored.tensor(f"{module}.weight").numpy()} <= columns, module
     monkeypatch.setattr(quantize.machine, "cpu_flags", lambda: frozenset({"avx2"}))
     assert load(out, engine="onnx", threads=1).engine.graphs.bits == 7
     with pytest.raises(SinewError, match="at most 7 bits on this processor.*export the bundle again"):
@@ -337,13 +353,25 @@ def test_the_record_of_a_bundle_is_checked(quantised):
             Manifest.from_metadata({**metadata, "sinew.quantization": text})
 
 
-def test_error_over_episodes_of_an_embedded_task(tmp_path):
+def test_error_over_episodes_and_gate_of_an_embedded_task(tmp_path, capsys):
+    """The success of the bundle that was written stands in its header, beside the error of the chunk."""
     pytest.importorskip("mujoco")
     shutil.copyfile(DATA / "pen.gguf", tmp_path / "pen.gguf")
     out = tmp_path / "int8.gguf"
-    assert main(["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), "--observations", "4"]) == 0
+    counts = ["--observations", "2", "--episodes", "2"]
+    status = main(["quantize", str(tmp_path / "pen.gguf"), "--out", str(out), *counts])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     record = Bundle(out).manifest.quantization
-    assert (record.observations, record.source) == (4, "episodes of sinew/Pen-v0")
+    assert (record.observations, record.source) == (2, "episodes of sinew/Pen-v0")
+    assert (record.success.env, record.success.episodes) == ("sinew/Pen-v0", 2)
+    assert 0 <= record.success.wins <= 2
+    gate = read_gate(next(GATES.glob("pen*.json")))
+    assert record.success.recorded_wins == sum(gate.outcomes[gate.first_seed + i] for i in range(2))
+    delta = 100 * (record.success.wins - record.success.recorded_wins) / 2
+    assert found["gate"].startswith(f"success {delta:+.1f} points")
+    assert found["success"] == asdict(record.success)
+    assert status == (0 if "passes" in found["gate"] else 1)
+    assert cache_name(out).exists()  # the graphs of the bundle before its success was known
 
 
 # ----------------------------------------------------------------------------- FP8, which the CUDA engine follows

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from sinew import load
+from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.schema import COMPONENTS
 from sinew.cli import main
+from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.engine import proofs
 from sinew.policy import Policy
 from sinew.validate.observations import random_observations
@@ -76,6 +79,42 @@ def corrupt_graph(policy: Policy, stage: str) -> str:
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     return tensor.name
+
+
+@pytest.fixture(scope="module")
+def small(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pen policy as engine cpu takes it: every layer that can be in int8 codes."""
+    source, out = Bundle(bundle), tmp_path_factory.mktemp("small") / "small.gguf"
+    formats = plan_formats(source, dict.fromkeys(COMPONENTS, "int8"))
+    write_bundle(out, lambda: source.manifest, lowbit_sources(source, formats))
+    return out
+
+
+@pytest.mark.parametrize("stage", [None, *LAYERS])
+def test_the_verb_judges_engine_cpu(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys, stage: str | None
+) -> None:
+    """The bundle passes as it is. With the codes of one layer at zero it fails, and only then is vision wrong where
+    the layer is one of vision."""
+    opened, zeroed = Policy.__init__, []
+
+    def broken(self: Policy, *arguments: object, **options: object) -> None:
+        opened(self, *arguments, **options)
+        if self.engine_name == "cpu" and stage is not None:
+            zeroed.append(corrupt(self, stage))
+
+    monkeypatch.setattr(Policy, "__init__", broken)
+    command = ["validate", str(small), "--engine", "cpu", "--device", "cpu", "--observations", "1"]
+    status = main([*command, "--episodes", "0", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    wrong = {each["name"] for each in found["parity"]["stages"] if not each["passed"]}
+    assert found["parity"]["engine"] == "cpu"
+    assert len(zeroed) == (stage is not None)
+    assert (status, found["passed"]) == ((0, True) if stage is None else (1, False)), (
+        zeroed,
+        found["parity"],
+    )
+    assert ("vision" in wrong) == (stage == "vision"), (zeroed, found["parity"])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

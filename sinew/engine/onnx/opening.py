@@ -94,10 +94,13 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None) -> Non
     image, steps = manifest.processing.image, manifest.spec.solver_steps
     model = load_model(bundle, parse_device("cpu"), "float32")
     wide = sum(4 * math.prod(info.shape) for info in bundle.infos.values())
-    rewrites = ON_ONNX
+    rewrites, unfolded = ON_ONNX, tuple(name for name in ON_ONNX if name != "fold-norms")
     if ROOM * wide > machine.memory()[1]:
         log.info("memory is short: norms are not folded, which copies most weights and gains a step 1 %%")
-        rewrites = tuple(name for name in ON_ONNX if name != "fold-norms")
+        rewrites = unfolded
+    elif "int8" in bundle.lowbit.values() and usable_bits(bundle) == 8:
+        log.info("norms are not folded: int8 weights are computed on as they are stored, not rounded again")
+        rewrites = unfolded
     with progress.task(f"exporting {bundle.path.name} for ONNX Runtime to {where}, once"):
         export_graphs(
             Plan.of(model, steps, rewrites),
