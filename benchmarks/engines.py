@@ -1,11 +1,11 @@
-"""Engines side by side, in paired runs of one process: eager, plan, ONNX Runtime in float32 and in int8.
+"""Engines side by side, in paired runs of one process: eager, plan, ONNX Runtime in fp32 and in int8.
 
-python benchmarks/engines.py BUNDLE [QUANTISED] [--engines eager plan onnx] [--dtype float32] [--pairs 7]
+python benchmarks/engines.py BUNDLE [QUANTISED] [--engines eager plan onnx] [--dtype fp32] [--pairs 7]
 
 Every round runs each engine once, in an order that turns from round to round; ratios are taken within a round,
 so that a neighbour who slows a round slows both sides. GFLOP/s are against sgemm of this process, the better
 of numpy's and torch's at 2048^3. QUANTISED is what `sinew quantize` made of BUNDLE. --dtype is of the PyTorch
-engines; ONNX Runtime computes in float32. --without REWRITE adds the plan less that rewrite.
+engines; ONNX Runtime computes in fp32. --without REWRITE adds the plan less that rewrite.
 
 A policy of billions of parameters does not fit every machine in every engine at once: name some, and give its
 own precision. For pi0, whose bundle `python benchmarks/pi_full_size.py OUT` writes:
@@ -40,8 +40,7 @@ from sinew.perf.machine.fit import work  # noqa: E402
 from sinew.perf.program import Program, of_engine  # noqa: E402
 from sinew.policy import Policy, load  # noqa: E402
 
-STAGES = ("vision", "prefix", "solver", "total")
-NAMES = {"vision": "vision", "language": "prefix", "action": "solver"}  # of a trace -> of a timing
+STAGES = ("vision", "prefix", "head", "total")
 
 
 def gflop(policy: Policy, tokens: int) -> dict[str, float]:
@@ -49,12 +48,12 @@ def gflop(policy: Policy, tokens: int) -> dict[str, float]:
     image, spec = policy.manifest.processing.image, policy.spec
     shapes = Shapes(len(spec.cameras), image.height, image.width, tokens, spec.solver_steps)
     if policy.engine_name == "onnx":
-        program = Program.load(policy.bundle.path, dtypes="float32", engine="plan")
+        program = Program.load(policy.bundle.path, dtypes="fp32", engine="plan")
         program = program.at(prompt_tokens=tokens)
     else:
         program = of_engine(policy.engine, shapes, spec.name)
     parts = program.components("fused")
-    return {NAMES[p.name]: 1e-9 * p.repeats * sum(r.count * r.flops for r in work(p)) for p in parts}
+    return {p.name: 1e-9 * p.repeats * sum(r.count * r.flops for r in work(p)) for p in parts}
 
 
 def once(policy: Policy, observation: dict[str, Any], seed: int) -> dict[str, float]:
@@ -62,7 +61,7 @@ def once(policy: Policy, observation: dict[str, Any], seed: int) -> dict[str, fl
     return {
         "vision": timing.vision_ms,
         "prefix": timing.prefix_ms,
-        "solver": timing.solver_ms,
+        "head": timing.head_ms,
         "total": timing.total_ms,
     }
 
@@ -76,7 +75,7 @@ def _plan_without(rewrite: str, arguments: argparse.Namespace) -> Policy:
 
 
 def _dtype(engine: str, dtype: str) -> str:
-    return "float32" if engine == "onnx" else dtype
+    return "fp32" if engine == "onnx" else dtype
 
 
 def main() -> None:
@@ -87,7 +86,7 @@ def main() -> None:
         "--engines", nargs="+", choices=["eager", "plan", "onnx"], default=["eager", "plan", "onnx"]
     )
     parser.add_argument("--without", action="append", default=[], choices=list(REWRITES))
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or native")
+    parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or native")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()

@@ -52,8 +52,8 @@ def infer(bundle: Path, dtype: str, runs: int) -> dict:
         "weights_mib": policy.weights_nbytes >> 20,
         "first_ms": round(chunks[0].timing.total_ms),
         "later_ms": [round(chunk.timing.total_ms) for chunk in chunks[1:]],
-        "vision_prefix_solver_ms": [
-            round(getattr(chunks[-1].timing, k)) for k in ("vision_ms", "prefix_ms", "solver_ms")
+        "vision_prefix_head_ms": [
+            round(getattr(chunks[-1].timing, k)) for k in ("vision_ms", "prefix_ms", "head_ms")
         ],
         "rss_mib": rss,
     }

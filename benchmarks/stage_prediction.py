@@ -2,7 +2,7 @@
 
     python benchmarks/stage_prediction.py OUT.json [--models smolvla pi0] [--threads 1] [--runs 3]
 
-Full-size random weights in float32, the eager engine's stages. The last line of standard output is one JSON
+Full-size random weights in fp32, the eager engine's stages. The last line of standard output is one JSON
 document. OUT.json keeps the measurements: with --reuse nothing is measured again.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
         samples = []
         for name in options.models:
             times = [t for t in msgspec.convert(record["times"], list[StageTime]) if t.model == name]
-            samples += with_work(times, preset(name).cast("float32"))
+            samples += with_work(times, preset(name).cast("fp32"))
     else:
         speeds, samples = measured(options.models, options.runs)
         document = {"speeds": asdict(speeds), "times": [asdict(sample.time) for sample in samples]}
@@ -99,7 +99,7 @@ def measured(models: list[str], runs: int) -> tuple[Speeds, list[Sample]]:
     speeds = measure_speeds(runs=9)
     print(f"{speeds}  load {os.getloadavg()}", flush=True)
     for name in models:
-        model, program = loaded(name, "float32")
+        model, program = loaded(name, "fp32")
         samples += measure_samples(model, program, [*FITTED, *CHECKED], runs)
         del model
         gc.collect()

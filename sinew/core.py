@@ -263,7 +263,7 @@ class Timing:
     queue_ms: float = 0.0
 
     @property
-    def solver_ms(self) -> float:
+    def head_ms(self) -> float:
         return sum(self.step_ms)
 
 

@@ -181,14 +181,14 @@ def stage_statistics(
     """
     stages: dict[str, Any] = {"preprocess": summarize([t.preprocess_ms for t in timings])}
     if apart:
-        stages["graph"] = summarize([t.solver_ms for t in timings])
+        stages["graph"] = summarize([t.head_ms for t in timings])
     parts = apart or timings
     stages["vision"] = summarize([t.vision_ms for t in parts])
     stages["prefix"] = summarize([t.prefix_ms for t in parts])
     steps = np.array([t.step_ms for t in parts])  # [runs, steps]
     if steps.size:
         stages["steps"] = [summarize(column) for column in steps.T]
-        stages["solver"] = summarize(steps.sum(axis=1))
+        stages["head"] = summarize(steps.sum(axis=1))
     stages["postprocess"] = summarize([t.postprocess_ms for t in timings])
     stages["total"] = summarize(totals)
     return stages

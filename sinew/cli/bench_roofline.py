@@ -2,7 +2,7 @@
 
 Both need the machine's measured peaks, which ``sinew perf calibrate`` stores for a processor and a number of
 threads. Without them, or for a dtype or device that was not measured, there is a reason instead. ONNX Runtime is
-predicted where it was calibrated itself; float32 products are measured on the spot for it if need be.
+predicted where it was calibrated itself; fp32 products are measured on the spot for it if need be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
 
 SIDE, RUNS = 2048, 5  # of the product that is the peak
-STAGE_NAMES = {"vision": "vision", "language": "prefix", "action": "solver"}  # of a trace -> of a timing
 
 
 def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         fitted = own or eager
         if fitted is None and policy.engine_name != "onnx":
             return {"reason": f"not calibrated for {threads} threads: sinew perf calibrate BUNDLE"}
-        # PyTorch's kernels say nothing of ONNX Runtime's, and float32 nothing of int8.
+        # PyTorch's kernels say nothing of ONNX Runtime's, and fp32 nothing of int8.
         predictable = (own is not None or policy.engine_name != "onnx") and not policy.recipe
         image = policy.manifest.processing.image
         shapes = Shapes(
@@ -63,7 +62,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         stages = {}
         for ideal, real in zip(fused, unfused, strict=True):
             stage = {"gflop": 1e-9 * ideal.repeats * sum(r.count * r.flops for r in calibration.work(ideal))}
-            stages[STAGE_NAMES[ideal.name]] = stage
+            stages[ideal.name] = stage
             if fitted is None:
                 continue
             stage["roofline"] = 1e3 * calibration.roofline_seconds(ideal, fitted.speeds)
@@ -75,19 +74,19 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         return {"reason": str(error)}
     if fitted is None:
         return {"sgemm_gflops": max(sgemm_gflops(threads).values()), "stages_ms": stages}
-    peak = fitted.speeds.peak_flops.get("float32")
+    peak = fitted.speeds.peak_flops.get("fp32")
     return {"band": fitted.band, "sgemm_gflops": None if peak is None else 1e-9 * peak, "stages_ms": stages}
 
 
 def _program(policy: Policy, shapes: Shapes) -> Program | None:
-    """What the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in float32."""
+    """What the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in fp32."""
     from sinew.perf.program import Program, of_engine
 
     if policy.engine_name != "onnx":
         return of_engine(policy.engine, shapes, policy.spec.name)
     if not policy.bundle.infos:
         return None
-    found = Program.load(policy.bundle.path, dtypes="float32", engine="plan")
+    found = Program.load(policy.bundle.path, dtypes="fp32", engine="plan")
     return replace(found, shapes=shapes)
 
 

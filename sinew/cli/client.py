@@ -149,7 +149,7 @@ def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
         "preprocess": [chunk.timing.preprocess_ms for chunk in chunks],
         "vision": [chunk.timing.vision_ms for chunk in chunks],
         "prefix": [chunk.timing.prefix_ms for chunk in chunks],
-        "solver": [chunk.timing.solver_ms for chunk in chunks],
+        "head": [chunk.timing.head_ms for chunk in chunks],
         "postprocess": [chunk.timing.postprocess_ms for chunk in chunks],
         "policy total": [chunk.timing.total_ms for chunk in chunks],
         "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],

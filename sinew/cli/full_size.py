@@ -126,7 +126,7 @@ def drive(address: str, scenes: list[Any], rounds: int, console: Console) -> Non
     from sinew_client import Client, ClientError
 
     timings = Table(title="milliseconds per request, seen from the client")
-    for name in ("request", "round trip", "preprocess", "vision", "prefix", "solver", "overhead"):
+    for name in ("request", "round trip", "preprocess", "vision", "prefix", "head", "overhead"):
         timings.add_column(name, justify="right")
     try:
         with Client(address, timeout=120) as client:
@@ -169,7 +169,7 @@ def _cells(chunk: ActionChunk) -> list[str]:
         timing.preprocess_ms,
         timing.vision_ms,
         timing.prefix_ms,
-        timing.solver_ms,
+        timing.head_ms,
         overhead,
     )
     return [f"{value:.1f}" for value in values]

@@ -142,7 +142,7 @@ def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> 
     console.print(running(policy), soft_wrap=True, markup=False)
     console.print(
         f"total {timing.total_ms:.1f} ms: preprocess {timing.preprocess_ms:.1f}, vision {timing.vision_ms:.1f},"
-        f" prefix {timing.prefix_ms:.1f}, solver {timing.solver_ms:.1f} in {len(timing.step_ms)} steps,"
+        f" prefix {timing.prefix_ms:.1f}, head {timing.head_ms:.1f} in {len(timing.step_ms)} steps,"
         f" postprocess {timing.postprocess_ms:.1f} (first inference of this process)",
         soft_wrap=True,
     )

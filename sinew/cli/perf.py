@@ -58,7 +58,7 @@ def run(
         prompt_tokens: length of the prompt.
         chunk: actions per chunk.
         steps: of the solver.
-        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or STAGE=..., comma-separated: vision=fp8,language=fp8.
+        dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
         traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
         engine: eager, or with the rewrites of the plan.
         data: a file with more machines, as sinew/perf/data/hardware.toml.
@@ -196,10 +196,10 @@ def machines(*, data: Path | None = None, links: Path | None = None) -> int:
 
     console = terminal.console()
     table = Table(title="machines")
-    for name in ("name", "", "BF16, TFLOP/s", "GB/s", "GiB", "source"):
+    for name in ("name", "", "bf16, TFLOP/s", "GB/s", "GiB", "source"):
         table.add_column(name, justify="left" if name in ("name", "", "source") else "right")
     for entry in hardware(data).values():
-        peak = f"{entry.peak_flops('bfloat16') / 1e12:g}" if "bfloat16" in entry.peak else "-"
+        peak = f"{entry.peak_flops('bf16') / 1e12:g}" if "bf16" in entry.peak else "-"
         table.add_row(
             entry.name, entry.title, peak, f"{entry.bandwidth / 1e9:g}", f"{entry.memory_gib:g}", entry.source
         )

@@ -108,7 +108,7 @@ def calibrate(
     /,
     *,
     threads: Positive = None,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     engine: Literal["eager", "plan", "onnx"] = "eager",
     runs: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 3,
     directory: Path | None = None,
@@ -149,7 +149,7 @@ def predict(
     prompt_tokens: Positive = None,
     chunk: Positive = None,
     steps: Positive = None,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     engine: Literal["eager", "plan", "onnx"] = "eager",
     directory: Path | None = None,
 ) -> int:

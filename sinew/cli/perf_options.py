@@ -13,10 +13,10 @@ Rate = Annotated[float, Parameter(validator=validators.Number(gt=0))]
 
 
 def dtypes(text: str | None) -> Any:
-    """ "vision=float8,language=float8" -> a mapping; anything else is one format for all stages."""
+    """ "vision=fp8,language=fp8" -> a mapping; anything else is one format for all."""
     if text is None or "=" not in text:
         return text
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(separator and value for _, separator, value in pairs):
-        raise SinewError(f"--dtype {text}: expected STAGE=FORMAT, comma-separated")
-    return {stage: value for stage, _, value in pairs}
+        raise SinewError(f"--dtype {text}: expected COMPONENT=FORMAT, comma-separated")
+    return {component: value for component, _, value in pairs}

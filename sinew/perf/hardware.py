@@ -42,7 +42,7 @@ class Hardware:
     @property
     def balance(self) -> float:
         """Operations per byte at which computing takes as long as moving, in half precision."""
-        return self.peak_flops("bfloat16") / self.bandwidth
+        return self.peak_flops("bf16") / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ def peaks(found: Trace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
     prefix: set[Block] = set()
     for event in found.events:
         block, size = event.block, event.block.nbytes
-        if event.change > 0 and block.kind == "cache" and event.stage != "action":
+        if event.change > 0 and block.kind == "cache" and event.stage != "head":
             prefix.add(block)  # copies that the head makes of it are activations
         if block in prefix:
             size = round(size * cache_scale)
@@ -254,9 +254,9 @@ def peaks(found: Trace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
 
 def _cache_scale(program: Program) -> float:
     """Bits of the cache's format over those of the traced one."""
-    if program.precision is None or program.precision["language"].cache not in SMALL_BITS:
+    if program.precision is None or program.precision["prefix"].cache not in SMALL_BITS:
         return 1.0
-    precision = program.precision["language"]
+    precision = program.precision["prefix"]
     return bits(precision.cache) / bits(dtype_name(precision.stream))
 
 

@@ -11,11 +11,11 @@ from sinew.perf.operators import Component
 from sinew.perf.program import Program
 from sinew.perf.roofline import timing
 
-# Vision and language in each; the action expert, whose steps add up errors, stays in bfloat16.
+# Vision and language in each; the action expert, whose steps add up errors, stays in bf16.
 PRECISIONS = {
-    "bfloat16": "bfloat16",
-    "float8 vision and language": "float8/float8/bfloat16",
-    "int4 vision and language": "int4//bfloat16",
+    "bf16": "bf16",
+    "fp8 vision and language": "fp8/fp8/bf16",
+    "int4 vision and language": "int4//bf16",
 }
 
 
@@ -68,13 +68,13 @@ def needs(
             prompt_tokens=prompt_tokens,
             chunk=chunk,
             steps=steps,
-            dtypes={"vision": narrow, "language": narrow, "action": "bfloat16"},
+            dtypes={"vision": narrow, "language": narrow, "head": "bf16"},
             engine="plan",
         )
         parts, total = program.components(), memory_report(program, "cuda").total
         for machine in machines.values():
             narrowest = narrow.split("/")[0]
-            if "bfloat16" not in machine.peak or (narrowest == "float8" and narrowest not in machine.peak):
+            if "bf16" not in machine.peak or (narrowest == "fp8" and narrowest not in machine.peak):
                 continue
             if total / 2**30 > machine.memory_gib - machine.system_gib:
                 continue

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 # Bits per element as stored, block scales left out. Ternary values are packed in two bits.
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4, "ternary": 2}
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "ternary": 2}
 
 
 class Residency(Enum):
@@ -33,7 +33,7 @@ class Tensor:
 @dataclass(frozen=True, slots=True)
 class Operator:
     """``flops``: of one call, 2*M*N*K for a product. ``count``: equal calls, one per layer say. ``stage``:
-    "vision", "language" or "action"."""
+    "vision", "prefix" or "head"."""
 
     name: str
     flops: int

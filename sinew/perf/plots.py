@@ -10,7 +10,7 @@ from sinew.core import MissingPackageError, SinewError
 from sinew.perf.hardware import Hardware
 from sinew.perf.roofline import Timing
 
-COLORS = {"vision": "#0072b2", "language": "#d55e00", "action": "#009e73"}
+COLORS = {"vision": "#0072b2", "prefix": "#d55e00", "head": "#009e73"}
 
 
 MARKS = ("o", "s", "^", "D", "v", "P")
@@ -20,7 +20,7 @@ def roofline(
     machines: Sequence[Hardware],
     timings: Mapping[str, Sequence[Timing]],
     path: Path,
-    formats: Iterable[str] = ("bfloat16",),
+    formats: Iterable[str] = ("bf16",),
 ) -> None:
     """FLOP/s over FLOP per byte of memory: each machine's roof, each component as a point under it.
 
@@ -65,7 +65,7 @@ def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Latency over parameters, one line per part and machine: figure 5's form."""
     figure, axes = _figure()
     marks = {"thor": "o", "rtx4090": "s", "b100": "^"}
-    order = ("vision", "language", "action")
+    order = ("vision", "prefix", "head")
     for machine, mark in marks.items():
         for part in order:
             own = [row for row in rows if (row["machine"], row["part"]) == (machine, part)]

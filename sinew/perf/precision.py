@@ -10,19 +10,24 @@ import torch
 from sinew.core import DTYPES, SinewError
 from sinew.perf.trace import STAGES, Call, Operand
 
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL_BITS = {"float8": 8, "int8": 8, "int4": 4, "ternary": 2}  # torch computes on none of them everywhere
-WORDS = {"fp8": "float8", **DTYPES}  # the command line's words for the names of torch and of hardware tables
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL_BITS = {"fp8": 8, "int8": 8, "int4": 4, "ternary": 2}  # torch computes on none of them everywhere
+TORCH_NAMES = {name: word for word, name in DTYPES.items()}
+STAGE_OF = {
+    "vision": "vision",
+    "language": "prefix",
+    "head": "head",
+}  # component of a model -> stage that reads it
 LINEAR = ("mm", "addmm")  # what linear layers become
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """weights: of the matrices of linear layers. activations: of everything else that the stage computes on,
-    other weights included, except what the model keeps in float32. cache: of the prefix's keys and values.
+    other weights included, except what the model keeps in fp32. cache: of the prefix's keys and values.
 
     Small weights with float activations are widened before the product, which then runs at the activations'
-    rate. With small activations the inputs of linear layers are small, their results bfloat16, and the
+    rate. With small activations the inputs of linear layers are small, their results bf16, and the
     product runs at the rate of the wider of the two; the quantisation of the inputs itself is not counted.
     """
 
@@ -34,19 +39,19 @@ class Precision:
     def parse(cls, text: str, field: str = "dtype") -> Precision:
         """Read ``WEIGHTS[/ACTIVATIONS[/CACHE]]``: "bf16", "int8" (with bf16), "int4/int8", "int8//int8".
 
-        Precisions are the words of every other verb (fp32, bf16, fp16, fp8); torch's own names count, too.
+        Precisions are the words of every other verb (fp32, bf16, fp16, fp8); torch's own names are understood, too.
         """
-        parts = [WORDS.get(part, part) for part in text.split("/")]
+        parts = [TORCH_NAMES.get(part, part) for part in text.split("/")]
         for part in parts:
             if part and part not in FLOATS and part not in SMALL_BITS:
                 raise SinewError(
-                    f"{field}: expected one of {', '.join([*WORDS, *FLOATS, *SMALL_BITS])}, got {part!r}"
+                    f"{field}: expected one of {', '.join([*FLOATS, *SMALL_BITS])}, got {part!r}"
                 )
         if len(parts) > 3 or not parts[0]:
             raise SinewError(f"{field}: expected WEIGHTS[/ACTIVATIONS[/CACHE]], got {text!r}")
         weights, activations, cache = (*parts, "", "")[:3]
-        activations = activations or (weights if weights in FLOATS else "bfloat16")
-        return cls(weights, activations, cache or (activations if activations in FLOATS else "bfloat16"))
+        activations = activations or (weights if weights in FLOATS else "bf16")
+        return cls(weights, activations, cache or (activations if activations in FLOATS else "bf16"))
 
     @property
     def stream(self) -> torch.dtype:
@@ -76,14 +81,22 @@ class Precision:
 
 
 def by_stage(dtypes: str | Mapping[str, str]) -> dict[str, Precision]:
-    """One text for all stages, or stage -> text; stages that are not named take the language model's, else
-    bfloat16."""
+    """Read one text for all stages, or component -> text, and return the precision of each stage.
+
+    Components are those of a recipe: vision, language, head. One that is not named takes the language model's, else
+    bf16.
+    """
     if isinstance(dtypes, str):
         return dict.fromkeys(STAGES, Precision.parse(dtypes))
-    if unknown := set(dtypes).difference(STAGES):
-        raise SinewError(f"dtypes: expected stages of {', '.join(STAGES)}, got {', '.join(sorted(unknown))}")
-    default = dtypes.get("language", "bfloat16")
-    return {stage: Precision.parse(dtypes.get(stage, default), f"dtypes.{stage}") for stage in STAGES}
+    if unknown := set(dtypes).difference(STAGE_OF):
+        raise SinewError(
+            f"dtype: expected components of {', '.join(STAGE_OF)}, got {', '.join(sorted(unknown))}"
+        )
+    default = dtypes.get("language", "bf16")
+    return {
+        stage: Precision.parse(dtypes.get(component, default), f"dtype.{component}")
+        for component, stage in STAGE_OF.items()
+    }
 
 
 def as_traced(call: Call) -> Precision:
@@ -98,15 +111,17 @@ def as_number_format(name: str) -> tuple[str, int]:
     if name in FLOATS or name in SMALL_BITS:
         return name, 1
     size = bits(name) // 8
-    return {1: ("int8", 1), 2: ("bfloat16", 1)}.get(size, ("float32", size // 4))
+    return {1: ("int8", 1), 2: ("bf16", 1)}.get(size, ("fp32", size // 4))
 
 
 def bits(name: str) -> int:
-    return SMALL_BITS[name] if name in SMALL_BITS else getattr(torch, name).itemsize * 8
+    return SMALL_BITS[name] if name in SMALL_BITS else getattr(torch, DTYPES.get(name, name)).itemsize * 8
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    """Return fp32, bf16, fp16, or torch's own name of any other type."""
+    name = str(dtype).removeprefix("torch.")
+    return TORCH_NAMES.get(name, name)
 
 
 def _size(dtype: torch.dtype) -> int:

@@ -33,7 +33,7 @@ from sinew.policy import open_bundle
 
 PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7")
 PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
-PRESET_DTYPE = "bfloat16"  # as they are published; the models keep some projections in float32
+PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
 LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
 
 Traffic = Literal["fused", "unfused"]
@@ -67,7 +67,7 @@ class Program:
         """``source``: a bundle's path, or one of ``PRESETS`` at its published size.
 
         What is not given is the policy's own: all its cameras, its longest prompt, its chunk and steps.
-        dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bfloat16 for
+        dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bf16 for
         presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out
         (:data:`sinew.engine.plan.engine.ON_CPU`), and :func:`of_engine` traces what runs there.
         Raises :class:`SinewError` for what is not there.
@@ -103,7 +103,7 @@ class Program:
         return replace(self, model=model, shapes=shapes)
 
     def cast(self, dtypes: str | Mapping[str, str] | None) -> Program:
-        """Weights in other formats, stage by stage of those that read them; the model's float32 modules stay."""
+        """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
         if dtypes is None:
             return self
         precision = by_stage(dtypes)
@@ -114,7 +114,7 @@ class Program:
         state = {}
         for name, tensor in model.state_dict().items():
             wide = name.split(".")[0] in model.float32_modules
-            stream = precision[read_by.get(name, "language")].stream
+            stream = precision[read_by.get(name, "prefix")].stream
             state[name] = tensor.to(torch.float32 if wide else stream)
         model.load_state_dict(state, assign=True)
         return replace(self, model=model.requires_grad_(False), precision=precision)
@@ -138,7 +138,7 @@ class Program:
         return as_traced(call) if self.precision is None else self.precision[call.stage]
 
     def components(self, traffic: Traffic = "fused") -> list[Component]:
-        """The stages as components, the action stage with one solver step repeated.
+        """The stages as components, the head with one solver step repeated.
 
         traffic: "unfused" has every call read its operands from memory and write its results there, as the
         eager engine does. "fused" is what is left when all else is fused into products and table look-ups:
@@ -183,7 +183,7 @@ def components(
     traffic: Traffic = "fused",
     engine: Engine = "eager",
 ) -> list[Component]:
-    """Vision, language and action of a bundle or a preset; arguments as in :meth:`Program.load`."""
+    """Vision, prefix and head of a bundle or a preset; arguments as in :meth:`Program.load`."""
     program = Program.load(
         source,
         cameras=cameras,
@@ -197,7 +197,7 @@ def components(
 
 
 def _repeats(stage: str, found: Trace) -> int:
-    return found.steps if stage == "action" else 1
+    return found.steps if stage == "head" else 1
 
 
 # ----------------------------------------------------------------------------- sources
@@ -233,7 +233,7 @@ def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
 
 
 def preset(name: str) -> Program:
-    """Return a model at full size, from the configuration that its checkpoint carries; weights in float32.
+    """Return a model at full size, from the configuration that its checkpoint carries; weights in fp32.
 
     SmolVLA, pi0 and pi0.5 are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
     """

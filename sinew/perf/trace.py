@@ -37,7 +37,7 @@ from sinew.models.base import Model
 from sinew.perf.flops import PRODUCTS
 from sinew.solvers import solve
 
-STAGES = ("vision", "language", "action")  # in the order in which they run; action is one solver step
+STAGES = ("vision", "prefix", "head")  # in the order in which they run; head is one solver step
 # ATen's names
 ROW_READERS = {"embedding", "index", "index_select", "gather"}  # read the rows they return
 COPIES = {"cat", "clone", "_to_copy", "copy_"}  # keys and values stay keys and values
@@ -123,7 +123,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Return the cost of one observation: ``calls`` of the stages, the action stage once (one solver step of
+    """Return the cost of one observation: ``calls`` of the stages, the head once (one solver step of
     ``steps``)."""
 
     calls: tuple[Call, ...]
@@ -309,7 +309,7 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> Trace:
     """Run ``model`` once on inputs of ``shapes``, on the device of its weights (meta, or for real), stage by stage.
 
     plan: of the same model, to trace what the planned engine runs; what it hoists out of the steps counts to
-    the language stage. Inputs hold no values that matter: all
+    the prefix stage. Inputs hold no values that matter: all
     cameras and tokens are valid.
     """
     runs = model if plan is None else plan.model
@@ -321,10 +321,10 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> Trace:
         recorder.stage = "vision"
         recorder.adopt((*inputs, noise, moments))
         image_tokens = runs.embed_images(inputs.pixels)
-        recorder.stage = "language"
+        recorder.stage = "prefix"
         context = runs.read(image_tokens, *inputs[1:])
         cache = recorder.adopt(runs.cache(context), "cache")
-        recorder.stage = "action"
+        recorder.stage = "head"
         schedule = runs.moments(shapes.steps) if plan is None else plan.schedule(shapes.steps)
         first = runs.solver.steps(shapes.steps)[:1], islice(schedule, 1)
         solve(lambda x, moment: runs.act(x, moment, context), noise, *first)

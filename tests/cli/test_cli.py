@@ -248,7 +248,7 @@ def test_bench_report_and_json_line(smolvla_bundle) -> None:
     assert {"cpu", "cores"} <= document["hardware"].keys()
     assert min(document["import_ms"], document["load_ms"], document["warm_up_ms"]) > 0
     stages = document["stages_ms"]
-    assert list(stages) == ["preprocess", "vision", "prefix", "steps", "solver", "postprocess", "total"]
+    assert list(stages) == ["preprocess", "vision", "prefix", "steps", "head", "postprocess", "total"]
     assert len(stages["steps"]) == document["policy"]["solver_steps"] == 10
     for stage in [*stages["steps"], *(value for name, value in stages.items() if name != "steps")]:
         assert 0 < stage["p50"] <= stage["p95"] <= stage["p99"] <= stage["max"]

@@ -21,10 +21,10 @@ def test_bench_times_the_graph_and_its_stages(capsys):
     assert (result["policy"]["dependent_launch"], result["policy"]["launch_reason"]) == (False, "no GPU")
     stages = result["stages_ms"]
     assert list(stages) == [
-        "preprocess", "graph", "vision", "prefix", "steps", "solver", "postprocess", "total"
+        "preprocess", "graph", "vision", "prefix", "steps", "head", "postprocess", "total"
     ]  # fmt: skip
     assert len(stages["steps"]) == result["policy"]["solver_steps"]
-    assert all(stages[name]["p50"] > 0 for name in ("graph", "vision", "prefix", "solver"))
+    assert all(stages[name]["p50"] > 0 for name in ("graph", "vision", "prefix", "head"))
     assert "cuda engine" in result["roofline"]["reason"]
 
 

@@ -192,7 +192,7 @@ def test_bench_against_sgemm(bundle, capsys, monkeypatch, tmp_path):
     result = json.loads(last)
     roofline = result["roofline"]
     assert 0.1 < roofline["sgemm_gflops"] < 1e5
-    wanted = {"vision", "prefix", "solver"}
+    wanted = {"vision", "prefix", "head"}
     assert roofline["stages_ms"].keys() == wanted
     steps, image = result["policy"]["solver_steps"], load(bundle).manifest.processing.image
     shapes = Shapes(2, image.height, image.width, result["policy"]["prompt_tokens"], steps)

@@ -29,7 +29,7 @@ from sinew.perf.paper.published import (
 from sinew.perf.paper.study import GEMMA, PAYLOAD, PI0, Study
 from sinew.perf.roofline import seconds, time_of, timing, weight_bytes
 
-MACHINE = Hardware("m", "m", {"bfloat16": 100.0, "float32": 10.0}, 10.0, 8, "test")
+MACHINE = Hardware("m", "m", {"bf16": 100.0, "fp32": 10.0}, 10.0, 8, "test")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
@@ -138,8 +138,8 @@ def test_figures_have_the_tables_values():
     }
     assert {part: round(ms, 2) for part, ms in base.items()} == {
         "vision": 6.06,
-        "language": 20.30,
-        "action": 26.20,
+        "prefix": 20.30,
+        "head": 26.20,
     }
     decoding = {(row["kind"], row["chunk"]): row["ms"] for row in figures["figure 7"] if row["dof"] == 14}
     assert round(decoding["autoregressive", 50], 1) == 327.6
@@ -163,13 +163,13 @@ def test_figures_have_the_tables_values():
 
 
 def test_an_operator_takes_its_slower_side():
-    big = Operator("x", 1000, (Tensor(4, "bfloat16"),), "bfloat16")
+    big = Operator("x", 1000, (Tensor(4, "bf16"),), "bf16")
     assert time_of(big, MACHINE) == (10.0, 0.8)
-    chip = Operator("x", 0, (Tensor(4, "bfloat16", Residency.ON_CHIP), Tensor(5, "bfloat16")), "bfloat16")
+    chip = Operator("x", 0, (Tensor(4, "bf16", Residency.ON_CHIP), Tensor(5, "bf16")), "bf16")
     assert time_of(chip, MACHINE)[1] == 1.0
     counted = Hardware("m", "m", MACHINE.peak, 10.0, 8, "test", on_chip_bandwidth=8.0)
     assert time_of(chip, counted)[1] == 2.0
-    part = Component("a", (Operator("x", 1000, big.tensors, "bfloat16", count=3), chip), repeats=2)
+    part = Component("a", (Operator("x", 1000, big.tensors, "bf16", count=3), chip), repeats=2)
     found = timing(part, MACHINE)
     assert found.seconds == pytest.approx(2 * (3 * 10 + 1.0))
     assert (found.bound, found.flops) == ("compute", 6000)
@@ -183,16 +183,16 @@ def test_no_component_stands_above_its_roof(machine):
     how, board = replace(layers.CORRECTED, scores=True), load_hardware(machine)
     for part in PI0.components(how):
         found = timing(part, board)
-        roof = min(board.peak_flops("bfloat16"), found.intensity * board.bandwidth)
+        roof = min(board.peak_flops("bf16"), found.intensity * board.bandwidth)
         assert found.flops / found.seconds <= roof * (1 + 1e-9), part.name
 
 
 def test_formats_without_a_rate_use_the_next_wider():
     assert MACHINE.peak_flops("int4") == 100.0  # unpacked to half precision
-    assert MACHINE.peak_flops("float16") == 100.0
-    assert load_hardware("b100").peak_flops("float8") == 3500e12
-    with pytest.raises(SinewError, match="no peak for float32"):
-        Hardware("m", "m", {"bfloat16": 1.0}, 1.0, 1, "test").peak_flops("float32")
+    assert MACHINE.peak_flops("fp16") == 100.0
+    assert load_hardware("b100").peak_flops("fp8") == 3500e12
+    with pytest.raises(SinewError, match="no peak for fp32"):
+        Hardware("m", "m", {"bf16": 1.0}, 1.0, 1, "test").peak_flops("fp32")
 
 
 def test_weights_of_layers():
@@ -328,7 +328,7 @@ def test_every_entry_has_a_source():
 
 def test_user_files_merge(tmp_path):
     mine = tmp_path / "mine.toml"
-    mine.write_text("[bench]\npeak = { bfloat16 = 1e12 }\nbandwidth = 1e9\nmemory_gib = 4\n")
+    mine.write_text("[bench]\npeak = { bf16 = 1e12 }\nbandwidth = 1e9\nmemory_gib = 4\n")
     assert load_hardware("bench", mine).balance == 1000
     assert "h200" in hardware(mine)
     link = tmp_path / "link.toml"
@@ -339,11 +339,11 @@ def test_user_files_merge(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[x]\npeak = { bfloat16 = 1 }\nbandwidth = 0\nmemory_gib = 1", "above 0"),
-        ("[x]\npeak = { bfloat16 = 'fast' }\nbandwidth = 1\nmemory_gib = 1", "above 0"),
+        ("[x]\npeak = { bf16 = 1 }\nbandwidth = 0\nmemory_gib = 1", "above 0"),
+        ("[x]\npeak = { bf16 = 'fast' }\nbandwidth = 1\nmemory_gib = 1", "above 0"),
         ("[x]\npeak = { fp99 = 1 }\nbandwidth = 1\nmemory_gib = 1", "expected formats"),
         ("[x]\nbandwidth = 1", "missing"),
-        ("[x]\npeak = { bfloat16 = 1 }\nbandwidth = 1\nmemory_gib = 1\ncolour = 'red'", "colour"),
+        ("[x]\npeak = { bf16 = 1 }\nbandwidth = 1\nmemory_gib = 1\ncolour = 'red'", "colour"),
         ("x = 1", "expected a table"),
         ("[x", "mine.toml"),
     ],
@@ -390,7 +390,7 @@ def test_perf_run(capsys, tmp_path):
     code, result = run(capsys, "run", bundle, "--hardware", "cpu", "--plot", tmp_path / "roof.png")
     assert code == 0
     (machine,) = result["machines"]
-    assert [part["component"] for part in machine["components"]] == ["vision", "language", "action"]
+    assert [part["component"] for part in machine["components"]] == ["vision", "prefix", "head"]
     assert machine["ms"] == pytest.approx(sum(part["ms"] for part in machine["components"]))
     assert (tmp_path / "roof.png").stat().st_size > 10_000
 
@@ -401,7 +401,7 @@ def test_perf_run_depends_on_what_is_asked(capsys):
 
     base = ms()
     assert ms("--cameras", 1) < base < ms("--steps", 40)
-    assert ms("--dtype", "vision=float8,language=float8") < base < ms("--traffic", "unfused")
+    assert ms("--dtype", "vision=fp8,language=fp8") < base < ms("--traffic", "unfused")
 
 
 def test_perf_scenario(capsys):
@@ -444,7 +444,7 @@ def test_reach_takes_any_components():
 
 
 def test_need_counts_all_of_the_memory():
-    """int4 pi0.5: 1.6 GiB in products, 4.0 with the token table, the float32 parts, activations and the runtime."""
+    """int4 pi0.5: 1.6 GiB in products, 4.0 with the token table, the fp32 parts, activations and the runtime."""
     board = replace(load_hardware("h200"), memory_gib=3.0)
     assert needs("pi0.5", {"small": board}, 1, 0.7, cameras=3) == []
     board = replace(board, memory_gib=5.0)
@@ -462,4 +462,4 @@ def test_perf_mistakes(capsys):
     assert main(["perf", "run", "nowhere.gguf"]) == 1
     assert "expected a bundle file or one of" in " ".join(capsys.readouterr().err.split())
     assert main(["perf", "run", "pi0", "--dtype", "vision="]) == 1
-    assert "STAGE=FORMAT" in " ".join(capsys.readouterr().err.split())
+    assert "COMPONENT=FORMAT" in " ".join(capsys.readouterr().err.split())

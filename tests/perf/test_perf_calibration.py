@@ -76,8 +76,8 @@ def test_peak_of_activations_is_what_torch_allocates(tokens: int) -> None:
 def test_weights_by_component() -> None:
     report = memory_report(Program.load("smolvla"))
     rows = {(row.component, row.dtype): row.nbytes for row in report.weights}
-    assert rows["language embeddings", "bfloat16"] == 2 * 49280 * 960
-    assert rows["action_in_proj", "float32"] == 4 * (32 * 720 + 720)
+    assert rows["language embeddings", "bf16"] == 2 * 49280 * 960
+    assert rows["action_in_proj", "fp32"] == 4 * (32 * 720 + 720)
     # 450,046,176 parameters upstream, of which the language head is never read
     assert sum(row.parameters for row in report.weights) == 450_046_176 - 49280 * 960
     assert report.total == report.weights_nbytes + report.peak.nbytes + report.workspace + report.runtime
@@ -86,7 +86,7 @@ def test_weights_by_component() -> None:
 
 
 def test_a_small_cache_is_smaller() -> None:
-    wide, narrow = (memory_report(Program.load("pi0", dtypes=d)) for d in ("bfloat16", "bfloat16//int8"))
+    wide, narrow = (memory_report(Program.load("pi0", dtypes=d)) for d in ("bf16", "bf16//int8"))
     assert wide.cache == 2 * narrow.cache
     assert wide.peak.nbytes - narrow.peak.nbytes == pytest.approx(narrow.cache, rel=0.1)
 
@@ -139,13 +139,13 @@ def test_bad_boards_are_named() -> None:
 
 # ------------------------------------------------- calibration
 
-SPEEDS = Speeds("test", "cpu", 1, {"float32": 100e9}, 20e9, 3e-6, 0.0)
+SPEEDS = Speeds("test", "cpu", 1, {"fp32": 100e9}, 20e9, 3e-6, 0.0)
 TRUTH = {"linear": 0.85, "attention": 0.4, "memory": 1.5, "packing": 2.5, "overhead": 1.8}
 
 
 def measured_samples(noise: float = 0.0) -> list[Sample]:
     """Stages of SmolVLA at several requests, with the times of a machine of the factors ``TRUTH``."""
-    program = Program.load("smolvla", dtypes="float32")
+    program = Program.load("smolvla", dtypes="fp32")
     rng = np.random.default_rng(0)
     samples = []
     for request in (Request(1, 8, 12), Request(2, 16, 50), Request(1, 48, 200), Request(3, 48, 400)):
@@ -168,7 +168,7 @@ def test_a_fit_predicts_what_it_has_not_seen() -> None:
     fitted = calibration.fit(measured_samples(noise=0.05), SPEEDS)
     assert 0.01 < fitted.band < 0.2
     for source, bound in (("smolvla", fitted.band), ("pi0", 0.15)):
-        for component in components(source, 2, 30, 75, dtypes="float32", traffic="unfused"):
+        for component in components(source, 2, 30, 75, dtypes="fp32", traffic="unfused"):
             truth = component.repeats * calibration.seconds_of(calibration.work(component), SPEEDS, TRUTH)
             predicted = fitted.predict(component)
             assert predicted.seconds == pytest.approx(truth, rel=bound)
@@ -197,7 +197,7 @@ def test_calibrating_a_bundle_stores_what_it_found(quick: Path) -> None:
     assert calibration.load(found.speeds.processor, 2) is None
     assert set(found.factors) == set(FACTORS)
     assert {sample.time.stage for sample in found.samples} == set(STAGES)
-    assert 1e9 < found.speeds.peak_flops["float32"] < 1e14
+    assert 1e9 < found.speeds.peak_flops["fp32"] < 1e14
     assert 1e8 < found.speeds.bandwidth < 1e13
     assert 1e-8 < found.speeds.overhead < 1e-3
     again, _ = calibrate(golden.BUNDLE, threads=1, runs=1)
@@ -205,7 +205,7 @@ def test_calibrating_a_bundle_stores_what_it_found(quick: Path) -> None:
     path.write_text('{"schema": "sinew.calibration/0"}')
     with pytest.raises(SinewError, match="expected a calibration of schema"):
         calibration.load(found.speeds.processor, 1)
-    path.write_text('{"schema": "sinew.calibration/1", "band": 1}')
+    path.write_text('{"schema": "sinew.calibration/2", "band": 1}')
     with pytest.raises(SinewError, match="speeds"):
         calibration.load(found.speeds.processor, 1)
     path.write_text("{")
@@ -232,7 +232,7 @@ def test_bench_prints_what_a_calibration_makes_of_it(
         after, report = bench()
     finally:
         torch.set_num_threads(threads)
-    assert list(after["roofline"]["stages_ms"]) == ["vision", "prefix", "solver"]
+    assert list(after["roofline"]["stages_ms"]) == ["vision", "prefix", "head"]
     for row in after["roofline"]["stages_ms"].values():
         assert 0 < row["roofline"] < row["predicted"] <= row["high"]
         assert row["low"] < row["predicted"]
@@ -262,7 +262,7 @@ def test_other_engines_have_calibrations_of_their_own(
     views = {
         stage: {s.time.request.views for s in found.samples if s.time.stage == stage} for stage in STAGES
     }
-    assert views == {"vision": set(range(1, cameras + 1)), "language": {cameras}, "action": {cameras}}
+    assert views == {"vision": set(range(1, cameras + 1)), "prefix": {cameras}, "head": {cameras}}
     assert all(sample.time.seconds > 0 for sample in found.samples)
     assert perf_machine.predict(bundle, threads=1, engine=engine) == 0
     stages = json.loads(capsys.readouterr().out.splitlines()[-1])["stages_ms"]

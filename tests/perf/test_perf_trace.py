@@ -61,9 +61,9 @@ def paper_flops() -> dict[str, int]:
     return {
         "vision": VISION["L"]
         * (qkv(VISION, images) + CAMERAS * attention(VISION, 256, 256) + o_and_mlp(VISION, images)),
-        "language": LANGUAGE["L"]
+        "prefix": LANGUAGE["L"]
         * (qkv(LANGUAGE, PREFIX) + attention(LANGUAGE, PREFIX, PREFIX) + o_and_mlp(LANGUAGE, PREFIX)),
-        "action": EXPERT["L"]
+        "head": EXPERT["L"]
         * (
             2 * qkv(EXPERT, rows)
             + attention(EXPERT, rows, PREFIX)
@@ -84,8 +84,8 @@ def flops_left_out() -> dict[str, dict[str, int]]:
             "patch embedding": 2 * 256 * CAMERAS * 3 * 14 * 14 * 1152,
             "image projector": 2 * 256 * CAMERAS * 1152 * 2048,
         },
-        "language": {"state projection": 2 * 32 * 1024},
-        "action": {
+        "prefix": {"state projection": 2 * 32 * 1024},
+        "head": {
             "second QKV": -L * qkv(EXPERT, CHUNK),
             "state token, projections and MLP": L * state_row,
             "state token, attention": L * state_attention,
@@ -112,10 +112,10 @@ def test_planned_pi0_differs_by_what_its_rewrites_say(pi0: Program) -> None:
     query = 2 * PREFIX * m["d"] * m["H"] * m["D"]
     unread = query + attention(m, PREFIX, PREFIX) + o_and_mlp(m, PREFIX)
     state = L * qkv(e, 1) + (L - 1) * (attention(e, 1, PREFIX + 1) + o_and_mlp(e, 1))
-    eager = paper_flops()["language"] + flops_left_out()["language"]["state projection"]
+    eager = paper_flops()["prefix"] + flops_left_out()["prefix"]["state projection"]
     assert language == eager - unread + state
-    left_out = flops_left_out()["action"]
-    whole = paper_flops()["action"] + sum(left_out.values())
+    left_out = flops_left_out()["head"]
+    whole = paper_flops()["head"] + sum(left_out.values())
     # The first layer of the action-time MLP: the time's half is a table, the rest is one with the projection.
     tabulated = 2 * CHUNK * 2 * e["d"] * e["d"]
     row = L * (qkv(e, 1) + o_and_mlp(e, 1) + attention(e, 1, PREFIX + 1 + CHUNK))
@@ -147,7 +147,7 @@ def test_pi0_parameters_are_the_papers_and_the_listed_differences(pi0: Program) 
 
 
 def test_pi0_bytes_by_kind(pi0: Program) -> None:
-    """Fused traffic in bfloat16: each matrix once, keys and values once per product that reads them."""
+    """Fused traffic in bf16: each matrix once, keys and values once per product that reads them."""
     _, language, action = pi0.components()
     read = {"weight": 0, "cache": 0}
     for operator in action.operators:
@@ -190,7 +190,7 @@ def test_flops_are_torchs_on_meta(name: str) -> None:
 
 
 def test_flops_are_torchs_on_a_real_model() -> None:
-    model = load(golden.BUNDLE, dtype="float32", engine="eager").engine.model
+    model = load(golden.BUNDLE, dtype="fp32", engine="eager").engine.model
     shapes = replace(Program.load(golden.BUNDLE).shapes, tokens=12)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FUSED_ON_CPU) as counter:
         run(model, shapes)
@@ -210,7 +210,7 @@ def test_flops_are_torchs_on_a_real_model() -> None:
 
 def test_components_repeat_as_the_request_says() -> None:
     found = components("pi0", cameras=4, prompt_tokens=100, chunk=63, steps=7)
-    assert [(c.name, c.repeats) for c in found] == [("vision", 1), ("language", 1), ("action", 7)]
+    assert [(c.name, c.repeats) for c in found] == [("vision", 1), ("prefix", 1), ("head", 7)]
 
 
 def test_requests_scale_as_their_shapes_say() -> None:
@@ -240,34 +240,32 @@ def test_unfused_traffic_has_every_operator() -> None:
 
 
 def test_precision_of_each_stage() -> None:
-    dtypes = {"vision": "int8/int8", "language": "int4", "action": "bfloat16//int8"}
+    dtypes = {"vision": "int8/int8", "language": "int4", "head": "bf16//int8"}
     vision, language, action = components("pi0", cameras=1, prompt_tokens=8, dtypes=dtypes)
 
     def formats(component: Component, name: str) -> tuple[list[tuple[str, str]], str]:
         operator = next(o for o in component.operators if o.name == name)
         return [(t.kind, t.dtype) for t in operator.tensors], operator.compute_dtype
 
-    weight, activation, bias = "weight", "activation", ("weight", "bfloat16")
+    weight, activation, bias = "weight", "activation", ("weight", "bf16")
     assert formats(vision, "vision.layers.*.mlp.fc1") == (
-        [bias, (activation, "int8"), (weight, "int8"), (activation, "bfloat16")],
+        [bias, (activation, "int8"), (weight, "int8"), (activation, "bf16")],
         "int8",
     )
     assert formats(language, "language.layers.*.mlp.up_proj") == (
-        [(activation, "bfloat16"), (weight, "int4"), (activation, "bfloat16")],
-        "bfloat16",
+        [(activation, "bf16"), (weight, "int4"), (activation, "bf16")],
+        "bf16",
     )
     read, compute = formats(action, "logits")
-    assert (read[1], compute) == (("cache", "int8"), "bfloat16")  # one kernel needs no widened copies
-    assert {t[1] for t in formats(action, "action_in_proj")[0]} == {"float32"}  # stays so in the reference
+    assert (read[1], compute) == (("cache", "int8"), "bf16")  # one kernel needs no widened copies
+    assert {t[1] for t in formats(action, "action_in_proj")[0]} == {"fp32"}  # stays so in the reference
 
 
 def test_a_bundle_is_traced_as_it_is_stored() -> None:
     found = components(golden.BUNDLE)
-    assert {t.dtype for c in found for o in c.operators for t in o.tensors if t.kind == "weight"} == {
-        "float32"
-    }
-    narrow = components(golden.BUNDLE, dtypes="bfloat16")
-    assert "bfloat16" in {t.dtype for c in narrow for o in c.operators for t in o.tensors}
+    assert {t.dtype for c in found for o in c.operators for t in o.tensors if t.kind == "weight"} == {"fp32"}
+    narrow = components(golden.BUNDLE, dtypes="bf16")
+    assert "bf16" in {t.dtype for c in narrow for o in c.operators for t in o.tensors}
 
 
 @pytest.mark.parametrize(
@@ -287,6 +285,6 @@ def test_bad_requests_are_named(arguments: dict, message: str) -> None:
 
 
 def test_precision_texts() -> None:
-    assert Precision.parse("int8") == Precision("int8", "bfloat16", "bfloat16")
-    assert Precision.parse("int4/int8") == Precision("int4", "int8", "bfloat16")
-    assert Precision.parse("float16//int8") == Precision("float16", "float16", "int8")
+    assert Precision.parse("int8") == Precision("int8", "bf16", "bf16")
+    assert Precision.parse("int4/int8") == Precision("int4", "int8", "bf16")
+    assert Precision.parse("fp16//int8") == Precision("fp16", "fp16", "int8")

@@ -286,7 +286,7 @@ def test_replies_by_group(dialect):
     np.testing.assert_array_equal(found["gripper"], actions[..., 2:])
     assert {array.dtype for array in found.values()} == {np.dtype(np.float32)}
     assert (info["seed"], info["server_ms"], len(info["timing"])) == ([8, 8], 30.0, 2)
-    assert info["timing"][0]["solver_ms"] == 9
+    assert info["timing"][0]["head_ms"] == 9
 
 
 def test_replies_to_flat_requests():

@@ -211,7 +211,7 @@ def test_native_reply():
     assert got.actions.dtype == np.float32
     assert (got.seed, got.session, got.time) == (0, "arm-1", 1.5)
     assert got.timing == protocol.Timing(1, 2, 3, (4, 5), 6, 21, 7, 22)
-    assert got.timing.solver_ms == 9
+    assert got.timing.head_ms == 9
     without = WIRE.encode(Header(request_id=3, native=True), [ActionChunk(chunk.actions)], 1.0)
     assert protocol.decode_chunk(protocol.decode_reply(without, 3)).seed is None
 

@@ -118,7 +118,7 @@ def test_golden_actions_over_the_socket(client, golden):
     assert (chunk.seed, chunk.session, chunk.time) == (None, "arm-1", 3.5)
     assert len(chunk.timing.step_ms) == 10
     stages = (
-        chunk.timing.preprocess_ms + chunk.timing.vision_ms + chunk.timing.prefix_ms + chunk.timing.solver_ms
+        chunk.timing.preprocess_ms + chunk.timing.vision_ms + chunk.timing.prefix_ms + chunk.timing.head_ms
     )
     assert 0 < stages <= chunk.timing.total_ms <= chunk.timing.server_ms <= chunk.round_trip_ms
 

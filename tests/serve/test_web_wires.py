@@ -395,7 +395,7 @@ def test_health_and_metrics(server):
     }
     assert samples["sinew_requests_total", "http", "ok"] >= 1
     assert samples["sinew_request_seconds_count", "http"] >= 1
-    assert samples["sinew_stage_seconds_count", "solver"] >= 1
+    assert samples["sinew_stage_seconds_count", "head"] >= 1
     assert samples["sinew_queue_depth",] == 0
 
 

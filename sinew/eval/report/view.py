@@ -95,7 +95,7 @@ class View:
             ("preprocess", timing.preprocess_ms),
             ("vision", timing.vision_ms),
             ("prefix", timing.prefix_ms),
-            ("solver", timing.solver_ms),
+            ("head", timing.head_ms),
             ("client, transport, queue", chunk.round_trip_ms - timing.total_ms),
         ):
             self.stages.setdefault(name, []).append(value)

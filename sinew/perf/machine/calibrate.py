@@ -27,7 +27,7 @@ def calibrate(
     *,
     directory: Path | None = None,
     threads: int | None = None,
-    dtype: str = "float32",
+    dtype: str = "fp32",
     engine: str = "eager",
     runs: int = 3,
     requests: Sequence[Request] | None = None,
@@ -48,7 +48,7 @@ def calibrate(
     say = report or (lambda _: None)
     try:
         say(f"measuring the machine with {torch.get_num_threads()} threads")
-        speeds = measure_speeds(dict.fromkeys(("float32", dtype)))
+        speeds = measure_speeds(dict.fromkeys(("fp32", dtype)))
         if engine == "eager":
             model, program = loaded(source, dtype)
             asked = default_requests(program) if requests is None else requests

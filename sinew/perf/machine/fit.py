@@ -31,7 +31,7 @@ from sinew.core import SinewError
 from sinew.perf.machine.measure import Speeds, StageTime
 from sinew.perf.operators import Component, Operator
 
-SCHEMA = "sinew.calibration/1"
+SCHEMA = "sinew.calibration/2"
 KINDS = ("linear", "attention")
 FACTORS = (*KINDS, "memory", "packing", "overhead")
 MULTIPLIERS = ("packing", "overhead")  # the others are efficiencies, which divide

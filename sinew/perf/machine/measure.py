@@ -27,7 +27,7 @@ from sinew.solvers import solve
 GEMM_SIZE = 2048
 COPY_BYTES = 512 << 20  # beyond every cache
 OVERHEAD_CALLS = 2000
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class StageTime:
     clock: str = "wall"  # or "cpu"
 
 
-def measure_speeds(dtypes: Iterable[str] = ("float32",), device: str = "cpu", runs: int = 5) -> Speeds:
+def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs: int = 5) -> Speeds:
     """The machine's peaks with torch's present number of threads; about ten seconds on two cores."""
     unknown = set(dtypes).difference(DTYPES)
     if unknown:
@@ -94,7 +94,7 @@ def measure_speeds(dtypes: Iterable[str] = ("float32",), device: str = "cpu", ru
 def measure_stages(
     model: Model, name: str, requests: Iterable[Request], size: tuple[int, int], runs: int = 3
 ) -> list[StageTime]:
-    """Median seconds of vision, language and one solver step for each request, after one run to warm up.
+    """Median seconds of vision, prefix and one step of the head for each request, after one run to warm up.
 
     size: height and width of a view. Runs the model's own code as the eager engine does. A stage that two
     requests share (the same views, say) is measured once.
@@ -121,7 +121,7 @@ def _same(stage: str, one: Request, other: Request) -> bool:
     """Return True if two requests ask a stage for the same work."""
     if stage == "vision":
         return one.views == other.views
-    if stage == "language":
+    if stage == "prefix":
         return (one.views, one.tokens) == (other.views, other.tokens)
     return one == other
 
@@ -146,14 +146,14 @@ def _stages(
 
     yield "vision", lambda: keep("image", model.embed_images(pixels))
     image = kept["image"]
-    yield "language", lambda: keep("context", model.read(image, cameras, tokens, tokens >= 0, state))
+    yield "prefix", lambda: keep("context", model.read(image, cameras, tokens, tokens >= 0, state))
     context, steps = kept["context"], model.solver.fixed_steps or 1
 
     def action() -> object:
         first = model.solver.steps(steps)[:1], islice(model.moments(steps), 1)
         return solve(lambda x, moment: model.act(x, moment, context), x, *first)
 
-    yield "action", action
+    yield "head", action
 
 
 @contextmanager

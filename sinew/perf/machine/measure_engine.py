@@ -30,7 +30,7 @@ def requests_of(policy: Any) -> list[Request]:
 
 
 def measure_engine(policy: Any, requests: Iterable[Request], runs: int = 3) -> list[StageTime]:
-    """Median seconds of vision, language and one solver step, by the wall's clock, after one run to warm up.
+    """Median seconds of vision, prefix and one step of the head, by the wall's clock, after one run to warm up.
 
     Raises :class:`SinewError` for a request that the policy cannot take, and for an engine that does not tell its
     stages apart.
@@ -70,11 +70,11 @@ def observe(policy: Any, request: Request) -> Observation:
 
 
 def seconds_by_stage(timings: Sequence[Timing]) -> dict[str, list[float]]:
-    """The action stage is one step: the median of the run's."""
+    """The head is one step: the median of the run's."""
     if not all(timing.step_ms and timing.vision_ms and timing.prefix_ms for timing in timings):
         raise SinewError("the engine runs all stages as one and does not tell their times")
     return {
         "vision": [1e-3 * timing.vision_ms for timing in timings],
-        "language": [1e-3 * timing.prefix_ms for timing in timings],
-        "action": [1e-3 * statistics.median(timing.step_ms) for timing in timings],
+        "prefix": [1e-3 * timing.prefix_ms for timing in timings],
+        "head": [1e-3 * statistics.median(timing.step_ms) for timing in timings],
     }

@@ -67,7 +67,7 @@ class Accounting:
     scores: bool = False
     state_token: bool = True
     one_attention: bool = True
-    dtype: str = "bfloat16"
+    dtype: str = "bf16"
 
 
 PAPER = Accounting(True, True, True, False, False)
@@ -81,7 +81,7 @@ def prefill(net: Net, batch: int, tokens: int, how: Accounting, stage: str = "")
 
 
 def parallel_decode(
-    net: Net, tokens: int, context: int, how: Accounting, repeats: int = 1, stage: str = "action"
+    net: Net, tokens: int, context: int, how: Accounting, repeats: int = 1, stage: str = "head"
 ) -> Component:
     """A block of tokens that sees ``context`` cached ones and itself; an action expert repeats it per solver step."""
     inside = ON_CHIP if how.block_on_chip else HBM
@@ -92,7 +92,7 @@ def parallel_decode(
 def decode(net: Net, context: int, generated: int, how: Accounting, repeats: int) -> Component:
     """One token after another. The paper takes the final number of generated tokens for every one."""
     inside = ON_CHIP if how.block_on_chip else HBM
-    make = _Maker(net, 1, 1, how, "action", inside, inside)
+    make = _Maker(net, 1, 1, how, "head", inside, inside)
     return make.component(_block(make, 1, context, how, own=generated), repeats)
 
 

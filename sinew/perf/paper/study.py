@@ -55,7 +55,7 @@ class Family:
         context = cameras * PATCHES + prompt
         return [
             prefill(self.vision, cameras, PATCHES, how, "vision"),
-            prefill(self.language, 1, context, how, "language"),
+            prefill(self.language, 1, context, how, "prefix"),
             parallel_decode(self.action, chunk + how.state_token, context, how, steps),
         ]
 
@@ -84,7 +84,7 @@ def as_published(machine: Hardware) -> Hardware:
     """GB/s taken as GiB/s, and an unlimited on-chip memory of 18,000 GiB/s in every machine. The RTX 5090, which the
     paper does not print, has 209 TFLOP/s in the released table, not the data sheet's 209.5."""
     binary = machine.bandwidth / 1e9 * GIB
-    peak = machine.peak | {"bfloat16": 209e12} if machine.name == "rtx5090" else machine.peak
+    peak = machine.peak | {"bf16": 209e12} if machine.name == "rtx5090" else machine.peak
     return replace(machine, peak=peak, bandwidth=binary, on_chip_bandwidth=18_000 * GIB)
 
 
@@ -164,7 +164,7 @@ class Study:
         new, kept = CAMERAS * PATCHES, (observations - 1) * CAMERAS * PATCHES + LANGUAGE
         parts = PI0.components(self.how)
         if observations > 1:
-            parts[1] = parallel_decode(GEMMA, new, kept, self.how, stage="language")
+            parts[1] = parallel_decode(GEMMA, new, kept, self.how, stage="prefix")
         chunk = CHUNK + self.how.state_token
         parts[2] = parallel_decode(ACT_M, chunk, kept + new, self.how, STEPS)
         return seconds(parts, self.machines[machine])

@@ -249,9 +249,9 @@ class NativeCodec:
         reply = PredictResponse(
             request_id=header.request_id,
             latency_ms_total=timing.total_ms,
-            latency_ms_inference=timing.prefix_ms + timing.solver_ms,
+            latency_ms_inference=timing.prefix_ms + timing.head_ms,
             latency_ms_prefill=timing.prefix_ms,
-            latency_ms_denoise=timing.solver_ms,
+            latency_ms_denoise=timing.head_ms,
             latency_ms_vision=timing.vision_ms,
             session=chunk.session,
             seed=chunk.seed,

@@ -105,7 +105,7 @@ def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> b
         "preprocess_ms": timing.preprocess_ms,
         "vision_ms": timing.vision_ms,
         "prefix_ms": timing.prefix_ms,
-        "solver_ms": timing.solver_ms,
+        "head_ms": timing.head_ms,
         "postprocess_ms": timing.postprocess_ms,
     }
     reply: dict[str, Any] = {"actions": chunk.actions, "policy_timing": policy, "server_timing": server}

@@ -48,7 +48,7 @@ class Timing:
     server_ms: float = 0.0  # everything in the server: frame received to reply ready
 
     @property
-    def solver_ms(self) -> float:
+    def head_ms(self) -> float:
         return sum(self.step_ms)
 
     def to_dict(self) -> dict:

@@ -182,7 +182,7 @@ class GrootCodec:
                 "queue_ms": chunk.timing.queue_ms,
                 "vision_ms": chunk.timing.vision_ms,
                 "prefix_ms": chunk.timing.prefix_ms,
-                "solver_ms": chunk.timing.solver_ms,
+                "head_ms": chunk.timing.head_ms,
                 "total_ms": chunk.timing.total_ms,
             }
             for chunk in chunks
