@@ -390,7 +390,7 @@ def test_metrics(served):
         for wrong in ({**GOOD, "state": np.zeros(5)}, {**GOOD, "images": {}}):
             with pytest.raises(ServerError):
                 client.infer(wrong)
-        with held(served):
+        with held(served) as other:
             found = samples(served.service)
             assert (found["sinew_running",], found["sinew_queue_depth",]) == (1, 0)
             # A connection of the test before may still be on its way out.
@@ -401,6 +401,7 @@ def test_metrics(served):
                 time.sleep(0.02)
                 served.gate.open.set()
                 answers(robot, 1)
+            answers(other, 1)  # of a client that has left, it would be cancelled
     # An outcome is counted when its reply has left, which a client may see earlier.
     expected = {("native", "ok"): 4, ("native", "bad_observation"): 2, ("native", "deadline"): 1}
     until(lambda: outcomes(served.service) == expected)
