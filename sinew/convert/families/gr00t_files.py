@@ -108,7 +108,9 @@ class Parts:
 
 
 class NvidiaFiles:
-    """A folder of N1.6 or N1.7 as NVIDIA writes it."""
+    """A folder of N1.6 or N1.7 as NVIDIA writes it. format: of N1.7, for the provenance."""
+
+    format = "gr00t-n1.7"
 
     def __init__(self, path: Path, options: Options):
         self.path, self.options = path, options
@@ -123,10 +125,20 @@ class NvidiaFiles:
     @cached_property
     def embodiment(self) -> Embodiment:
         """The one asked for, or the only one there is. Raises ConvertError that lists those that can be chosen."""
-        numbers = Record(self.path / "embodiment_id.json").content
+        numbers = self.numbers
         configured = self.processor.part("modality_configs").content
         known = [tag for tag in configured if tag in numbers and tag in self._statistics]
         return choose(self.options.embodiment, known, numbers, self.path)
+
+    @property
+    def name(self) -> str:
+        """Return the policy's name."""
+        return self.path.name
+
+    @cached_property
+    def numbers(self) -> Mapping[str, Any]:
+        """The row of each embodiment in the weights that are kept per embodiment."""
+        return Record(self.path / "embodiment_id.json").content
 
     @cached_property
     def _statistics(self) -> Mapping[str, Any]:

@@ -43,7 +43,12 @@ DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
 
 def read(path: Path, options: Options) -> Conversion:
     """Read an N1.7 directory, the weights aside. Raises :class:`ConvertError`."""
-    files = NvidiaFiles(path, options)
+    return assemble(NvidiaFiles(path, options))
+
+
+def assemble(files: NvidiaFiles) -> Conversion:
+    """Return the conversion of opened files. Raises :class:`ConvertError`."""
+    path, options = files.path, files.options
     config, processor = files.config, files.processor
     vlm_dir = find_model_dir(str(config["model_name"]), options.vlm, path, "--vlm", VLM_FILES)
     vlm = Record(vlm_dir / "config.json")
@@ -92,11 +97,11 @@ def read(path: Path, options: Options) -> Conversion:
     )
     return Conversion(
         architecture=ARCHITECTURE,
-        format="gr00t-n1.7",
+        format=files.format,
         config=model,
         spec=specification(
             ARCHITECTURE,
-            path.name,
+            files.name,
             cameras,
             vectors,
             config,

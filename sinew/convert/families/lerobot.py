@@ -103,8 +103,11 @@ class Schema:
 class LeRobotCheckpoint:
     """A checkpoint directory, its configuration and pipelines checked against a family's ``schema``.
 
-    ``notes`` collects what was chosen in place of the checkpoint.
+    ``notes`` collects what was chosen in place of the checkpoint. format: for the provenance, where a family's own
+    name does not hold.
     """
+
+    format = ""
 
     def __init__(self, path: Path, options: Options, schema: Schema, config: dict[str, Any] | None = None):
         self.path, self.options, self.schema = path, options, schema
@@ -153,6 +156,9 @@ class LeRobotCheckpoint:
     def name(self) -> str:
         """Return the policy's name."""
         return name_of(self.path)
+
+    def check_tokens(self, image: int, marker: int) -> None:
+        """Raise ConvertError where a checkpoint that knows ids of special tokens has others; LeRobot's knows none."""
 
     # ------------------------------------------------------------------ files
 

@@ -100,7 +100,12 @@ class Head(NamedTuple):
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    checkpoint = PrismaticCheckpoint(path, options)
+    return assemble(PrismaticCheckpoint(path, options))
+
+
+def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
+    """Return the conversion of an opened checkpoint. Raises :class:`ConvertError`."""
+    path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     adapter = "action_queries.weight" in checkpoint.tensors
     if not action and (state or adapter):
@@ -142,7 +147,7 @@ def read(path: Path, options: Options) -> Conversion:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
     return Conversion(
         architecture=head.architecture,
-        format="openvla",
+        format=checkpoint.format,
         config=head.config,
         spec=spec(checkpoint, head, robot),
         processing=processing(checkpoint, head, robot, pad, image_recipe(checkpoint)),
@@ -273,7 +278,7 @@ def adapter_head(
 def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpec:
     return PolicySpec(
         architecture=head.architecture,
-        name=checkpoint.path.resolve().name,
+        name=checkpoint.name,
         cameras=tuple(CameraSpec(name, FRAME, FRAME) for name in robot.cameras),
         state=VectorSpec(head.config.max_state_dim),
         action=VectorSpec(head.config.max_action_dim),
@@ -320,9 +325,7 @@ def processing(
 def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
     """Frames of another size go through JPEG and lanczos3; then the middle is cut out, for each tower the same."""
     height, width = checkpoint["image_sizes"]
-    file = checkpoint.path / "preprocessor_config.json"
-    record = read_json(file)
-    checkpoint.files.append(file)
+    file, record = checkpoint.preprocessor()
     try:
         groups = record["tvf_normalize_params"][: len(checkpoint["timm_model_ids"])]
         mean, std = (tuple(float(x) for group in groups for x in group[name]) for name in ("mean", "std"))

@@ -47,7 +47,13 @@ ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/cons
 
 
 class PrismaticCheckpoint:
-    """A directory with ``config.json``, shards, and perhaps the head and the projector of the state in .pt files."""
+    """A directory with ``config.json``, shards, and perhaps the head and the projector of the state in .pt files.
+
+    format: for the provenance. spare_blocks: at the end of each tower, whose outputs nothing reads.
+    """
+
+    format = "openvla"
+    spare_blocks = 1
 
     def __init__(self, path: Path, options: Options):
         self.path, self.options = path, options
@@ -81,6 +87,17 @@ class PrismaticCheckpoint:
         if text.get("rope_scaling") is not None:
             raise ConvertError(f"{self.path / 'config.json'}: text_config.rope_scaling is not supported")
         return merged
+
+    @property
+    def name(self) -> str:
+        """Return the policy's name."""
+        return self.path.resolve().name
+
+    def preprocessor(self) -> tuple[Path, Any]:
+        """Return the image processor's record and its file."""
+        file = self.path / "preprocessor_config.json"
+        self.files.append(file)
+        return file, read_json(file)
 
     # ------------------------------------------------------------------ weights
 
@@ -195,7 +212,7 @@ def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list
                 f"{checkpoint.path}: tensor {error} of the tower {name!r} is missing"
             ) from None
         tokens = [f"{prefix}{t}" for t in ("cls_token", "reg_token") if f"{prefix}{t}" in tensors]
-        depth, target = len(blocks) - 1, f"vision.towers.{index}."
+        depth, target = len(blocks) - checkpoint.spare_blocks, f"vision.towers.{index}."
         try:
             configs.append(
                 ViTConfig(

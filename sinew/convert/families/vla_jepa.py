@@ -112,7 +112,12 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
+    return assemble(LeRobotCheckpoint(path, options, SCHEMA))
+
+
+def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
+    """Return the conversion of an opened checkpoint. Raises :class:`ConvertError`."""
+    path, options = checkpoint.path, checkpoint.options
     vlm_dir = find_model_dir(str(checkpoint["qwen_model_name"]), options.vlm, path, "--vlm", VLM_FILES)
     vlm = Record(vlm_dir / "config.json")
     has_state = STATE in checkpoint["input_features"]
@@ -133,6 +138,7 @@ def read(path: Path, options: Options) -> Conversion:
     template, template_file = find_chat_template(vlm_dir)
     prompt = prompt_recipe(checkpoint, vlm, tokenizer, template, template_file, rows * cols)
     check_depth(checkpoint, vlm.part("text_config"))
+    checkpoint.check_tokens(prompt.placeholder, prompt.marker)
     model = model_config(checkpoint, vlm, prompt, vectors, (rows, cols))
     spec = PolicySpec(
         architecture=ARCHITECTURE,
@@ -153,7 +159,7 @@ def read(path: Path, options: Options) -> Conversion:
         checkpoint.notes.append("no state among the features: the head gets no state token, as upstream")
     return Conversion(
         architecture=ARCHITECTURE,
-        format="lerobot-vla-jepa",
+        format=checkpoint.format or "lerobot-vla-jepa",
         config=model,
         spec=spec,
         processing=processing(checkpoint, image, prompt, vectors, has_state),

@@ -1,0 +1,253 @@
+"""vla.cpp's files of the policies over Qwen3-VL: GR00T N1.7 and VLA-JEPA.
+
+Names are turned into upstream's, so that everything else is read as from upstream's own files. An N1.7 file holds the
+processor's configuration and the statistics; a VLA-JEPA file holds neither, nor the names of cameras, so that they are
+given. Tokenizer, chat template and image processor come from --vlm.
+Source: vla.cpp ``scripts/convert_gr00t_n1_7_to_gguf.py``, ``convert_vla_jepa_to_gguf.py``, ``gguf_blocks.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.families import gr00t, gr00t_qwen, vla_jepa
+from sinew.convert.families.gr00t_files import NvidiaFiles, Record
+from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint
+from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile
+from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.tensors import Rule, apply, reshape
+from sinew.core import ConvertError
+
+ARCHITECTURES = ("gr00t_n1_7", "vla_jepa")
+NAMES = ("vla.cpp GGUF of gr00t_n1_7 or vla_jepa",)
+OPTIONS = ("vlm", "tokenizer", "embodiment", "cameras", "stats")
+SETTINGS = {key: setting for key, setting in gr00t.SETTINGS.items() if key != "ignore"} | {
+    "solver_steps": SOLVER_STEPS_SETTING
+}
+READ_BY = {  # of OPTIONS and SETTINGS, those of one architecture only
+    "gr00t_n1_7": ("embodiment", *(key for key in SETTINGS if key != "solver_steps")),
+    "vla_jepa": ("cameras", "stats"),
+}
+COSMOS = "nvidia/Cosmos-Reason2-2B"  # N1.7's model_name
+FRAME = 256  # pixels: the side of LIBERO's frames; others are resized
+RESIZE = [224, 224]  # of published VLA-JEPA checkpoints; vla.cpp expects what comes out of it
+
+
+def _decoder(to: str) -> list[Rule]:
+    layer = rf"{to}layers.\1."
+    return [
+        Rule(r"token_embd\.weight", (f"{to}embed_tokens.weight",)),
+        Rule(r"vlm\.output_norm\.weight", (f"{to}norm.weight",)),
+        Rule(r"vlm\.blk\.(\d+)\.attn_norm\.weight", (f"{layer}input_layernorm.weight",)),
+        Rule(r"vlm\.blk\.(\d+)\.ffn_norm\.weight", (f"{layer}post_attention_layernorm.weight",)),
+        Rule(r"vlm\.blk\.(\d+)\.attn_([qkvo])\.weight", (rf"{layer}self_attn.\2_proj.weight",)),
+        Rule(r"vlm\.blk\.(\d+)\.attn_([qk])_norm\.weight", (rf"{layer}self_attn.\2_norm.weight",)),
+        Rule(r"vlm\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", (rf"{layer}mlp.\2_proj.weight",)),
+    ]
+
+
+def _tower(to: str, file: VlacppFile) -> list[Rule]:
+    frames, side = file.integer("temporal_patch_size"), file.integer("patch_size")
+
+    def patches(source: TensorSource) -> TensorSource:  # [C, 3 * frames * rows * cols] -> Conv3d's
+        return reshape(source, source.shape[0], 3, frames, side, side)
+
+    block = rf"{to}blocks.\1."
+    return [
+        Rule(r"vit\.patch_embd\.weight", (f"{to}patch_embed.proj.weight",), patches),
+        Rule(r"vit\.patch_embd\.bias", (f"{to}patch_embed.proj.bias",)),
+        Rule(r"vit\.pos_embd", (f"{to}pos_embed.weight",)),
+        Rule(r"vit\.blk\.(\d+)\.ln([12])\.(.*)", (rf"{block}norm\2.\3",)),
+        Rule(r"vit\.blk\.(\d+)\.attn_qkv\.(.*)", (rf"{block}attn.qkv.\2",)),
+        Rule(r"vit\.blk\.(\d+)\.attn_o\.(.*)", (rf"{block}attn.proj.\2",)),
+        Rule(r"vit\.blk\.(\d+)\.(fc[12])\.(.*)", (rf"{block}mlp.linear_\2.\3",)),
+        Rule(r"vit\.deepstack\.(\d+)\.norm\.(.*)", (rf"{to}deepstack_merger_list.\1.norm.\2",)),
+        Rule(r"vit\.deepstack\.(\d+)\.(fc[12])\.(.*)", (rf"{to}deepstack_merger_list.\1.linear_\2.\3",)),
+        Rule(r"vit\.merger\.norm\.(.*)", (rf"{to}merger.norm.\1",)),
+        Rule(r"vit\.merger\.(fc[12])\.(.*)", (rf"{to}merger.linear_\1.\2",)),
+    ]
+
+
+def _blocks(old: str, new: str) -> list[Rule]:
+    to = rf"{new}.transformer_blocks.\1."
+    return [
+        Rule(old + r"\.(\d+)\.adaln\.(.*)", (rf"{to}norm1.linear.\2",)),
+        Rule(old + r"\.(\d+)\.(norm[13])\.(.*)", (rf"{to}\2.\3",)),
+        Rule(old + r"\.(\d+)\.attn_([qkv])\.(.*)", (rf"{to}attn1.to_\2.\3",)),
+        Rule(old + r"\.(\d+)\.attn_o\.(.*)", (rf"{to}attn1.to_out.0.\2",)),
+        Rule(old + r"\.(\d+)\.ff0\.(.*)", (rf"{to}ff.net.0.proj.\2",)),
+        Rule(old + r"\.(\d+)\.ff2\.(.*)", (rf"{to}ff.net.2.\2",)),
+    ]
+
+
+def _head(short: str, dit: str, to: str) -> list[Rule]:
+    """short: what its names begin with; dit: what those of the transformer's own layers begin with."""
+    embedder = rf"{to}model.timestep_encoder.timestep_embedder.linear_\1.\2"
+    return [
+        Rule(rf"{short}\.state_enc\.l([12])\.(.*)", (rf"{to}state_encoder.layer\1.\2",)),
+        Rule(rf"{short}\.act_enc\.l([123])\.(.*)", (rf"{to}action_encoder.layer\1.\2",)),
+        Rule(rf"{short}\.act_enc\.W([123])\.(.*)", (rf"{to}action_encoder.W\1.\2",)),
+        Rule(rf"{short}\.act_dec\.l([12])\.(.*)", (rf"{to}action_decoder.layer\1.\2",)),
+        Rule(rf"{short}\.pos_embd", (f"{to}position_embedding.weight",)),
+        Rule(rf"{short}\.future_tokens", (f"{to}future_tokens.weight",)),
+        Rule(rf"{short}\.vlln\.(.*)", (rf"{to}vlln.\1",)),
+        Rule(rf"{dit}\.time_emb\.l([12])\.(.*)", (embedder,)),
+        Rule(rf"{dit}\.proj_out([12])\.(.*)", (rf"{to}model.proj_out_\1.\2",)),
+        *_blocks(rf"{short}\.dit", f"{to}model"),
+        *_blocks(rf"{short}\.vlsa", f"{to}vl_self_attention"),
+    ]
+
+
+def read(file: VlacppFile, options: Options) -> Conversion:
+    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    for name in (*options.given, *options.settings):
+        if any(name in read_by for kind, read_by in READ_BY.items() if kind != file.architecture):
+            raise ConvertError(f"{name}: a vla.cpp file of {file.architecture} does not read it")
+    if file.architecture == "gr00t_n1_7":
+        return gr00t_qwen.assemble(VlacppNvidia(file, options))
+    return vla_jepa.assemble(VlacppJepa(file, options))
+
+
+class VlacppNvidia(NvidiaFiles):
+    """An N1.7 file under the names and the configuration of NVIDIA's folder."""
+
+    format = FORMAT
+
+    def __init__(self, file: VlacppFile, options: Options):
+        self.file, self.path, self.options = file, file.path, options
+        n, name = file.integer, "backbone.model.model."
+        rules = [
+            *_decoder(f"{name}language_model."),
+            *_tower(f"{name}visual.", file),
+            *_head("aex", r"aex\.dit", "action_head."),
+        ]
+        self._found = apply(file.tensors, rules)
+        attention = {
+            "num_layers": n("vlsa_layers"),
+            "num_attention_heads": n("vlsa_heads"),
+            "attention_head_dim": n("vlsa_head_dim"),
+        }
+        self.config = Record(
+            file.path,
+            {
+                "model_name": COSMOS,
+                "select_layer": n("lm_layers_used"),
+                "backbone_embedding_dim": n("backbone_embedding_dim"),
+                "diffusion_model_cfg": {
+                    "num_layers": n("dit_layers"),
+                    "num_attention_heads": n("dit_heads"),
+                    "attention_head_dim": n("dit_head_dim"),
+                    "output_dim": self._rows("action_head.model.proj_out_2.weight"),
+                    "interleave_self_attention": bool(n("dit_interleave")),
+                },
+                "vl_self_attention_cfg": attention,
+                "use_alternate_vl_dit": True,  # vla.cpp computes no other
+                "attend_text_every_n_blocks": n("attend_text_every_n_blocks"),
+                "hidden_size": self._rows("action_head.action_decoder.layer2.W", 1),
+                "num_timestep_buckets": n("num_timestep_buckets"),
+                "max_seq_len": n("max_seq_len"),
+                "action_horizon": n("action_horizon"),
+                "max_state_dim": n("max_state_dim"),
+                "max_action_dim": n("action_dim"),
+                "num_inference_timesteps": n("num_inference_timesteps"),
+            },
+        )
+        self.processor = Record(file.path, file.record("processor_config_json")).part("processor_kwargs")
+
+    def _rows(self, name: str, axis: int = 0) -> int:
+        if name not in self._found or len(self._found[name].shape) <= axis:
+            raise ConvertError(f"{self.path}: no tensor {name!r}")
+        return self._found[name].shape[axis]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @cached_property
+    def numbers(self) -> Mapping[str, Any]:
+        return self.file.record("embodiment_id_mapping")
+
+    @cached_property
+    def _statistics(self) -> Mapping[str, Any]:
+        return self.file.record("statistics_json")
+
+    @cached_property
+    def weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
+        return self._found, [self.path]
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+
+class VlacppJepa(LeRobotCheckpoint):
+    """A VLA-JEPA file under the names and the configuration of LeRobot's directory."""
+
+    format = FORMAT
+
+    def __init__(self, file: VlacppFile, options: Options):
+        if not options.cameras:
+            raise ConvertError(
+                f"{file.path}: vla.cpp files hold no cameras; give them in their order with --cameras NAME,NAME"
+            )
+        self.image_token = file.integer("image_token_index")
+        self.marker = file.integer("embodied_action_token_id")
+        n, name = file.integer, "model.qwen.model.model."
+        rules = [
+            *_decoder(f"{name}language_model."),
+            *_tower(f"{name}visual.", file),
+            *_head("ah", "ah", "model.action_model."),
+        ]
+        self._found = apply(file.tensors, rules)
+        table = self._found.get("model.action_model.position_embedding.weight")
+        if table is None:
+            raise ConvertError(f"{file.path}: no tensor 'ah.pos_embd'")
+        views = {
+            f"observation.images.{camera}": {"type": "VISUAL", "shape": [3, FRAME, FRAME]}
+            for camera in options.cameras
+        }
+        config = {
+            "type": vla_jepa.ARCHITECTURE,
+            "input_features": {**views, STATE: {"type": "STATE", "shape": [n("state_dim")]}},
+            "output_features": {ACTION: {"type": "ACTION", "shape": [n("action_dim")]}},
+            "chunk_size": n("action_horizon"),
+            "n_action_steps": n("action_horizon"),
+            "num_embodied_action_tokens_per_instruction": n("num_future_tokens"),
+            "num_inference_timesteps": n("num_inference_timesteps"),
+            "action_num_timestep_buckets": n("num_timestep_buckets"),
+            "action_hidden_size": n("output_dim"),
+            "action_num_layers": n("dit_layers"),
+            "action_num_heads": n("dit_heads"),
+            "action_attention_head_dim": n("dit_head_dim"),
+            "action_max_seq_len": table.shape[0],
+            "resize_images_to": RESIZE,
+        }
+        super().__init__(file.path, options, vla_jepa.SCHEMA, config)
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @cached_property
+    def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
+        return self._found, [self.path]
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path, *([self.options.stats] if self.options.stats else [])]
+
+    def check_tokens(self, image: int, marker: int) -> None:
+        """Raise ConvertError where --vlm's tokenizer numbers these tokens in another way than the file."""
+        for what, own, given in (
+            ("image_token_index", self.image_token, image),
+            ("embodied_action_token_id", self.marker, marker),
+        ):
+            if own != given:
+                raise ConvertError(
+                    f"{self.path}: {what}: expected {own}, got {given} from --vlm: it is another model"
+                )

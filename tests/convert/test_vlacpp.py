@@ -1,0 +1,122 @@
+"""vla.cpp's files of the families: imported, they act as their checkpoints do; what cannot be read is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from sinew.bundle import Bundle
+from sinew.convert import convert
+from sinew.core import ConvertError, Observation
+from sinew.policy import load
+from tests.convert.test_groot import TAG
+from tests.convert.vlacpp_families import write_prismatic, write_qwen
+from tests.golden import Golden, assert_parity
+
+MARKER = 454  # of the fixture's tokenizer
+
+
+def given(golden: Path, case: str, tmp_path: Path) -> dict:
+    """What a file does not hold, for one case."""
+    if case in ("openvla-oft", "vla-adapter"):
+        return {"tokenizer": golden / case / "checkpoint"}
+    vlm = {"vlm": golden / case / "vlm"}
+    if case == "groot-n17":
+        return vlm | {"embodiment": TAG, "settings": {"frames": "240x300"}}
+    g, stats = Golden(golden / case), tmp_path / "stats.json"
+    table = {
+        feature: {name: g[f"stats.{feature}.{name}"].tolist() for name in names}
+        for feature, names in (("observation.state", ("mean", "std")), ("action", ("min", "max")))
+    }
+    stats.write_text(json.dumps(table))
+    return vlm | {"stats": stats, "cameras": ("image", "wrist_image")}
+
+
+def written(golden: Path, case: str, tmp_path: Path) -> Path:
+    out = tmp_path / "theirs.gguf"
+    if case in ("openvla-oft", "vla-adapter"):
+        return write_prismatic(golden / case, out)
+    return write_qwen(golden / case, out, MARKER if case == "vla-jepa" else 0)
+
+
+@pytest.mark.parametrize("case", ["openvla-oft", "vla-adapter", "groot-n17", "vla-jepa"])
+def test_imported_files_act_like_their_checkpoints(golden, tmp_path, case):
+    file = written(golden, case, tmp_path)
+    bundle = convert(file, tmp_path / "ours.gguf", **given(golden, case, tmp_path))
+    policy, g = load(bundle, dtype="float32", engine="eager"), Golden(golden / case)
+    noise = g.numpy("noise").reshape(policy.spec.noise_shape) if "noise" in g.tensors else None
+    observation = Observation(
+        images={camera.removeprefix("observation.images."): g.numpy(f"frame.{camera}") for camera in g.cameras},
+        state=g.numpy("state_raw"),
+        prompt=g.metadata["task"],
+        noise=noise,
+    )  # fmt: skip
+    found = policy.infer(observation).actions
+    wanted = g.numpy("actions").reshape(found.shape)
+    assert policy.manifest.provenance.format == "vla.cpp-gguf"
+    if case == "vla-adapter":  # vla.cpp rounds the float32 head to bfloat16
+        assert 0 < np.abs(found - wanted).max() < 2e-3
+    else:
+        assert_parity(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("openvla-oft", {"tokenizer": None}, "hold no tokenizer.*--tokenizer FILE_OR_DIR"),
+        ("openvla-oft", {"embodiment": "gr1"}, "--embodiment: .*openvla_oft or vla_adapter, which takes"),
+        ("openvla-oft", {"settings": {"frames": "2x2"}}, "--set frames: expected a setting of .*openvla_oft"),
+        ("groot-n17", {"embodiment": ""}, "several robots: give one with --embodiment TAG"),
+        ("groot-n17", {"cameras": ("a", "b")}, "cameras: a vla.cpp file of gr00t_n1_7 does not read it"),
+        ("vla-jepa", {"cameras": ()}, "hold no cameras; give them in their order with --cameras"),
+        ("vla-jepa", {"stats": None}, "no statistics .* for 'action'.*--stats FILE"),
+        ("vla-jepa", {"settings": {"letterbox": "true"}}, "letterbox: a vla.cpp file of vla_jepa does not"),
+    ],
+)
+def test_what_has_to_be_given(golden, tmp_path, case, change, message):
+    file = written(golden, case, tmp_path)
+    with pytest.raises(ConvertError, match=message) as caught:
+        convert(file, tmp_path / "ours.gguf", **(given(golden, case, tmp_path) | change))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_tokenizer_is_refused(golden, tmp_path):
+    """Token ids are in the file, so the neighbour's cannot be taken for it."""
+    file = write_qwen(golden / "vla-jepa", tmp_path / "theirs.gguf", MARKER + 1)
+    with pytest.raises(ConvertError, match=rf"embodied_action_token_id: expected {MARKER + 1}, got {MARKER}"):
+        convert(file, tmp_path / "ours.gguf", **given(golden, "vla-jepa", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("bitvla", "'bitvla' is not supported .*convert the master weights: its ternary rows are tiled"),
+        ("gr00t_n1_6", "'gr00t_n1_6' is not supported .*convert the folder that it was made from"),
+        ("llama", r"'llama' is not supported \(only smolvla, pi0, pi05, openvla_oft"),
+        ("openvla_oft", "openvla_oft.vit.image_size is None, expected a size"),
+        ("gr00t_n1_7", "gr00t_n1_7.temporal_patch_size is None|expected a size"),
+    ],
+)
+def test_other_files_are_refused_by_name(golden, tmp_path, architecture, message):
+    writer = GGUFWriter(tmp_path / "theirs.gguf", architecture)
+    writer.add_string(f"{architecture}.architecture", architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConvertError, match=message):
+        convert(
+            tmp_path / "theirs.gguf", tmp_path / "ours.gguf", tokenizer=golden / "openvla-oft" / "checkpoint"
+        )
+
+
+def test_the_bundle_of_an_imported_file_names_what_was_assumed(golden, tmp_path):
+    file = written(golden, "openvla-oft", tmp_path)
+    bundle = convert(file, tmp_path / "ours.gguf", **given(golden, "openvla-oft", tmp_path))
+    manifest = Bundle(bundle).manifest
+    assert manifest.provenance.sources[0].name.endswith("theirs.gguf")
+    assert any("vla.cpp's" in note for note in manifest.provenance.notes)
