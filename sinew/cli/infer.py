@@ -19,6 +19,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
+    from sinew.serve.replay import Replay
 
 
 def infer(
@@ -148,7 +149,7 @@ def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> 
     )
 
 
-def running(policy: Policy) -> str:
+def running(policy: Policy | Replay) -> str:
     """What runs a policy, and why, in one line."""
     about = policy.describe()
     return (

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,10 +24,11 @@ from sinew.serve.wires import open_wires, parse
 from sinew.sources import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from sinew.policy import Policy
     from sinew.serve.recorder import Recorder
+    from sinew.serve.replay import Replay
     from sinew.serve.service import Wire
 
 logger = logging.getLogger(__name__)
@@ -63,9 +65,11 @@ class Bounds:
 
 
 def serve(
-    bundle: Path,
+    bundle: Path | None = None,
     /,
     *,
+    replay: Path | None = None,
+    replay_latency: Literal["recorded", "none"] = "recorded",
     wire: Annotated[list[str] | None, Parameter(negative="")] = None,
     host: str = "127.0.0.1",
     cameras: Cameras = CAMERAS,
@@ -87,6 +91,9 @@ def serve(
 
     Args:
         bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
+        replay: folder that --record wrote: answer with its chunks, session by session, in order. Nothing is computed,
+            and every reply says so. A bundle beside it gives names, units and checks; its weights are not read.
+        replay_latency: recorded: take as long as the recorded inferences did; none: answer at once.
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
             (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
@@ -112,8 +119,11 @@ def serve(
         listen.tls()  # files that do not do are told now
         api_key = _api_key(api_key_file)
         options = runs.keywords() | cameras.keywords()
-        bundle = resolve(bundle)
-        _check_early(bundle, options)
+        make = (
+            _loader(bundle, options, threads)
+            if replay is None
+            else _replayer(replay, bundle, cameras, runs, replay_latency == "recorded")
+        )
         wires = open_wires(parse(wire or ()), listen)
         process = Process(wires)
         finished = True
@@ -126,9 +136,7 @@ def serve(
             with process.signals():
                 finished = _load_and_run(
                     process,
-                    bundle,
-                    options,
-                    threads,
+                    make,
                     bounds,
                     api_key,
                     deadline_ms,
@@ -148,46 +156,80 @@ def serve(
         return 0 if process.hopeless is None else HOPELESS
 
 
-def _check_early(bundle: Path, options: dict[str, Any]) -> None:
-    """Find mistakes in flags and file before ports are taken and torch is imported."""
+def _loader(bundle: Path | None, options: dict[str, Any], threads: int | None) -> Callable[[], Policy]:
+    """Find mistakes in flags and file before ports are taken and torch is imported; what is returned loads the policy.
+    ``options``: of ``sinew.load``."""
     from sinew.bundle.rename import rename_cameras
     from sinew.engine.choose import choose
     from sinew.policy import open_bundle
 
-    opened = open_bundle(bundle)
+    if bundle is None:
+        raise SinewError("expected a bundle, or --replay RECORDS")
+    found = resolve(bundle)
+    opened = open_bundle(found)
     rename_cameras(opened.manifest.spec, options["rename"])
     choose(opened, **{name: options[name] for name in CHOSEN})
+
+    def load() -> Policy:
+        import sinew
+
+        logger.info("loading %s", found)
+        return sinew.load(found, threads=threads, **options)
+
+    return load
+
+
+def _replayer(
+    records: Path, bundle: Path | None, cameras: Cameras, runs: Runs, latency: bool
+) -> Callable[[], Replay]:
+    """Read the recording; imports no torch."""
+    from sinew.bundle.rename import rename_cameras
+    from sinew.policy import open_bundle
+    from sinew.serve.replay import Replay
+
+    if runs != RUNS:
+        raise SinewError(
+            "--replay: engine, provider, device and dtype compute, and a replay computes nothing"
+        )
+    if bundle is None and cameras.rename:
+        raise SinewError("--rename: expected the bundle beside --replay, which knows its cameras")
+    manifest = None
+    if bundle is not None:
+        manifest = open_bundle(bundle).manifest
+        manifest = replaced(manifest, spec=rename_cameras(manifest.spec, cameras.keywords()["rename"]))
+    made = Replay(records, manifest, latency=latency, allow_missing_cameras=cameras.allow_missing_cameras)
+    return lambda: made
 
 
 def _load_and_run(
     process: Process,
-    bundle: Path,
-    options: dict[str, Any],
-    threads: int | None,
+    make: Callable[[], Policy | Replay],
     bounds: Bounds,
     api_key: str,
     deadline_ms: float | None,
     recorder: Recorder | None,
 ) -> bool:
-    """``options``: of ``sinew.load``. Returns False when a thread is still inside the model."""
+    """Returns False when a thread is still inside the model."""
     scheduler = None
     try:
-        import sinew
+        from sinew.policy import Policy
         from sinew.serve.safety import Safety
         from sinew.serve.scheduler import Scheduler
         from sinew.serve.service import Service
 
         addresses = ", ".join(wire.address for wire in process.wires)
-        logger.info("listening on %s; loading %s", addresses, bundle)
-        policy = sinew.load(bundle, threads=threads, **options)
+        logger.info("listening on %s", addresses)
+        policy = make()
         scheduler = Scheduler(policy, queue_size=bounds.queue, supervisor=Supervisor(bounds.stuck_s))
         scheduler.supervisor.watch(policy.problem)  # of the files whose weights are mapped
         scheduler.start()
         logger.info("%s", running(policy))
-        logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
-        safety = Safety(policy.processor, bounds.action_limits, bounds.action_margin, bounds.state_margin)
         about = describe(policy)
-        about["policy"]["action"]["limits"] = safety.limits()
+        safety = None  # what a recording holds was sent to a robot before
+        if isinstance(policy, Policy):
+            logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
+            safety = Safety(policy.processor, bounds.action_limits, bounds.action_margin, bounds.state_margin)
+            about["policy"]["action"]["limits"] = safety.limits()
         service = Service(
             scheduler,
             policy.spec,
@@ -210,7 +252,7 @@ def _load_and_run(
         return scheduler.join(GRACE_S)
 
 
-def describe(policy: Policy) -> dict[str, Any]:
+def describe(policy: Policy | Replay) -> dict[str, Any]:
     """What the server says about itself and the policy."""
     return {
         "server": {
@@ -226,17 +268,17 @@ def describe(policy: Policy) -> dict[str, Any]:
     }
 
 
-def ready_text(policy: Policy, wires: Sequence[Wire]) -> str:
+def ready_text(policy: Policy | Replay, wires: Sequence[Wire]) -> str:
     """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
-    spec = policy.spec
+    spec, about = policy.spec, policy.describe()
     sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
     cameras = [
         f"{camera.name}: uint8 [{camera.height}, {camera.width}, 3] RGB, {sizes}" for camera in spec.cameras
     ]
     lines = [
         f"ready on {' '.join(reachable(wire.address) for wire in wires)}",
-        f"  policy   {spec.name} ({spec.architecture}), {policy.precision_text} on {policy.device}",
-        f"  engine   {policy.engine_name}: {policy.choice.engine_reason}",
+        f"  policy   {spec.name} ({spec.architecture}), {about['dtype']} on {about['device']}",
+        f"  engine   {about['engine']}: {about['engine_reason']}",
         *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",

@@ -176,9 +176,11 @@ class Service:
         self.scheduler.cancel(job)
 
     def reset(self, session: str = "") -> None:
-        """A new episode begins. No policy keeps state between requests yet, so there is nothing to forget.
+        """A new episode begins: a policy that keeps state between requests forgets the session's.
         Raises RequestError for a name that is too long."""
         self._check_session(session)
+        if (forget := getattr(self.scheduler.policy, "reset", None)) is not None:
+            forget(session)
 
     # ------------------------------------------------------------------------- everything else
 

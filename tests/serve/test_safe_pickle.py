@@ -32,6 +32,7 @@ from sinew.serve.wires.lerobot.keys import Agreement, agree, observation
 from sinew.serve.wires.lerobot.types import (
     HELPERS,
     OLD_HELPERS,
+    _storage,
     read_observation,
     read_policy_config,
     write_actions,
@@ -204,6 +205,15 @@ def test_the_reply_is_what_pickle_makes_timed_actions_of(helpers, monkeypatch):
     np.testing.assert_array_equal(rows.numpy(), actions[:, :6])
     found[0].action += 1  # rows do not overlap
     np.testing.assert_array_equal(found[1].action.numpy(), actions[1, :6])
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 65535, 65536])
+def test_a_storage_is_written_as_torch_writes_it(count):
+    numbers = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+    storage = torch.from_numpy(numbers).__reduce_ex__(2)[1][0]
+    (theirs,) = storage.__reduce__()[1]
+    key = re.search(rb"X....(\d+)q\x02", theirs, re.DOTALL)[1]  # the address; ours has a fixed name there
+    assert _storage(numbers) == theirs.replace(struct.pack("<I", len(key)) + key, struct.pack("<I", 1) + b"0")
 
 
 # ------------------------------------------------------------------- what is refused

@@ -90,6 +90,12 @@ class Client:
             self._context.term()
             raise ClientError(f"cannot connect to {address}: {error}") from error
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "connected" if self._connected else "not connected"
+        extra = "" if self.jpeg_quality is None else f", JPEG {self.jpeg_quality}"
+        key = ", with a key" if self.api_key else ""  # never the key itself: this lands in logs
+        return f"<sinew_client.Client {self.address}, {state}, timeout {self.timeout:g} s{extra}{key}>"
+
     # ------------------------------------------------------------------------- requests
 
     def infer(self, observation: Mapping[str, Any], *, timeout: float | None = None) -> ActionChunk:

@@ -168,14 +168,36 @@ def write_actions(
     return bytes(out + b"e.")
 
 
-def _storage(numbers: np.ndarray) -> bytes:
-    """A torch FloatStorage as a file, the way torch pickles one."""
-    import torch
+# What torch writes before a storage: a magic number, the protocol, and what kind of machine it is.
+_PREAMBLE = (
+    b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+    b"\x80\x02M\xe9\x03."
+    b"\x80\x02}q\x00(X\x10\x00\x00\x00protocol_versionq\x01M\xe9\x03X\r\x00\x00\x00little_endianq\x02\x88"
+    b"X\n\x00\x00\x00type_sizesq\x03}q\x04(X\x05\x00\x00\x00shortq\x05K\x02X\x03\x00\x00\x00intq\x06K\x04"
+    b"X\x04\x00\x00\x00longq\x07K\x04uu."
+)
 
-    flat = torch.from_numpy(np.array(numbers, np.float32).reshape(-1))  # a copy of its own: no strides
-    storage = flat.__reduce_ex__(2)[1][0]
-    (data,) = storage.__reduce__()[1]
-    return bytes(data)
+
+def _storage(numbers: np.ndarray) -> bytes:
+    """Return a torch FloatStorage as a file, the way torch pickles one: ``torch.serialization._legacy_save``.
+
+    Written by hand, so that this wire needs no torch; a test compares it with torch's own bytes.
+    """
+    flat = np.ascontiguousarray(numbers, "<f4").reshape(-1)
+    key = _text("0") + b"q"  # a name within the file; torch takes the address
+    described = (
+        b"\x80\x02(" + _text("storage") + b"q\x00" + _global("torch", "FloatStorage") + b"q\x01"
+        + key + b"\x02" + _text("cpu") + b"q\x03" + _short(flat.size) + b"Ntq\x04Q."
+    )  # fmt: skip
+    keys = b"\x80\x02]q\x00" + key + b"\x01a."
+    return _PREAMBLE + described + keys + struct.pack("<q", flat.size) + flat.tobytes()
+
+
+def _short(value: int) -> bytes:
+    """An integer in the shortest opcode, as pickle writes it."""
+    if value < 1 << 8:
+        return b"K" + bytes([value])
+    return b"M" + struct.pack("<H", value) if value < 1 << 16 else _integer(value)
 
 
 def _global(module: str, name: str) -> bytes:

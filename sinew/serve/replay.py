@@ -1,0 +1,261 @@
+"""A policy that computes nothing: ``sinew serve --replay`` answers from what ``sinew serve --record`` wrote.
+
+It stands where a :class:`sinew.policy.Policy` stands behind the scheduler, so that robot code can be written on every
+wire without a GPU, weights or torch. Observations are checked as the policy would; what they show changes no answer.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.bundle.schema import Manifest
+from sinew.core import (
+    ActionChunk,
+    CameraSpec,
+    CancelledError,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    SinewError,
+    Timing,
+    VectorSpec,
+    did_you_mean,
+)
+from sinew.processing import Processor
+from sinew.serve.recorder import read_record
+
+MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
+MATCHED = "the request's session, then the order of requests; other sessions get the first recorded one"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One recorded reply: actions float32 [H, D], its seed, and the milliseconds it took."""
+
+    actions: np.ndarray
+    seed: int | None
+    total_ms: float
+
+
+class Replay:
+    """The policy of a recording.
+
+    manifest: of the bundle that was recorded, where it is at hand: names, units, checks of observations. Without
+    it they come from the first record: cameras and sizes, and the widths of state and actions.
+    latency: take as long as the recorded inference did; else answer at once.
+    allow_missing_cameras: as of :class:`sinew.policy.Policy`.
+
+    A session that was recorded gets its own chunks in their order, any other those of the first recorded session; after
+    the last one it begins again. Records of errors are left out.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest | None = None,
+        *,
+        latency: bool = True,
+        allow_missing_cameras: bool = False,
+    ):
+        self.folder, self.latency = folder, latency
+        self._processor = (
+            None if manifest is None else Processor(manifest, allow_missing_cameras=allow_missing_cameras)
+        )
+        self._missing = allow_missing_cameras
+        self.sessions, self.left_out, first = _read(folder)
+        spec = _spec(folder, first) if manifest is None else manifest.spec
+        shape = next(iter(self.sessions.values()))[0].actions.shape
+        if shape != (spec.chunk_size, spec.action.dim):
+            raise SinewError(
+                f"{folder}: expected chunks of [{spec.chunk_size}, {spec.action.dim}] as the bundle has them, got"
+                f" {list(shape)}; records of another policy?"
+            )
+        self.spec = spec
+        self.padded_state_dim = spec.state.dim if manifest is None else manifest.processing.padded_state_dim
+        self.padded_action_dim = (
+            spec.action.dim if manifest is None else manifest.processing.padded_action_dim
+        )
+        self.threads, self.device = 0, "none"
+        self._lock = threading.Lock()
+        self._places: OrderedDict[str, int] = OrderedDict()
+
+    def __repr__(self) -> str:
+        sessions = ", ".join(map(repr, self.sessions))
+        return (
+            f"<sinew.serve.replay.Replay of {str(self.folder)!r}: {self.chunks} chunks, sessions {sessions}>"
+        )
+
+    @property
+    def chunks(self) -> int:
+        """Return how many chunks can be given."""
+        return sum(map(len, self.sessions.values()))
+
+    @property
+    def warning(self) -> str:
+        """Return what every reply says."""
+        return f"this is a replay of {self.folder.name}: the actions were recorded, nothing was computed"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a policy's ``describe`` does, and ``replay``: what is answered from, ready for JSON."""
+        return {
+            "engine": "replay",
+            "engine_reason": f"--replay {self.folder.name}: recorded chunks, nothing is computed",
+            "device": "none",
+            "device_reason": "nothing is computed",
+            "dtype": "as recorded",
+            "dtype_reason": "nothing is computed",
+            "precision": {},
+            "ignored_recipe": "",
+            "replay": {
+                "records": self.folder.name,
+                "chunks": self.chunks,
+                "sessions": {name: len(answers) for name, answers in self.sessions.items()},
+                "left_out": self.left_out,
+                "matched": MATCHED,
+                "latency": "recorded" if self.latency else "none",
+            },
+        }
+
+    def problem(self) -> str | None:
+        """Return None: nothing is read from files any more."""
+        return None
+
+    def warm_up(self) -> None:
+        """Do nothing."""
+
+    def reset(self, session: str) -> None:
+        """Begin the session's recording again: a new episode."""
+        with self._lock:
+            self._places.pop(session, None)
+
+    def prepare(self, observation: Observation | Mapping[str, Any]) -> Observation:
+        """Check an observation as the policy would. Raises :class:`ObservationError`."""
+        if not isinstance(observation, Observation):
+            observation = Observation.from_mapping(observation)
+        if self._processor is not None:
+            self._processor.check(observation)
+        else:
+            self._check(observation)
+        return observation
+
+    def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+        """Return the next recorded chunk of the observation's session. Raises :class:`CancelledError`."""
+        answer, again = self._next(prepared.session)
+        if self.latency and (cancel or threading.Event()).wait(answer.total_ms / 1e3):
+            raise CancelledError("the request was cancelled")
+        warnings = (self.warning, *(["the recording began again"] if again else []))
+        timing = Timing(total_ms=answer.total_ms if self.latency else 0.0)
+        return ActionChunk(
+            answer.actions.copy(), timing, answer.seed, prepared.session, prepared.time, warnings
+        )
+
+    def infer(self, observation: Observation | Mapping[str, Any]) -> ActionChunk:
+        """Return the next chunk; :meth:`prepare` and :meth:`run`."""
+        return self.run(self.prepare(observation))
+
+    def _next(self, session: str) -> tuple[Answer, bool]:
+        name = session if session in self.sessions else next(iter(self.sessions))
+        answers = self.sessions[name]
+        with self._lock:
+            place = self._places.pop(session, 0)  # the newest stand last
+            self._places[session] = place + 1
+            while len(self._places) > MAX_SESSIONS:
+                self._places.popitem(last=False)
+        return answers[place % len(answers)], bool(place) and place % len(answers) == 0
+
+    def _check(self, observation: Observation) -> None:
+        """Names, sizes and types, as far as a recording knows them."""
+        cameras = {camera.name for camera in self.spec.cameras}
+        for name, frame in observation.images.items():
+            if name not in cameras:
+                hint = did_you_mean(name, cameras)
+                raise ObservationError(
+                    f"images.{name}", f"one of the cameras {sorted(cameras)}{hint}", "an unknown camera"
+                )
+            shape = np.shape(frame)
+            if len(shape) != 3 or shape[2] != 3 or 0 in shape:
+                raise ObservationError(f"images.{name}", "[height, width, 3]", str(list(shape)))
+        if not self._missing and (missing := sorted(cameras - set(observation.images))):
+            raise ObservationError(f"images.{missing[0]}", "a frame", "nothing")
+        state = np.asarray(observation.state)
+        if state.shape != (self.spec.state.dim,) or state.dtype.kind not in "fiu":
+            raise ObservationError(
+                "state", f"{self.spec.state.dim} numbers", f"{state.dtype} {list(state.shape)}"
+            )
+        if not np.isfinite(state).all():
+            raise ObservationError("state", "finite numbers", "nan or inf")
+
+
+def _read(folder: Path) -> tuple[dict[str, list[Answer]], int, Path]:
+    """The answers of each session, how many records hold none, and the first file that holds one."""
+    paths = sorted(folder.glob("*.npz"))
+    if not paths:
+        raise SinewError(f"{folder}: no records (*.npz) there; `sinew serve --record` writes them")
+    sessions: dict[str, list[Answer]] = {}
+    left_out, first, shape = 0, None, None
+    for path in paths:
+        found = _answer(path)
+        if found is None:
+            left_out += 1
+            continue
+        session, answer = found
+        shape = shape or answer.actions.shape
+        if answer.actions.shape != shape:
+            raise SinewError(
+                f"{path}: actions: expected {list(shape)} as before, got {list(answer.actions.shape)}"
+            )
+        first = first or path
+        sessions.setdefault(session, []).append(answer)
+    if first is None:
+        raise SinewError(f"{folder}: expected a record with actions, got {left_out} of errors")
+    return sessions, left_out, first
+
+
+def _answer(path: Path) -> tuple[str, Answer] | None:
+    """The session and the answer of a record, without reading its frames; None for one of an error."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            meta = json.loads(str(file["meta"]))
+            if "actions" not in file.files:
+                return None
+            actions = np.asarray(file["actions"], np.float32)
+        session, seed, total_ms = meta["session"], meta["seed"], float(meta.get("total_ms", 0.0))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise SinewError(f"{path}: not a record ({type(error).__name__}: {error})") from error
+    if actions.ndim != 2 or not actions.size or not np.isfinite(actions).all():
+        raise SinewError(f"{path}: actions: expected finite numbers [H, D], got {list(actions.shape)}")
+    if not isinstance(session, str) or not 0 <= total_ms < 3.6e6:
+        raise SinewError(
+            f"{path}: expected a session's name and milliseconds, got {session!r} and {total_ms}"
+        )
+    return session, Answer(actions, seed if isinstance(seed, int) else None, total_ms)
+
+
+def _spec(folder: Path, first: Path) -> PolicySpec:
+    """What a recording says of its policy."""
+    record = read_record(first)
+    actions = record.actions
+    assert actions is not None
+    cameras = tuple(
+        CameraSpec(name, *map(int, np.shape(frame)[:2])) for name, frame in record.observation.images.items()
+    )
+    return PolicySpec(
+        architecture="replay",
+        name=folder.resolve().name,
+        cameras=cameras,
+        state=VectorSpec(len(record.observation.state)),
+        action=VectorSpec(actions.shape[1]),
+        chunk_size=len(actions),
+        noise_dim=0,
+        solver_steps=1,
+        max_prompt_tokens=0,
+    )
