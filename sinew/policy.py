@@ -20,7 +20,7 @@ from sinew.bundle.rename import rename_cameras
 from sinew.core import ActionChunk, BundleError, Observation, ObservationError
 from sinew.engine.base import OFFERS
 from sinew.engine.choose import ASKED, choose
-from sinew.processing import Prepared, Processor
+from sinew.processing import Prepared, Processor, given
 from sinew.sources import EXPORTED, resolve
 
 
@@ -176,7 +176,7 @@ class Policy:
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
-        observation = _observation(observation)
+        observation = given.observation(observation, self.spec)
         self._check_guided(observation)
         self.processor.check(observation)
 
@@ -185,6 +185,7 @@ class Policy:
     ) -> ActionChunk:
         """One action chunk, float32 [H, action_dim] in world units.
 
+        observation: also with PIL images, torch tensors, or LeRobot's flat keys (:mod:`sinew.processing.given`).
         Raises :class:`ObservationError` for a bad observation, :class:`CancelledError` between two stages
         once ``cancel`` is set, and :class:`BundleError` when a file of weights was changed in place.
         """
@@ -195,7 +196,7 @@ class Policy:
 
         A server does it while another observation is computed. Raises :class:`ObservationError`.
         """
-        observation = _observation(observation)
+        observation = given.observation(observation, self.spec)
         self._check_guided(observation)
         return self.processor.prepare(observation, pixels=not self._takes_frames)
 
@@ -268,7 +269,3 @@ class Policy:
             raise ObservationError(
                 "previous", "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
             )
-
-
-def _observation(observation: Observation | Mapping[str, Any]) -> Observation:
-    return observation if isinstance(observation, Observation) else Observation.from_mapping(observation)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import KeyMap, Observation, ObservationError, PolicySpec
+from sinew.processing.given import PROMPT_KEYS
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 
 MAX_DEPTH = 4  # of nested containers
@@ -23,7 +24,6 @@ MAX_PROMPT = 1 << 16  # characters
 _CAMERA_KEYS = ("images/{}", "observation.images.{}", "observation/images/{}", "observation/{}", "{}")
 _FRAME_PREFIXES = ("images/", "observation.images.", "observation/images/")
 _STATE_KEYS = ("state", "observation.state", "observation/state")
-PROMPT_KEYS = ("prompt", "task", "instruction")
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:

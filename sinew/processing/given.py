@@ -1,0 +1,154 @@
+"""From what a Python program has at hand to an :class:`Observation`: PIL images, torch tensors, LeRobot's flat keys.
+
+Nothing is guessed: a form that has two readings is refused. torch is not imported, for whoever has a tensor has torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from sinew.core import Observation, ObservationError, PolicySpec, did_you_mean
+
+LEROBOT = "observation."
+PROMPT_KEYS = ("prompt", "task", "instruction")
+# What a row of a LeRobot data set holds besides, which no policy reads.
+UNREAD = ("action", "timestamp", "frame_index", "episode_index", "index", "task_index")
+UNREAD_PREFIXES = ("next.", "complementary_info.")
+VECTORS = ("noise", "previous", "tokens")
+PICTURES = (
+    "RGB",
+    "RGBA",
+    "L",
+    "P",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "1",
+    "LA",
+)  # modes of 8 bits, whose RGB is defined
+
+
+def observation(given: Observation | Mapping[str, Any], spec: PolicySpec) -> Observation:
+    """Return the observation in ``given``: one, a mapping of its fields, or a row with LeRobot's flat keys.
+
+    Frames may be arrays [height, width, 3], PIL images, or torch tensors of either layout; leading axes of length 1 are
+    dropped, and so they are of the state. LeRobot's keys: ``observation.images.<camera>``, ``observation.state``,
+    ``task``. Raises :class:`ObservationError` with the key as it was given.
+    """
+    if isinstance(given, Observation):
+        return given if _plain(given) else _converted(given, {})
+    if not isinstance(given, Mapping):
+        raise ObservationError("observation", "an Observation or a mapping", type(given).__name__)
+    if any(isinstance(key, str) and key.startswith(LEROBOT) for key in given):
+        own, names = _lerobot(given, spec)
+        return _converted(Observation.from_mapping(own), names)
+    return _converted(Observation.from_mapping(given), {})
+
+
+def _plain(given: Observation) -> bool:
+    """True for an observation as wires make them."""
+    return type(given.state) is np.ndarray and all(
+        type(frame) is np.ndarray for frame in given.images.values()
+    )
+
+
+def _converted(given: Observation, names: Mapping[str, str]) -> Observation:
+    """names: of fields -> the user's own, for messages."""
+    if not isinstance(given.images, Mapping):
+        raise ObservationError("images", "a mapping of cameras", type(given.images).__name__)
+    found: dict[str, Any] = {
+        name: array(name, getattr(given, name)) for name in VECTORS if getattr(given, name) is not None
+    }
+    images = {
+        camera: picture(names.get(f"images.{camera}", f"images.{camera}"), frame)
+        for camera, frame in given.images.items()
+    }
+    return replace(given, images=images, state=_state(names.get("state", "state"), given.state), **found)
+
+
+def picture(key: str, value: Any) -> Any:
+    """Return one frame as uint8, or floats in [0, 1], [height, width, 3].
+
+    value: an array, a PIL image of 8 bits a channel, or a torch tensor. [3, height, width] is turned where
+    [height, width, 3] does not fit. Raises :class:`ObservationError`.
+    """
+    if hasattr(value, "getbands") and hasattr(value, "convert"):  # PIL.Image.Image
+        if value.mode not in PICTURES:
+            raise ObservationError(key, "a PIL image of 8 bits a channel", f"mode {value.mode!r}")
+        return np.asarray(value.convert("RGB"))
+    frame = array(key, value)
+    while frame.ndim > 3 and frame.shape[0] == 1:
+        frame = frame[0]
+    if frame.ndim == 3 and frame.shape[2] != 3 and frame.shape[0] == 3:
+        frame = np.ascontiguousarray(frame.transpose(1, 2, 0))
+    if frame.dtype.kind == "f" and frame.dtype != np.float32:
+        frame = frame.astype(np.float32)
+    return frame  # the processor looks at the rest
+
+
+def array(key: str, value: Any) -> np.ndarray:
+    """Return a torch tensor, or whatever numpy takes, as an array. Raises :class:`ObservationError`."""
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":  # which numpy does not have, and float32 holds exactly
+            value = value.float()
+        return value.numpy()
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ObservationError(key, "numbers", f"{type(value).__name__} ({str(error)[:80]})") from None
+
+
+def _state(key: str, value: Any) -> np.ndarray:
+    state = array(key, value)
+    while state.ndim > 1 and state.shape[0] == 1:
+        state = state[0]
+    return state
+
+
+def _lerobot(given: Mapping[str, Any], spec: PolicySpec) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of an observation, and what the user called them."""
+    slots = {f"{LEROBOT}images.{camera.name}": camera.name for camera in spec.cameras}
+    slots |= {LEROBOT + camera.name: camera.name for camera in spec.cameras if camera.name != "state"}
+    options = {f.name for f in fields(Observation)} - {"images", "state", "prompt"}
+    own: dict[str, Any] = {"images": {}}
+    names: dict[str, str] = {}
+    for key, value in given.items():
+        if key == f"{LEROBOT}state":
+            own["state"], names["state"] = value, key
+        elif (camera := slots.get(key)) is not None:
+            if camera in own["images"]:
+                raise ObservationError(
+                    key, f"one frame of {camera}", f"another as {names[f'images.{camera}']}"
+                )
+            own["images"][camera], names[f"images.{camera}"] = value, key
+        elif key in PROMPT_KEYS:
+            if "prompt" in own:
+                raise ObservationError(key, "one instruction", "two")
+            own["prompt"] = _text(key, value)
+        elif key in options:
+            own[key] = value
+        elif key not in UNREAD and not key.startswith(UNREAD_PREFIXES) and not key.endswith("_is_pad"):
+            raise ObservationError(key, _known(slots), f"an unknown key{did_you_mean(key, slots)}")
+    if "state" not in own and spec.state.dim:
+        raise ObservationError(f"{LEROBOT}state", "a value", "nothing")
+    own.setdefault("state", np.zeros(0, np.float32))
+    return own, names
+
+
+def _text(key: str, value: Any) -> str:
+    """The instruction, or the only one of a batch."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        raise ObservationError(key, "one text", f"{type(value).__name__}")
+    return value
+
+
+def _known(slots: Iterable[str]) -> str:
+    frames = [key for key in slots if key.startswith(f"{LEROBOT}images.")]
+    return f"one of {', '.join([*frames, f'{LEROBOT}state', 'task'])}, or a field of sinew.core.Observation"
