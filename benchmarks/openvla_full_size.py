@@ -140,8 +140,6 @@ def main(out: Path, /, *, dtype: str = "native", runs: int = 1, layers: int = LA
         results["bundle_bytes"] = bundle.stat().st_size
     if runs:
         results["infer"] = phase(infer, bundle, dtype, runs)
-    for name, values in results.items():
-        print(name, values)
     print(json.dumps(results))
 
 

@@ -145,13 +145,16 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
         )
-    variants = [_settled(variant) for variant in _variants(base, sweep or [], compare or [])]
+    asked = _variants(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
+    control_hz = _control_hz(task, asked, elsewhere)
+    variants = [_settled(variant) for variant in asked]
     if elsewhere is not None and runs.engine != "auto":
         raise SinewError(
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
         )
-    report = _run(task, variants, range(first, first + count), workers or _workers(realtime), out, elsewhere)
+    seeds = range(first, first + count)
+    report = _run(task, control_hz, variants, seeds, workers or _workers(realtime), out, elsewhere)
     failed = held is not None and not _judge(held, report)
     _write(report, out, record_gate)
 
@@ -273,8 +276,20 @@ def _workers(realtime: bool) -> int:
 # ----------------------------------------------------------------------------- running
 
 
+def _control_hz(task: Task, variants: Sequence[Variant], elsewhere: Foreign | None) -> float:
+    """Return the environment's rate, after a look whether the policies take what it shows: before any is loaded."""
+    if elsewhere is not None:
+        return elsewhere.control_hz(task)
+    try:
+        from sinew.eval.fitting import check_variants
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("evaluation", error.name or "mujoco") from None
+    return check_variants(task, variants)
+
+
 def _run(
     task: Task,
+    control_hz: float,
     variants: Sequence[Variant],
     seeds: range,
     workers: int,
@@ -284,16 +299,9 @@ def _run(
     """The report, with the episodes themselves under "episodes"."""
     try:
         from sinew.eval import campaign
-        from sinew.eval.adapters import make_env
         from sinew.eval.report.report import document
     except ModuleNotFoundError as error:
         raise MissingPackageError("evaluation", error.name or "mujoco") from None
-    if elsewhere is not None:
-        control_hz = elsewhere.control_hz(task)
-    else:
-        env, about = make_env(task.env, task.adapter, task.env_options)
-        env.close()
-        control_hz = about.control_hz
     errors = terminal.console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     wins: dict[Variant, list[bool]] = {variant: [] for variant in variants}

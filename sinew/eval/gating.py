@@ -19,20 +19,17 @@ GATES = Path(__file__).with_name("gates")
 def gate_of(bundle: Path) -> tuple[Path | None, str]:
     """Return the embedded gate whose task this bundle can play, and what was found otherwise."""
     try:
-        from sinew.eval.adapters import make_env
+        from sinew.eval.fitting import check_observation
     except ModuleNotFoundError as error:
         return None, str(MissingPackageError("the gates of embedded tasks", error.name or "mujoco"))
     processor = Processor(open_bundle(bundle).manifest)
     for path in sorted(GATES.glob("*.json")):
         protocol = read_gate(path).protocol
-        env, adapter = make_env(protocol["env"], protocol["adapter"], protocol["env_options"])
+        names = ("env", "env_options", "reset_options", "adapter")
         try:
-            raw, _ = env.reset(seed=0)
-            processor.check(_observation(adapter.observation(raw)))
+            check_observation(Task(**{name: protocol[name] for name in names}), [processor])
         except SinewError:
             continue
-        finally:
-            env.close()
         return path, f"the policy takes the observations of {protocol['env']}"
     return None, "the policy takes the observations of no embedded task; --gate names another"
 
@@ -72,9 +69,3 @@ def play_gate(
         "passed": passed,
         "text": text,
     }
-
-
-def _observation(mapping: Any) -> Any:
-    from sinew.core import Observation
-
-    return Observation.from_mapping(mapping)

@@ -1,0 +1,50 @@
+"""The observations of an environment against the header of a bundle: no weights, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sinew.bundle.rename import parse_renames, rename_cameras
+from sinew.core import Observation, SinewError
+from sinew.eval.adapters import make_env
+from sinew.eval.policies import EXPERT
+from sinew.eval.settings import Task, Variant
+from sinew.policy import open_bundle
+from sinew.processing import Processor
+
+
+def check_variants(task: Task, variants: Sequence[Variant]) -> float:
+    """Check that the bundles of ``variants`` take what the task's environment shows; return its control rate in Hz.
+
+    A server checks what it is sent. Raises :class:`SinewError` with the field that a policy does not take.
+    """
+    targets = {(v.target, v.rename, v.allow_missing_cameras) for v in variants}
+    processors = [
+        _processor(target, rename, missing)
+        for target, rename, missing in sorted(targets)
+        if target != EXPERT and "://" not in target
+    ]
+    return check_observation(task, processors)
+
+
+def _processor(target: str, rename: tuple[str, ...], allow_missing_cameras: bool) -> Processor:
+    manifest = open_bundle(target).manifest
+    spec = rename_cameras(manifest.spec, parse_renames(rename))
+    return Processor(replace(manifest, spec=spec), allow_missing_cameras)
+
+
+def check_observation(task: Task, processors: Sequence[Processor]) -> float:
+    """Check the first observation of a task's environment; return the control rate in Hz."""
+    env, adapter = make_env(task.env, task.adapter, task.env_options)
+    try:
+        if processors:
+            raw, _ = env.reset(seed=0, options=task.reset_options)
+            observation = Observation.from_mapping(adapter.observation(raw))
+            for processor in processors:
+                processor.check(observation)
+        return adapter.control_hz
+    except SinewError as error:
+        raise SinewError(f"{task.env}: the policy does not take its observations: {error}") from error
+    finally:
+        env.close()
