@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
-from sinew.cli import main  # noqa: E402
-from sinew.presets import golden  # noqa: E402
+from sinew.cli import main
+from sinew.presets import golden
 
 
 def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
