@@ -24,7 +24,7 @@ VERBS = {
     "infer": "Run a bundle once on image files and a state.",
     "quantize": "Choose a precision per component and measure what it costs.",
     "tune": "Find the fastest tiles for a bundle on this GPU.",
-    "export": "Write a folder that runs without torch.",
+    "export": "Write a folder that runs without torch, or vla.cpp's file.",
     "serve": "Serve a bundle over the network.",
     "client": "Send observations to a server and print a latency table.",
     "run": "Drive a robot with a policy.",

@@ -1,4 +1,4 @@
-"""``sinew export``: a bundle as a folder for machines without torch."""
+"""``sinew export``: a bundle as a folder for machines without torch, or as vla.cpp's file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,37 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
 
 
-def export(bundle: Path, /, *, onnx: Path) -> int:
-    """Write a folder that runs without torch: graphs for ONNX Runtime, and the bundle's recipes and tokenizer.
+def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = None) -> int:
+    """Write a folder that runs without torch (graphs for ONNX Runtime, recipes, tokenizer), or vla.cpp's file.
 
-    `sinew.load`, `sinew serve`, `sinew infer` and `sinew bench` take the folder in place of a bundle.
+    `sinew.load`, `sinew serve`, `sinew infer` and `sinew bench` take the folder in place of a bundle. vla.cpp's GGUF
+    holds the weights, sizes and statistics of a SmolVLA, pi0 or pi0.5; its clients bring the tokenizer.
 
     Args:
         bundle: as of `sinew infer`; one from `sinew quantize` gives quantised graphs.
         onnx: the folder to write; it must not be there.
+        vlacpp: the GGUF file to write for vla.cpp; it must not be there.
     """
-    from sinew.engine.onnx.cache import publish
     from sinew.policy import open_bundle
 
+    if (onnx is None) == (vlacpp is None):
+        raise SinewError("expected either --onnx FOLDER or --vlacpp FILE")
     opened = open_bundle(bundle)
+    if onnx is not None:
+        return _export_onnx(opened, onnx)
+    assert vlacpp is not None
+    from sinew.convert.vlacpp_export import export_vlacpp
+
+    export_vlacpp(opened, vlacpp)
+    size = vlacpp.stat().st_size
+    terminal.console(markup=False).print(f"wrote {vlacpp} ({size / 1e6:.1f} MB) for vla.cpp", soft_wrap=True)
+    terminal.emit({"file": str(vlacpp), "bytes": size})
+    return 0
+
+
+def _export_onnx(opened: Bundle, onnx: Path) -> int:
+    from sinew.engine.onnx.cache import publish
+
     if onnx.exists():
         raise SinewError(f"--onnx {onnx}: expected a new folder, got one that is there")
     onnx.parent.mkdir(parents=True, exist_ok=True)

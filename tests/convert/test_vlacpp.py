@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,15 @@ import pytest
 from gguf import GGUFWriter
 
 from sinew.bundle import Bundle
+from sinew.bundle.gguf_file import GGUFFile
+from sinew.cli import main
 from sinew.convert import convert
+from sinew.convert.vlacpp_export import export_vlacpp
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
 from tests.convert.test_groot import TAG
 from tests.convert.vlacpp_families import write_prismatic, write_qwen
+from tests.convert.vlacpp_file import write_vlacpp, write_vlacpp_pi
 from tests.golden import Golden, assert_parity
 
 MARKER = 454  # of the fixture's tokenizer
@@ -120,3 +125,71 @@ def test_the_bundle_of_an_imported_file_names_what_was_assumed(golden, tmp_path)
     manifest = Bundle(bundle).manifest
     assert manifest.provenance.sources[0].name.endswith("theirs.gguf")
     assert any("vla.cpp's" in note for note in manifest.provenance.notes)
+
+
+# ----------------------------------------------------------------------------- export
+
+
+@pytest.fixture
+def bundle_of(smolvla_bundle, pi_bundle):
+    return lambda case: (smolvla_bundle if case.startswith("smolvla") else pi_bundle)(case)
+
+
+@pytest.mark.parametrize("case", ["smolvla-2cam", "smolvla-bf16-vlm", "pi0-2cam", "pi05-2cam"])
+def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, case):
+    ours = Bundle(bundle_of(case))
+    export_vlacpp(ours, tmp_path / "theirs.gguf")
+    write = write_vlacpp if case.startswith("smolvla") else write_vlacpp_pi
+    reference = GGUFFile(write(golden / case, tmp_path / "reference.gguf"))
+    exported = GGUFFile(tmp_path / "theirs.gguf")
+    wanted = {
+        name: (info.shape, info.type, content(reference, name)) for name, info in reference.tensors.items()
+    }
+    if case == "pi05-2cam":  # quantiles; a bundle has no means, and vla.cpp reads none then
+        wanted = {k: v for k, v in wanted.items() if not k.endswith(("_mean", "_std"))}
+    found = {
+        name: (info.shape, info.type, content(exported, name)) for name, info in exported.tensors.items()
+    }
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if found[name] != wanted[name]] == []
+    for key, value in reference.metadata.items():
+        assert exported.metadata[key] == value, key
+    (tmp_path / "tokenizer.json").write_text(ours.manifest.tokenizer)
+    cameras = tuple(camera.name for camera in ours.manifest.spec.cameras)
+    back = convert(tmp_path / "theirs.gguf", tmp_path / "back.gguf", tokenizer=tmp_path, cameras=cameras)
+    observation = Golden(golden / case).observation()
+    first, second = (
+        load(path, engine="eager", allow_missing_cameras=True).infer(observation).actions
+        for path in (ours.path, back)
+    )
+    np.testing.assert_array_equal(first, second)  # fmt: skip
+
+
+def content(file: GGUFFile, name: str) -> bytes:
+    info = file.tensors[name]
+    return bytes(file.map[info.offset : info.offset + info.nbytes])
+
+
+def test_what_vlacpp_has_no_place_for_is_refused(groot_bundle, smolvla_bundle, tmp_path):
+    with pytest.raises(
+        ConvertError, match="'gr00t_n1_5': vla.cpp's files are written for smolvla, pi0, pi05 only"
+    ):
+        export_vlacpp(Bundle(groot_bundle("groot-n15")), tmp_path / "theirs.gguf")
+    bundle = Bundle(smolvla_bundle("smolvla-2cam"))
+    prompt = replace(bundle.manifest.processing.prompt, template="Do: {prompt}")
+    bundle.manifest = replace(bundle.manifest, processing=replace(bundle.manifest.processing, prompt=prompt))
+    with pytest.raises(
+        ConvertError, match="processing.prompt.template is 'Do: {prompt}', which vla.cpp's file has no"
+    ):
+        export_vlacpp(bundle, tmp_path / "theirs.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_verb(smolvla_bundle, tmp_path, capsys):
+    bundle = str(smolvla_bundle("smolvla-2cam"))
+    assert main(["export", bundle, "--vlacpp", str(tmp_path / "theirs.gguf")]) == 0
+    assert "for vla.cpp" in capsys.readouterr().out
+    assert main(["export", bundle, "--vlacpp", str(tmp_path / "theirs.gguf")]) == 1
+    assert "expected a new file" in capsys.readouterr().err
+    assert main(["export", bundle]) == 1
+    assert "either --onnx FOLDER or --vlacpp FILE" in capsys.readouterr().err
