@@ -94,8 +94,8 @@ def serve(
         replay: folder that --record wrote: answer with its chunks, session by session, in order. Nothing is computed,
             and every reply says so. A bundle beside it gives names, units and checks; its weights are not read.
         replay_latency: recorded: take as long as the recorded inferences did; none: answer at once.
-        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), http (8000), groot (5555), lerobot
-            (8080); native and openpi if absent. Port 0 picks a free one.
+        wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
+            lerobot (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
         threads: for compute; chosen from the cores of this process if absent.
         deadline_ms: refuse requests that would begin later than this after their arrival.

@@ -92,7 +92,8 @@ class Model(nn.Module):
     def embed_images(self, pixels: Tensor) -> Tensor:
         """pixels: float32 [B, V, channels, height, width] -> image tokens [B, V, tokens, C].
 
-        A model may append views that no camera gives; :meth:`read` gets them back, without an entry in its mask.
+        A model may put views before them that no camera gives; :meth:`read` gets them back, and its mask has no
+        entries for them. Engines may add masked views behind.
         """
 
     @abstractmethod

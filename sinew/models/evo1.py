@@ -186,12 +186,12 @@ class Evo1(Model):
         return self.config.vision.side, self.config.vision.side
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, C], or [B, V + 1, tokens, C] with a black view."""
+        """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, C], or [B, 1 + V, tokens, C] with a black view."""
         if self.config.blank:
             black = [
                 pixels.new_full((*pixels.shape[:1], 1, 1, *pixels.shape[3:]), x) for x in self.config.blank
             ]
-            pixels = torch.cat([pixels, torch.cat(black, dim=2)], dim=1)
+            pixels = torch.cat([torch.cat(black, dim=2), pixels], dim=1)
         rows, cols = (side // self.config.vision.patch_size for side in pixels.shape[-2:])
         features = self.vision(pixels.flatten(0, 1))  # [B * V, patches, C]
         return self.connector(features, rows, cols).unflatten(0, pixels.shape[:2])
@@ -227,8 +227,8 @@ class Evo1(Model):
         seen = placed & (view < views) & camera_mask.gather(1, view.clamp(max=views - 1))
         table = self.language.embed_tokens
         flat = image_tokens.flatten(1, 2).to(table.weight.dtype)  # [B, V * N, C]
-        if self.config.blank:  # the view behind those of the cameras
-            index = torch.where(seen, index, views * count + index % count)
+        if self.config.blank:  # the view before those of the cameras
+            index = torch.where(seen, index + count, index % count)
         rows = flat.gather(1, index.clamp(max=flat.shape[1] - 1)[..., None].expand(-1, -1, flat.shape[2]))
         pictures = placed if self.config.blank else seen
         return torch.where(pictures[..., None], rows, table(tokens)), token_mask & (seen | ~placed)

@@ -12,7 +12,7 @@ from sinew.engine.plan.engine import PlannedEngine
 from sinew.policy import load
 from tests.engine.cuda.cuda_cases import Case
 from tests.golden import Golden
-from tests.models.test_evo1_parity import observation
+from tests.models.test_evo1_parity import CASES, observation
 
 BOUND = 2e-6  # of the action scale, the largest absolute value of eager's chunk
 STEPS = 3
@@ -57,7 +57,8 @@ def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
     assert case.gap(case.engine(), case.inputs(pixels=True), STEPS) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["evo1", pytest.param("evo1-mint", marks=pytest.mark.slow)])
+@pytest.mark.slow  # an export takes half a minute; the stand-ins of test_contract.py are the fast case
+@pytest.mark.parametrize("name", CASES)
 def test_onnx_runtime(name, golden, evo1_bundle, tmp_path):
     case = open_case(golden, evo1_bundle, name)
     image = case.policy.manifest.processing.image

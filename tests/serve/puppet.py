@@ -88,21 +88,23 @@ def desk(
     listen: Listen | None = None,
     queue: int = 64,
     stuck_s: float = 60.0,
+    policy: Any = None,
     **options: Any,
 ) -> Iterator[SimpleNamespace]:
-    """wires: of native, groot, web. Yields puppet, service, scheduler and the address of each wire."""
-    puppet = Puppet()
+    """wires: of native, groot, web, evo1. policy: in the puppet's place. Yields puppet, service, scheduler and the
+    address of each wire."""
+    puppet = policy or Puppet()
     scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s))
     scheduler.start()
-    service = Service(
-        scheduler, SPEC, {"policy": SPEC.to_dict()}, padded_state_dim=2, padded_action_dim=2, **options
-    )
+    spec, dims = puppet.spec, {"padded_state_dim": 2, "padded_action_dim": 2}
+    service = Service(scheduler, spec, {"policy": spec.to_dict()}, **{**dims, **options})
     opened: dict[str, Any] = {}
     for name in wires:
-        if name == "web":
+        if name in ("web", "evo1"):
             from sinew.serve.transport.web import WebServer
 
-            opened[name] = WebServer(("openpi", "http"), listen or Listen())
+            names = ("openpi", "http") if name == "web" else (name,)
+            opened[name] = WebServer(names, listen or Listen())
         else:
             codec = NativeCodec() if name == "native" else GrootCodec()
             opened[name] = ZeroMQWire(codec, listen or Listen())
@@ -112,7 +114,8 @@ def desk(
     try:
         yield SimpleNamespace(puppet=puppet, service=service, scheduler=scheduler, opened=opened, **found)
     finally:
-        puppet.release.set()
+        if policy is None:
+            puppet.release.set()
         service.stopping()
         scheduler.stop()
         assert scheduler.join(WAIT_S)

@@ -19,6 +19,10 @@ def rename(
     layers: of the language model that are kept. category: of the head's weights where they are kept per category.
     """
     found = dict(tensors)
+    if adapter := next((name for name in found if ".lora_" in name), None):
+        raise ConvertError(
+            f"{adapter}: an adapter; merge it into its base model and give the whole checkpoint"
+        )
     lerobot = any(name.startswith("embedder.model.vision_tower.") for name in found)
     tower = "embedder.model.vision_tower." if lerobot else "embedder.model.vision_model."
     _first_token(found, tower, lerobot)

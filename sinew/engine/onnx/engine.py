@@ -158,9 +158,9 @@ class OnnxEngine:
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[1, V, N, C] and [1, V] -> the graph's number of views; those that are missing are masked zeros."""
-        missing = self.graphs.views - image_tokens.shape[1]
+        missing = self.graphs.views - camera_mask.shape[1]
         if missing < 0:
-            raise SinewError(f"views: expected at most {self.graphs.views}, got {image_tokens.shape[1]}")
+            raise SinewError(f"views: expected at most {self.graphs.views}, got {camera_mask.shape[1]}")
         if missing:
             image_tokens = np.pad(image_tokens, ((0, 0), (0, missing), (0, 0), (0, 0)))
             camera_mask = np.pad(camera_mask, ((0, 0), (0, missing)))

@@ -1,4 +1,4 @@
-"""HTTP and WebSocket transport: one aiohttp server on a thread of its own, for the wires openpi and http.
+"""HTTP and WebSocket transport: one aiohttp server on a thread of its own, for the wires openpi, evo1 and http.
 
 Always there: ``GET /healthz`` and ``GET /metrics``. The event loop only moves bytes; observations are made on the
 scheduler's decode thread.
@@ -25,27 +25,28 @@ from sinew.serve.transport.connections import Connection, Connections
 from sinew.serve.transport.ledger import HELD_REQUESTS, REQUEST_S
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.origin import refuse_web_pages
-from sinew.serve.wires import http, openpi
+from sinew.serve.wires import http
+from sinew.serve.wires.sockets import MAX_REASON, SOCKETS
 
 logger = logging.getLogger(__name__)
 
-PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
 CLOSE_S = 1.0  # for handing over the last answers
 STOP_S = 4.0  # for the event loop to end
 PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
 
 
 class WebServer:
-    """names: which of the wires openpi and http it serves."""
+    """names: which of the wires openpi, evo1 and http it serves; one of the first two at most."""
 
     def __init__(self, names: Sequence[str], listen: Listen):
         self.name = " and ".join(names)
         self._names = tuple(names)
+        self._kind = next((SOCKETS[name] for name in names if name in SOCKETS), None)
         self._listen = listen
         self._tls = listen.tls()
         self._socket = listen.tcp_socket()
         host = f"[{listen.host}]" if ":" in listen.host else listen.host or "0.0.0.0"  # noqa: S104 - shown
-        scheme = ("wss" if self._tls else "ws") if "openpi" in names else "https" if self._tls else "http"
+        scheme = ("wss" if self._tls else "ws") if self._kind else "https" if self._tls else "http"
         self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
@@ -73,7 +74,7 @@ class WebServer:
         self._socket.close()
 
     def guide(self, spec: PolicySpec) -> list[str]:
-        lines = openpi.guide(spec, self.address) if "openpi" in self._names else []
+        lines = self._kind.codec.guide(spec, self.address) if self._kind else []
         if "http" in self._names:
             lines += [""] * bool(lines) + http.guide(spec, self.address.replace("ws", "http", 1))
         return lines
@@ -90,7 +91,7 @@ class WebServer:
             app.router.add_get("/v1/metadata", self._guarded(self._metadata))
             app.router.add_post("/v1/actions", self._guarded(self._actions))
             app.router.add_post("/act", self._guarded(self._act))
-        if "openpi" in self._names:
+        if self._kind:
             app.router.add_get("/{path:.*}", self._websocket)
         runner = web.AppRunner(
             app,
@@ -227,31 +228,33 @@ class WebServer:
 
         return answer
 
-    # ------------------------------------------------------------------------- openpi
+    # ------------------------------------------------------------------------- WebSockets
 
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
-        service, client = self._service, request.remote or ""
+        assert self._kind is not None
+        service, client, kind = self._service, request.remote or "", self._kind
+        name = kind.codec.NAME
         try:
-            with service.reading("openpi", client):
+            with service.reading(name, client):
                 service.authorize(_key(request))
         except SinewError as error:
             return web.Response(status=401, text=f"{error}\n")
         socket = web.WebSocketResponse(
             max_msg_size=self._listen.max_message_bytes,
             compress=False,
-            heartbeat=PING_S,
+            heartbeat=kind.ping_s,
             timeout=CLOSE_S,
             autoping=False,  # answered below, where they are counted
         )
         if not socket.can_prepare(request):
             response = web.Response(
-                status=426, text="this is an openpi WebSocket; GET /healthz for a sign of life\n"
+                status=426, text=f"this is a WebSocket of {name}; GET /healthz for a sign of life\n"
             )
             response.force_close()
             return response
         await socket.prepare(request)
         self._open.add(socket)
-        service.metrics.connection("openpi", 1)
+        service.metrics.connection(name, 1)
         connection = _connection(request)
         if service.wants_key:
             connection.prove()
@@ -260,26 +263,29 @@ class WebServer:
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
         worker = asyncio.create_task(self._answer(socket, connection, messages, client))
         try:
-            await socket.send_bytes(openpi.metadata(service.spec, service.metadata))
+            if kind.greets:
+                await socket.send_bytes(kind.codec.metadata(service.spec, service.metadata))
             async for message in socket:
                 if message.type in (WSMsgType.PING, WSMsgType.PONG):
                     connection.control_frame(len(message.data))
                     if message.type == WSMsgType.PING:
                         await socket.pong(message.data)
-                elif message.type != WSMsgType.BINARY:
-                    await _fail(socket, "expected a binary frame with a msgpack map, got text")
+                elif (message.type == WSMsgType.BINARY) != kind.binary:
+                    wanted = "binary frame with a msgpack map" if kind.binary else "text frame"
+                    await self._fail(socket, f"expected a {wanted}, got the other kind")
                     break
                 elif messages.full():
-                    await _fail(socket, f"at most {PENDING} observations of one connection may wait")
+                    await self._fail(socket, f"at most {PENDING} observations of one connection may wait")
                     break
                 else:
-                    messages.put_nowait((time.perf_counter(), message.data, connection.whole()))
+                    data = message.data if isinstance(message.data, bytes) else message.data.encode()
+                    messages.put_nowait((time.perf_counter(), data, connection.whole()))
         except (ConnectionError, asyncio.CancelledError):
-            logger.debug("a client of openpi left")
+            logger.debug("a client of %s left", name)
         finally:
             # Before anything is awaited: this task may have been cancelled, and is then cancelled again.
             self._open.discard(socket)
-            service.metrics.connection("openpi", -1)
+            service.metrics.connection(name, -1)
             worker.cancel()
             await asyncio.wait([worker])
         return socket
@@ -296,17 +302,18 @@ class WebServer:
         while True:
             arrived, payload, size = await messages.get()
             try:
-                await socket.send_bytes(await self._reply(payload, arrived, previous_ms, client, connection))
+                reply = await self._reply(payload, arrived, previous_ms, client, connection)
+                await (socket.send_str(reply) if isinstance(reply, str) else socket.send_bytes(reply))
                 connection.prove()
                 previous_ms = 1e3 * (time.perf_counter() - arrived)
             except SinewError as error:
-                await _fail(socket, f"{error} [{error.code}]")
+                await self._fail(socket, f"{error} [{error.code}]")
                 return
             except ConnectionError:
                 return
             except Exception:  # whatever it is, the other clients are served on
-                logger.exception("an openpi request could not be answered")
-                await _fail(socket, "internal error; the server's log has the details")
+                logger.exception("a request could not be answered")
+                await self._fail(socket, "internal error; the server's log has the details")
                 return
             finally:
                 connection.answered(size)
@@ -318,17 +325,19 @@ class WebServer:
         previous_ms: float | None,
         client: str,
         connection: Connection,
-    ) -> bytes:
-        service = self._service
-        with service.reading("openpi", client):
-            message = openpi.read(payload)
+    ) -> bytes | str:
+        assert self._kind is not None
+        service, codec = self._service, self._kind.codec
+        with service.reading(codec.NAME, client):
+            message = codec.read(payload)
         if message.endpoint == "reset":
             service.reset(message.session)
-            return openpi.reset_answer()
-        decode = partial(openpi.observation, message, service.spec)
+            done: bytes | str = codec.reset_answer()
+            return done
+        decode = partial(codec.observation, message, service.spec)
         chunk = await service.infer(
             Inference(
-                "openpi",
+                codec.NAME,
                 decode,
                 client,
                 message.session,
@@ -337,15 +346,19 @@ class WebServer:
                 connection=connection,
             )
         )
-        return openpi.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
+        reply: bytes | str = codec.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
+        return reply
 
-
-async def _fail(socket: web.WebSocketResponse, text: str) -> None:
-    """openpi's way to say that something is wrong: a text frame, then the end of the connection."""
-    with contextlib.suppress(ConnectionError, RuntimeError):
-        await socket.send_str(text)
-        reason = b"Internal server error. The reason is in the previous frame."
-        await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=reason)
+    async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:
+        """Say that something is wrong and end the connection: openpi's way is a text frame first, which a client that
+        takes each frame for an answer would misread; it finds the words in the reason of the end."""
+        assert self._kind is not None
+        reason = text.encode()[:MAX_REASON].decode(errors="ignore").encode()
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            if self._kind.explains:
+                await socket.send_str(text)
+                reason = b"Internal server error. The reason is in the previous frame."
+            await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=reason)
 
 
 async def _anonymous(_request: web.Request, response: web.StreamResponse) -> None:

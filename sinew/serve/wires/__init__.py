@@ -23,10 +23,12 @@ class WireKind:
 WIRES = {
     "native": WireKind(5555, "ZeroMQ and Protobuf: sinew_client, and vla.cpp's clients"),
     "openpi": WireKind(8000, "WebSocket and msgpack: openpi-client, vLLM-Omni's dialect", web=True),
+    "evo1": WireKind(9000, "WebSocket and JSON: the clients of Evo-1's repository", web=True),
     "http": WireKind(8000, "POST /v1/actions, POST /act (OpenVLA, OpenVLA-OFT)", web=True),
     "groot": WireKind(5555, "ZeroMQ and msgpack: Isaac-GR00T's PolicyClient"),
     "lerobot": WireKind(8080, "gRPC: LeRobot's asynchronous RobotClient; reads pickle, restricted"),
 }
+SOCKETS = {"openpi", "evo1"}  # WebSockets, each on any path of its port
 DEFAULT = ("native", "openpi")
 NATIVE_BESIDE_GROOT = 5556
 
@@ -53,6 +55,8 @@ def open_wires(ports: dict[str, int], listen: Listen) -> list[Wire]:
     web: dict[int, list[str]] = {}
     for name, port in ports.items():
         if WIRES[name].web:
+            if name in SOCKETS and (other := SOCKETS & set(web.get(port, []))):
+                raise SinewError(f"--wire {name}: port {port} has {other.pop()}; WebSockets share no port")
             web.setdefault(port, []).append(name)
     try:
         for name, port in ports.items():

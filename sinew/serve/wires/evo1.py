@@ -1,0 +1,221 @@
+"""Evo-1's WebSocket messages: JSON text, one object per observation, one list of rows per answer. No sockets here.
+
+    {"image": [[[[b, g, r], ...], ...], ...], "image_mask": [1, 1, 0], "state": [...], "action_mask": [1, ..., 0],
+     "prompt": "...", "arm_key": "...", "dataset_key": "..."}        the last two may be absent
+    [[0.1, ...], ...]                                                rows of 24 numbers; those behind the robot's are 0
+
+Pictures are numbers of whole pixels in the order blue, green, red: the original server swaps the first and the third
+colour of whatever comes. Views stand in the order of the policy's cameras, those that are masked last and black.
+Source: MINT-SJTU/Evo-1 ``Evo_1/scripts/Evo1_server.py`` and its clients (``Evo1_client_xarm6.py``,
+``Evo1_client_aloha.py``, ``LIBERO_evaluation``, ``MetaWorld_evaluation``, ``RoboTwin_evaluation``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
+from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
+from sinew.serve.transport.listen import reachable
+from sinew.serve.wires import keys
+
+NAME = "evo1"
+WIDTH = 24  # numbers of a row of the answer, as the original server reshapes its actions
+MAX_FIELD = 1 << 16  # bytes of any field but the pictures
+DIGITS, SPACE = b"0123456789", b" \t\r\n"
+
+
+NULL = msgspec.Raw(b"null")
+
+
+class _Body(msgspec.Struct):
+    """Fields as they stand in the message: what is large is not turned into Python's lists."""
+
+    image: msgspec.Raw
+    state: msgspec.Raw
+    prompt: msgspec.Raw
+    image_mask: msgspec.Raw
+    action_mask: msgspec.Raw
+    arm_key: msgspec.Raw = NULL
+    dataset_key: msgspec.Raw = NULL
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Such a client has no sessions, no deadlines and nothing to ask but actions."""
+
+    payload: bytes
+    endpoint: str = "infer"
+    session: str = ""
+    deadline_ms: float | None = None
+
+
+def read(payload: bytes) -> Message:
+    """Return the message as it came: megabytes of JSON are decoded with the observation, not on the event loop."""
+    return Message(payload)
+
+
+def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
+    """Raises RequestError or ObservationError."""
+    text, fields = _decoded(message.payload)
+    _check_statistics(fields, spec)
+    _check_actions(fields["action_mask"], spec.action.dim)
+    state = keys.vector("state", fields["state"])
+    if len(state) > spec.state.dim and not state[spec.state.dim :].any():
+        raise ObservationError(
+            "state",
+            f"{spec.state.dim} numbers",
+            f"{len(state)}: for clients that pad their state convert with --set state_dim={len(state)}",
+        )
+    return Observation(
+        images=_images(text, _flags("image_mask", fields["image_mask"]), spec, budget or PixelBudget()),
+        state=state,
+        prompt=keys.text("prompt", fields["prompt"]),
+    )
+
+
+def _decoded(payload: bytes) -> tuple[bytes, dict[str, Any]]:
+    """Return the JSON text of the pictures, and the other fields."""
+    try:
+        body = msgspec.json.decode(payload, type=_Body)
+        fields: dict[str, Any] = {}
+        for name in ("state", "prompt", "image_mask", "action_mask", "arm_key", "dataset_key"):
+            raw = bytes(getattr(body, name))
+            if len(raw) > MAX_FIELD:
+                raise ObservationError(name, f"at most {MAX_FIELD} bytes", str(len(raw)))
+            fields[name] = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(f"not an observation in JSON: {str(error)[:200]}") from None
+    return bytes(body.image), fields
+
+
+def _images(text: bytes, mask: list[bool], spec: PolicySpec, budget: PixelBudget) -> dict[str, np.ndarray]:
+    found, cameras = list(_pictures(text, budget)), [camera.name for camera in spec.cameras]
+    if len(mask) != len(found):
+        raise ObservationError("image_mask", f"{len(found)} numbers, one per picture", str(len(mask)))
+    present = sum(mask)
+    if not 1 <= present <= len(cameras) or not all(mask[:present]):
+        raise ObservationError(
+            "image_mask",
+            f"1 to {len(cameras)} ones, and zeros behind them",
+            str([int(flag) for flag in mask]),
+        )
+    for index, picture in enumerate(found[present:], present):
+        if picture.any():
+            raise ObservationError(f"image[{index}]", "a black picture where image_mask is 0", "another one")
+    return {
+        name: np.ascontiguousarray(frame[..., ::-1])
+        for name, frame in zip(cameras, found[:present], strict=False)
+    }
+
+
+def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
+    """Yield uint8 [height, width, 3] of each picture in the JSON text of a list of them.
+
+    The brackets alone say the shape, and have to be exactly those of it; the numbers are parsed in one go. As lists
+    of Python a picture would take a hundred times its bytes.
+    """
+    brackets, digits = text.translate(None, DIGITS + SPACE), text.translate(None, b"[]" + SPACE)
+    where = "pictures [height][width][3] of whole numbers from 0 to 255"
+    if brackets[:1] != b"[" or brackets[-1:] != b"]":
+        raise ObservationError("image", where, "something else")
+    at, shapes = 1, list[tuple[int, int, int]]()
+    while at < len(brackets) - 1:
+        end = brackets.find(b"]]]", at) + 3
+        width = brackets[at:end].partition(b"]]")[0].count(b"[,,") if end > 2 else 0
+        row = b"[" + b",".join([b"[,,]"] * width) + b"]"
+        height = (end - at - 1) // (len(row) + 1)
+        name = f"image[{len(shapes)}]"
+        if width == 0 or height == 0:
+            raise ObservationError(
+                name, "[height][width][3] of whole numbers from 0 to 255", "something else"
+            )
+        budget.take(name, height, width)
+        if brackets[at:end] != b"[" + b",".join([row] * height) + b"]":
+            raise ObservationError(
+                name, "[height][width][3] of whole numbers from 0 to 255", "something else"
+            )
+        shapes.append((height, width, 3))
+        if len(shapes) > MAX_IMAGES:
+            raise ObservationError("image", f"at most {MAX_IMAGES} pictures", "more")
+        if brackets[end : end + 1] not in (b",", b"]"):
+            raise ObservationError("image", where, "something else")
+        at = end + 1
+    total = sum(height * width * 3 for height, width, _ in shapes)
+    numbers = np.fromstring(
+        digits, np.int64, sep=","
+    )  # nothing but digits and commas; msgspec has read it as JSON
+    if len(numbers) != total:
+        raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
+    if numbers.max(initial=0) > 255:
+        raise ObservationError("image", "whole numbers from 0 to 255", str(numbers.max()))
+    start = 0
+    for shape in shapes:
+        size = shape[0] * shape[1] * 3
+        yield numbers[start : start + size].astype(np.uint8).reshape(shape)
+        start += size
+
+
+def _flags(name: str, value: Any) -> list[bool]:
+    """A mask as booleans. Leading axes of length 1 are dropped, as the clients differ in them."""
+    while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
+    if not isinstance(value, list) or not all(each in (0, 1) for each in value):
+        raise ObservationError(name, "a list of zeros and ones", str(value)[:60])
+    return [bool(each) for each in value]
+
+
+def _check_actions(value: Any, dim: int) -> None:
+    """The policy's own actions, and no others, are what the client wants."""
+    mask = _flags("action_mask", value)
+    if mask[:dim] != [True] * dim or any(mask[dim:]):
+        raise ObservationError(
+            "action_mask", f"{dim} ones, and zeros behind them", f"{sum(mask)} ones of {len(mask)}"
+        )
+
+
+def _check_statistics(fields: dict[str, Any], spec: PolicySpec) -> None:
+    """Refuse a request for statistics other than the bundle's; a bundle that names none has no choice of them."""
+    arm, _, dataset = spec.embodiment.partition("/")
+    for name, own in (("arm_key", arm), ("dataset_key", dataset)):
+        asked = keys.optional_text(name, fields[name])
+        if own and asked and asked != own:
+            raise ObservationError(name, f"{own!r}, which this policy was converted for", repr(asked[:100]))
+
+
+def answer(chunk: ActionChunk, _server_ms: float, _previous_ms: float | None) -> str:
+    rows, dim = chunk.actions.shape
+    padded = np.zeros((rows, max(dim, WIDTH)), np.float32)
+    padded[:, :dim] = chunk.actions
+    return json.dumps(padded.tolist())
+
+
+def guide(spec: PolicySpec, address: str) -> list[str]:
+    """A program for the package websockets."""
+    pictures = [
+        f"np.zeros(({camera.height}, {camera.width}, 3), np.uint8).tolist()" for camera in spec.cameras
+    ]
+    return [
+        "import json",
+        "import numpy as np",
+        "from websockets.sync.client import connect",
+        "",
+        "observation = {",
+        '    "image": [  # blue, green, red',
+        *(f"        {picture}," for picture in pictures),
+        "    ],",
+        f'    "image_mask": {[1] * len(pictures)},',
+        f'    "state": [0.0] * {spec.state.dim},',
+        f'    "action_mask": [1] * {spec.action.dim} + [0] * {max(WIDTH - spec.action.dim, 0)},',
+        '    "prompt": "pick up the red cube",',
+        "}",
+        f'with connect("{reachable(address)}", max_size=None) as server:',
+        "    server.send(json.dumps(observation))",
+        f"    print(json.loads(server.recv()))  # {spec.chunk_size} rows",
+    ]
