@@ -31,7 +31,7 @@ from sinew.perf.precision import Precision, as_number_format, as_traced, by_stag
 from sinew.perf.trace import STAGES, Call, Trace, trace
 from sinew.policy import open_bundle
 
-PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7")
+PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1")
 PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
 PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
 LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
@@ -235,10 +235,10 @@ def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
 def preset(name: str) -> Program:
     """Return a model at full size, from the configuration that its checkpoint carries; weights in fp32.
 
-    SmolVLA, pi0 and pi0.5 are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
+    SmolVLA, pi0, pi0.5 and Evo-1 are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
     """
-    if name == "gr00t-n1.7":
-        return _groot(name)
+    if name in ("gr00t-n1.7", "evo1"):
+        return _groot(name) if name == "gr00t-n1.7" else _evo1(name)
     config, record = _smolvla() if name == "smolvla" else _pi(name)
     model = build_on_meta(record["type"], config).eval().requires_grad_(False)
     side, steps = config.vision.image_size, record.get("num_inference_steps") or record["num_steps"]
@@ -260,6 +260,14 @@ def _groot(name: str) -> Program:
     return Program(
         name, model, Shapes(2, widths.edge, widths.edge, tokens, checkpoint["num_inference_timesteps"])
     )
+
+
+def _evo1(name: str) -> Program:
+    """In LeRobot's reading: two views, and the prompt of three."""
+    from sinew.presets.evo1_config import PROMPT, SIDE, STEPS, evo1_config
+
+    model = build_on_meta(name, evo1_config()).eval().requires_grad_(False)
+    return Program(name, model, Shapes(2, SIDE, SIDE, PROMPT, STEPS))
 
 
 def _pi(name: str) -> tuple[Any, dict[str, Any]]:
