@@ -1,11 +1,12 @@
-"""Success, smoothness and control steps of every hand-over under injected delays: paired episodes, one process.
+"""Success, smoothness and control steps of every hand-over under injected delays: paired episodes in simulated time.
 
-``python -m benchmarks.handovers --task blocks --latency 100ms,400ms --episodes 40 --out build/handovers``
+``python -m benchmarks.handovers --task blocks --latency 200ms,500ms --episodes 100``
 
-Every point plays the same seeds with the same noise. ``offsets`` after a hand-over (``aligned+offsets``) follows the
-targets that a chunk's offsets add up to, instead of the offsets themselves (sinew_client.control.motion.Offsets);
-``future`` tells the policy the state that it will act in. Results of a point are kept in OUT/TASK.json, so a run that
-was ended goes on.
+Every point plays the same seeds with the same noise, many episodes beside each other (benchmarks.side_by_side).
+``offsets`` after a hand-over (``aligned+offsets``) follows the targets that a chunk's offsets add up to, instead of the
+offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in.
+Points are kept in OUT/TASK.json, so a run that was ended goes on; ``--render`` draws table and figure from there.
+``--limit`` is the number of control steps that an episode may take: standing still for a second takes twenty.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
+import torch
 
+from benchmarks.side_by_side import SideBySide
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import InProcess
 from sinew.eval.report.stats import wilson
-from sinew.eval.runner import Conduct, run_episode
+from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.settings import Latency
+from sinew.policy import load
 
-ASSETS = Path(__file__).parents[1] / "sinew" / "assets"
+ROOT = Path(__file__).parents[1]
+ASSETS, RESULTS = ROOT / "sinew" / "assets", ROOT / "benchmarks" / "results" / "handovers"
 # Measured once in sinew.sim.blocks: one unit of action is 2 cm (STEP_SIZE).
 OFFSETS = {
     "kind": "offsets",
@@ -35,57 +41,62 @@ OFFSETS = {
     "high": 1.0,
 }
 TASKS: dict[str, dict[str, Any]] = {
-    "blocks": {"env": "sinew/Blocks-v0", "bundle": "blocks.gguf", "replan": 8},
-    "shove": {"env": "sinew/BlocksShove-v0", "bundle": "blocks.gguf", "replan": 8},
-    "pen": {"env": "sinew/Pen-v0", "bundle": "pen.gguf", "replan": 2},
+    "blocks": {"env": "sinew/Blocks-v0", "bundle": "blocks.gguf", "replan": 8, "limit": 400},
+    "shove": {"env": "sinew/BlocksShove-v0", "bundle": "blocks.gguf", "replan": 8, "limit": 400},
+    "pen": {"env": "sinew/Pen-v0", "bundle": "pen.gguf", "replan": 2, "limit": 120},
 }
-HANDOVERS = (
-    "freeze",
-    "naive",
-    "aligned",
-    "aligned+offsets",
-    "ensemble",
-    "aggregate",
-    "rtc:guided",
-    "rtc:guided+offsets",
-    "rtc:no-jacobian",
-    "rtc:ramp",
-)
+HANDOVERS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc:guided")
 
 
 def point(
-    task: dict[str, Any], policy: InProcess, handover: str, latency: str, seeds: range
+    task: dict[str, Any], policy: SideBySide, handover: str, latency: str, seeds: range, width: int
 ) -> dict[str, Any]:
     """Play the episodes of one point and return their summary and outcomes."""
     method, *extras = handover.split("+")
     unknown = set(extras) - {"offsets", "future"}
     if unknown:
         raise SystemExit(f"--handovers: unknown addition {unknown.pop()!r}; known are offsets and future")
-    env, adapter = make_env(task["env"])
-    conduct = Conduct(
-        task["replan"],
-        Latency(latency),
-        method,
-        motion=OFFSETS if "offsets" in extras else None,
-        future="future" in extras,
-    )
-    begun = time.perf_counter()
-    episodes = [run_episode(env, adapter, policy, conduct, seed) for seed in seeds]
+    motion = OFFSETS if extras else None  # a future state needs to know what the actions are measured from
+    conduct = Conduct(task["replan"], Latency(latency), method, motion=motion, future="future" in extras)
+    wall, cpu = time.perf_counter(), time.process_time()
+    episodes = policy.play(episode_of(task, policy, conduct), seeds, width)
     won = [episode for episode in episodes if episode.success]
     low, high = wilson(len(won), len(episodes))
     return {
         "handover": handover,
         "latency": latency,
+        "replan": task["replan"],
+        "limit": task["limit"],
         "episodes": len(episodes),
+        "first_seed": seeds[0],
         "success": len(won) / len(episodes),
-        "interval": [low, high],
-        "steps_to_success": float(np.mean([e.steps for e in won])) if won else None,
-        "seam": float(np.mean([e.seam for e in episodes])),
-        "jerk": float(np.mean([e.jerk for e in episodes])),
-        "held": float(np.mean([e.held for e in episodes])),
-        "outcomes": [e.success for e in episodes],
-        "seconds": round(time.perf_counter() - begun, 1),
+        "interval": [round(low, 4), round(high, 4)],
+        "steps_to_success": round(float(np.mean([e.steps for e in won])), 1) if won else None,
+        "seam": round(float(np.mean([e.seam for e in episodes])), 3),
+        "jerk": round(float(np.mean([e.jerk for e in episodes])), 3),
+        "held": round(float(np.mean([e.held for e in episodes])), 1),
+        "outcomes": "".join(str(int(e.success)) for e in episodes),
+        "cpu_s": round(time.process_time() - cpu, 1),
+        "wall_s": round(time.perf_counter() - wall, 1),
     }
+
+
+def episode_of(task: dict[str, Any], policy: Any, conduct: Conduct) -> Callable[[int], Episode]:
+    """Return what plays one seed of a task."""
+
+    def play(seed: int) -> Episode:
+        env, adapter = make_env(task["env"], env_options={"max_episode_steps": task["limit"]})
+        draw_when_asked(env)
+        return run_episode(env, adapter, policy, conduct, seed)
+
+    return play
+
+
+def draw_when_asked(env: gymnasium.Env) -> None:
+    """Let an environment of sinew.sim draw a frame only when :class:`SideBySide` looks at it, within the same step."""
+    base: Any = env.unwrapped
+    view = base.view
+    base.view = lambda *asked: lambda: view(*asked)
 
 
 def table(points: list[dict[str, Any]]) -> str:
@@ -118,56 +129,80 @@ def _smooth(found: dict[str, Any] | None) -> str:
 
 
 def figure(points: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw success over latency, a line per hand-over."""
+    """Draw success, jerk and control steps over latency, a line per hand-over."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for handover in dict.fromkeys(p["handover"] for p in points):
-        own = [p for p in points if p["handover"] == handover]
-        x = [float(p["latency"].removesuffix("ms")) for p in own]
+    fig, axes = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
+    latencies = sorted({_milliseconds(p) for p in points})
+    handovers = list(dict.fromkeys(p["handover"] for p in points))
+    for number, handover in enumerate(handovers):
+        own = sorted((p for p in points if p["handover"] == handover), key=_milliseconds)
+        # Delays are drawn evenly spaced, and lines side by side, so that intervals can be told apart.
+        x = [latencies.index(_milliseconds(p)) + 0.06 * (number - len(handovers) / 2) for p in own]
         y = [100 * p["success"] for p in own]
         style = "--" if handover in ("freeze", "naive") else "-"
         spread = [[v - 100 * p["interval"][0] for v, p in zip(y, own, strict=True)],
                   [100 * p["interval"][1] - v for v, p in zip(y, own, strict=True)]]  # fmt: skip
-        axes[0].errorbar(x, y, yerr=spread, fmt="o" + style, label=handover, capsize=2, linewidth=1.2)
-        axes[1].plot(x, [p["jerk"] for p in own], "o" + style, label=handover, linewidth=1.2)
-    axes[0].set(xlabel="injected delay, ms", ylabel="success, %", ylim=(-3, 103), title=title)
-    axes[1].set(xlabel="injected delay, ms", ylabel="jerk of the commands", title="smoothness")
-    axes[1].legend(fontsize=8)
-    fig.savefig(path, dpi=110)
+        line = axes[0].errorbar(x, y, yerr=spread, fmt="o" + style, label=handover, capsize=2, linewidth=1.2)
+        color = line.lines[0].get_color()
+        axes[1].plot(x, [p["jerk"] for p in own], "o" + style, color=color, linewidth=1.2)
+        taken = [p["steps_to_success"] for p in own]
+        axes[2].plot(x, [np.nan if t is None else t for t in taken], "o" + style, color=color, linewidth=1.2)
+    for axis, label in zip(
+        axes, ("success, %", "jerk of the commands", "control steps to success"), strict=True
+    ):
+        axis.set(xlabel="injected delay, ms", ylabel=label, title=title if axis is axes[0] else "")
+        axis.set_xticks(range(len(latencies)), [f"{value:g}" for value in latencies])
+    axes[0].set_ylim(-3, 103)
+    axes[0].legend(fontsize=8)
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
+
+
+def _milliseconds(point: dict[str, Any]) -> float:
+    return float(point["latency"].removesuffix("ms"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=TASKS, default="blocks")
-    parser.add_argument("--latency", default="100ms,400ms", help="injected delays, separated by commas")
+    parser.add_argument("--latency", default="200ms,500ms", help="injected delays, separated by commas")
     parser.add_argument("--handovers", default=",".join(HANDOVERS))
-    parser.add_argument("--episodes", type=int, default=40)
+    parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=5000)
+    parser.add_argument("--limit", type=int, help="control steps of an episode (else 400, pen 120)")
+    parser.add_argument("--width", type=int, default=25, help="episodes beside each other")
     parser.add_argument("--engine", default="plan")
-    parser.add_argument("--out", type=Path, default=Path("build/handovers"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--render", action="store_true", help="table and figure of what is there; plays nothing"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.task}.json"
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    if arguments.render:
+        print(table(points))
+        figure(points, arguments.out / f"{arguments.task}.png", arguments.task)
+        return
+    task = dict(TASKS[arguments.task])
+    task["limit"] = arguments.limit or task["limit"]
     done = {(p["handover"], p["latency"], p["episodes"]) for p in points}
-    task = TASKS[arguments.task]
-    policy = InProcess(str(ASSETS / task["bundle"]), "cpu", None, None, arguments.engine, 1)
+    torch.set_num_threads(1)
+    policy = SideBySide(load(str(ASSETS / task["bundle"]), "cpu", engine=arguments.engine, threads=1))
     seeds = range(arguments.seed, arguments.seed + arguments.episodes)
     for latency in arguments.latency.split(","):
         for handover in arguments.handovers.split(","):
             if (handover, latency, arguments.episodes) in done:
                 continue
-            points.append(found := point(task, policy, handover, latency, seeds))
-            path.write_text(json.dumps(points))
-            print(
-                f"{handover:20} {latency:>7} {_cell(found)} {_smooth(found)} {found['seconds']} s", flush=True
-            )
+            points.append(found := point(task, policy, handover, latency, seeds, arguments.width))
+            path.write_text("[\n" + ",\n".join(json.dumps(p) for p in points) + "\n]\n")
+            spent = f"{found['cpu_s']} s of CPU, {found['wall_s']} s"
+            print(f"{handover:20} {latency:>7} {_cell(found)} {_smooth(found)} {spent}", flush=True)
     print(table(points))
-    figure(points, arguments.out / f"{arguments.task}.png", arguments.task)
 
 
 if __name__ == "__main__":

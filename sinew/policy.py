@@ -264,8 +264,20 @@ class Policy:
             found.append(f"the bundle's recipe is ignored: {self.choice.ignored}")
         return tuple(found)
 
+    @property
+    def unguided(self) -> str:
+        """Return why this policy cannot continue a running chunk (real-time chunking), "" if it can."""
+        expected, got = self._unguided()
+        return f"expected {expected}, got {got}" if expected else ""
+
+    def _unguided(self) -> tuple[str, str]:
+        if not getattr(self.engine, "takes_guidance", False):
+            return "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
+        if self.spec.solver.kind != "euler":
+            return "a policy that integrates a velocity; this one has nothing to guide", self.spec.solver.kind
+        return "", ""
+
     def _check_guided(self, observation: Observation) -> None:
-        if observation.previous is not None and not getattr(self.engine, "takes_guidance", False):
-            raise ObservationError(
-                "previous", "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
-            )
+        expected, got = self._unguided()
+        if observation.previous is not None and expected:
+            raise ObservationError("previous", expected, got)

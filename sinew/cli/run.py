@@ -88,7 +88,9 @@ def run(
     """
     with ExitStack() as stack:
         try:
-            policy, connect = _connection(target, runs)
+            policy, unguided, connect = _connection(target, runs)
+            if handover.partition(":")[0] == "rtc" and unguided:
+                raise SinewError(f"--handover rtc: {unguided}")
             machine, instruction, rate = _robot(robot, robot_options, cameras, policy, episodes)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
@@ -164,14 +166,15 @@ def print_cadence(cadence: Cadence) -> None:
 # ----------------------------------------------------------------------------- what is connected to what
 
 
-def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[[], Call]]:
-    """Return what the policy says about itself, and what opens a connection to it."""
+def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[[], Call]]:
+    """Return what the policy says about itself, why it cannot do real-time chunking ("": it can), and what opens a
+    connection to it."""
     if is_server(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
         with Client(target, timeout=10.0) as client:
-            policy = client.metadata()["policy"]
-        return policy, lambda: _Remote(target)
+            served = client.metadata()
+        return served["policy"], str(served["server"].get("unguided", "")), lambda: _Remote(target)
     from sinew.policy import load
     from sinew.serve.safety import Safety
 
@@ -181,7 +184,7 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[[], C
     log.info("%s", running(local))
     policy = local.spec.to_dict()
     policy["action"]["limits"] = Safety(local.processor).limits()
-    return policy, lambda: lambda observation, _: local.infer(observation).actions
+    return policy, local.unguided, lambda: lambda observation, _: local.infer(observation).actions
 
 
 class _Remote:

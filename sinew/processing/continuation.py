@@ -74,10 +74,6 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
         raise ObservationError(
             "rtc", "guided, no-jacobian or ramp; this checkpoint was not trained on committed rows", "trained"
         )
-    if spec.solver.kind != "euler":
-        raise ObservationError(
-            "previous", "a policy that integrates a velocity; this one has nothing to guide", spec.solver.kind
-        )
 
 
 def continuation(

@@ -96,6 +96,31 @@ def test_real_time_chunking_says_what_is_still_to_come() -> None:
     assert player.ask(9, 9).fields == {}  # after a stop there is nothing to continue
 
 
+def test_a_chunk_after_the_rows_ran_out_starts_where_the_robot_stands() -> None:
+    # Chunk 1 is asked for at 6 with the last two rows to come: they are executed, three steps of standing still are
+    # not, so it goes on with its row 2.
+    assert play("aligned", [0, 5], 16, replan="6") == [*range(8), -1, -1, -1, 102, 103, 104, 105, 106]
+    # Later than a chunk is long: what is left of it was never true, the next one starts at its first row.
+    assert play("aligned", [0, 6, 6], 16, size=4) == [0, 1, 2, 3, *[-1] * 6, 100, 101, 102, 103, -1, -1]
+    assert play("naive", [0, 5], 13, replan="6")[8:] == [-1, -1, -1, 100, 101]
+
+
+def test_rows_that_will_be_executed_are_guided() -> None:
+    """A delay beyond the rows at hand ends with them, and the horizon leaves the guidance room for them."""
+    player = Player(parse_handover("rtc"), parse_rule("2"))
+    player.ask(0, 0)
+    player.accept(np.zeros((8, 1), np.float32), 0)
+    player.delay.add(20)
+    player.delay.add(20)
+    for step in range(2):
+        player.take(step)
+        player.commanded(step, np.zeros(1, np.float32))
+    fields = player.ask(2, 2).fields
+    assert (len(fields["previous"]), fields["delay"], fields["horizon"]) == (6, 6, 2)
+    end = min(8 - fields["horizon"], len(fields["previous"]))
+    assert guidance_weights(8, fields["delay"], end).tolist() == [1] * 6 + [0] * 2
+
+
 def test_a_chunk_after_a_stop_starts_where_the_robot_stands() -> None:
     controller = Controller(Player(parse_handover("aligned"), parse_rule("2")))
     controller.ask(0, 0)

@@ -166,6 +166,11 @@ def test_graphs_are_cached_beside_the_bundle(smolvla_bundle, golden, tmp_path):
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert folder.name == f"policy.onnx-{fingerprint(bundle)[:16]}"
     assert_parity(first.infer(g.observation()).actions, g.numpy("actions")[0])
+    asked = {**g.observation(), "previous": g.numpy("actions")[0], "rtc": "guided"}
+    with pytest.raises(ObservationError, match="previous: expected engine eager or plan, .* got engine onnx"):
+        first.check(asked)
+    with pytest.raises(ObservationError, match="previous: expected engine eager or plan"):
+        first.infer(asked)
     stamp = (folder / "graphs.json").stat().st_mtime_ns
     again = load(bundle, engine="onnx")
     assert (folder / "graphs.json").stat().st_mtime_ns == stamp

@@ -205,8 +205,9 @@ def adapter_of(env: World) -> Any:
         ("aligned", 8, 4, "100ms", 0, [HOLD, HOLD, 0, 1, 2, 3, 102, 103, 104, 105, 202]),
         ("naive", 8, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 100, 101, 102, 103, 200]),
         ("freeze", 8, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, HOLD, HOLD, 100, 101, 102, 103, HOLD]),
-        # a chunk as long as the replan interval leaves nothing to execute while the next one is under way
-        ("aligned", 4, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 102, 103, HOLD, HOLD, 202, 203, HOLD]),
+        # a chunk as long as the replan interval leaves nothing to execute while the next one is under way, and the
+        # one that was asked for while the robot stood still starts at its first row
+        ("aligned", 4, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 102, 103, HOLD, HOLD, 200, 201, 202]),
         ("naive", 4, 4, "2", 0, [HOLD, HOLD, 0, 1, 2, 3, 100, 101, 102, 103]),
         # a frame that is one step old starts its chunk one row later, and only in aligned mode
         ("aligned", 8, 4, "0", 1, [1, 2, 3, 4, 101, 102, 103, 104, 201]),
@@ -217,7 +218,7 @@ def adapter_of(env: World) -> Any:
         # the full chunk
         ("aligned", 3, 0, "0", 0, [0, 1, 2, 100, 101, 102, 200]),
         # a chunk that is over before it arrives
-        ("aligned", 2, 2, "3", 0, [HOLD, HOLD, HOLD, 0, 1, HOLD, HOLD, HOLD, HOLD]),
+        ("aligned", 2, 2, "3", 0, [HOLD, HOLD, HOLD, 0, 1, HOLD, HOLD, HOLD, HOLD, 200, 201, HOLD]),
     ],
 )
 def test_handover(

@@ -53,6 +53,7 @@ def test_the_policy_matches_the_reference(open_case, golden, name):
     assert (policy.engine_name, policy.dtype, str(policy.device)) == ("cuda", "fp32", "cpu")
     chunk = policy.infer(case.observation)
     assert_parity(chunk.actions, Golden(golden / name).numpy("actions")[0])
+    assert policy.unguided == "expected engine eager or plan, which can guide a solution, got engine cuda"
     assert policy.engine.programs.keys()[0].sizes == ((480, 640), (480, 640))  # raw frames reached the engine
 
 

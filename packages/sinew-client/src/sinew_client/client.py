@@ -99,7 +99,7 @@ class Client:
     # ------------------------------------------------------------------------- requests
 
     def infer(self, observation: Mapping[str, Any], *, timeout: float | None = None) -> ActionChunk:
-        """Actions for one observation.
+        """Return the actions for one observation.
 
         observation: ``images`` {camera: uint8 [height, width, 3] RGB, or float in [0, 1], or the bytes
             of a JPEG or PNG file}, ``state`` float [D] in world units, ``prompt`` (or ``tokens``,
@@ -135,11 +135,11 @@ class Client:
         return replace(chunk, round_trip_ms=(now - asked) * 1e3)
 
     def metadata(self, *, timeout: float | None = None) -> dict:
-        """What the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
+        """Return what the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
         return self._control("METADATA", "", timeout)
 
     def health(self, *, timeout: float | None = None) -> dict:
-        """Status and counters of the server. Answered at once, also during an inference."""
+        """Return status and counters of the server. Answered at once, also during an inference."""
         return self._control("HEALTH", "", timeout)
 
     def reset(self, session: str = "", *, timeout: float | None = None) -> None:
@@ -191,7 +191,7 @@ class Client:
         )
 
     def _exchange(self, payload: bytes, limit: float) -> bytes | None:
-        """One request and its reply; None after ``limit`` seconds. Raises ConnectionLost."""
+        """Send one request and return its reply; None after ``limit`` seconds. Raises ConnectionLost."""
         answer = None
         end = time.monotonic() + limit
         try:
@@ -226,7 +226,7 @@ class Client:
         return sock
 
     def _follow_connection(self) -> bool:
-        """Whether a connection that stood has broken since the last look."""
+        """Return True if a connection that stood has broken since the last look."""
         broke = False
         while True:
             try:
@@ -250,7 +250,7 @@ class Client:
             self._socket = None
 
     def _after_fork(self) -> None:
-        """The threads that move a parent's bytes do not exist in its children: they begin anew."""
+        """Begin anew in a child process: the threads that move its parent's bytes do not exist there."""
         if self._pid != os.getpid():
             _OF_PARENTS.append((self._context, self._socket, self._monitor))
             self._pid = os.getpid()

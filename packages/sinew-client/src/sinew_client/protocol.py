@@ -36,7 +36,7 @@ _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
 
 @dataclass(frozen=True)
 class Timing:
-    """Where the milliseconds went. The stages from preprocess to postprocess are parts of ``total_ms``."""
+    """Milliseconds of each stage. The stages from preprocess to postprocess are parts of ``total_ms``."""
 
     preprocess_ms: float = 0.0
     vision_ms: float = 0.0
@@ -76,7 +76,7 @@ class ActionChunk:
 def encode_infer(
     observation: Mapping[str, Any], request_id: int, jpeg_quality: int | None = None, api_key: str = ""
 ) -> bytes:
-    """An INFER request. Raises :class:`InvalidObservation` naming the field that does not fit."""
+    """Return an INFER request. Raises :class:`InvalidObservation` naming the field that does not fit."""
     for key in observation:
         if key not in OBSERVATION_KEYS:
             raise InvalidObservation("{}: unknown key; known are {}".format(key, ", ".join(OBSERVATION_KEYS)))
@@ -118,14 +118,14 @@ def encode_infer(
 
 
 def encode_control(kind: str, request_id: int, session: str = "", api_key: str = "") -> bytes:
-    """A request without an observation. ``kind``: "METADATA", "HEALTH" or "RESET"."""
+    """Return a request without an observation. ``kind``: "METADATA", "HEALTH" or "RESET"."""
     number = schema.PredictRequest.Kind.Value(kind)
     request = schema.PredictRequest(kind=number, request_id=request_id, session=session, api_key=api_key)
     return request.SerializeToString()
 
 
 def decode_reply(payload: bytes, request_id: int):
-    """The reply message. Raises :class:`ServerError` when it carries an error."""
+    """Return the reply message. Raises :class:`ServerError` when it carries an error."""
     reply = schema.PredictResponse()
     try:
         reply.ParseFromString(payload)

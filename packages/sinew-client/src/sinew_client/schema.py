@@ -100,7 +100,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
 
 
 def file_descriptor():
-    """``sinew.proto`` as a ``FileDescriptorProto``."""
+    """Return ``sinew.proto`` as a ``FileDescriptorProto``."""
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="sinew.proto", package=PACKAGE, syntax="proto3")
     for message_name, described in MESSAGES.items():

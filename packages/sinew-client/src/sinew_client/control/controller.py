@@ -16,7 +16,7 @@ PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "wait
 
 @dataclass(frozen=True)
 class Command:
-    """What happens in one control step. row: float32 [D] for the robot; None: it holds, for ``reason``.
+    """The command of one control step. row: float32 [D] for the robot; None: it holds, for ``reason``.
 
     clipped: limits that changed the row. age: control steps since the frame that it comes from. chunk, index: where
     the row comes from; -1 where it holds. seam: True for the first row of another chunk than before.
@@ -98,7 +98,7 @@ class Controller:
             self._fault = ""
 
     def failed(self, step: int, reason: str) -> None:
-        """The request under way will not be answered: no server, no network, too late, refused."""
+        """Give up the request under way, which will not be answered: no server, no network, too late, refused."""
         self._tell("failed", {"step": step, "reason": reason})
         self._fail(step, reason, drop=not self.finish)
         self.player.delay.reconnected()

@@ -78,7 +78,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Repeated:
-    """commands: how many were repeated. differences: one line for each that came out differently."""
+    """The outcome of a repetition.
+
+    commands: how many were repeated. differences: one line for each that came out differently.
+    """
 
     commands: int
     held: int

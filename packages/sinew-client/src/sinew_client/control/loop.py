@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Robot(Protocol):
-    """What a robot must be able to do. Every method is called from one thread and should return within a period."""
+    """The three methods that a robot has. Every method is called from one thread and should return within a period."""
 
     def observe(self) -> Mapping[str, Any]:
         """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; ``time``, seconds of the loop's clock
@@ -33,7 +33,7 @@ class Robot(Protocol):
 
 
 class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
-    """Raise in ``observe`` or ``act`` when there is nothing more to do: the episode is over."""
+    """The end of a run: raised by ``observe`` or ``act`` when there is nothing more to do."""
 
 
 class Loop:

@@ -16,7 +16,7 @@ from sinew_client.control.trajectory import Node, Trajectory
 
 @dataclass(frozen=True)
 class Request:
-    """What goes out with an observation. step: when it was made. frame: control step of its newest frame.
+    """A request for a chunk. step: when it was made. frame: control step of its newest frame.
 
     state: of that frame. fields: what the observation carries beside images, state and prompt; for future state a
     new ``state``.
@@ -31,8 +31,9 @@ class Request:
 class Player:
     """Turns chunks into one row per control step. Time is counted in control steps.
 
-    One request is under way at a time. Before its first chunk, and after :meth:`restart`, the robot has stood still:
-    the next chunk starts at its frame's row, or motion would be left out that never happened.
+    One request is under way at a time. Before its first chunk, after :meth:`restart` and once its rows have run out,
+    the robot stands still: the next chunk starts at the row of the stop, or motion would be left out that never
+    happened.
     future: tell the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
     """
 
@@ -71,15 +72,16 @@ class Player:
         fields: dict[str, Any] = {}
         if self._known and not self._fresh:
             behind = step - frame
-            delay = behind + self.delay.steps
             coming = self.trajectory.rows_from(frame)
+            delay = min(behind + self.delay.steps, len(coming))  # then the rows run out, and the robot stops
             if self.future and len(coming) and state is not None:
                 fields["state"] = self.motion.roll(state, coming[behind : max(delay, behind)])
             if self.handover.method == "rtc" and len(coming) > behind:
                 fields.update(
                     previous=self.motion.rows(coming, state),
                     delay=delay,
-                    horizon=max(self.rule.horizon(self.size), delay),
+                    # The guidance ends at H - horizon, and must not end before the last row that is executed.
+                    horizon=max(0, min(max(self.rule.horizon(self.size), delay), self.size - delay)),
                     rtc=self.handover.guidance,
                     schedule=self.handover.schedule,
                     beta=self.handover.beta,
@@ -93,10 +95,9 @@ class Player:
         assert request is not None, "a chunk without a request"
         self.request = None
         self.delay.add(step - request.step)
-        behind = request.step - request.frame
-        # Standing still executes nothing: only the steps up to the stop count as late.
-        late = max(0, self._stopped - request.step) if self._fresh else step - request.step
-        origin = step - late - behind if self.handover.timed else step
+        # Rows whose step has passed: those of steps in which the robot stood still were not executed.
+        passed = max(0, self._stopped - request.frame) if self._fresh else step - request.frame
+        origin = step - passed if self.handover.timed else step
         placed = Placed(self.motion.targets(actions, request.state), origin, request.frame, self.chunks)
         running = self.trajectory.rows_from(step)
         old = self._known if self.handover.method == "ensemble" else []
@@ -124,7 +125,10 @@ class Player:
         """Return and commit the row of this step; None: nothing to execute, the robot holds."""
         if self.handover.stops and self.waiting:
             self.trajectory.clear()
-        return self.trajectory.take(step)
+        node = self.trajectory.take(step)
+        if node is None:
+            self.restart(step)
+        return node
 
     def commanded(self, step: int, row: np.ndarray, state: np.ndarray | None = None) -> None:
         """Note what was really sent: after the limits, or to hold."""

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rule may look at. since: steps since the last request. left: rows that are still to be executed.
+    """The facts that a rule may look at. since: steps since the last request. left: rows that are still to be executed.
 
     size: rows of a chunk. disagreement: of the newest chunk and what it replaced, see :func:`disagreement`; None
     where they had no step in common.
@@ -22,7 +22,7 @@ class Moment:
 
 
 class Rule:
-    """When to ask. ``horizon`` is the number of rows that are executed between two requests at best."""
+    """A rule for when to ask. ``horizon`` is the number of rows that are executed between two requests at best."""
 
     def due(self, moment: Moment) -> bool:
         raise NotImplementedError

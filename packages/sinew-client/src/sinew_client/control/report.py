@@ -14,7 +14,7 @@ from sinew_client.control.pace import Pace
 
 @dataclass(frozen=True)
 class Cadence:
-    """seconds: from the first tick to the last. rate_hz: control ticks begun per second.
+    """The report of a run. seconds: from the first tick to the last. rate_hz: control ticks begun per second.
 
     jitter_ms: lateness of a tick, and age_ms: frame to execution of a row, each as p50, p95, p99 and max.
     steps: control steps; executed: with a row. skipped: periods that passed without a tick.

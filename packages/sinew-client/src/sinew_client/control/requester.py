@@ -20,7 +20,7 @@ Call = Callable[[Mapping[str, Any], float], Any]  # (observation, seconds) -> wh
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request ended. value: what the call returned; reason: why it failed, "" if it did not."""
+    """The end of a request. value: what the call returned; reason: why it failed, "" if it did not."""
 
     value: Any = None
     reason: str = ""

@@ -21,7 +21,7 @@ class LimitsError(ClientError, ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Per number of a command, in its own units, seconds and float64 [D]; infinite where there is no limit.
+    """Limits of each number of a command, in its own units, seconds and float64 [D]; infinite where there is no limit.
 
     low, high: range of a command. velocity: per second. acceleration: per second squared.
     when: "clip" sends the nearest allowed command and counts it, "hold" holds instead.
@@ -130,7 +130,7 @@ def _toml(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a guard says about a command. row: what may be sent; None: hold. reason: why it holds.
+    """The answer of a guard. row: what may be sent; None: hold. reason: why it holds.
 
     clipped: joints and limits that changed it, such as "elbow.velocity".
     """
@@ -161,7 +161,7 @@ class Guard:
         self.held()
 
     def held(self) -> None:
-        """The robot repeats its last command."""
+        """Note that the robot repeats its last command."""
         self._step = np.zeros(0 if self._last is None else len(self._last))
 
     def check(self, row: np.ndarray) -> Verdict:

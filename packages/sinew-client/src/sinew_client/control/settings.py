@@ -21,7 +21,7 @@ class SettingsError(ClientError, ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a robot is controlled.
+    """The settings of a controller.
 
     hz: control steps per second; a chunk's rows are that far apart. handover: see
         :func:`~sinew_client.control.handover.parse_handover`. replan: see

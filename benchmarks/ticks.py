@@ -1,0 +1,94 @@
+"""How steady the robot's loop ticks, alone and beside a busy neighbour, and what it costs.
+
+``python -m benchmarks.ticks --hz 100,500 --seconds 10``
+
+The loop of ``sinew_client.control`` drives a robot without hardware with chunks from a function that answers at once,
+so that nothing but the loop, the requester's thread and the machine is measured. The neighbour is a process that never
+sleeps, on the core that the loop runs on. Rounds alternate between alone and beside it. Lateness is that of a tick's
+beginning; skipped periods are those that passed without a tick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sinew_client.control import Loop, Settings
+from sinew_client.control.robots import Dry
+
+from sinew import machine
+
+POLICY = {
+    "cameras": [{"name": "front", "height": 64, "width": 64}],
+    "state": {"dim": 7},
+    "action": {"dim": 7},
+}
+HOG = "import os; os.sched_setaffinity(0, {%d})\nprint('spinning', flush=True)\nwhile True: pass"
+
+
+def one(hz: float, seconds: float, handover: str) -> dict[str, Any]:
+    """Run the loop for some seconds and return its report, with the share of a core that the process used."""
+    rng = np.random.default_rng(0)
+    chunk = rng.normal(size=(max(8, int(hz)), 7)).astype(np.float32)  # a second of rows
+    settings = Settings(hz=hz, handover=handover, replan="queue:0.5", limits={"velocity": 1e6})
+    loop = Loop(Dry(POLICY), lambda: lambda *_: chunk, settings, dim=7)
+    wall, cpu = time.perf_counter(), time.process_time()
+    report = loop.run(steps=int(hz * seconds))
+    share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    loop.close()
+    return {
+        "rate_hz": report.rate_hz,
+        "periods": int(report.hz * report.seconds),
+        "late": report.late,
+        "skipped": report.skipped,
+        "lateness_ms": report.jitter_ms,
+        "core_share": round(share, 4),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hz", default="100,500")
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--handover", default="aligned")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    arguments = parser.parse_args()
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    found: list[dict[str, Any]] = []
+    for _ in range(arguments.rounds):
+        for hz in map(float, arguments.hz.split(",")):
+            for beside in (False, True):
+                hog = (
+                    subprocess.Popen([sys.executable, "-c", HOG % core], stdout=subprocess.PIPE)
+                    if beside
+                    else None
+                )
+                try:
+                    if hog is not None and hog.stdout is not None:
+                        hog.stdout.readline()
+                    result = one(hz, arguments.seconds, arguments.handover)
+                finally:
+                    if hog is not None:
+                        hog.kill()
+                        hog.wait()
+                found.append({"hz": hz, "neighbour": beside, **result})
+                print(json.dumps(found[-1]), flush=True)
+    if arguments.out is not None:
+        text = ",\n".join(json.dumps(entry) for entry in found)
+        about = json.dumps({"hardware": machine.cpu_model(), "command": " ".join(sys.argv[1:])})
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(f'{{"about": {about}, "runs": [\n{text}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()
