@@ -127,6 +127,7 @@ class Policy:
             "dtype_reason": self.dtype_reason,
             "precision": self.precision,
             "ignored_recipe": self.choice.ignored,
+            "unguided": self.unguided,
         }
 
     @property

@@ -260,7 +260,6 @@ def describe(policy: Policy | Replay) -> dict[str, Any]:
             "version": __version__,
             **policy.describe(),
             "threads": policy.threads,
-            "unguided": policy.unguided,
             "hardware": machine.cpu_model(),
         },
         "policy": policy.spec.to_dict(),

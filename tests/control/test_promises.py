@@ -131,7 +131,7 @@ class Promises(RuleBasedStateMachine):
 
 
 Promises.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestPromises = Promises.TestCase
 
@@ -169,5 +169,5 @@ class Limited(RuleBasedStateMachine):
         self.moved = 0.0
 
 
-Limited.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Limited.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestLimited = Limited.TestCase
