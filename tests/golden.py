@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 from sinew.solvers import FLOW, solve
 
 COSINE_GAP, MAX_ABS = 1e-7, 1e-4  # house rule 1: the eager float32 engine against the reference
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def decoded(file: np.ndarray) -> np.ndarray:
+    """Return the frame of a PNG file, uint8 [height, width, 3]; fixtures hold frames so, which is smaller."""
+    return np.array(Image.open(io.BytesIO(file.tobytes())))
 
 
 class Golden:
-    """One ``fixture.safetensors``: tensors by name, and the facts in its metadata."""
+    """One ``fixture.safetensors``: tensors by name, frames as uint8 [H, W, 3], and the facts in its metadata."""
 
     def __init__(self, directory: Path):
         with safe_open(directory / "fixture.safetensors", framework="pt") as file:
@@ -24,6 +32,9 @@ class Golden:
                 for name in file.keys()  # noqa: SIM118 - a file handle, not a dict
             }
             self.metadata = file.metadata()
+        for name, tensor in self.tensors.items():
+            if tensor.dtype == torch.uint8 and tensor.ndim == 1 and bytes(tensor[:8].tolist()) == PNG:
+                self.tensors[name] = torch.from_numpy(decoded(tensor.numpy()))
         self.cameras = json.loads(self.metadata["cameras"])
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -19,6 +19,7 @@ from sinew.processing.tensorflow_image import (
     sinf,
     to_uint8,
 )
+from tests.golden import decoded
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "tf_preprocess.safetensors"
 SIDE, AREA = 224, 0.9
@@ -27,7 +28,7 @@ SIDE, AREA = 224, 0.9
 @pytest.fixture(scope="module")
 def recorded():
     with safe_open(FIXTURE, framework="np") as file:
-        yield {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        yield {name: decoded(file.get_tensor(name)) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
 def sha256(array: np.ndarray) -> str:
