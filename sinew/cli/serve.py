@@ -243,7 +243,7 @@ def _load_and_run(
             max_pixels=None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
         )
         wires = tuple(process.wires)
-        return process.run(service, lambda: print(ready_text(policy, wires), flush=True))
+        return process.run(service, lambda: _say(ready_text(policy, wires)))
     except KeyboardInterrupt:
         logger.info("stopped before the server was ready")
         if scheduler is None:
@@ -307,6 +307,16 @@ def _api_key(path: Path | None) -> str:
     if not key:
         raise SinewError(f"--api-key-file {path}: the file is empty")
     return key
+
+
+def _say(text: str) -> None:
+    """Print to standard output; whoever read it may have gone, which is no reason to stop serving."""
+    try:
+        sys.stdout.write(f"{text}\n")  # at once: PYTHONUNBUFFERED makes two of what print writes
+        sys.stdout.flush()
+    except OSError as error:
+        logger.warning("nobody reads what this server prints: %s", error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end tries again, and fails
 
 
 def _warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> None:

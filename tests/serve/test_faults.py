@@ -433,8 +433,8 @@ def test_signals_during_an_inference(tmp_path, number):
         assert server.stop(number, timeout=WAIT_S) == 0
 
 
-def test_standard_output_and_error_that_nobody_reads(tmp_path):
-    command = [sys.executable, "-m", "sinew", "serve", PEN, "--wire", "native:0", "--threads", "1"]
+def test_standard_output_and_error_that_nobody_reads():
+    command = [sys.executable, "-u", "-m", "sinew", "serve", PEN, "--wire", "native:0", "--threads", "1"]
     with subprocess.Popen(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -451,4 +451,4 @@ def test_standard_output_and_error_that_nobody_reads(tmp_path):
                 dealer.recv()
         np.testing.assert_array_equal(ask(server), expected)
         process.terminate()
-        process.wait(WAIT_S)
+        assert process.wait(WAIT_S) == 0
