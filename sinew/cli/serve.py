@@ -316,7 +316,7 @@ def _say(text: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         logger.warning("nobody reads what this server prints: %s", error)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end tries again, and fails
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
 
 
 def _warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> None:

@@ -63,11 +63,13 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
         ):
             raise ObservationError(name, "a whole number of rows from 0", repr(value))
     for name, known in (("rtc", RTC), ("schedule", SCHEDULES)):
-        if given[name] is not None and given[name] not in known:
+        if given[name] is not None and not (isinstance(given[name], str) and given[name] in known):
             raise ObservationError(name, f"one of {', '.join(known)}", repr(given[name]))
     beta = given["beta"]
     if beta is not None and (
-        not isinstance(beta, (int, float, np.number)) or not math.isfinite(beta) or not 0 <= beta <= MAX_BETA
+        not isinstance(beta, (int, float, np.integer, np.floating))
+        or not math.isfinite(beta)
+        or not 0 <= beta <= MAX_BETA
     ):
         raise ObservationError("beta", f"a number from 0 to {MAX_BETA:g}", repr(beta))
     if observation.rtc == "trained":

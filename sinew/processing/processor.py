@@ -241,6 +241,8 @@ class Processor:
         return _vector(observation.noise, "noise", self.spec.noise_shape)
 
     def _tokens(self, observation: Observation, state: np.ndarray) -> np.ndarray:
+        if not isinstance(observation.prompt, str):
+            raise ObservationError("prompt", "text", type(observation.prompt).__name__)
         if observation.tokens is not None:
             if observation.prompt:
                 raise ObservationError("tokens", "either a prompt or tokens", "both")

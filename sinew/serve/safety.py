@@ -61,8 +61,9 @@ class Safety:
     def check(self, observation: Observation) -> tuple[str, ...]:
         """Return warnings about a state unlike those of the training data. Raises ObservationError for one that cannot
         be meant, or such noise. What has no form is left to the policy's own check."""
-        if observation.noise is not None:
-            largest = float(np.abs(np.asarray(observation.noise, np.float64)).max(initial=0))
+        noise = _numbers(observation.noise)
+        if noise is not None:
+            largest = float(np.abs(noise).max(initial=0))
             if MAX_NOISE < largest < np.inf:  # the policy's own check tells of what is not finite
                 raise ObservationError("noise", f"numbers up to {MAX_NOISE:g}", f"{largest:g}")
         state = self._state(observation)
@@ -132,9 +133,16 @@ class Safety:
 
     def _state(self, observation: Observation) -> np.ndarray | None:
         """The state in the units of the training data; None where it is no state."""
-        state = np.asarray(observation.state)
-        if state.shape != (self._spec.state.dim,) or state.dtype.kind not in "fiu":
+        state = _numbers(observation.state)
+        if state is None or state.shape != (self._spec.state.dim,) or not np.isfinite(state).all():
             return None
-        if not np.isfinite(state).all():
-            return None
-        return apply_steps(state.astype(np.float64), self._recipe.state_steps)
+        return apply_steps(state, self._recipe.state_steps)
+
+
+def _numbers(value: object) -> np.ndarray | None:
+    """Return ``value`` as float64; None where it is no array of real numbers."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # ragged
+        return None
+    return array.astype(np.float64) if array.dtype.kind in "fiu" else None

@@ -1,89 +1,153 @@
-"""Fuzzers over checkpoints and bundles. Short forms run in the tests; the long one is
+"""Fuzzers over checkpoints, bundles, exported folders and records; ``tests.hostile.fuzz`` runs their long form.
 
-    python -m tests.hostile.files GOLDEN --count 100000 --seed 1
-
-with the directory of golden fixtures. Every input ends in a policy, or in a :class:`SinewError`; anything else is
-printed with the seed and the number that make it again.
+Every input ends in a policy, or in a :class:`SinewError`.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import copy
 import io
 import json
-import os
 import random
-import resource
 import shutil
-import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
-from sinew.bundle import Bundle
-from sinew.bundle.schema import Manifest
+from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.quant import FORMATS
+from sinew.bundle.schema import KEY_ARCHITECTURE, Manifest
 from sinew.cli.inspect import describe, show
 from sinew.convert import Options, convert, read
+from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.convert.read.torch_zip import read_torch
-from sinew.core import SinewError
-from sinew.policy import Policy
+from sinew.core import ActionChunk, Observation, SinewError
+from sinew.layers.lowbit import dequantize
+from sinew.policy import Policy, load
+from sinew.processing import Processor
+from sinew.serve.recorder import Recorder, read_record
+from tests.convert.openpi_layout import write_checkpoint
+from tests.convert.vlacpp_file import write_vlacpp, write_vlacpp_pi
 from tests.hostile.mutate import dumps, mutate_bytes, mutate_record
 
+EXPECTED = (SinewError,)
+ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 Case = Callable[[random.Random], None]
 
 
-class Checkpoints:
-    """Golden checkpoints in a folder of our own, of which one file at a time is damaged."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in a folder of its own. root: the folder or file that is converted, options: what it needs."""
 
-    def __init__(
-        self, golden: Path, work: Path, cases: tuple[str, ...] = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
-    ):
-        self.work, self.golden = work, golden
-        self.files: list[tuple[Path, Options]] = []
-        for case in cases:
-            for folder in ("checkpoint", "vlm"):
-                if (golden / case / folder).is_dir():
-                    shutil.copytree(
-                        golden / case / folder, work / case / folder, copy_function=shutil.copyfile
-                    )
-            arch = golden / case / "arch.json"
-            stats = {"mean": [0.0] * 6, "std": [1.0] * 6}
-            (work / case / "stats.json").write_text(json.dumps({"observation.state": stats, "action": stats}))
-            options = Options(
-                arch=Path(shutil.copyfile(arch, work / case / "arch.json")) if arch.exists() else None
-            )
-            self.files += [
-                (path, options)
-                for path in sorted((work / case).rglob("*"))
-                if path.suffix in (".json", ".safetensors")
-            ]
+    home: Path
+    root: Path
+    options: Options
+
+
+STATISTICS = {"mean": [0.0] * 6, "std": [1.0] * 6}
+DROID = {"embodiment": "oxe_droid_relative_eef_relative_joint", "settings": {"frames": "240x300"}}
+FAMILIES: dict[str, tuple[tuple[str, str, dict[str, object]], ...]] = {  # case, folder, options
+    "checkpoints of LeRobot": (
+        ("smolvla-2cam", "checkpoint", {"vlm": "vlm"}),
+        ("pi0-2cam", "checkpoint", {"arch": "arch.json"}),
+        ("pi05-2cam", "checkpoint", {"arch": "arch.json"}),
+    ),
+    "checkpoints of GR00T": (
+        ("groot-n17", "checkpoint", {"vlm": "vlm", **DROID}),
+        ("groot-n16", "checkpoint", {"vlm": "eagle", "settings": {"letterbox": "true"}}),
+        ("groot-n15", "checkpoint", {"vlm": "eagle", "base": "base"}),
+        ("groot-n15", "base", {"vlm": "eagle", "settings": {"embodiment_id": "2"}}),
+    ),
+    "checkpoints of OpenVLA": tuple(
+        (case, "checkpoint", {}) for case in ("openvla-ar", "openvla-oft", "vla-adapter", "bitvla")
+    ),
+}
+
+
+def checkpoints(golden: Path, work: Path, family: str) -> list[Checkpoint]:
+    """Return copies of golden checkpoints, which may be damaged."""
+    if family == "checkpoints of openpi":
+        return [openpi_checkpoint(golden, work, name) for name in ("pi0_aloha", "pi05_droid")]
+    found = []
+    for case, root, options in FAMILIES[family]:
+        home = work / f"{case}-{root}"
+        ignored = shutil.ignore_patterns("fixture.safetensors")
+        shutil.copytree(golden / case, home, copy_function=shutil.copyfile, ignore=ignored)
+        record = {"observation.state": STATISTICS, "action": STATISTICS}
+        (home / "stats.json").write_text(json.dumps(record))
+        given = {
+            key: home / str(value) if key in ("vlm", "base", "arch") else value
+            for key, value in options.items()
+        }
+        found.append(Checkpoint(home, home / root, Options(**given)))  # type: ignore[arg-type]
+    return found
+
+
+def openpi_checkpoint(golden: Path, work: Path, name: str) -> Checkpoint:
+    """A golden pi checkpoint in openpi's layout."""
+    (home := work / f"openpi-{name}").mkdir()
+    root, arch, _statistics = write_checkpoint(golden, home, name)
+    return Checkpoint(home, root, Options(arch=arch, openpi_config=name))
+
+
+class Checkpoints:
+    """Checkpoints of which one file at a time is damaged."""
+
+    def __init__(self, found: list[Checkpoint]):
+        self.files = [
+            (path, each)
+            for each in found
+            for path in sorted(each.home.rglob("*"))
+            if path.suffix in (".json", ".safetensors", ".pt", ".model")
+        ]
 
     def case(self, rng: random.Random) -> None:
         """Damage one file, read the checkpoint as `sinew convert` does up to its weights, and put it back."""
-        path, options = rng.choice(self.files)
+        path, checkpoint = rng.choice(self.files)
+        options, home = checkpoint.options, checkpoint.home
         original = path.read_bytes()
-        checkpoint = self.work / path.relative_to(self.work).parts[0] / "checkpoint"
         try:
             if path.suffix == ".json" and rng.random() < 0.9:
-                path.write_text(dumps(mutate_record(json.loads(original), rng, rng.choice((1, 1, 2, 4)))))
+                record = json.loads(original)
+                path.write_text(dumps(mutate_record(record, rng, rng.choice((1, 1, 2, 4)))))
             else:
                 path.write_bytes(mutate_bytes(original, rng, 40_000))
             if path.name == "stats.json":
-                options = Options(arch=options.arch, stats=path)
-            conversion = read(checkpoint, options)
+                options = replace(options, stats=path)
+            conversion = read(checkpoint.root, options)
             if rng.random() < 0.02:
-                conversion.write(self.work / "out.gguf", "out", options)
-                Policy(Bundle(self.work / "out.gguf")).warm_up()
+                conversion.write(home / "out.gguf", "out", options)
+                Policy(Bundle(home / "out.gguf"), engine="eager").warm_up()
         finally:
             path.write_bytes(original)
+
+
+class VlaCpp:
+    """vla.cpp's GGUF files with damaged bytes before the weights."""
+
+    def __init__(self, golden: Path, work: Path):
+        self.work = work
+        self.cases = []
+        for case, write, vlm in (
+            ("smolvla-2cam", write_vlacpp, "vlm"),
+            ("pi05-2cam", write_vlacpp_pi, "checkpoint/tokenizer"),
+        ):
+            data = write(golden / case, work / f"{case}.vlacpp.gguf").read_bytes()
+            self.cases.append((data, golden / case / vlm))
+
+    def case(self, rng: random.Random) -> None:
+        """Damage bytes and import."""
+        data, tokenizer = rng.choice(self.cases)
+        file = self.work / "theirs.gguf"
+        file.write_bytes(mutate_bytes(data, rng, rng.choice((64, 2000, 20_000))))
+        read(file, Options(tokenizer=tokenizer, cameras=("camera1", "camera2")))
 
 
 class Manifests:
@@ -114,6 +178,28 @@ class Manifests:
             policy.warm_up()
 
 
+class Recipes:
+    """How frames, instructions, states and actions are processed, as data of the bundle, on the way there and back."""
+
+    def __init__(self, bundles: list[Path]):
+        self.manifests = [Bundle(path).manifest for path in bundles]
+
+    def case(self, rng: random.Random) -> None:
+        """Damage the recipe of one policy and use it."""
+        manifest = rng.choice(self.manifests)
+        metadata = {**manifest.to_metadata(), KEY_ARCHITECTURE: manifest.architecture}
+        key = rng.choice([key for key in metadata if "processing" in key or "spec" in key])
+        record = mutate_record(json.loads(metadata[key]), rng, rng.choice((1, 1, 1, 2)))
+        damaged = Manifest.from_metadata({**metadata, key: dumps(record)})
+        processor = Processor(damaged)
+        spec = processor.spec
+        frames = {each.name: np.zeros((each.height, each.width, 3), np.uint8) for each in spec.cameras}
+        observation = Observation(images=frames, state=np.zeros(spec.state.dim), prompt="go", seed=1)
+        processor.prepare(observation)
+        width = damaged.processing.padded_action_dim
+        processor.actions(np.zeros((spec.chunk_size, width), np.float32), observation)
+
+
 class Headers:
     """Files of bundles with damaged bytes before the weights."""
 
@@ -137,6 +223,98 @@ class Headers:
             Policy(Bundle(file))
 
 
+class LowBit:
+    """Bundles with quantised weights: damaged headers, damaged weights, and the unpacking alone."""
+
+    def __init__(self, work: Path):
+        self.work = work
+        self.data: list[tuple[bytes, int]] = []
+        opened = Bundle(ASSETS / "pen.gguf")
+        for kind in ("int8", "q8_0", "q4_0"):
+            recipe = {"vision": kind, "language": kind, "head": kind}
+            path = work / f"{kind}.gguf"
+            write_bundle(path, lambda: opened.manifest, lowbit_sources(opened, plan_formats(opened, recipe)))
+            end = min(info.offset for info in Bundle(path).infos.values())
+            self.data.append((path.read_bytes(), end))
+
+    def case(self, rng: random.Random) -> None:
+        """Damage a header or weights, load and run; or unpack any bytes of any shape."""
+        if rng.random() < 0.5:
+            name = rng.choice([name for name, each in FORMATS.items() if each.group])
+            k, rows = rng.choice((0, 1, 31, 32, 33, 96)), rng.choice((0, 1, 3))
+            width = rng.choice((FORMATS[name].row_bytes(96), rng.randrange(120)))
+            stored = np.frombuffer(rng.randbytes(rows * width), np.uint8).reshape(rows, width)
+            with contextlib.suppress(
+                ValueError, RuntimeError
+            ):  # a caller's mistake: shapes come from the header
+                dequantize(torch.from_numpy(stored.copy()), None, name, k)
+            return
+        data, end = rng.choice(self.data)
+        file = self.work / "lowbit.gguf"
+        if rng.random() < 0.6:
+            file.write_bytes(mutate_bytes(data[:end], rng, end) + data[end:])
+        else:
+            raw = bytearray(data)
+            for _ in range(64):
+                raw[rng.randrange(end, len(raw))] = rng.choice(
+                    (0, 0x7C, 0x7F, 0xFC, 0xFF)
+                )  # also scales of infinity
+            file.write_bytes(raw)
+        with mock.patch("sinew.bundle.reader.read_hashes", return_value=None):
+            Policy(Bundle(file), engine=rng.choice(("eager", "cpu")), threads=1).warm_up()
+
+
+class Exports:
+    """Folders of ``sinew export``: their record, tables, header and graphs."""
+
+    def __init__(self, work: Path):
+        from sinew.cli.export import write_folder
+
+        self.folder = work / "exported"
+        self.folder.mkdir()
+        bundle = Path(
+            shutil.copyfile(ASSETS / "pen.gguf", work / "pen.gguf")
+        )  # graphs lie beside their bundle
+        write_folder(Bundle(bundle), self.folder)
+        self.files = sorted(path for path in self.folder.iterdir() if path.is_file())
+
+    def case(self, rng: random.Random) -> None:
+        """Damage one file, open the folder and run it."""
+        path = rng.choice(self.files)
+        original = path.read_bytes()
+        try:
+            if path.suffix == ".json" and rng.random() < 0.9:
+                path.write_text(dumps(mutate_record(json.loads(original), rng, rng.choice((1, 1, 2, 4)))))
+            elif rng.random() < 0.1:
+                path.unlink()
+            else:
+                path.write_bytes(mutate_bytes(original, rng, rng.choice((200, 4000, len(original)))))
+            policy = load(self.folder, engine="onnx", threads=1)
+            # A graph that opens and cannot run says so in ONNX Runtime's own words, which `sinew` prints as one line.
+            with contextlib.suppress(RuntimeError):
+                policy.warm_up()
+        finally:
+            path.write_bytes(original)
+
+
+class Records:
+    """Records of ``sinew serve --record``."""
+
+    def __init__(self, work: Path):
+        recorder = Recorder(work / "records")
+        frame, state = np.zeros((8, 8, 3), np.uint8), np.zeros(2)
+        chunk = ActionChunk(np.zeros((3, 2), np.float32), seed=1)
+        recorder.put("native", "arm", Observation(images={"front": frame}, state=state, seed=1), chunk)
+        recorder.close()
+        self.data = next((work / "records").glob("*.npz")).read_bytes()
+        self.file = work / "damaged.npz"
+
+    def case(self, rng: random.Random) -> None:
+        """Damage bytes and read."""
+        self.file.write_bytes(mutate_bytes(self.data, rng, len(self.data)))
+        read_record(self.file)
+
+
 class TorchFiles:
     """``.pt`` files with damaged bytes."""
 
@@ -155,75 +333,34 @@ class TorchFiles:
                 pass
 
 
-def cases(golden: Path, work: Path) -> dict[str, Case]:
-    """Return all fuzzers by name, with their files prepared in ``work``."""
-    bundles = []
-    for name, options in (("smolvla-2cam", "vlm"), ("pi05-2cam", "arch")):
-        given = {options: golden / name / ("vlm" if options == "vlm" else "arch.json")}
-        bundles.append(convert(golden / name / "checkpoint", work / f"{name}.gguf", **given))
+def makers(golden: Path, work: Path) -> Mapping[str, Callable[[], Case]]:
+    """Return all fuzzers by name; calling one prepares its files in ``work``."""
+
+    @cache
+    def bundles() -> list[Path]:
+        found = [each for family in FAMILIES for each in checkpoints(golden, work / "whole", family)]
+        return [
+            convert(each.root, work / "whole" / f"{number}-{each.home.name}.gguf", **_given(each.options))
+            for number, each in enumerate(found)
+        ]
+
+    def of_family(family: str) -> Callable[[], Case]:
+        return lambda: Checkpoints(checkpoints(golden, work / "damaged", family)).case
+
     return {
-        "checkpoints": Checkpoints(golden, work).case,
-        "manifests": Manifests(bundles).case,
-        "headers": Headers(bundles, work).case,
-        "torch": TorchFiles(work).case,
+        **{name: of_family(name) for name in (*FAMILIES, "checkpoints of openpi")},
+        "vla.cpp files": lambda: VlaCpp(golden, work).case,
+        "manifests": lambda: Manifests(bundles()).case,
+        "recipes": lambda: Recipes([*bundles(), ASSETS / "pen.gguf"]).case,
+        "headers": lambda: Headers(bundles()[:3], work).case,
+        "low-bit weights": lambda: LowBit(work).case,
+        "exported folders": lambda: Exports(work).case,
+        "records": lambda: Records(work).case,
+        "torch files": lambda: TorchFiles(work).case,
     }
 
 
-def run(case: Case, name: str, seed: int, indices: range) -> Iterator[tuple[int, BaseException, float]]:
-    """Run inputs; yield number, exception and seconds of those that end in anything but a SinewError."""
-    for index in indices:
-        start = time.perf_counter()
-        try:
-            case(random.Random(f"{name} {seed} {index}"))
-        except SinewError:
-            pass
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            yield index, error, time.perf_counter() - start
-        seconds = time.perf_counter() - start
-        if seconds > 5:
-            yield index, TimeoutError(f"{seconds:.1f} s"), seconds
-
-
-def main() -> int:
-    """Run the long form and print figures."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("golden", type=Path)
-    parser.add_argument("--count", type=int, default=1000, help="inputs of each kind")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--kind", action="append", default=[])
-    parser.add_argument("--raise", dest="reraise", action="store_true", help="show the first traceback")
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    failed = 0
-    with tempfile.TemporaryDirectory() as work:
-        for name, case in cases(given.golden, Path(work)).items():
-            if given.kind and name not in given.kind:
-                continue
-            start, kinds = time.perf_counter(), collections.Counter[str]()
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            for index, error, _ in run(case, name, given.seed, range(given.first, given.first + given.count)):
-                if given.reraise:
-                    raise error
-                failed += 1
-                kinds[f"{type(error).__name__}: {str(error)[:100]}"] += 1
-                if kinds[f"{type(error).__name__}: {str(error)[:100]}"] == 1:
-                    print(
-                        f"  {name} seed {given.seed} number {index}: {type(error).__name__}: {str(error)[:160]}"
-                    )
-            after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            seconds = time.perf_counter() - start
-            print(
-                f"{name}: {given.count} inputs, {sum(kinds.values())} unexpected, {seconds:.0f} s, peak memory"
-                f" {before // 1024} -> {after // 1024} MiB",
-                flush=True,
-            )
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main())
+def _given(options: Options) -> dict[str, Any]:
+    """What ``convert`` takes of the options."""
+    names = ("vlm", "base", "arch", "openpi_config", "embodiment", "settings")
+    return {name: getattr(options, name) for name in names if getattr(options, name)}

@@ -81,7 +81,7 @@ def mutate_record(record: Any, rng: random.Random, times: int) -> Any:
         elif choice < 0.2 and isinstance(holder, list):
             holder.append(copy.deepcopy(holder[last]))
         elif choice < 0.28 and isinstance(holder, dict):
-            holder[rng.choice(("surprise", "", "dtype", "use_cache2"))] = rng.choice(NASTY)
+            holder[rng.choice(("surprise", "", "dtype", "use_cache2"))] = copy.deepcopy(rng.choice(NASTY))
         elif choice < 0.4 and isinstance(holder[last], int | float) and not isinstance(holder[last], bool):
             holder[last] = holder[last] * rng.choice((-1, 0, 2, 3, 1000, 0.5, 1 << 20))
         else:

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.files import open_regular
@@ -32,17 +30,32 @@ CASE = "smolvla-2cam"
 # ----------------------------------------------------------------------------- fuzzers, short
 
 
-@pytest.fixture(scope="module")
-def fuzzers(golden, tmp_path_factory):
-    return files.cases(golden, tmp_path_factory.mktemp("hostile"))
+PARTS = {"manifests": files.Manifests, "recipes": files.Recipes, "headers": files.Headers}
 
 
-@pytest.mark.parametrize("kind", ["checkpoints", "manifests", "headers", "torch"])
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(number=st.integers(0, 1 << 32))
-def test_every_input_is_a_policy_or_an_error(fuzzers, kind, number):
-    with contextlib.suppress(SinewError):
-        fuzzers[kind](random.Random(f"{kind} {number}"))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *files.FAMILIES,
+        "vla.cpp files",
+        *PARTS,
+        "low-bit weights",
+        "exported folders",
+        "records",
+        "torch files",
+    ],
+)
+def test_every_input_is_a_policy_or_an_error(golden, smolvla_bundle, pi_bundle, tmp_path, kind):
+    """Short: `make fuzz` runs the same inputs by the thousand."""
+    if kind in PARTS:
+        bundles = [smolvla_bundle("smolvla-2cam"), pi_bundle("pi05-2cam")]
+        case = PARTS[kind](bundles, tmp_path) if kind == "headers" else PARTS[kind](bundles)
+        run = case.case
+    else:
+        run = files.makers(golden, tmp_path)[kind]()
+    for number in range(20):
+        with contextlib.suppress(SinewError):
+            run(random.Random(f"{kind} {number}"))
 
 
 # ----------------------------------------------------------------------------- files that are no files

@@ -19,7 +19,7 @@ import numpy as np
 
 from sinew import machine
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import CancelledError, ObservationError, SinewError, Timing
+from sinew.core import BundleError, CancelledError, ObservationError, SinewError, Timing
 from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.trace import Trace
@@ -73,14 +73,30 @@ class OnnxEngine:
         # Threads that wait shall sleep: other programs want the cores (docs/log.md has the measurement).
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.sessions = {
-            stage: ort.InferenceSession(
-                str(self.directory / f"{stage}.onnx"), options, providers=list(wanted)
-            )
-            for stage in STAGES
+            stage: _open(ort, self.directory / f"{stage}.onnx", options, wanted) for stage in STAGES
         }
         self.providers = loaded(self.sessions["step"], wanted)
-        self.tables = {steps: np.load(table_path(self.directory, steps)) for steps in self.graphs.steps}
+        self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
+        self._check_names()
         self._value = ort.OrtValue.ortvalue_from_numpy
+
+    def _check_names(self) -> None:
+        """Raise :class:`BundleError` for graphs that do not fit one another, or their record."""
+        reads = set(self.graphs.reads)
+        for stage, takes, gives in (
+            ("vision", {"pixels"}, set()),
+            ("read", {"image_tokens", "camera_mask", "tokens", "token_mask", "state"}, reads),
+            ("step", {"x", "moment", *reads}, {"output"}),
+        ):
+            session = self.sessions[stage]
+            unknown = {node.name for node in session.get_inputs()} - takes
+            lacking = gives - {node.name for node in session.get_outputs()}
+            if unknown or lacking or not session.get_outputs():
+                raise BundleError(
+                    f"{self.directory / stage}.onnx: expected inputs among {', '.join(sorted(takes))} and outputs"
+                    f" {', '.join(sorted(gives)) or 'of any name'}; unknown are {sorted(unknown)}, missing"
+                    f" {sorted(lacking)}"[:1000]
+                )
 
     @property
     def recipe(self) -> dict[str, str]:
@@ -188,6 +204,31 @@ class OnnxEngine:
             return out
 
         return act
+
+
+def _open(ort: Any, path: Path, options: Any, providers: Sequence[str]) -> Any:
+    """Return the session of one graph. Raises :class:`BundleError`."""
+    try:
+        return ort.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as error:  # noqa: BLE001 - it has a class for each status, and none above them
+        what = (str(error).splitlines() or [""])[0][:300]
+        raise BundleError(f"{path}: ONNX Runtime cannot open it ({type(error).__name__}: {what})") from None
+
+
+def _table(path: Path, steps: int) -> np.ndarray:
+    """Return the moments of so many steps, [steps, width]. Raises :class:`BundleError`."""
+    try:
+        table: np.ndarray = np.load(path, allow_pickle=False)
+    except Exception as error:  # noqa: BLE001 - numpy reads the head as Python, with what errors that has
+        raise BundleError(f"{path}: expected the table of an export, got {error!r:.300}") from None
+    if (
+        not isinstance(table, np.ndarray)
+        or table.ndim != 2
+        or len(table) != steps
+        or table.dtype != np.float32
+    ):
+        raise BundleError(f"{path}: expected float32 of shape [{steps}, width]")
+    return table
 
 
 def _noted(act: Any, trace: Trace) -> Any:

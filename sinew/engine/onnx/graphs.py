@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError
 
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
 FORMAT = 4
+MOST = 1000  # of views, steps or bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,23 @@ class GraphSet:
 
     @classmethod
     def load(cls, directory: Path) -> GraphSet:
+        """Raise :class:`BundleError` for a record that no export wrote."""
         path = directory / "graphs.json"
         try:
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if record["format"] != FORMAT:
-                raise BundleError(f"{path}: format {record['format']!r}, expected {FORMAT}: export again")
-            lists = {key: tuple(record[key]) for key in ("reads", "steps", "rewrites")}
-            return cls(**(record | lists))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            text = path.read_text(encoding="utf-8")
+            written = json.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"{path}: expected the record of an export, got {error!r}") from None
+        if not isinstance(written, dict) or written.get("format") != FORMAT:
+            found = written.get("format") if isinstance(written, dict) else type(written).__name__
+            raise BundleError(f"{path}: format {found!r}, expected {FORMAT}: export again")
+        graphs: GraphSet = from_builtins(written, cls, str(path))
+        for number in (graphs.views, graphs.bits, *graphs.steps):
+            if not 0 <= number <= MOST:
+                raise BundleError(f"{path}: expected whole numbers from 0 to {MOST}, got {number}")
+        if len(set(graphs.reads)) != len(graphs.reads):
+            raise BundleError(f"{path}: reads: expected each name once")
+        return graphs
 
 
 def table_path(directory: Path, steps: int) -> Path:

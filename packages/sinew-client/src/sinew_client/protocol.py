@@ -94,7 +94,10 @@ def encode_infer(
     if observation.get("noise") is not None:
         request.noise.extend(_floats("noise", observation["noise"], ndim=2).reshape(-1).tolist())
     if observation.get("tokens") is not None:
-        tokens = np.asarray(observation["tokens"])
+        try:
+            tokens = np.asarray(observation["tokens"])
+        except ValueError as error:
+            raise InvalidObservation("tokens: expected integers [L], got a ragged sequence") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidObservation(f"tokens: expected integers [L], got {_describe(tokens)}")
         _assign("tokens", request.lang_tokens.extend, tokens.tolist())
@@ -186,7 +189,10 @@ def _encode_frame(name: str, frame, jpeg_quality: int | None):
     """
     if isinstance(frame, (bytes, bytearray, memoryview)):
         return schema.Image(encoding=schema.Image.JPEG).SerializeToString(), bytes(frame)
-    pixels = np.asarray(frame)
+    try:
+        pixels = np.asarray(frame)
+    except ValueError as error:
+        raise InvalidObservation(f"images.{name}: expected an array, got a ragged sequence") from error
     if pixels.ndim != 3 or pixels.shape[2] != 3 or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
         raise InvalidObservation(
             f"images.{name}: expected uint8 [height, width, 3] (or float in [0, 1]), got {_describe(pixels)}"
@@ -218,9 +224,13 @@ def _prefix(number: int, length: int) -> bytes:
 
 def _floats(name: str, value, ndim: int) -> np.ndarray:
     try:
-        array = np.asarray(value, dtype=np.float32)
-    except (TypeError, ValueError) as error:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:  # ragged
         raise InvalidObservation(f"{name}: expected numbers, got {type(value)}") from error
+    if array.dtype.kind not in "fiub":
+        raise InvalidObservation(f"{name}: expected numbers, got {_describe(array)}")
+    with np.errstate(over="ignore"):  # the server refuses what is not finite
+        array = array.astype(np.float32)
     if array.ndim != ndim:
         raise InvalidObservation(f"{name}: expected {ndim} dimension(s), got {_describe(array)}")
     return array

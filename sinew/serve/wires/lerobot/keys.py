@@ -87,9 +87,12 @@ def observation(
     task = raw.get(agreement.prompt, raw.get("task", ""))
     if not isinstance(task, str):
         raise ObservationError(agreement.prompt, "text", type(task).__name__)
+    numbers = [_number(key, _value(raw, key)) for key in agreement.state]
+    with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
+        state = np.array(numbers, np.float32)
     return Observation(
         images=images,
-        state=np.array([_number(key, _value(raw, key)) for key in agreement.state], np.float32),
+        state=state,
         prompt=keys.text(agreement.prompt, task),
         time=timed.timestamp,
     )

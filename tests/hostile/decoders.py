@@ -1,0 +1,343 @@
+"""Mutated messages for every decoder of the server and the client, and hostile values for what stands behind them.
+
+Each input is a good message with a few bytes changed, cut, doubled or moved, or a good record with values of other kinds
+and sizes, written as a message. What may come out is a value, or one of ``EXPECTED``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+from PIL import Image
+from sinew_client import protocol
+
+from sinew.core import ActionChunk, Observation, SinewError
+from sinew.policy import load
+from sinew.serve.decode.array import pack
+from sinew.serve.decode.frames import PixelBudget, compressed_frame
+from sinew.serve.decode.npy import dump_npy, load_npy
+from sinew.serve.decode.pickle.machine import load as load_pickle
+from sinew.serve.safety import Safety
+from sinew.serve.transport import zmtp
+from sinew.serve.wires import http, openpi
+from sinew.serve.wires.groot.codec import GrootCodec
+from sinew.serve.wires.groot.names import Names
+from sinew.serve.wires.lerobot.keys import agree
+from sinew.serve.wires.lerobot.keys import observation as lerobot_observation
+from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation, read_policy_config
+from sinew.serve.wires.native import NativeCodec
+from tests.hostile.mutate import mutate_record
+from tests.serve import test_safe_pickle as theirs
+from tests.serve.puppet import FRAME, GREETING, SPEC, frame, request
+from tests.serve.test_safe_pickle import as_lerobot
+
+PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+
+
+def mutate(rng: random.Random, data: bytes) -> bytes:
+    """A few changes anywhere, most of them near the beginning, where the structure is."""
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 5)):
+        if not changed:
+            break
+        at = rng.randrange(min(len(changed), 300) if rng.random() < 0.7 else len(changed))
+        kind = rng.randrange(5)
+        if kind == 0:
+            changed[at] = rng.randrange(256)
+        elif kind == 1:
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            del changed[at:]
+        elif kind == 3:
+            changed[at:at] = changed[at : at + rng.randrange(1, 40)]
+        else:
+            changed[at : at + 4] = rng.choice(
+                (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\x80\0\0\0")
+            )
+    return bytes(changed)
+
+
+def image(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(FRAME).save(buffer, kind)
+    return buffer.getvalue()
+
+
+EXPECTED = (SinewError, zmtp.ZmtpError, protocol.ClientError)
+
+
+def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
+    """Return name -> (a good message, what reads it)."""
+    native, groot = NativeCodec(), GrootCodec()
+    native.spec, native.padded_state_dim, native.padded_action_dim = SPEC, 2, 2
+    groot.names = Names.of(SPEC)
+
+    def read_native(data: bytes) -> object:
+        header = native.peek(memoryview(data))
+        if header.error is not None:
+            raise header.error
+        return native.decode(data)
+
+    def read_groot(data: bytes) -> object:
+        header = groot.peek(memoryview(data))
+        if header.error is not None:
+            raise header.error
+        if header.endpoint != "get_action":
+            return header
+        return [decode(PixelBudget()) for decode in groot.decoders(header, memoryview(data))]
+
+    def read_zmtp(data: bytes) -> object:
+        framing = zmtp.Framing(1 << 16)
+        found = []
+        while data:
+            room = framing.room()
+            part = data[: len(room)]
+            room[: len(part)] = part
+            framing.take(len(part))
+            data = data[len(part) :]
+            while (message := framing.next()) is not None:
+                found.append(message)
+        return found
+
+    ready = frame(b"\x05READY\x0bSocket-Type\0\0\0\x03REQ", 4)
+    picture = {"__numpy__": base64.b64encode(FRAME.tobytes()).decode(), "dtype": "|u1", "shape": [48, 64, 3]}
+    body = {"images": {"front": picture}, "state": [0, 0], "prompt": "go", "session": "a", "deadline_ms": 5}
+    flat = {"images": {"front": FRAME}, "state": np.zeros(2), "prompt": "go", "seed": 1}
+    nested = {
+        "endpoint": "get_action",
+        "data": {
+            "observation": {
+                "video": {"front": {"__ndarray_class__": True, "as_npy": dump_npy(FRAME[None, None])}},
+                "state": {
+                    "state": {"__ndarray_class__": True, "as_npy": dump_npy(np.zeros((1, 1, 2), np.float32))}
+                },
+                "language": {"annotation.human.task_description": [["go"]]},
+            },
+            "options": {"seed": 1},
+        },
+    }
+    return {
+        "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
+        "native": (request(1, session="arm", seed=3, deadline_ms=5), read_native),
+        "openpi": (pack(flat), lambda data: openpi.observation(openpi.read(data), SPEC)),
+        "http": (json.dumps(body).encode(), lambda data: http.observation(http.read(data, http.JSON), SPEC)),
+        "act": (
+            json.dumps({"full_image": picture, "instruction": "go", "state": [0, 0]}).encode(),
+            lambda data: http.act_observation(http.read_act(data), SPEC),
+        ),
+        "groot": (msgpack.packb(nested), read_groot),
+        "lerobot": (
+            as_lerobot(
+                theirs.TimedObservation(1.0, 3, {"a": 0.5, "b": 1.0, "top": FRAME, "task": "go"}, True)
+            ),
+            read_observation,
+        ),
+        "npy": (dump_npy(np.array(["go", "on"])), lambda data: load_npy("x", memoryview(data))),
+        "pickle": (
+            pickle.dumps({"a.pos": 1.5, "task": "go", "n": [1, 2, (3,)]}, 4),
+            lambda data: load_pickle(data, {}),
+        ),
+        "jpeg": (image("JPEG"), lambda data: compressed_frame("f", data, PixelBudget())),
+        "png": (image("PNG"), lambda data: compressed_frame("f", data, PixelBudget())),
+        "reply": (
+            protocol.schema.PredictResponse(
+                request_id=1, actions=[0.0] * 6, horizon=3, dim=2
+            ).SerializeToString(),
+            lambda data: protocol.decode_chunk(protocol.decode_reply(data, 1)),
+        ),
+    }
+
+
+# ----------------------------------------------------------------------------- values
+
+
+def replaced(record: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Return a copy with a few values of other kinds, sizes and signs, arrays among them."""
+    found: dict[str, Any] = mutate_record(record, rng, rng.choice((1, 1, 2, 3)))
+    for key in list(found):
+        if rng.random() < 0.03:
+            found[key] = odd_array(rng)
+        elif isinstance(found[key], dict) and found[key] and rng.random() < 0.2:
+            found[key][rng.choice(list(found[key]))] = odd_array(rng)
+    return found
+
+
+def odd_array(rng: random.Random) -> np.ndarray:
+    """Return an array of any kind of numbers, of few elements, of a shape with zeros or many axes at times."""
+    kind = rng.choice(("u1", "i1", "<i8", ">f4", "f2", "f4", "f8", "?", "U3", "S2", "u8", "c8"))
+    shape = rng.choice(
+        ((), (0,), (2,), (3,), (1, 2), (48, 64, 3), (3, 48, 64), (1, 0, 3), (2,) * 6, (0, 9, 3))
+    )
+    made = np.zeros(shape, kind)
+    if made.dtype.kind in "fc" and made.size:
+        with np.errstate(over="ignore"):
+            made.flat[rng.randrange(made.size)] = rng.choice((np.nan, np.inf, -1.0, 1e30, 65504))
+    return made
+
+
+def values() -> dict[str, Callable[[random.Random], object]]:
+    """Return name -> what makes a hostile record, writes it as a message, reads it, and prepares it as a server does."""
+    policy = load(PEN, engine="eager", threads=1)
+    spec, processor = policy.spec, policy.processor
+    safety, codec = Safety(processor), GrootCodec()
+    codec.names = Names.of(spec)
+    frames = {each.name: np.zeros((48, 64, 3), np.uint8) for each in spec.cameras}
+    state = [0.0] * spec.state.dim
+    beside = {"seed": 1, "solver_steps": 1, "session": "a", "time": 12.5, "deadline_ms": 5.0}
+    rows = np.zeros((3, spec.action.dim), np.float32)
+    chunk = {"previous": rows, "delay": 1, "horizon": 2, "rtc": "guided", "beta": 1.0}
+    noise = {"noise": np.zeros(spec.noise_shape, np.float32)}
+    plain = {"images": frames, "state": state, "prompt": "go", **beside, **chunk, **noise}
+    pictures = {
+        name: {"__numpy__": base64.b64encode(FRAME.tobytes()).decode(), "dtype": "|u1", "shape": [48, 64, 3]}
+        for name in frames
+    }
+    joints = [f"joint{number}.pos" for number in range(spec.state.dim)]
+    features = {
+        "observation.state": {"dtype": "float32", "shape": [len(joints)], "names": joints},
+        **{
+            f"observation.images.{name}": {"dtype": "image", "shape": [48, 64, 3], "names": ["height"]}
+            for name in frames
+        },
+    }
+    asked = {
+        "policy_type": spec.architecture,
+        "pretrained_name_or_path": spec.name,
+        "lerobot_features": features,
+        "actions_per_chunk": 3,
+    }
+    agreement = agree(RemotePolicyConfig(**asked), spec)
+    raw = {**dict.fromkeys(joints, 0.5), **frames, "task": "go"}
+
+    def ready(observation: Observation) -> object:
+        """What the decode thread does with it, and the checks of the reply."""
+        safety.check(observation)
+        prepared = processor.prepare(observation)
+        actions = np.zeros((spec.chunk_size, spec.action.dim), np.float32)
+        return prepared, safety.enforce(ActionChunk(actions, seed=1), observation)
+
+    def openpi_values(rng: random.Random) -> object:
+        return ready(openpi.observation(openpi.read(written(replaced(plain, rng))), spec))
+
+    def http_values(rng: random.Random) -> object:
+        record = {
+            "images": pictures,
+            "state": state,
+            "prompt": "go",
+            **beside,
+            **chunk,
+            "previous": rows.tolist(),
+        }
+        record = mutate_record(record, rng, rng.choice((1, 1, 2, 3)))
+        return ready(http.observation(http.read(json.dumps(record).encode(), http.JSON), spec))
+
+    def act_values(rng: random.Random) -> object:
+        first, second = pictures.values()
+        record = {"full_image": first, "wrist_image": second, "instruction": "go", "state": state}
+        record = mutate_record(record, rng, rng.choice((1, 1, 2)))
+        return ready(http.act_observation(http.read_act(json.dumps(record).encode()), spec))
+
+    def groot_values(rng: random.Random) -> object:
+        nested = {
+            "endpoint": "get_action",
+            "data": {
+                "observation": {
+                    "video": {name: frame[None, None] for name, frame in frames.items()},
+                    "state": {"state": np.array(state, np.float32)[None, None]},
+                    "language": {"annotation.human.task_description": [["go"]]},
+                },
+                "options": {"seed": 1, **chunk},
+            },
+        }
+        record = mutate_record(nested, rng, rng.choice((1, 1, 2, 3)))
+        if rng.random() < 0.3:
+            with contextlib.suppress(KeyError, TypeError):
+                record["data"]["observation"][rng.choice(("video", "state"))] = {"state": odd_array(rng)}
+        payload = memoryview(written(record, as_npy))
+        header = codec.peek(payload)
+        if header.error is not None:
+            raise header.error
+        return [
+            ready(decode(PixelBudget()))
+            for decode in (codec.decoders(header, payload) if header.endpoint == "get_action" else ())
+        ]
+
+    def native_values(rng: random.Random) -> object:
+        record = replaced(plain, rng)
+        payload = protocol.encode_infer(record, 1)
+        native = NativeCodec()
+        native.spec, native.padded_state_dim, native.padded_action_dim = spec, spec.state.dim, spec.action.dim
+        header = native.peek(memoryview(payload))
+        if header.error is not None:
+            raise header.error
+        return ready(native.decode(payload))
+
+    def lerobot_values(rng: random.Random) -> object:
+        if rng.random() < 0.5:
+            record = as_lerobot(theirs.RemotePolicyConfig(**{**asked, **plain_values(replaced(asked, rng))}))
+            return agree(read_policy_config(mutate(rng, record) if rng.random() < 0.2 else record), spec)
+        moment = {"timestamp": 1.0, "timestep": 3, "observation": raw, "must_go": True}
+        record = as_lerobot(theirs.TimedObservation(**{**moment, **plain_values(replaced(moment, rng))}))
+        timed = read_observation(mutate(rng, record) if rng.random() < 0.2 else record)
+        return ready(lerobot_observation(timed, agreement))
+
+    def plain_values(record: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in record.items() if key in asked or key in ("timestamp", *moments)}
+
+    moments = ("timestep", "observation", "must_go")
+
+    local = {key: value for key, value in plain.items() if key != "deadline_ms"}
+
+    def observations(rng: random.Random) -> object:
+        return ready(Observation.from_mapping(replaced(local, rng)))
+
+    return {
+        "openpi values": openpi_values,
+        "http values": http_values,
+        "act values": act_values,
+        "groot values": groot_values,
+        "native values": native_values,
+        "lerobot values": lerobot_values,
+        "observations": observations,
+    }
+
+
+class Unwritable(SinewError):
+    """A record that the protocol cannot carry."""
+
+
+def as_npy(array: np.ndarray) -> dict[str, Any]:
+    """As GR00T's clients write arrays."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(type(array).__name__)
+    return {"__ndarray_class__": True, "as_npy": dump_npy(array)}
+
+
+def as_openpi(array: np.ndarray) -> dict[bytes, Any]:
+    """As openpi's clients write arrays."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(type(array).__name__)
+    return {
+        b"__ndarray__": True,
+        b"data": array.tobytes(),
+        b"dtype": array.dtype.str,
+        b"shape": array.shape,
+    }
+
+
+def written(record: Any, array: Callable[[np.ndarray], dict[Any, Any]] = as_openpi) -> bytes:
+    """Return msgpack of a record with arrays."""
+    try:
+        return bytes(msgpack.packb(record, default=array))
+    except (OverflowError, ValueError, TypeError) as error:
+        raise Unwritable(str(error)) from None

@@ -1,0 +1,105 @@
+"""Runs one input after the other and keeps what they cost: seconds of the processor, and memory above what the process had before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+PEAK = b"5"  # resets the peak of resident memory, see proc(5)
+SLOW_S = 10.0  # an input that computes for longer is a finding
+
+
+class Memory:
+    """Bytes of this process, as Linux counts them: now, and at most since the last ``reset``."""
+
+    def __init__(self) -> None:
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._clear: int | None = None
+        with contextlib.suppress(
+            OSError
+        ):  # not allowed everywhere; peaks are those of all inputs before, then
+            self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+
+    def now(self) -> int:
+        return self._read(b"VmRSS:")
+
+    def peak(self) -> int:
+        return self._read(b"VmHWM:")
+
+    def reset(self) -> int:
+        """Forget the peak; return what the process has now."""
+        if self._clear is not None:
+            os.pwrite(self._clear, PEAK, 0)
+        return self.now()
+
+    def _read(self, name: bytes) -> int:
+        text = os.pread(self._status, 4096, 0)
+        return int(text[text.index(name) :].split(None, 2)[1]) << 10
+
+
+@dataclass
+class Kind:
+    """What the inputs of one fuzzer did. unexpected: by exception, with the number of the first."""
+
+    name: str
+    taken: int = 0
+    refused: int = 0
+    unexpected: Counter[str] = field(default_factory=Counter)
+    slowest: tuple[float, int] = (0.0, -1)  # seconds of the processor, number
+    largest: tuple[int, int] = (0, -1)  # bytes, number
+    seconds: float = 0.0
+    grown: int = 0
+
+    def row(self) -> str:
+        """Return a row of the table."""
+        inputs = self.taken + self.refused + self.unexpected.total()
+        return (
+            f"| {self.name} | {inputs:,} | {self.taken:,} | {self.refused:,} | {self.unexpected.total()} |"
+            f" {1e3 * self.slowest[0]:.0f} ms | {self.largest[0] / (1 << 20):.0f} MiB |"
+            f" {self.grown / (1 << 20):+.0f} MiB |"
+        )
+
+
+HEAD = (
+    "| fuzzer | inputs | taken | refused | unexpected | slowest | most memory of one | the process grew by |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def measure(
+    name: str, case: Callable[[int], object], numbers: range, expected: tuple[type[BaseException], ...]
+) -> Kind:
+    """Run inputs by number. Every one ends in a value or in an expected exception; the rest is printed."""
+    kind = Kind(name)
+    memory = Memory()
+    begun, before = time.perf_counter(), memory.now()
+    for number in numbers:
+        here = memory.reset()
+        start = time.process_time()
+        try:
+            case(number)
+            kind.taken += 1
+        except expected:
+            kind.refused += 1
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - that is what is looked for
+            _tell(kind, number, f"{type(error).__name__}: {str(error)[:160]}")
+        seconds = time.process_time() - start
+        if seconds > SLOW_S:
+            _tell(kind, number, f"{seconds:.0f} s")
+        kind.slowest = max(kind.slowest, (seconds, number))
+        kind.largest = max(kind.largest, (memory.peak() - here, number))
+    kind.seconds, kind.grown = time.perf_counter() - begun, memory.now() - before
+    return kind
+
+
+def _tell(kind: Kind, number: int, text: str) -> None:
+    short = text[:60]
+    kind.unexpected[short] += 1
+    if kind.unexpected[short] == 1:
+        print(f"  {kind.name}, number {number}: {text}", flush=True)
