@@ -1,7 +1,7 @@
 """Mutated messages for every decoder of the server and the client, and hostile values for what stands behind them.
 
-Each input is a good message with a few bytes changed, cut, doubled or moved, or a good record with values of other kinds
-and sizes, written as a message. What may come out is a value, or one of ``EXPECTED``.
+Each input is a good message with a few bytes changed, cut, doubled or moved, or a good record with values of
+other kinds and sizes, written as a message. What may come out is a value, or one of ``EXPECTED``.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def odd_array(rng: random.Random) -> np.ndarray:
 
 
 def values() -> dict[str, Callable[[random.Random], object]]:
-    """Return name -> what makes a hostile record, writes it as a message, reads it, and prepares it as a server does."""
+    """Return name -> what writes a hostile record as a message, reads it, and prepares it as a server does."""
     policy = load(PEN, engine="eager", threads=1)
     spec, processor = policy.spec, policy.processor
     safety, codec = Safety(processor), GrootCodec()
@@ -312,7 +312,7 @@ def values() -> dict[str, Callable[[random.Random], object]]:
     }
 
 
-class Unwritable(SinewError):
+class UnwritableError(SinewError):
     """A record that the protocol cannot carry."""
 
 
@@ -340,4 +340,4 @@ def written(record: Any, array: Callable[[np.ndarray], dict[Any, Any]] = as_open
     try:
         return bytes(msgpack.packb(record, default=array))
     except (OverflowError, ValueError, TypeError) as error:
-        raise Unwritable(str(error)) from None
+        raise UnwritableError(str(error)) from None

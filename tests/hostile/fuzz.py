@@ -2,9 +2,9 @@
 
     python -m tests.hostile.fuzz --decoders 50000 --sockets 20000 --files 5000 --seed 1
 
-A million inputs take about an hour of one core. Every input ends in a value or in an error of this project; what does not
-is printed with the number that makes it again (``--only NAME --first NUMBER --decoders 1``), and the exit code is 1. The
-table says how long the slowest input took and how much memory the greediest one had at its peak.
+A million inputs take about an hour of one core. Every input ends in a value or in an error of this project; what
+does not is printed with the number that makes it again (``--only NAME --first NUMBER --decoders 1``), and the exit
+code is 1. The table has the processor's time of the slowest input, and the memory of the greediest at its peak.
 """
 
 from __future__ import annotations

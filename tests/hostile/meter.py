@@ -1,4 +1,4 @@
-"""Runs one input after the other and keeps what they cost: seconds of the processor, and memory above what the process had before."""
+"""Runs one input after the other and keeps what they cost: seconds of the processor, and memory at its peak."""
 
 from __future__ import annotations
 
