@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sinew.bundle import Bundle, write_bundle
@@ -19,10 +21,13 @@ from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.read.files import read_bytes
 from sinew.core import BundleError, CameraSpec, ConvertError, SinewError
+from sinew.engine.onnx.engine import _open, _table
+from sinew.engine.onnx.graphs import GraphSet
 from sinew.policy import load
 from sinew.processing.tokenizer import open_tokenizer
 from tests.bundle.test_bundle import sources
 from tests.hostile import files
+from tests.hostile.mutate import mutate_bytes, mutate_record
 
 CASE = "smolvla-2cam"
 
@@ -40,7 +45,6 @@ PARTS = {"manifests": files.Manifests, "recipes": files.Recipes, "headers": file
         "vla.cpp files",
         *PARTS,
         "low-bit weights",
-        "exported folders",
         "records",
         "torch files",
     ],
@@ -56,6 +60,30 @@ def test_every_input_is_a_policy_or_an_error(golden, smolvla_bundle, pi_bundle, 
     for number in range(20):
         with contextlib.suppress(SinewError):
             run(random.Random(f"{kind} {number}"))
+
+
+def test_folders_of_graphs(tmp_path):
+    """Without an export, which takes a minute: the record, the tables and the graphs one by one."""
+    good = GraphSet("smolvla", 2, ("a", "b"), (10,), (), {"head": "int8"}, "", 8)
+    good.save(tmp_path)
+    assert GraphSet.load(tmp_path) == good
+    record = json.loads((tmp_path / "graphs.json").read_text())
+    rng = random.Random(1)
+    for _ in range(300):
+        (tmp_path / "graphs.json").write_text(json.dumps(mutate_record(record, rng, 2)))
+        with contextlib.suppress(BundleError):
+            GraphSet.load(tmp_path)
+    table = io.BytesIO()
+    np.save(table, np.zeros((10, 4), np.float32))
+    for number in range(100):
+        (tmp_path / "moments-10.npy").write_bytes(mutate_bytes(table.getvalue(), random.Random(number), 200))
+        with contextlib.suppress(BundleError):
+            _table(tmp_path / "moments-10.npy", 10)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    for content in (b"", b"\x08\x07garbage", b"\0" * 100):
+        (tmp_path / "step.onnx").write_bytes(content)
+        with pytest.raises(BundleError, match="step.onnx: ONNX Runtime cannot open it"):
+            _open(onnxruntime, tmp_path / "step.onnx", None, ["CPUExecutionProvider"])
 
 
 # ----------------------------------------------------------------------------- files that are no files
