@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from sinew.bundle.schema import from_builtins
+from sinew.bundle.schema import from_json
 from sinew.core import BundleError
 
 STAGES = ("vision", "read", "step")
@@ -46,7 +46,7 @@ class GraphSet:
         if not isinstance(written, dict) or written.get("format") != FORMAT:
             found = written.get("format") if isinstance(written, dict) else type(written).__name__
             raise BundleError(f"{path}: format {found!r}, expected {FORMAT}: export again")
-        graphs: GraphSet = from_builtins(written, cls, str(path))
+        graphs: GraphSet = from_json(text, cls, str(path))
         for number in (graphs.views, graphs.bits, *graphs.steps):
             if not 0 <= number <= MOST:
                 raise BundleError(f"{path}: expected whole numbers from 0 to {MOST}, got {number}")
