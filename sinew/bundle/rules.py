@@ -172,7 +172,7 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
         and prompt.template.count("{state}") <= 4,
         "processing.prompt: image_text or image_tokens out of range": 0 <= prompt.image_tokens <= MAX_SIZE
         and len(prompt.image_text) <= 64
-        and prompt.template.count("{image}") <= 16
+        and prompt.image_tokens * prompt.template.count("{image}") <= MAX_SIZE
         and -1 <= prompt.placeholder < prompt.vocab_size,
         "processing.prompt: marker or markers out of range": 0 <= prompt.markers <= MAX_SIZE
         and -1 <= prompt.marker < prompt.vocab_size,

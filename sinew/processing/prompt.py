@@ -83,7 +83,10 @@ class Prompter:
 
     def check_tokens(self, tokens: object, name: str = "tokens") -> np.ndarray:
         """Ids from a client that tokenises itself, checked: int64 [L]."""
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except ValueError:
+            raise ObservationError(name, "a vector of integers", "a ragged sequence") from None
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ObservationError(name, "a vector of integers", f"{array.dtype} {list(array.shape)}")
         limit = self.recipe.max_tokens

@@ -299,7 +299,8 @@ def values() -> dict[str, Callable[[random.Random], object]]:
     local = {key: value for key, value in plain.items() if key != "deadline_ms"}
 
     def observations(rng: random.Random) -> object:
-        return ready(Observation.from_mapping(replaced(local, rng)))
+        given = {**local, "prompt": "", "tokens": [1, 2, 3]} if rng.random() < 0.3 else local
+        return ready(Observation.from_mapping(replaced(given, rng)))
 
     return {
         "openpi values": openpi_values,

@@ -70,8 +70,8 @@ def main() -> int:
             for name, make in files.makers(FIXTURES, Path(work)).items():
                 if not given.only or name in given.only:
                     go(name, make(), given.files, files.EXPECTED)
-    total = sum(each.taken + each.refused + each.unexpected.total() for each in found)
-    bad = sum(each.unexpected.total() for each in found)
+    total = sum(each.inputs for each in found)
+    bad = sum(each.bad for each in found)
     print(f"{total:,} inputs, {bad} unexpected, {sum(each.seconds for each in found):.0f} s")
     return int(bool(bad))
 

@@ -49,16 +49,24 @@ class Kind:
     taken: int = 0
     refused: int = 0
     unexpected: Counter[str] = field(default_factory=Counter)
+    slow: int = 0  # beside what else they did
     slowest: tuple[float, int] = (0.0, -1)  # seconds of the processor, number
     largest: tuple[int, int] = (0, -1)  # bytes, number
     seconds: float = 0.0
     grown: int = 0
 
+    @property
+    def inputs(self) -> int:
+        return self.taken + self.refused + self.unexpected.total()
+
+    @property
+    def bad(self) -> int:
+        return self.unexpected.total() + self.slow
+
     def row(self) -> str:
         """Return a row of the table."""
-        inputs = self.taken + self.refused + self.unexpected.total()
         return (
-            f"| {self.name} | {inputs:,} | {self.taken:,} | {self.refused:,} | {self.unexpected.total()} |"
+            f"| {self.name} | {self.inputs:,} | {self.taken:,} | {self.refused:,} | {self.bad} |"
             f" {1e3 * self.slowest[0]:.0f} ms | {self.largest[0] / (1 << 20):.0f} MiB |"
             f" {self.grown / (1 << 20):+.0f} MiB |"
         )
@@ -91,7 +99,8 @@ def measure(
             _tell(kind, number, f"{type(error).__name__}: {str(error)[:160]}")
         seconds = time.process_time() - start
         if seconds > SLOW_S:
-            _tell(kind, number, f"{seconds:.0f} s")
+            kind.slow += 1
+            print(f"  {kind.name}, number {number}: {seconds:.0f} s of the processor", flush=True)
         kind.slowest = max(kind.slowest, (seconds, number))
         kind.largest = max(kind.largest, (memory.peak() - here, number))
     kind.seconds, kind.grown = time.perf_counter() - begun, memory.now() - before

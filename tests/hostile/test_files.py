@@ -158,6 +158,18 @@ def test_links_to_regular_files_are_followed(checkpoint, tmp_path):
         assert file.read(1) == b"{"
 
 
+def test_pictures_of_any_size_are_not_written_out_as_tokens(golden, tmp_path):
+    """The text of 4 million image tokens took half a minute and 4 GB."""
+    shutil.copytree(golden / "groot-n17" / "vlm", tmp_path / "vlm", copy_function=shutil.copyfile)
+    file = tmp_path / "vlm" / "preprocessor_config.json"
+    record = json.loads(file.read_text())
+    record["size"] = {"shortest_edge": 1 << 31, "longest_edge": 1 << 32}
+    file.write_text(json.dumps(record))
+    _case, root, options = files.FAMILIES["checkpoints of GR00T"][0]
+    with pytest.raises(ConvertError, match="image tokens: expected at most 8192 of all views"):
+        convert(golden / "groot-n17" / root, tmp_path / "o.gguf", **{**options, "vlm": tmp_path / "vlm"})
+
+
 def test_planted_links_are_not_written_through(checkpoint, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")

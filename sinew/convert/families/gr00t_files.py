@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.families.gr00t_vectors import Modalities, Vectors
@@ -329,6 +329,8 @@ def token_prompt(
 
     placeholder: the id of the token that stands for one image token.
     """
+    if (count := image_tokens * template.count("{image}")) > MAX_SIZE:
+        raise ConvertError(f"image tokens: expected at most {MAX_SIZE} of all views, got {count}")
     image_text = tokenizer.token_text(placeholder)
     fixed = tokenizer.encode(template.replace("{image}", image_text * image_tokens).replace("{prompt}", ""))
     return PromptRecipe(
