@@ -216,18 +216,13 @@ def _open(ort: Any, path: Path, options: Any, providers: Sequence[str]) -> Any:
 
 
 def _table(path: Path, steps: int) -> np.ndarray:
-    """Return the moments of so many steps, [steps, width]. Raises :class:`BundleError`."""
+    """Return the moments of so many steps, [steps, ...]. Raises :class:`BundleError`."""
     try:
         table: np.ndarray = np.load(path, allow_pickle=False)
     except Exception as error:  # noqa: BLE001 - numpy reads the head as Python, with what errors that has
         raise BundleError(f"{path}: expected the table of an export, got {error!r:.300}") from None
-    if (
-        not isinstance(table, np.ndarray)
-        or table.ndim != 2
-        or len(table) != steps
-        or table.dtype != np.float32
-    ):
-        raise BundleError(f"{path}: expected float32 of shape [{steps}, width]")
+    if not isinstance(table, np.ndarray) or table.dtype != np.float32 or table.shape[:1] != (steps,):
+        raise BundleError(f"{path}: expected float32 of shape [{steps}, ...]")
     return table
 
 
