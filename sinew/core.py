@@ -207,7 +207,8 @@ class Observation:
     state:  float32 [D] in world units.
     prompt: the instruction. ``tokens`` (int [L]) replaces it for clients that tokenise themselves.
     noise:  float32 [H, noise_dim] start of the solver; drawn from ``seed`` when absent.
-    time:   when the observation was taken, seconds of the client's clock; echoed, never interpreted.
+    time:   when the observation was taken, seconds of the client's clock; echoed, and compared with the server's
+            clock only where that was started with ``--max-age``.
 
     Real-time chunking, where a running chunk is to be continued (docs/control.md):
     previous: float32 [R, action_dim] in world units, the rows of the running chunk from this frame on. Row 0

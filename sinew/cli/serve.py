@@ -51,6 +51,7 @@ class Bounds:
         action_limits: what happens to actions far outside of the policy's statistics: refuse, clamp or off.
         action_margin: how far that is, in half widths of the statistics' range from its middle.
         state_margin: the same for states, which are refused.
+        max_age: seconds; observations whose `time` (Unix seconds) is longer ago are refused, and so are their answers.
         allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
     """
 
@@ -61,6 +62,7 @@ class Bounds:
     action_limits: Literal["refuse", "clamp", "off"] = "refuse"
     action_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 10.0
     state_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0
+    max_age: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
 
 
@@ -228,7 +230,8 @@ def _load_and_run(
         safety = None  # what a recording holds was sent to a robot before
         if isinstance(policy, Policy):
             logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
-            safety = Safety(policy.processor, bounds.action_limits, bounds.action_margin, bounds.state_margin)
+            limits = bounds.action_limits, bounds.action_margin, bounds.state_margin, bounds.max_age
+            safety = Safety(policy.processor, *limits)
             about["policy"]["action"]["limits"] = safety.limits()
         service = Service(
             scheduler,

@@ -117,6 +117,8 @@ class Processor:
         normalized = self.state_normalizer.normalize(state)
         tokens = self._tokens(observation, normalized)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
+        if observation.time is not None:  # it is echoed, and JSON has no word for infinity
+            _vector(observation.time, "time", (), np.float64)
         fixed = self.spec.solver.fixed_steps
         _integer(observation.solver_steps, "solver_steps", fixed or 1, fixed or MAX_SOLVER_STEPS)
         check_continuation(observation, self.spec)

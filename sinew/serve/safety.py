@@ -7,6 +7,7 @@ meant. Joint limits, speeds and distances are the robot's own business (``sinew_
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +36,11 @@ class UnsafeActionError(SinewError):
 
 
 class Safety:
-    """mode: what happens to actions beyond the limits. action_margin, state_margin: half widths from the centre."""
+    """mode: what happens to actions beyond the limits. action_margin, state_margin: half widths from the centre.
+
+    max_age: seconds; an older observation is refused, before it is computed and again before its actions are sent, if
+    it says when it was taken. That is then ``time.time()`` of a clock that agrees with this machine's. None: any age.
+    """
 
     def __init__(
         self,
@@ -43,12 +48,13 @@ class Safety:
         mode: str = "refuse",
         action_margin: float = ACTION_MARGIN,
         state_margin: float = STATE_MARGIN,
+        max_age: float | None = None,
     ):
         if mode not in MODES:
             raise SinewError(f"action limits: expected one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
         self._spec, self._recipe = processor.spec, processor.recipe
-        self._state_margin = state_margin
+        self._state_margin, self._max_age = state_margin, max_age
         self._state_centre, self._state_half = ranges(processor.state_normalizer)
         centre, half = ranges(processor.action_normalizer)
         self._action_low, self._action_high = centre - action_margin * half, centre + action_margin * half
@@ -60,7 +66,8 @@ class Safety:
 
     def check(self, observation: Observation) -> tuple[str, ...]:
         """Return warnings about a state unlike those of the training data. Raises ObservationError for one that cannot
-        be meant, or such noise. What has no form is left to the policy's own check."""
+        be meant, or such noise, and for what is too old. What has no form is left to the policy's own check."""
+        self._check_age(observation)
         noise = _numbers(observation.noise)
         if noise is not None:
             largest = float(np.abs(noise).max(initial=0))
@@ -85,7 +92,9 @@ class Safety:
         return ()
 
     def enforce(self, chunk: ActionChunk, observation: Observation) -> ActionChunk:
-        """Return the chunk, its actions within the limits. Raises UnsafeActionError."""
+        """Return the chunk, its actions within the limits. Raises UnsafeActionError, or ObservationError for one that
+        grew too old meanwhile."""
+        self._check_age(observation)
         state = self._state(observation)
         if self.mode == "off" or state is None:
             return chunk
@@ -130,6 +139,17 @@ class Safety:
             name: [float(x) if np.isfinite(x) else None for x in values]
             for name, values in (("low", low), ("high", high))
         }
+
+    def _check_age(self, observation: Observation) -> None:
+        """Raise ObservationError for an observation of long ago, or of a clock that goes before this one."""
+        taken = _numbers(observation.time)
+        if self._max_age is None or taken is None or taken.ndim:
+            return
+        age = time.time() - float(taken)
+        if not -self._max_age <= age <= self._max_age:  # NaN too
+            expected = f"Unix seconds of the last {self._max_age:g} s (--max-age)"
+            when = f"{age:.3f} s ago" if age >= 0 else f"{-age:.3f} s from now; the clocks disagree"
+            raise ObservationError("time", expected, when)
 
     def _state(self, observation: Observation) -> np.ndarray | None:
         """The state in the units of the training data; None where it is no state."""

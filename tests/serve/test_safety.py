@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,6 +96,39 @@ def test_actions_beyond_the_limits(policy, value):
     assert np.abs(clamped.actions).max() < 1e4
     assert "clamped" in clamped.warnings[0]
     assert Safety(policy.processor, "off").enforce(chunk, observation) is chunk
+
+
+def test_old_observations_are_refused_before_and_after(policy, monkeypatch):
+    """The age counts where the client gives it, on the server's clock, until the answer leaves."""
+    now = [1e9]
+    monkeypatch.setattr("sinew.serve.safety.time", SimpleNamespace(time=lambda: now[0]))
+    safety, plain = Safety(policy.processor, max_age=2.0), policy.dummy_observation()
+    chunk = ActionChunk(np.zeros((policy.spec.chunk_size, policy.spec.action.dim), np.float32))
+    assert safety.check(plain) == ()  # it does not say
+    fresh = replace(plain, time=now[0] - 1.5)
+    safety.check(fresh)
+    assert safety.enforce(chunk, fresh) is chunk
+    for taken, text in (
+        (now[0] - 3600, r"time: expected Unix seconds of the last 2 s \(--max-age\), got 3600.000 s ago"),
+        (now[0] + 3600, "3600.000 s from now; the clocks disagree"),
+        (12.5, "s ago"),  # seconds since the robot's program began
+        (float("inf"), "from now"),
+        (float("nan"), "time: expected"),
+    ):
+        with pytest.raises(ObservationError, match=text):
+            safety.check(replace(plain, time=taken))
+    now[0] += 1.0  # it waited, and was computed
+    with pytest.raises(ObservationError, match=r"2\.500 s ago"):
+        safety.enforce(chunk, fresh)
+    Safety(policy.processor).check(replace(plain, time=12.5))  # nobody asked
+
+
+def test_a_time_that_is_none(policy):
+    """It is echoed on wires of JSON, which has no infinity."""
+    for taken in (float("nan"), float("inf"), "now", [1.0, 2.0], 1j):
+        with pytest.raises(ObservationError, match="time: expected"):
+            policy.processor.check(replace(policy.dummy_observation(), time=taken))
+    policy.processor.check(replace(policy.dummy_observation(), time=np.float64(12.5)))
 
 
 def test_the_service_enforces_them():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import selectors
 import threading
 import time
@@ -13,19 +14,25 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
 from sinew_client import Client, ConnectionLost, ServerError, protocol, schema
+from websockets.sync.client import connect as websocket
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.serve.decode.array import pack
 from sinew.serve.quiet import BURST, Quiet
 from sinew.serve.request import DeadlineError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
 from sinew.serve.turns import Turns
-from tests.serve.puppet import GOOD, WAIT_S, Puppet, desk, request, until
+from tests.serve.groot_client import decode_npy, encode_npy
+from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, request, until
+from tests.serve.test_bounded_work import body, post
 from tests.serve.test_server import raw_socket
 
 
@@ -381,10 +388,44 @@ def test_names_of_sessions_are_short():
         assert at.service.metrics.sessions == 1
 
 
-def test_warnings_travel():
-    with desk(("native", "web")) as at, client(at) as robot:
-        assert robot.infer({**GOOD, "prompt": "dark"}).warnings == ("it is dark",)
-        assert robot.infer(GOOD).warnings == ()
+def on_native(at: SimpleNamespace, prompt: str) -> list[str]:
+    with client(at) as robot:
+        return list(robot.infer({**GOOD, "prompt": prompt}).warnings)
+
+
+def on_http(at: SimpleNamespace, prompt: str) -> list[str]:
+    status, answer, _headers = post(at.web, body(prompt=prompt))
+    assert status == 200
+    return json.loads(answer)["warnings"]
+
+
+def on_openpi(at: SimpleNamespace, prompt: str) -> list[str]:
+    with websocket(at.web) as robot:
+        robot.recv(WAIT_S)
+        robot.send(pack({**GOOD, "prompt": prompt}))
+        return msgpack.unpackb(robot.recv(WAIT_S)).get("warnings", [])
+
+
+def on_groot(at: SimpleNamespace, prompt: str) -> list[str]:
+    observation = {
+        "video": {"front": FRAME[None, None]},
+        "state": {"state": np.zeros((1, 1, 2), np.float32)},
+        "language": {"annotation.human.task_description": [[prompt]]},
+    }
+    request = {"endpoint": "get_action", "data": {"observation": observation}}
+    with raw_socket(at.groot, zmq.REQ) as robot:
+        robot.send(msgpack.packb(request, default=encode_npy))
+        assert robot.poll(1e3 * WAIT_S)
+        _actions, about = msgpack.unpackb(robot.recv(), object_hook=decode_npy)
+        return about.get("warnings", [])
+
+
+@pytest.mark.parametrize("ask", [on_native, on_http, on_openpi, on_groot])
+def test_warnings_travel(ask):
+    """What a chunk was computed without, and strange states, are told on every wire that has a place for it."""
+    with desk(("native", "groot", "web")) as at:
+        assert ask(at, "dark") == ["it is dark"]
+        assert ask(at, "go") == []
 
 
 def test_an_attack_does_not_fill_the_log(caplog):
