@@ -29,7 +29,7 @@ from sinew.serve.decode.npy import dump_npy, load_npy
 from sinew.serve.decode.pickle.machine import load as load_pickle
 from sinew.serve.safety import Safety
 from sinew.serve.transport import zmtp
-from sinew.serve.wires import http, openpi
+from sinew.serve.wires import evo1, http, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.groot.names import Names
 from sinew.serve.wires.lerobot.keys import agree
@@ -126,7 +126,16 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
             "options": {"seed": 1},
         },
     }
+    evo1_message = {
+        "image": [[[[1, 2, 3]] * 3] * 2, [[[0, 0, 0]]]],
+        "image_mask": [1, 0],
+        "state": [0, 0],
+        "action_mask": [[1, 1, 0]],
+        "prompt": "go",
+        "arm_key": "arm",
+    }
     return {
+        "evo1": (json.dumps(evo1_message).encode(), lambda data: evo1.observation(evo1.read(data), SPEC)),
         "zmtp": (GREETING + ready + zmtp.message([b"", request(1)[:300]]), read_zmtp),
         "native": (request(1, session="arm", seed=3, deadline_ms=5), read_native),
         "openpi": (pack(flat), lambda data: openpi.observation(openpi.read(data), SPEC)),

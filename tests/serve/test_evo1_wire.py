@@ -19,8 +19,8 @@ from sinew.policy import load
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.wires import evo1, parse
 from tests.golden import Golden
+from tests.hostile.decoders import mutate, targets
 from tests.models.test_evo1_parity import observation
-from tests.serve.fuzz import mutate, targets
 from tests.serve.puppet import SPEC, WAIT_S, desk
 
 websockets = pytest.importorskip("websockets", reason="the client side needs websockets")
