@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,11 +78,13 @@ class Program:
                 raise SinewError(f"{name}: expected 1 to {LIMITS[name]}, got {value}")
         if engine not in ("eager", "plan"):
             raise SinewError(f"engine {engine!r} is not one of eager, plan")
-        if str(source) in PRESETS:
-            program, dtypes = preset(str(source)), dtypes or PRESET_DTYPE
-        else:
-            program = of_bundle(Path(source))
-        return replace(program, engine=engine).at(cameras, prompt_tokens, chunk, steps).cast(dtypes)
+        shapes = (cameras, prompt_tokens, chunk, steps)
+        if str(source) not in PRESETS:
+            return replace(of_bundle(Path(source)), engine=engine).cast(dtypes).at(*shapes)
+        dtypes = dtypes or PRESET_DTYPE
+        return _of_preset(
+            str(source), shapes, dtypes if isinstance(dtypes, str) else tuple(dtypes.items()), engine
+        )
 
     def at(
         self,
@@ -106,10 +108,7 @@ class Program:
         """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
         if dtypes is None:
             return self
-        precision = by_stage(dtypes)
-        # What reads a weight does not depend on the shapes; the smallest are traced.
-        smallest = trace(self.model, replace(self.shapes, views=1, tokens=1))
-        read_by = {name: calls[0].stage for name, calls in smallest.readers().items()}
+        precision, read_by = by_stage(dtypes), self.read_by
         model = on_meta(self.model)
         state = {}
         for name, tensor in model.state_dict().items():
@@ -118,6 +117,13 @@ class Program:
             state[name] = tensor.to(torch.float32 if wide else stream)
         model.load_state_dict(state, assign=True)
         return replace(self, model=model.requires_grad_(False), precision=precision)
+
+    @cached_property
+    def read_by(self) -> dict[str, str]:
+        """The stage that reads each weight first, by the weight's name. It does not depend on the shapes, so the
+        smallest are traced."""
+        smallest = trace(self.model, replace(self.shapes, views=1, tokens=1))
+        return {name: calls[0].stage for name, calls in smallest.readers().items()}
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -232,6 +238,18 @@ def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
     return Program(name, plan.model, shapes, engine="plan", prepared=plan)
 
 
+@lru_cache(maxsize=8)  # a trace takes seconds, and `needs` and `scenarios` ask for the same programs again
+def _of_preset(
+    name: str,
+    shapes: tuple[int | None, ...],
+    dtypes: str | tuple[tuple[str, str], ...],
+    engine: Engine,
+) -> Program:
+    program = replace(preset(name).cast(dtypes if isinstance(dtypes, str) else dict(dtypes)), engine=engine)
+    return program.at(*shapes)
+
+
+@lru_cache
 def preset(name: str) -> Program:
     """Return a model at full size, from the configuration that its checkpoint carries; weights in fp32.
 

@@ -460,6 +460,6 @@ def test_perf_machines(capsys):
 
 def test_perf_mistakes(capsys):
     assert main(["perf", "run", "nowhere.gguf"]) == 1
-    assert "expected a bundle file or one of" in " ".join(capsys.readouterr().err.split())
+    assert "expected one of smolvla" in " ".join(capsys.readouterr().err.split())
     assert main(["perf", "run", "pi0", "--dtype", "vision="]) == 1
     assert "COMPONENT=FORMAT" in " ".join(capsys.readouterr().err.split())
