@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sinew.convert import convert
+from sinew.policy import load
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -34,6 +36,24 @@ def smolvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
         return out
 
     return make
+
+
+@pytest.fixture(scope="session")
+def exported(
+    smolvla_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Path], Path]:
+    """Copies the first SmolVLA bundle with its ONNX graphs beside it into an empty folder: ``exported(folder)`` returns
+    the bundle's path. An export takes longer than most tests, so it happens once per session."""
+    home = tmp_path_factory.mktemp("exported")
+
+    def copy(folder: Path) -> Path:
+        if not any(home.iterdir()):
+            shutil.copyfile(smolvla_bundle("smolvla-2cam"), home / "policy.gguf")
+            load(home / "policy.gguf", engine="onnx")
+        shutil.copytree(home, folder, dirs_exist_ok=True)
+        return folder / "policy.gguf"
+
+    return copy
 
 
 @pytest.fixture(scope="session")

@@ -35,12 +35,9 @@ STATE = "-0.1,0.2,0,0,0,1"
 
 
 @pytest.fixture(scope="module")
-def bundle(smolvla_bundle, tmp_path_factory) -> Path:
+def bundle(exported, tmp_path_factory) -> Path:
     """A bundle with its graphs beside it."""
-    path = tmp_path_factory.mktemp("bundle") / "policy.gguf"
-    shutil.copyfile(smolvla_bundle(CASE), path)
-    load(path, engine="onnx")
-    return path
+    return exported(tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from sinew.solvers import FLOW
 from tests.golden import Golden, assert_parity
 
 BOUND = 1e-4  # of the action scale
-CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+CASES = ["smolvla-2cam", pytest.param("pi0-2cam", marks=pytest.mark.slow), "pi05-2cam"]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -159,9 +159,8 @@ def test_a_folder_that_is_no_export(tmp_path):
         OnnxEngine(tmp_path, solver=FLOW)
 
 
-def test_graphs_are_cached_beside_the_bundle(smolvla_bundle, golden, tmp_path):
-    bundle, g = tmp_path / "policy.gguf", Golden(golden / "smolvla-2cam")
-    shutil.copyfile(smolvla_bundle("smolvla-2cam"), bundle)
+def test_graphs_are_cached_beside_the_bundle(exported, golden, tmp_path):
+    bundle, g = exported(tmp_path), Golden(golden / "smolvla-2cam")
     first = load(bundle, engine="onnx")
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert folder.name == f"policy.onnx-{fingerprint(bundle)[:16]}"
@@ -184,6 +183,7 @@ def test_graphs_are_cached_beside_the_bundle(smolvla_bundle, golden, tmp_path):
         load(bundle, dtype="bfloat16", engine="onnx")
 
 
+@pytest.mark.slow  # a further export
 def test_short_memory_leaves_norms_unfolded(smolvla_bundle, golden, tmp_path, monkeypatch, caplog):
     path, g = tmp_path / "policy.gguf", Golden(golden / "smolvla-2cam")
     shutil.copyfile(smolvla_bundle("smolvla-2cam"), path)

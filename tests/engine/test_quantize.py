@@ -27,15 +27,19 @@ from sinew.policy import load
 from tests.golden import Golden
 
 DATA = Path(__file__).resolve().parents[2] / "sinew" / "assets"
-CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pi0-2cam", "pi05-2cam")]  # an export each
+CASES = ["smolvla-2cam", *SLOW]
 ALL = {"vision": "int8", "language": "int8", "head": "int8"}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request, golden, smolvla_bundle, pi_bundle, tmp_path_factory):
+def case(request, golden, exported, pi_bundle, tmp_path_factory):
     """Policy with its float32 graphs, and the fixture."""
-    name, path = request.param, tmp_path_factory.mktemp("bundle") / "policy.gguf"
-    shutil.copyfile((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), path)
+    name, folder = request.param, tmp_path_factory.mktemp("bundle")
+    if name.startswith("pi"):
+        path = Path(shutil.copyfile(pi_bundle(name), folder / "policy.gguf"))
+    else:
+        path = exported(folder)
     return load(path, engine="onnx", threads=1), Golden(golden / name)
 
 
@@ -215,11 +219,10 @@ def test_wrong_recipes(text, message):
 
 
 @pytest.fixture(scope="module")
-def quantised(smolvla_bundle, tmp_path_factory) -> tuple[Path, Path]:
+def quantised(exported, tmp_path_factory) -> tuple[Path, Path]:
     """A bundle and what ``sinew quantize`` makes of it."""
     folder = tmp_path_factory.mktemp("verb")
-    source, out = folder / "policy.gguf", folder / "int8.gguf"
-    shutil.copyfile(smolvla_bundle("smolvla-2cam"), source)
+    source, out = exported(folder), folder / "int8.gguf"
     assert main(["quantize", str(source), "--out", str(out), "--observations", "3"]) == 0
     return source, out
 
@@ -247,6 +250,7 @@ def test_the_bundle_carries_recipe_and_error(quantised, capsys):
     assert "vision int8" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # further exports
 def test_the_error_is_measured_under_the_policys_own_solver(groot_bundle, tmp_path):
     """GR00T's time runs from 0 to 1; the other way, the chunk is off by its own size."""
     source, out = tmp_path / "policy.gguf", tmp_path / "int8.gguf"
@@ -281,6 +285,7 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
     assert 1e-6 < widened < 0.05  # eager widens the stored weights: they are not the source's
 
 
+@pytest.mark.slow  # further exports
 def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(quantised, tmp_path, monkeypatch):
     """Exported with VNNI and opened without: rounded again beside the bundle, refused in an exported folder."""
     source, _ = quantised
@@ -301,6 +306,7 @@ def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(quanti
         load(robot, threads=1)
 
 
+@pytest.mark.slow  # further exports
 def test_rows_from_recipe_to_engine(quantised, golden, tmp_path, capsys):
     """The verb, the bundle, `sinew inspect` and a fresh export agree."""
     source, _ = quantised
@@ -353,6 +359,7 @@ def test_the_record_of_a_bundle_is_checked(quantised):
             Manifest.from_metadata({**metadata, "sinew.quantization": text})
 
 
+@pytest.mark.slow  # further exports, and episodes
 def test_error_over_episodes_and_gate_of_an_embedded_task(tmp_path, capsys):
     """The success of the bundle that was written stands in its header, beside the error of the chunk."""
     pytest.importorskip("mujoco")

@@ -246,7 +246,7 @@ def test_the_config_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path
     )
 
 
-@pytest.mark.parametrize("engine", ["plan", "onnx"])
+@pytest.mark.parametrize("engine", ["plan", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_other_engines_have_calibrations_of_their_own(
     engine: str, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -191,6 +191,7 @@ def test_this_machine_computes_with_what_it_has() -> None:
 
 
 @needs_compiler
+@pytest.mark.kernels
 def test_every_instruction_set_compiles(tmp_path) -> None:
     compiler = build.find_compiler()
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True).stdout
@@ -210,6 +211,7 @@ def program(folder: Path, compiler: str, sets: dict[str, tuple[str, ...]], *flag
 
 
 @needs_compiler
+@pytest.mark.kernels
 def test_address_and_undefined_behaviour_sanitizers_are_silent(tmp_path) -> None:
     sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
     try:
@@ -221,6 +223,7 @@ def test_address_and_undefined_behaviour_sanitizers_are_silent(tmp_path) -> None
     assert "80 cases exact" in done.stdout
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="ARM kernels run natively here")
 def test_arm_kernels_are_exact_under_an_emulator(tmp_path) -> None:
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
