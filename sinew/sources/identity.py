@@ -36,6 +36,11 @@ TRAINING = (
     "*.md",
     "*.log",
 )
+CHECKPOINT = (
+    "config.json",
+    "params",
+    "assets",
+)  # every layout that converts has one of these; openpi's the last two
 WEIGHTS = (".safetensors", ".pt", ".gguf")  # and orbax's folder params/
 MAX_FILES = 10_000
 BLOCK, LONG = 1 << 22, 1 << 28
@@ -61,6 +66,8 @@ def files_of(folder: Path) -> list[Path]:
 
     Raises :class:`NoCheckpointError` for a folder without any, and for one of too many to be a checkpoint.
     """
+    if not any((folder / name).exists() for name in CHECKPOINT):
+        raise NoCheckpointError(f"a folder with none of {', '.join(CHECKPOINT)}")
     found = []
     for parent, folders, names in os.walk(folder, followlinks=False):
         here = Path(parent)

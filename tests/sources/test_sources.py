@@ -193,7 +193,10 @@ def test_what_is_no_policy_is_said(run: Path, said: list[str], tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("nothing")
-    for folder, words in (("empty", "a folder without files"), ("notes", "a folder without weights")):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    none = "a folder with none of config.json, params, assets"
+    for folder, words in (("empty", none), ("notes", none), ("bare", "a folder without weights")):
         with pytest.raises(BundleError, match=f"expected a bundle, a checkpoint.*got {words}"):
             resolve(tmp_path / folder)
     with pytest.raises(BundleError, match=r"nope\.gguf: no such file"):
