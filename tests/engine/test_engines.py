@@ -80,7 +80,7 @@ def test_wrong_names_are_refused(bundle, folder):
     with pytest.raises(SinewError, match="runs fp32 on cpu, not fp32 on cuda:0"):
         load(bundle, device="cuda:0", dtype="float32", engine="onnx")
     with pytest.raises(
-        BundleError, match="expected a bundle, or a folder of `sinew export` with policy.gguf"
+        BundleError, match="expected a bundle, a checkpoint, or a folder of `sinew export` with policy.gguf"
     ):
         load(folder.parent)
 
