@@ -6,6 +6,8 @@ Every point plays the same seeds with the same noise, many episodes beside each 
 ``offsets`` after a hand-over (``aligned+offsets``) follows the targets that a chunk's offsets add up to, instead of the
 offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in.
 Points are kept in OUT/TASK.json, so a run that was ended goes on; ``--render`` draws table and figure from there.
+With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is
+kept back until it is as old as the delay. Its points lie in OUT/TASK-clock.json.
 ``--limit`` is the number of control steps that an episode may take: standing still for a second takes twenty.
 """
 
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gymnasium
@@ -24,8 +28,10 @@ import torch
 
 from benchmarks.side_by_side import SideBySide
 from sinew.eval.adapters import make_env
+from sinew.eval.policies import Remote
 from sinew.eval.report.stats import wilson
 from sinew.eval.runner import Conduct, Episode, run_episode
+from sinew.eval.server import serving
 from sinew.eval.settings import Latency
 from sinew.policy import load
 
@@ -48,8 +54,24 @@ TASKS: dict[str, dict[str, Any]] = {
 HANDOVERS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc:guided")
 
 
+class Late(Remote):
+    """A server whose answers are kept back until they are ``milliseconds`` old. One episode after the other."""
+
+    milliseconds = 0.0
+
+    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
+        asked = time.monotonic()
+        images = {name: frame() for name, frame in observation["images"].items()}
+        actions, _ = super().infer({**observation, "images": images}, seed)
+        time.sleep(max(0.0, asked + 1e-3 * self.milliseconds - time.monotonic()))
+        return actions, 1e3 * (time.monotonic() - asked)
+
+    def play(self, episode: Callable[[int], Episode], seeds: Iterable[int], _: int) -> list[Episode]:
+        return [episode(seed) for seed in seeds]
+
+
 def point(
-    task: dict[str, Any], policy: SideBySide, handover: str, latency: str, seeds: range, width: int
+    task: dict[str, Any], policy: SideBySide | Late, handover: str, latency: str, seeds: range, width: int
 ) -> dict[str, Any]:
     """Play the episodes of one point and return their summary and outcomes."""
     method, *extras = handover.split("+")
@@ -57,7 +79,17 @@ def point(
     if unknown:
         raise SystemExit(f"--handovers: unknown addition {unknown.pop()!r}; known are offsets and future")
     motion = OFFSETS if extras else None  # a future state needs to know what the actions are measured from
-    conduct = Conduct(task["replan"], Latency(latency), method, motion=motion, future="future" in extras)
+    clock = isinstance(policy, Late)
+    if isinstance(policy, Late):
+        policy.milliseconds = float(latency.removesuffix("ms"))
+    conduct = Conduct(
+        task["replan"],
+        Latency() if clock else Latency(latency),
+        method,
+        realtime=clock,
+        motion=motion,
+        future="future" in extras,
+    )
     wall, cpu = time.perf_counter(), time.process_time()
     episodes = policy.play(episode_of(task, policy, conduct), seeds, width)
     won = [episode for episode in episodes if episode.success]
@@ -75,6 +107,8 @@ def point(
         "seam": round(float(np.mean([e.seam for e in episodes])), 3),
         "jerk": round(float(np.mean([e.jerk for e in episodes])), 3),
         "held": round(float(np.mean([e.held for e in episodes])), 1),
+        "delay_steps": round(float(np.mean([d for e in episodes for d in e.delays])), 2),
+        "late_ticks": sum(e.late_ticks for e in episodes),
         "outcomes": "".join(str(int(e.success)) for e in episodes),
         "cpu_s": round(time.process_time() - cpu, 1),
         "wall_s": round(time.perf_counter() - wall, 1),
@@ -177,12 +211,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=25, help="episodes beside each other")
     parser.add_argument("--engine", default="plan")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--clock", action="store_true", help="in real time through a server's socket")
     parser.add_argument(
         "--render", action="store_true", help="table and figure of what is there; plays nothing"
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{arguments.task}.json"
+    path = arguments.out / f"{arguments.task}{'-clock' * arguments.clock}.json"
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     if arguments.render:
         print(table(points))
@@ -190,9 +225,30 @@ def main() -> None:
         return
     task = dict(TASKS[arguments.task])
     task["limit"] = arguments.limit or task["limit"]
+    bundle = ASSETS / task["bundle"]
+    with ExitStack() as stack:
+        policy: SideBySide | Late
+        if arguments.clock:
+            log = stack.enter_context(TemporaryDirectory())
+            served = serving(bundle, Path(log) / "log", "--engine", arguments.engine, "--threads", "1")
+            policy = Late(stack.enter_context(served), None)
+            stack.callback(policy.close)
+        else:
+            torch.set_num_threads(1)
+            policy = SideBySide(load(str(bundle), "cpu", engine=arguments.engine, threads=1))
+        play(arguments, task, policy, points, path)
+    print(table(points))
+
+
+def play(
+    arguments: argparse.Namespace,
+    task: dict[str, Any],
+    policy: SideBySide | Late,
+    points: list[dict[str, Any]],
+    path: Path,
+) -> None:
+    """Play the points that are not there yet, and write each when it is done."""
     done = {(p["handover"], p["latency"], p["episodes"]) for p in points}
-    torch.set_num_threads(1)
-    policy = SideBySide(load(str(ASSETS / task["bundle"]), "cpu", engine=arguments.engine, threads=1))
     seeds = range(arguments.seed, arguments.seed + arguments.episodes)
     for latency in arguments.latency.split(","):
         for handover in arguments.handovers.split(","):
@@ -202,7 +258,6 @@ def main() -> None:
             path.write_text("[\n" + ",\n".join(json.dumps(p) for p in points) + "\n]\n")
             spent = f"{found['cpu_s']} s of CPU, {found['wall_s']} s"
             print(f"{handover:20} {latency:>7} {_cell(found)} {_smooth(found)} {spent}", flush=True)
-    print(table(points))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     replan: str | None = None,
     latency: str | None = None,
     handover: str | None = None,
+    motion: str | None = None,
+    future: Annotated[bool, Parameter(negative="")] = False,
     solver_steps: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     cameras: Cameras = CAMERAS,
     runs: Runs = RUNS,
@@ -80,6 +82,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
         handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
             as in aggregate:average or rtc:guided:exp:5 (docs/control.md).
+        motion: JSON object, what actions are measured from; {"kind": "absolute"} ... (docs/control.md).
+        future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype; repeatable.
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
@@ -108,6 +112,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         adapter=adapter or "",
         noise=noise or 0,
         realtime=realtime,
+        motion=_json_object("--motion", motion),
+        future=future,
     )
     given: dict[str, Any] = {
         "replan": replan,
@@ -190,6 +196,8 @@ def _protocol(
             )
     if task.realtime:
         raise SinewError("a gate is judged with simulated latency, not in real time")
+    if task.motion is not None:
+        raise SinewError("--motion: a gate is judged with rows as they come")
     return replaced(task, **{name: gate.protocol[name] for name in flags}), {
         name: gate.protocol[name] if value is None else value for name, value in given.items()
     }

@@ -134,6 +134,8 @@ class Player:
             self.task.reset_options,
             self.task.noise,
             self.task.realtime,
+            self.task.motion,
+            self.task.future,
         )
         return run_episode(self.env, self.adapter, self._policy, conduct, seed)
 

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from sinew_client.control import parse_handover
+from sinew_client import ClientError
+from sinew_client.control import Settings, parse_handover
 
 from sinew.core import SinewError, dtype_word
 from sinew.engine.base import ENGINES
@@ -187,6 +188,10 @@ class Task:
     adapter: see :mod:`sinew.eval.adapters`; empty chooses by the id.
     noise: a number that goes into every noise seed, to repeat a run with other noise.
     realtime: pace the environment by the wall clock and use measured latency.
+    motion: what actions are measured from (sinew_client.control.Settings); None: rows go out as they come.
+    future: tell the policy the state that the robot will have when the answer arrives; needs ``motion``.
+
+    Raises :class:`SinewError` for a motion that is none.
     """
 
     env: str = "sinew/Blocks-v0"
@@ -195,6 +200,15 @@ class Task:
     adapter: str = ""
     noise: int = 0
     realtime: bool = False
+    motion: dict[str, Any] | None = None
+    future: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            Settings(1.0, motion=self.motion, future=self.future).controller(0)
+        except ClientError as error:
+            raise SinewError(str(error)) from error
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        # Logs of episodes that were played before there was a choice stay valid.
+        return {k: v for k, v in asdict(self).items() if v or k not in ("motion", "future")}

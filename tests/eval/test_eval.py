@@ -547,6 +547,38 @@ def test_instruction_decides() -> None:
         assert sum(e.success for e in episodes) >= 3
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--future",), "future: expected a motion beside it"),
+        (("--motion", '{"kind": "odd"}'), "motion.kind: expected one of as is, absolute"),
+        (("--motion", '{"kind": "relative", "action": ["a"], "state": [0]}'), "motion: invalid literal"),
+    ],
+)
+def test_a_motion_that_is_none_is_named(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "expert", "--env", "sinew/Pen-v0", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_future_state_is_what_the_robot_will_have() -> None:
+    """Rows are absolute and the state is one number: the state that goes out is the last row of the delay."""
+    env, seen = World(12, 0), []
+
+    class Watched(Coded):
+        def infer(self, observation: Any, seed: int) -> Any:
+            seen.append(float(observation["state"][0]))
+            return super().infer(observation, seed)
+
+    conduct = Conduct(4, Latency("2"), "aligned", motion={"kind": "absolute"}, future=True)
+    adapter = adapter_of(env)
+    adapter.observation = lambda _: {"state": np.float32([-5])}
+    run_episode(env, adapter, Watched(8), conduct, seed=3)
+    # Asked at 0, 4 and 8; chunk 0 is there at 2, so rows 2 and 3 are under way at 4, and rows 104 and 105 at 8.
+    assert seen == [-5, 3, 105]
+
+
 # ----------------------------------------------------------------------------- demo
 
 
@@ -558,7 +590,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from sinew.eval import demo
 
-    monkeypatch.setattr(demo, "SWEEP", ("handover=aligned,naive", "latency=0,100ms"))
+    monkeypatch.setattr(demo, "SWEEP", ("handover=aligned,rtc:ramp", "latency=0,100ms"))
     text = io.StringIO()
     report = demo.run(tmp_path, 3, Console(file=text, width=120), sweep_episodes=1)
     assert report["variants"][0]["episodes"] == 3

@@ -69,6 +69,10 @@ class Settings:
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
+        if self.future and type(player.motion) is Motion:
+            raise SettingsError(
+                "future: expected a motion beside it, what actions are measured from (absolute, relative, offsets)"
+            )
         if self.substeps > 1 and not isinstance(player.motion, (Absolute, Relative)):
             raise SettingsError(
                 "substeps: expected motion absolute or relative; between other rows there is no way"
@@ -83,12 +87,12 @@ class Settings:
         kinds = {"as is": Motion, "absolute": Absolute, "relative": Relative, "offsets": Offsets}
         if kind not in kinds:
             raise SettingsError("motion.kind: expected one of {}, got {!r}".format(", ".join(kinds), kind))
-        columns = {
-            name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
-        }
         try:
+            columns = {
+                name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
+            }
             return kinds[kind](**columns, **given)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise SettingsError(f"motion: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
