@@ -226,7 +226,7 @@ class Evo1(Model):
         view = index // count
         seen = placed & (view < views) & camera_mask.gather(1, view.clamp(max=views - 1))
         table = self.language.embed_tokens
-        flat = image_tokens.flatten(1, 2).to(table.weight.dtype)  # [B, V * N, C]
+        flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, C]
         if self.config.blank:  # the view before those of the cameras
             index = torch.where(seen, index + count, index % count)
         rows = flat.gather(1, index.clamp(max=flat.shape[1] - 1)[..., None].expand(-1, -1, flat.shape[2]))

@@ -114,7 +114,7 @@ class Gr00t(Model):
     def embed(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         """Return the language model's input [B, L, C], then what each tap adds to it, zero outside the images."""
         table = self.language.embed_tokens
-        flat = image_tokens.flatten(1, 2).to(table.weight.dtype)  # [B, V * N, (1 + taps) * C]
+        flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, (1 + taps) * C]
         placed = tokens == self.config.image_token
         index = (placed.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
         rows = flat.gather(1, index[..., None].expand(-1, -1, flat.shape[2]))

@@ -126,7 +126,7 @@ class PrismaticVLM(Regression):
         behind_prompt: Sequence[Tensor] = (),
     ) -> Piece:
         """Return [start of the prompt | views | behind_views | rest of the prompt | behind_prompt] and its mask."""
-        start, dtype = self.config.views_after, self.language.embed_tokens.weight.dtype
+        start, dtype = self.config.views_after, self.language.embed_tokens.dtype
         prompt = self.language.embed_tokens(tokens)  # [B, L, C]
         seen = camera_mask[:, :, None].expand(image_tokens.shape[:3]).flatten(1)  # [B, V * N]
 
@@ -144,7 +144,7 @@ class PrismaticVLM(Regression):
         return x, torch.cat([valid for _, valid in pieces], dim=1)
 
     def stop(self, token: int, batch: int) -> Tensor:  # [B, 1, C]; a row, not an id: see layers/linear.py
-        return self.language.embed_tokens.weight[token].expand(batch, 1, -1)
+        return self.language.embed_tokens.rows((token,)).expand(batch, 1, -1)
 
 
 def last_row(x: Tensor, token_mask: Tensor, behind: int) -> Tensor:

@@ -75,6 +75,34 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     assert cpu.weights_nbytes < wide.weights_nbytes
 
 
+@pytest.mark.parametrize("name", ["evo1", "groot-n15", "openvla-oft"])
+def test_views_inside_a_prompt_of_stored_rows(
+    name, golden, evo1_bundle, groot_bundle, openvla_bundle, tmp_path
+) -> None:
+    """Image tokens take the type of the token table's rows, not that of the bytes which they are stored in."""
+    make = {"evo1": evo1_bundle, "groot-n15": groot_bundle, "openvla-oft": openvla_bundle}[name]
+    path = make(name)
+    small = stored(path, {"vision": "fp32", "language": "int8", "head": "fp32"}, tmp_path / "small.gguf")
+    wide, cpu = load(small, engine="eager"), load(small, engine="cpu")
+    inputs = wide.processor.inputs(wide.dummy_observation())
+    model = cpu.engine.model
+    assert isinstance(model.language.embed_tokens, QuantizedEmbedding)
+    given = [torch.from_numpy(getattr(inputs, key))[None] for key in ("camera_mask", "tokens", "token_mask")]
+    rows = []
+    with torch.inference_mode():
+        for policy in (wide, cpu):
+            model = policy.engine.model
+            tokens = model.embed_images(torch.from_numpy(inputs.pixels)[None])
+            if name == "evo1":
+                rows.append(model.embed(tokens, *given)[0])
+            elif name == "groot-n15":
+                placed = given[1] == model.config.image_token
+                rows.append(model.embed(tokens, placed, given[1])[0])
+            else:
+                rows.append(model.sequence(tokens, *given, behind_prompt=[model.stop(2, 1)])[0])
+    torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
+
+
 def test_compiled_and_plain_pytorch_give_the_same_actions(case, tmp_path) -> None:
     if not extension().compiled:
         pytest.skip(extension().reason)
