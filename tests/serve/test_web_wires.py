@@ -378,9 +378,10 @@ def test_openvla_oft(server, policy):
     assert np.shape(rows) == (50, 7)
     status, body = post(server.http + "/act", {"encoded": json.dumps(payload)})
     assert len(json.loads(json.loads(body))) == 50
-    single = {"image": payload["full_image"], "instruction": "go", "unnorm_key": "x"}
+    single = {"image": payload["full_image"], "instruction": "go", "unnorm_key": policy.spec.embodiment}
     status, body = post(server.http + "/act", single)
     assert arrays.from_json_numpy(json.loads(body)).shape == (7,)
+    assert post(server.http + "/act", {**single, "unnorm_key": "x"})[0] == 400
     assert post(server.http + "/act", {"instruction": "go"})[0] == 400
 
 
