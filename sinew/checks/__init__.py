@@ -209,9 +209,9 @@ def memory() -> Check:
     limit, available = machine.memory()
     detail = f"{gib(available)} available of {gib(limit)}"
     if available < 3 << 30:
-        advice = "a 450M-parameter policy in float32 needs about 3 GiB; close programs or raise the limit"
+        advice = "a 450M-parameter policy in fp32 needs about 3 GiB; close programs or raise the limit"
         return Check("memory", "warn", detail, advice)
-    return Check("memory", "ok", f"{detail}; a 450M-parameter policy in float32 needs about 3 GiB")
+    return Check("memory", "ok", f"{detail}; a 450M-parameter policy in fp32 needs about 3 GiB")
 
 
 def simd() -> Check:
@@ -220,9 +220,9 @@ def simd() -> Check:
     level = torch.backends.cpu.get_cpu_capability()
     unit = machine.bfloat16_units()
     advice = (
-        f"bfloat16 in hardware ({unit}): --dtype bfloat16 is worth a `sinew bench`"
+        f"bf16 in hardware ({unit}): --dtype bf16 is worth a `sinew bench`"
         if unit
-        else "no bfloat16 in hardware: keep --dtype float32, half precision would be several times slower"
+        else "no bf16 in hardware: keep --dtype fp32, half precision would be several times slower"
     )
     return Check("simd", "ok", f"{machine.cpu_model()}, torch uses {level}; {advice}")
 

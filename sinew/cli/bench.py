@@ -25,6 +25,7 @@ from sinew.cli import terminal
 from sinew.cli.bench_roofline import print_roofline, roofline_record
 from sinew.cli.options import RUNS, Runs
 from sinew.core import Observation, ObservationError, PolicySpec, Timing
+from sinew.eval.report.stats import summarize
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -192,15 +193,6 @@ def stage_statistics(
     stages["postprocess"] = summarize([t.postprocess_ms for t in timings])
     stages["total"] = summarize(totals)
     return stages
-
-
-def summarize(samples: Any) -> dict[str, float]:
-    """Mean and order statistics. Percentiles are observed values, rounded up in rank: with few runs p99 is
-    the maximum, never an interpolation below it."""
-    values = np.asarray(samples, dtype=np.float64)
-    p50, p95, p99 = np.percentile(values, [50, 95, 99], method="higher")
-    found = {"mean": values.mean(), "p50": p50, "p95": p95, "p99": p99, "max": values.max()}
-    return {name: round(float(value), 4) for name, value in found.items()}
 
 
 def hardware() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sinew.cli.bench import PROMPT, parse_size
 from sinew.cli.replay import print_replay, replay_journal, replay_records
 from sinew.cli.serve import KEY_VARIABLE
 from sinew.core import SinewError
+from sinew.eval.report.stats import summarize
 from sinew.serve.recorder import read_records
 
 SCHEMA = "sinew.client/1"
@@ -155,17 +156,7 @@ def latencies(chunks: Sequence[ActionChunk]) -> dict[str, dict[str, float]]:
         "overhead": [chunk.round_trip_ms - chunk.timing.server_ms for chunk in chunks],
         "beside the policy": [chunk.round_trip_ms - chunk.timing.total_ms for chunk in chunks],
     }
-    return {name: summarize(samples) for name, samples in rows.items()}
-
-
-def summarize(samples: Sequence[float]) -> dict[str, float]:
-    """Percentiles are observed values, rounded up in rank, as in ``sinew bench``."""
-    values = np.asarray(samples, dtype=np.float64)
-    ranks = np.percentile(values, [50, 90, 95, 99], method="higher")
-    return {
-        name: round(float(value), 4)
-        for name, value in zip(STATISTICS, (values.mean(), *ranks, values.max()), strict=True)
-    }
+    return {name: summarize(samples, (50, 90, 95, 99)) for name, samples in rows.items()}
 
 
 def print_report(result: dict[str, Any]) -> None:

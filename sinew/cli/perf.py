@@ -65,14 +65,15 @@ def run(
         table: write the table as CSV.
         plot: write the roofline with each component as a point.
     """
-    from sinew.perf import plots
     from sinew.perf.hardware import load_hardware
+
+    machines = [load_hardware(name, data) for name in hardware or ("thor", "rtx4090", "h200")]  # before torch
+    from sinew.perf import plots
     from sinew.perf.memory import memory_report
     from sinew.perf.program import Program
     from sinew.perf.roofline import timing
 
     shape = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
-    machines = [load_hardware(name, data) for name in hardware or ("thor", "rtx4090", "h200")]
     with progress.task(f"tracing {source}"):
         program = Program.load(source, **shape, dtypes=dtypes(dtype), engine=engine)
         parts = program.components(traffic)

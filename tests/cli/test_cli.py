@@ -19,7 +19,7 @@ from PIL import Image
 
 from sinew import __version__
 from sinew.cli import GROUPS, VERBS, function_of, main
-from sinew.cli.bench import summarize
+from sinew.eval.report.stats import summarize
 
 SCRIPT = Path(sys.executable).parent / "sinew"
 STATE = "-0.1,0.2,0,0,0,1"

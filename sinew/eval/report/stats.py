@@ -66,16 +66,17 @@ def amortized_rate(steps: float, latency_ms: float) -> float:
     return 1e3 * steps / latency_ms if latency_ms > 0 else math.inf
 
 
-def summarize(samples: Sequence[float]) -> dict[str, float]:
-    """mean, p50, p95, p99, max; empty for no samples.
+def summarize(samples: Any, percentiles: Sequence[int] = (50, 95, 99)) -> dict[str, float]:
+    """Return mean, the percentiles as p50, p95 ..., and max of some numbers; nothing for none.
 
     Percentiles are observed values, rounded up in rank, so that p99 of few samples is their maximum.
     """
-    if not len(samples):
-        return {}
     values = np.asarray(samples, dtype=np.float64)
-    p50, p95, p99 = np.percentile(values, [50, 95, 99], method="higher")
-    found = {"mean": values.mean(), "p50": p50, "p95": p95, "p99": p99, "max": values.max()}
+    if not values.size:
+        return {}
+    ranks = np.percentile(values, percentiles, method="higher")
+    named = {f"p{rank}": value for rank, value in zip(percentiles, ranks, strict=True)}
+    found = {"mean": values.mean(), **named, "max": values.max()}
     return {name: round(float(value), 4) for name, value in found.items()}
 
 

@@ -362,11 +362,18 @@ def _fields(buffer: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
     """Walk a message's top-level fields: (number, wire type, value or length, start, end). Skips contents."""
     at, end = 0, len(buffer)
     while at < end:
-        start = at
-        tag, at = _varint(buffer, at)
-        wire_type, value = tag & 7, 0
+        start, tag, value = at, buffer[at], 0
+        # Most tags and lengths are one byte: a call for each was a quarter of the server's calls for a request.
+        if tag < 0x80:
+            at += 1
+        else:
+            tag, at = _varint(buffer, at)
+        wire_type = tag & 7
         if wire_type in (_VARINT, _BYTES):
-            value, at = _varint(buffer, at)
+            if at < end and buffer[at] < 0x80:
+                value, at = buffer[at], at + 1
+            else:
+                value, at = _varint(buffer, at)
         if wire_type not in _SIZES:
             raise RequestError(f"request parse failed: wire type {wire_type} at byte {start}")
         at += value if wire_type == _BYTES else _SIZES[wire_type]
