@@ -16,6 +16,7 @@ import numpy as np
 
 from sinew.bundle import Bundle
 from sinew.bundle.files import watch
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rename import rename_cameras
 from sinew.core import ActionChunk, BundleError, Observation, ObservationError
 from sinew.engine.base import OFFERS
@@ -169,6 +170,11 @@ class Policy:
     def padded_action_dim(self) -> int:
         """Width of the model's own action rows; what vla.cpp clients receive."""
         return self.manifest.processing.padded_action_dim
+
+    @property
+    def image_recipe(self) -> ImageRecipe:
+        """Return the resize and normalisation of frames."""
+        return self.processor.recipe.image
 
     @property
     def weights_nbytes(self) -> int:

@@ -83,6 +83,7 @@ def serve(
     tls_key: Path | None = None,
     record: Path | None = None,
     access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    dashboard: Literal["auto", "on", "off"] = "auto",
     verbose: Annotated[bool, Parameter(negative="")] = False,
     bounds: Bounds = Bounds(),
 ) -> int:
@@ -106,6 +107,7 @@ def serve(
         tls_key: PEM file.
         record: folder for requests and replies, for `sinew client --replay`.
         access_log: file for one JSON line per request, or - for standard error.
+        dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
         verbose: log more.
     """
     _set_up_logs(verbose)
@@ -120,6 +122,9 @@ def serve(
         )
         listen.tls()  # files that do not do are told now
         api_key = _api_key(api_key_file)
+        # Elsewhere anybody who reaches the port would see the robot's cameras.
+        shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(api_key)))
+        listen = replaced(listen, dashboard=shown)
         options = runs.keywords() | cameras.keywords()
         make = (
             _loader(bundle, options, threads)
@@ -215,6 +220,7 @@ def _load_and_run(
     scheduler = None
     try:
         from sinew.policy import Policy
+        from sinew.serve.dashboard.feed import Feed
         from sinew.serve.safety import Safety
         from sinew.serve.scheduler import Scheduler
         from sinew.serve.service import Service
@@ -243,6 +249,7 @@ def _load_and_run(
             deadline_ms=deadline_ms,
             recorder=recorder,
             safety=safety,
+            feed=Feed(policy.image_recipe),
             max_pixels=None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
         )
         wires = tuple(process.wires)
@@ -263,6 +270,7 @@ def describe(policy: Policy | Replay) -> dict[str, Any]:
             "version": __version__,
             **policy.describe(),
             "threads": policy.threads,
+            "threads_reason": policy.threads_reason,
             "hardware": machine.cpu_model(),
         },
         "policy": policy.spec.to_dict(),

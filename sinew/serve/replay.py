@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.schema import Manifest
+from sinew.bundle.schema import ImageRecipe, Manifest
 from sinew.core import (
     ActionChunk,
     CameraSpec,
@@ -84,7 +84,7 @@ class Replay:
         self.padded_action_dim = (
             spec.action.dim if manifest is None else manifest.processing.padded_action_dim
         )
-        self.threads, self.device = 0, "none"
+        self.threads, self.threads_reason, self.device = 0, "nothing is computed", "none"
         self._lock = threading.Lock()
         self._places: OrderedDict[str, int] = OrderedDict()
 
@@ -98,6 +98,11 @@ class Replay:
     def chunks(self) -> int:
         """Return how many chunks can be given."""
         return sum(map(len, self.sessions.values()))
+
+    @property
+    def image_recipe(self) -> ImageRecipe | None:
+        """Return the resize of the bundle's policy, if it is at hand."""
+        return None if self._processor is None else self._processor.recipe.image
 
     @property
     def warning(self) -> str:

@@ -151,6 +151,19 @@ class Safety:
             when = f"{age:.3f} s ago" if age >= 0 else f"{-age:.3f} s from now; the clocks disagree"
             raise ObservationError("time", expected, when)
 
+    def state_range(self) -> dict[str, list[float | None]] | None:
+        """Return ``low`` and ``high`` of each state dimension in the training data, None where one has no range.
+
+        None where states are turned before they are normalised, so that their ranges are of other numbers.
+        """
+        if self._recipe.state_steps:
+            return None
+        ends = np.stack(
+            [self._state_centre - self._state_half, self._state_centre + self._state_half]
+        )  # [2, D]
+        low, high = ([float(x) if np.isfinite(x) else None for x in row] for row in ends)
+        return {"low": low, "high": high}
+
     def _state(self, observation: Observation) -> np.ndarray | None:
         """The state in the units of the training data; None where it is no state."""
         state = _numbers(observation.state)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.serve.dashboard.feed import Feed
 from sinew.serve.decode.frames import PixelBudget, pixel_limit
 from sinew.serve.metrics import Metrics
 from sinew.serve.quiet import Quiet
@@ -73,7 +74,7 @@ class Service:
     metadata: what the server says about itself and the policy, ready for JSON.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
     max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
-    safety: limits of states and actions; None: none.
+    safety: limits of states and actions; None: none. feed: what the dashboard shows.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Service:
         recorder: Recorder | None = None,
         max_pixels: int | None = None,
         safety: Safety | None = None,
+        feed: Feed | None = None,
     ):
         self.scheduler = scheduler
         self.supervisor = scheduler.supervisor
@@ -98,6 +100,7 @@ class Service:
         self.padded_action_dim = padded_action_dim
         self.deadline_ms = deadline_ms
         self.metrics = Metrics(scheduler.stats)
+        self.feed = feed or Feed()
         self._max_pixels = max_pixels or pixel_limit(spec)
         self._quiet: dict[str, Quiet] = {}
         self._api_key = api_key
@@ -125,7 +128,7 @@ class Service:
 
         def done(outcome: Outcome) -> None:
             outcome = self._safe(outcome, seen, warnings)
-            self._account(inference, outcome, deadline)
+            self._account(inference, outcome, deadline, seen)
             if self._recorder is not None and seen:
                 self._recorder.put(inference.wire, inference.session, seen[0], outcome)
             on_done(outcome)
@@ -174,6 +177,10 @@ class Service:
     def cancel(self, job: Job) -> None:
         """The client of this job has left."""
         self.scheduler.cancel(job)
+
+    def state_range(self) -> dict[str, list[float | None]] | None:
+        """Return ``low`` and ``high`` of each state dimension in the training data, where it is known."""
+        return None if self._safety is None else self._safety.state_range()
 
     def reset(self, session: str = "") -> None:
         """A new episode begins: a policy that keeps state between requests forgets the session's.
@@ -248,11 +255,26 @@ class Service:
         if len(name) > MAX_SESSION:
             raise RequestError(f"session: expected at most {MAX_SESSION} characters, got {len(name)}")
 
-    def _account(self, inference: Inference, outcome: Outcome, deadline: float | None) -> None:
+    def _account(
+        self,
+        inference: Inference,
+        outcome: Outcome,
+        deadline: float | None,
+        seen: Sequence[Observation] = (),
+    ) -> None:
         now = time.perf_counter()
         error = outcome if isinstance(outcome, SinewError) else None
         missed = deadline is not None and now > deadline
         self.metrics.request(inference.wire, outcome, now - inference.arrived, missed)
+        self.feed.put(
+            inference.wire,
+            inference.client,
+            inference.session,
+            seen[0] if seen else None,
+            outcome,
+            now - inference.arrived,
+            None if deadline is None else deadline - inference.arrived,
+        )
         if error is not None and not isinstance(error, (ShuttingDownError, BusyError)):
             quiet = self._quiet.setdefault(inference.wire, Quiet(logger))
             quiet.warning("%s: a request failed: %s", inference.wire, printable(error))

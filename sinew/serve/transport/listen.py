@@ -25,6 +25,7 @@ class Listen:
     max_message_bytes: of one request. max_connections: open at once, where the wire can tell.
     tls_cert, tls_key: PEM files, for the wires that can (openpi, http, lerobot).
     origins: of web pages that may send requests to the web wires, as browsers write them (https://host:port).
+    dashboard: show a page at / of the web wires.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +35,7 @@ class Listen:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     origins: tuple[str, ...] = ()
+    dashboard: bool = False
 
     @property
     def is_loopback(self) -> bool:

@@ -1,7 +1,7 @@
 """HTTP and WebSocket transport: one aiohttp server on a thread of its own, for the wires openpi, evo1 and http.
 
-Always there: ``GET /healthz`` and ``GET /metrics``. The event loop only moves bytes; observations are made on the
-scheduler's decode thread.
+Always there: ``GET /healthz`` and ``GET /metrics``; the dashboard at / where it is wanted. The event loop only moves
+bytes; observations are made on the scheduler's decode thread.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
+from sinew.serve.dashboard.routes import Dashboard, Handler
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport.connections import Connection, Connections
@@ -53,6 +54,7 @@ class WebServer:
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()
+        self._page: Handler | None = None  # of the dashboard
 
     def start(self, service: Service) -> None:
         self._service = service
@@ -91,7 +93,17 @@ class WebServer:
             app.router.add_get("/v1/metadata", self._guarded(self._metadata))
             app.router.add_post("/v1/actions", self._guarded(self._actions))
             app.router.add_post("/act", self._guarded(self._act))
+<<<<<<< HEAD
         if self._kind:
+=======
+        if self._listen.dashboard:
+            dashboard = Dashboard(self._service, self._guarded, self._actions, self._ended)
+            dashboard.add(app.router)
+            self._page = dashboard.page
+            if "openpi" not in self._names:
+                app.router.add_get("/", dashboard.page)
+        if "openpi" in self._names:
+>>>>>>> 72e273a (Dashboard at / of the web ports: cameras as the policy sees them, chunks, latency, sessions, reasons, and a form to try)
             app.router.add_get("/{path:.*}", self._websocket)
         runner = web.AppRunner(
             app,
@@ -205,11 +217,11 @@ class WebServer:
         return time.perf_counter(), body
 
     def _guarded(
-        self, handler: Callable[[web.Request], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """``handler`` behind the key check, with errors as JSON."""
 
-        async def answer(request: web.Request) -> web.Response:
+        async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 with self._service.reading("http", request.remote or ""):
                     self._service.authorize(_key(request))
@@ -231,9 +243,15 @@ class WebServer:
     # ------------------------------------------------------------------------- WebSockets
 
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
+<<<<<<< HEAD
         assert self._kind is not None
         service, client, kind = self._service, request.remote or "", self._kind
         name = kind.codec.NAME
+=======
+        service, client = self._service, request.remote or ""
+        if self._page is not None and request.path == "/" and "Upgrade" not in request.headers:
+            return await self._page(request)
+>>>>>>> 72e273a (Dashboard at / of the web ports: cameras as the policy sees them, chunks, latency, sessions, reasons, and a form to try)
         try:
             with service.reading(name, client):
                 service.authorize(_key(request))

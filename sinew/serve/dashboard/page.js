@@ -1,0 +1,440 @@
+"use strict";
+// The dashboard of `sinew serve`. Everything that came over a wire is shown as text, never as markup.
+
+const LONGEST = 300; // answers that are remembered
+const SHOWN = 120; // bars of the latency strip
+const SESSIONS = 50;
+const MINE = "dashboard"; // the session of requests that this page makes
+const FRAMES_MS = 100; // between two frames of a camera
+const STAGES = ["queue", "preprocess", "vision", "prefix", "head", "postprocess"];
+const COLOURS = ["#8250df", "#0969da", "#1a7f37", "#bf8700", "#bc4c00", "#cf222e"];
+const $ = (id) => document.getElementById(id);
+const state = { about: null, answers: [], last: null, previous: null, arrived: 0, previousArrived: 0, frameAt: 0, loading: false, sessions: new Map(), dirty: false };
+let key = sessionStorage.getItem("sinew-key") || "";
+
+function element(tag, text, attributes = {}) {
+  const made = document.createElement(tag);
+  if (text !== undefined && text !== null) made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function ask(path, options = {}) {
+  const headers = { ...(options.headers || {}) };
+  if (key) headers.Authorization = "Bearer " + key;
+  return fetch(path, { ...options, headers, cache: "no-store" });
+}
+
+// ------------------------------------------------------------------ events
+
+async function follow() {
+  for (let wait = 500; ; wait = Math.min(2 * wait, 5000)) {
+    try {
+      const reply = await ask("/v1/events");
+      if (reply.status === 401) {
+        say("a key is wanted", "bad");
+        await wanted();
+        wait = 250;
+        continue;
+      }
+      if (!reply.ok) throw new Error((await reply.text()).slice(0, 200));
+      $("key-form").hidden = true;
+      wait = 250;
+      await read(reply.body.getReader());
+      say("the server has ended the connection; trying again", "bad");
+    } catch (error) {
+      say("not connected (" + error.message + "); trying again", "bad");
+    }
+    await new Promise((resolve) => setTimeout(resolve, wait));
+  }
+}
+
+async function read(reader) {
+  const decoder = new TextDecoder();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += decoder.decode(value, { stream: true });
+    for (let end; (end = text.indexOf("\n\n")) >= 0; text = text.slice(end + 2)) {
+      const [event, data] = text.slice(0, end).split("\ndata: ");
+      HEARD[event.slice("event: ".length)]?.(JSON.parse(data));
+    }
+  }
+}
+
+function wanted() {
+  const form = $("key-form");
+  $("key-error").textContent = key ? "The server did not take this key." : "";
+  form.hidden = false;
+  $("key").focus();
+  return new Promise((resolve) => {
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      key = $("key").value.trim();
+      sessionStorage.setItem("sinew-key", key);
+      $("key").value = "";
+      resolve();
+    };
+  });
+}
+
+function say(text, kind) {
+  const line = $("status");
+  if (line.textContent !== text) line.textContent = text;
+  line.className = kind;
+}
+
+const HEARD = {
+  about(about) {
+    state.about = about;
+    const { policy, server } = about;
+    $("policy-line").textContent = `${policy.name} (${policy.architecture}), engine ${server.engine}, ${server.dtype} on ${server.device}`;
+    document.title = `${policy.name} · Sinew`;
+    if (!about.as_seen) $("cameras-note").textContent = "As they came: this server does not know the policy's resize.";
+    card(about);
+    cameras(policy.cameras);
+    const names = jointNames(policy.action);
+    state.joints = charts($("joints"), names);
+    tryForm(about);
+  },
+  health(health) {
+    const memory = health.memory_bytes ? `, ${(health.memory_bytes / 2 ** 30).toFixed(2)} GiB` : "";
+    const counts = `${health.served} served, ${health.waiting} waiting, ${health.superseded} superseded, ${health.busy} busy, ${health.late} late`;
+    if (health.status === "ok") say(`running for ${Math.round(health.uptime_s)} s: ${counts}${memory}`, "good");
+    else say(`${health.status}: ${health.problems.join("; ")}`, "bad");
+  },
+  answer(answer) {
+    state.answers.push(answer);
+    if (state.answers.length > LONGEST) state.answers.shift();
+    session(answer);
+    if (answer.actions && answer.session !== MINE) { // what is tried by hand is shown where it was asked
+      state.previous = state.last;
+      state.previousArrived = state.arrived;
+      state.last = answer;
+      state.arrived = performance.now();
+      frames();
+    }
+    state.dirty = true;
+  },
+};
+
+// ------------------------------------------------------------------ cameras
+
+function cameras(known) {
+  $("cameras").replaceChildren(...known.map((camera) => {
+    const figure = element("figure");
+    figure.append(
+      element("img", null, { alt: `camera ${camera.name}`, "data-camera": camera.name, width: camera.width, height: camera.height }),
+      element("figcaption", `${camera.name}: no frame yet`));
+    return figure;
+  }));
+}
+
+async function frames() {
+  const now = performance.now();
+  if (state.loading || now - state.frameAt < FRAMES_MS || document.hidden) return;
+  state.loading = true;
+  state.frameAt = now;
+  try {
+    for (const img of $("cameras").querySelectorAll("img")) {
+      const reply = await ask("/v1/frames/" + encodeURIComponent(img.dataset.camera));
+      if (!reply.ok) continue;
+      const url = URL.createObjectURL(await reply.blob());
+      const old = img.src;
+      img.src = url;
+      if (old.startsWith("blob:")) URL.revokeObjectURL(old);
+      img.dataset.at = String(performance.now());
+    }
+  } catch { /* the events tell that the server is gone */ } finally { state.loading = false; }
+}
+
+function ages() {
+  for (const img of $("cameras").querySelectorAll("img[data-at]")) {
+    const age = Math.round(performance.now() - Number(img.dataset.at));
+    img.nextElementSibling.textContent = `${img.dataset.camera}: ${age < 1000 ? age + " ms" : (age / 1000).toFixed(1) + " s"} old`;
+  }
+}
+
+// ------------------------------------------------------------------ charts
+
+function jointNames(vector) {
+  return Array.from({ length: vector.dim }, (_, index) => {
+    const unit = (vector.units || [])[index];
+    return ((vector.names || [])[index] || String(index)) + (unit ? ` [${unit}]` : "");
+  });
+}
+
+function charts(parent, names) {
+  const made = names.map((name) => {
+    const canvas = element("canvas", null, { height: 90, role: "img", "aria-label": name });
+    const caption = element("figcaption", name);
+    const figure = element("figure");
+    figure.append(canvas, caption);
+    return { name, canvas, caption, figure };
+  });
+  parent.replaceChildren(...made.map((chart) => chart.figure));
+  return made;
+}
+
+function surface(canvas) {
+  const ratio = window.devicePixelRatio || 1, height = Number(canvas.getAttribute("height"));
+  const shown = canvas.dataset.height || height;
+  canvas.dataset.height = shown;
+  const width = canvas.clientWidth || 230;
+  if (canvas.width !== Math.round(width * ratio)) canvas.width = Math.round(width * ratio);
+  if (canvas.height !== Math.round(shown * ratio)) canvas.height = Math.round(shown * ratio);
+  canvas.style.height = shown + "px";
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, shown);
+  return [context, width, Number(shown)];
+}
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// The running chunk solid, the previous one faded and shifted by the rows between them, the cursor at `now` (rows).
+function draw(chart, joint, rows, previous, shift, now) {
+  const [context, width, height] = surface(chart.canvas);
+  const column = (actions) => actions.map((row) => row[joint]);
+  const current = column(rows), old = previous ? column(previous) : [];
+  const finite = [...current, ...old].filter((value) => value !== null);
+  const low = Math.min(...finite), high = Math.max(...finite), spare = (high - low) * 0.08 || Math.abs(high) * 0.05 || 0.01;
+  const x = (row) => 4 + (row / Math.max(rows.length - 1, 1)) * (width - 8);
+  const y = (value) => height - 4 - ((value - low + spare) / (high - low + 2 * spare)) * (height - 8);
+  const line = (values, offset, style, thick) => {
+    context.strokeStyle = style;
+    context.lineWidth = thick;
+    context.beginPath();
+    let open = false;
+    values.forEach((value, row) => {
+      if (value === null || row + offset < 0) { open = false; return; }
+      if (open) context.lineTo(x(row + offset), y(value)); else context.moveTo(x(row + offset), y(value));
+      open = true;
+    });
+    context.stroke();
+  };
+  if (old.length) { context.globalAlpha = 0.45; line(old, -shift, colour("--faint"), 1); context.globalAlpha = 1; }
+  line(current, 0, colour("--mark"), 2);
+  const at = now === null ? null : Math.min(now, rows.length - 1);
+  if (at !== null) {
+    context.strokeStyle = now > rows.length - 1 ? colour("--bad") : colour("--ink");
+    context.lineWidth = 1;
+    context.beginPath();
+    context.moveTo(x(at), 0);
+    context.lineTo(x(at), height);
+    context.stroke();
+  }
+  const value = current[at === null ? 0 : Math.round(at)];
+  chart.caption.textContent = `${chart.name}: ${value === null ? "not finite" : value.toPrecision(4)} (${low.toPrecision(3)} to ${high.toPrecision(3)})`;
+  chart.canvas.setAttribute("aria-label", chart.caption.textContent);
+}
+
+function chunk() {
+  if (!state.last || !state.joints) return;
+  const hz = state.about.policy.control_hz;
+  const passed = (performance.now() - state.arrived) / 1000;
+  const shift = hz && state.previousArrived ? ((state.arrived - state.previousArrived) / 1000) * hz : 0;
+  state.joints.forEach((chart, joint) =>
+    draw(chart, joint, state.last.actions, state.previous && state.previous.session === state.last.session ? state.previous.actions : null, shift, hz ? passed * hz : null));
+  const about = hz ? `at ${hz} actions per second` : "the bundle states no control rate, so there is no cursor and both begin at the left";
+  $("chunk-note").textContent = `${state.last.actions.length} actions of ${state.last.wire}${state.last.session ? ", session " + state.last.session : ""}, ${about}. Solid: the running chunk; faded: the one before; the line: now.`;
+}
+
+function latency() {
+  const done = state.answers.filter((answer) => answer.timing);
+  if (!done.length) return;
+  const shown = done.slice(-SHOWN);
+  const recent = done.filter((answer) => answer.time > done.at(-1).time - 60).map((answer) => answer.ms).sort((a, b) => a - b);
+  const part = (share) => recent[Math.min(recent.length - 1, Math.ceil(share * recent.length) - 1)].toFixed(1);
+  const missed = state.answers.filter((answer) => answer.missed).length;
+  $("quantiles").textContent = `p50 ${part(0.5)}, p95 ${part(0.95)}, p99 ${part(0.99)}, max ${recent.at(-1).toFixed(1)} ms of ${recent.length} answers in a minute; ${missed} of the last ${state.answers.length} missed their deadline`;
+  const canvas = $("latency"), [context, width, height] = surface(canvas);
+  const deadline = shown.at(-1).deadline_ms;
+  const top = 1.1 * Math.max(...shown.map((answer) => answer.ms), deadline || 0);
+  const bar = width / SHOWN;
+  shown.forEach((answer, index) => {
+    let base = height;
+    STAGES.forEach((stage, number) => {
+      const size = ((answer.timing[stage + "_ms"] || 0) / top) * height;
+      context.fillStyle = COLOURS[number];
+      context.fillRect(index * bar, base - size, Math.max(bar - 1, 1), size);
+      base -= size;
+    });
+    const whole = (answer.ms / top) * height;
+    context.fillStyle = colour("--faint"); // what is in no stage: the wire, decoding
+    if (height - whole < base) context.fillRect(index * bar, height - whole, Math.max(bar - 1, 1), base - (height - whole));
+    if (answer.missed) { context.fillStyle = colour("--bad"); context.fillRect(index * bar, 0, Math.max(bar - 1, 1), 6); }
+  });
+  if (deadline) {
+    context.strokeStyle = colour("--bad");
+    context.beginPath();
+    context.moveTo(0, height - (deadline / top) * height);
+    context.lineTo(width, height - (deadline / top) * height);
+    context.stroke();
+  }
+  canvas.setAttribute("aria-label", `Latency of the last ${shown.length} answers: ${$("quantiles").textContent}${deadline ? `; deadline ${deadline} ms` : ""}`);
+}
+
+// ------------------------------------------------------------------ sessions, policy
+
+function session(answer) {
+  const name = [answer.wire, answer.client, answer.session].join("\n");
+  const row = state.sessions.get(name) || { answers: 0, missed: 0, refused: 0, times: [], wire: answer.wire, client: answer.client, session: answer.session };
+  state.sessions.delete(name); // the newest stand last
+  state.sessions.set(name, row);
+  if (state.sessions.size > SESSIONS) state.sessions.delete(state.sessions.keys().next().value);
+  if (answer.outcome === "ok") row.answers += 1; else { row.refused += 1; row.error = `${answer.outcome}: ${answer.error}`; }
+  row.missed += answer.missed ? 1 : 0;
+  row.prompt = answer.prompt || row.prompt || "";
+  row.times.push(answer.time);
+  if (row.times.length > 20) row.times.shift();
+  const told = answer.warnings && answer.warnings.length ? answer.warnings.join("; ") : row.error && answer.error ? row.error : "";
+  if (told && $("warnings").textContent !== told) $("warnings").textContent = told;
+}
+
+function sessions() {
+  $("sessions").replaceChildren(...[...state.sessions.values()].reverse().map((row) => {
+    const span = row.times.at(-1) - row.times[0];
+    const line = element("tr");
+    const rate = span > 0 ? ((row.times.length - 1) / span).toFixed(1) : "";
+    for (const cell of [row.wire, row.client, row.session, rate, row.answers, row.missed, row.refused, row.prompt]) line.append(element("td", String(cell)));
+    return line;
+  }));
+}
+
+function card({ server, policy, deadline_ms: deadline }) {
+  const rows = [
+    ["bundle", `${policy.name} (${policy.architecture})`],
+    ["engine", `${server.engine}: ${server.engine_reason}`],
+    ["device", `${server.device}: ${server.device_reason}`],
+    ["precision", `${server.dtype}: ${server.dtype_reason}`],
+    ["recipe", server.ignored_recipe ? `IGNORED: ${server.ignored_recipe}` : "followed, or there is none"],
+    ["threads", `${server.threads}: ${server.threads_reason}`],
+    ["hardware", server.hardware],
+    ["version", `sinew ${server.version}`],
+    ["cameras", policy.cameras.map((camera) => `${camera.name} ${camera.height} x ${camera.width}`).join(", ")],
+    ["state", jointNames(policy.state).join(", ")],
+    ["action", `${jointNames(policy.action).join(", ")}; chunks of ${policy.chunk_size}`],
+    ["control rate", policy.control_hz ? `${policy.control_hz} actions per second` : "not stated"],
+    ["solver", `${policy.solver_steps} steps`],
+    ["deadline", deadline ? `${deadline} ms for requests that bring none` : "none unless a request brings one"],
+  ];
+  if (server.replay) rows.push(["REPLAY", `${server.replay.chunks} recorded chunks of ${server.replay.records}; matched: ${server.replay.matched}`]);
+  $("card").replaceChildren(...rows.flatMap(([name, text]) => [element("dt", name), element("dd", text)]));
+}
+
+// ------------------------------------------------------------------ try it
+
+const tried = { pictures: new Map(), values: [] };
+
+function tryForm({ policy, state_range: range }) {
+  if (tried.policy === JSON.stringify([policy, range])) return; // the same server again: keep what was entered
+  tried.policy = JSON.stringify([policy, range]);
+  tried.pictures.clear();
+  $("try-cameras").replaceChildren(...policy.cameras.map(drop));
+  $("try-prompt").value = policy.default_prompt || "";
+  tried.charts = null;
+  $("try-joints").replaceChildren();
+  tried.values = new Array(policy.state.dim).fill(0);
+  $("try-state").replaceChildren(...jointNames(policy.state).map((name, index) => slider(name, index, range)));
+}
+
+function slider(name, index, range) {
+  const low = range?.low?.[index] ?? -1, high = range?.high?.[index] ?? 1;
+  const middle = (low + high) / 2;
+  tried.values[index] = middle;
+  const row = element("div", null, { class: "slider" });
+  const id = `state-${index}`;
+  const bar = element("input", null, { type: "range", id, min: low, max: high, step: (high - low) / 1000 || 0.001, value: middle });
+  const number = element("input", null, { type: "number", step: "any", value: middle.toPrecision(4), "aria-label": name });
+  bar.addEventListener("input", () => { tried.values[index] = Number(bar.value); number.value = Number(bar.value).toPrecision(4); });
+  number.addEventListener("input", () => { tried.values[index] = Number(number.value); bar.value = number.value; });
+  row.append(element("label", name + (range?.low?.[index] === undefined || range.low[index] === null ? " (range unknown)" : ""), { for: id }), bar, number);
+  return row;
+}
+
+function drop(camera) {
+  const figure = element("figure");
+  const id = `picture-${camera.name}`;
+  const img = element("img", null, { alt: `picture for ${camera.name}`, width: camera.width, height: camera.height });
+  const file = element("input", null, { type: "file", accept: "image/*", id });
+  const label = element("label", `${camera.name}: drop a picture or choose one; grey until then`, { for: id });
+  const take = async (picture) => {
+    if (!picture) return;
+    try {
+      tried.pictures.set(camera.name, await png(picture));
+      img.src = tried.pictures.get(camera.name);
+      label.textContent = `${camera.name}: ${picture.name}`;
+    } catch { label.textContent = `${camera.name}: ${picture.name} is no picture that this browser reads`; }
+  };
+  file.addEventListener("change", () => take(file.files[0]));
+  figure.addEventListener("dragover", (event) => { event.preventDefault(); figure.classList.add("over"); });
+  figure.addEventListener("dragleave", () => figure.classList.remove("over"));
+  figure.addEventListener("drop", (event) => { event.preventDefault(); figure.classList.remove("over"); take(event.dataTransfer.files[0]); });
+  img.src = tried.grey = paint(camera.width, camera.height).toDataURL("image/png");
+  tried.pictures.set(camera.name, img.src);
+  figure.append(img, label, file);
+  return figure;
+}
+
+function paint(width, height, picture) {
+  const canvas = element("canvas", null, { width, height });
+  const context = canvas.getContext("2d");
+  context.fillStyle = "rgb(128 128 128)";
+  context.fillRect(0, 0, width, height);
+  if (picture) context.drawImage(picture, 0, 0);
+  return canvas;
+}
+
+// Any format that the browser reads becomes PNG: nothing is lost, and the server decodes JPEG and PNG alone.
+async function png(file) {
+  const picture = await createImageBitmap(file);
+  return paint(picture.width, picture.height, picture).toDataURL("image/png");
+}
+
+async function send(event) {
+  event.preventDefault();
+  const { policy } = state.about || {};
+  if (!policy) return;
+  const button = $("try-send"), result = $("try-result");
+  button.disabled = true;
+  result.className = "";
+  result.textContent = "asking";
+  try {
+    const images = Object.fromEntries([...tried.pictures].map(([name, url]) => [name, url.split(",")[1]]));
+    const body = JSON.stringify({ images, state: tried.values, prompt: $("try-prompt").value, seed: 0, session: MINE });
+    const reply = await ask("/v1/try", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    const found = await reply.json();
+    if (!reply.ok) throw new Error(found.error.message);
+    tried.charts ||= charts($("try-joints"), jointNames(policy.action));
+    tried.charts.forEach((chart, joint) => draw(chart, joint, found.actions, tried.before, 0, null));
+    tried.before = found.actions;
+    const warnings = found.warnings.length ? " Warnings: " + found.warnings.join("; ") : "";
+    result.textContent = `${found.actions.length} actions in ${found.timing.total_ms.toFixed(1)} ms, seed ${found.seed}. Faded: the answer before.${warnings}`;
+  } catch (error) {
+    result.className = "bad";
+    result.textContent = error.message;
+  } finally { button.disabled = false; }
+}
+
+// ------------------------------------------------------------------ together
+
+function paintAll() {
+  if (!document.hidden) {
+    chunk();
+    ages();
+    if (state.dirty) { latency(); sessions(); state.dirty = false; }
+  }
+  setTimeout(() => requestAnimationFrame(paintAll), 100);
+}
+
+STAGES.forEach((stage, number) => {
+  const swatch = element("span", null, { class: "swatch" });
+  swatch.style.background = COLOURS[number];
+  $("stages").append(swatch, stage);
+});
+$("stages").append(" · grey: wire and decoding · red tick: deadline missed");
+$("try").addEventListener("submit", send);
+follow();
+requestAnimationFrame(paintAll);

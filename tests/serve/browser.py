@@ -1,0 +1,114 @@
+"""A headless Chromium, driven through its DevTools protocol over a WebSocket; nothing else is installed for it."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+START_S = 60.0
+
+
+def find() -> str | None:
+    """Return the path of a browser, or None."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Page:
+    """One tab. ``errors`` has the exceptions and console errors that it reported."""
+
+    def __init__(self, socket: Any):
+        self._socket, self._numbers = socket, itertools.count(1)
+        self.errors: list[str] = []
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Call a method of the protocol and return its result."""
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv(START_S))
+            if message.get("method") == "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(message["params"]["exceptionDetails"])[:500])
+            if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+                self.errors.append(message["params"]["entry"]["text"])
+            if message.get("id") == number:
+                assert "error" not in message, message
+                return message["result"]
+
+    def evaluate(self, script: str) -> Any:
+        """Return the value of an expression in the page; a promise is awaited."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, script: str) -> Any:
+        """Return the expression's value once it is true."""
+        end = time.monotonic() + START_S
+        guarded = f"(() => {{ try {{ return {script}; }} catch (error) {{ return false; }} }})()"  # it may still load
+        while not (found := self.evaluate(guarded)):
+            assert time.monotonic() < end, f"{script}: {self.evaluate('document.body.innerText')[:2000]}"
+            time.sleep(0.05)
+        return found
+
+    def press(self, key: str, code: int) -> None:
+        """Press and release one key."""
+        text = {"text": "\r"} if key == "Enter" else {}  # which submits a form
+        self.call(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **text
+        )
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
+
+    def size(self, width: int, height: int) -> None:
+        """Give the window a size, as a phone has it."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=True
+        )
+
+    def screenshot(self, path: Path) -> None:
+        """Write the whole page as PNG."""
+        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+
+@contextmanager
+def browsing(address: str, folder: Path) -> Iterator[Page]:
+    """A browser with one page of ``address`` open while inside; its profile lies in ``folder``."""
+    import urllib.request
+
+    from websockets.sync.client import connect
+
+    program = find()
+    assert program is not None
+    command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--remote-debugging-port=0", "--no-first-run", f"--user-data-dir={folder}", address]
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + START_S
+        while not (port := folder / "DevToolsActivePort").exists() or not port.read_text().strip():
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        number = port.read_text().split()[0]
+        while True:
+            with urllib.request.urlopen(f"http://127.0.0.1:{number}/json/list", timeout=START_S) as reply:
+                tabs = [tab for tab in json.load(reply) if tab["type"] == "page"]
+            if tabs:
+                break
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        with connect(tabs[0]["webSocketDebuggerUrl"], max_size=None, origin=None) as socket:
+            yield Page(socket)
+    finally:
+        process.terminate()
+        process.wait(START_S)

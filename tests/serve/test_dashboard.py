@@ -1,0 +1,315 @@
+"""The dashboard: what it keeps, whom it lets in, and the page in a real browser where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+from sinew_client import Client
+
+from sinew.bundle import Bundle
+from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
+from sinew.processing import Processor
+from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
+from tests.serve import browser
+from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, picture, record
+from tests.serve.test_server import CASE, START_S, ServerProcess, free_port, serving
+
+KEY = "a key of the test"
+CHUNK = ActionChunk(np.ones((3, 2), np.float32), Timing(total_ms=5.0))
+
+
+def put(feed: Feed, outcome: ActionChunk | SinewError = CHUNK, frames: Any = FRAMES, **more: Any) -> None:
+    seen = Observation(images=frames, state=STATE, prompt="go")
+    feed.put("native", "peer", "arm", more.pop("seen", seen), outcome, 0.02, more.pop("deadline_s", 0.05))
+
+
+# ----------------------------------------------------------------------------- the feed
+
+
+def test_nothing_is_kept_while_nobody_looks() -> None:
+    feed = Feed()
+    put(feed)
+    assert (feed.newest, feed.since(0), feed.picture("camera1")) == (0, [], None)
+    with feed.viewer():
+        put(feed)
+        assert [answer.number for answer in feed.since(0)] == [1]
+        assert feed.picture("camera1") is not None
+    assert (feed.since(0), feed.picture("camera1")) == ([], None)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    feed = Feed()
+    with contextlib.ExitStack() as stack:
+        for _ in range(VIEWERS):
+            stack.enter_context(feed.viewer())
+        with pytest.raises(BusyError), feed.viewer():
+            pass
+        for _ in range(3 * KEPT):
+            put(feed)
+        assert [answer.number for answer in feed.since(0)] == list(range(2 * KEPT + 1, 3 * KEPT + 1))
+        assert feed.since(3 * KEPT) == []
+    assert feed.viewers == 0
+
+
+def test_an_answer_in_words() -> None:
+    feed = Feed()
+    with feed.viewer():
+        put(feed, deadline_s=0.01)
+        put(feed, SinewError("x" * 1000), seen=None)
+        answered, refused = (answer.to_dict() for answer in feed.since(0))
+    assert (answered["missed"], answered["deadline_ms"], answered["ms"]) == (True, 10.0, 20.0)
+    assert (answered["actions"], answered["prompt"], answered["state"]) == ([[1.0, 1.0]] * 3, "go", [0.0] * 6)
+    assert (refused["outcome"], len(refused["error"]), refused["state"]) == ("internal", 300, None)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=2, max_side=6)),
+    st.text(),
+    st.floats(),
+)
+def test_any_answer_is_json(actions: np.ndarray, text: str, state: float) -> None:
+    chunk = ActionChunk(actions, warnings=(text,))
+    answer = Answer(1, 0.0, "native", text, text, text, np.array([state]), 1.0, None, False, chunk)
+    found = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
+    flat = [value for row in found["actions"] for value in row]
+    assert [value is None for value in flat] == [not np.isfinite(value) for value in actions.reshape(-1)]
+
+
+def test_pictures_are_what_the_policy_sees(smolvla_bundle: Callable[[str], Path]) -> None:
+    processor = Processor(Bundle(smolvla_bundle(CASE)).manifest)
+    recipe = processor.recipe.image
+    frame = np.zeros((20, 60, 3), np.uint8)
+    frame[:, :, 0] = np.linspace(0, 255, 60, dtype=np.uint8)
+    feed = Feed(recipe)
+    observation = Observation(images=dict.fromkeys(FRAMES, frame), state=STATE, prompt="go")
+    pixels = processor.prepare(observation).inputs.pixels[0]
+    mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (recipe.mean, recipe.std))
+    expected = ((pixels * std + mean) * 255).transpose(1, 2, 0)
+    assert np.abs(feed._seen(frame) - expected).max() <= 0.5 + 1e-3
+    with feed.viewer():
+        put(feed, frames=dict.fromkeys(FRAMES, frame))
+        found = feed.picture("camera1")
+        assert found is not None
+        number, body = found
+        assert number == 1
+        assert Image.open(io.BytesIO(body)).size == (recipe.width, recipe.height)
+        assert feed.picture("camera1") is found  # made once
+        assert feed.picture("wrist") is None
+
+
+def test_the_page_asks_nobody_else() -> None:
+    for name in ("page.html", "page.js", "page.css"):
+        text = files("sinew.serve.dashboard").joinpath(name).read_text(encoding="utf-8")
+        assert not re.search(r"(https?:)?//[a-z]+\.", text), name
+        assert "innerHTML" not in text
+
+
+# ----------------------------------------------------------------------------- the server
+
+
+class Desk:
+    """A replay server with a key: its ports, and what asks it."""
+
+    def __init__(self, directory: Path, bundle: Path, *options: object):
+        shape = Bundle(bundle).manifest.spec
+        self.shape = shape.chunk_size, shape.action.dim
+        self.records = record(directory / "records", {"arm": 3}, self.shape)
+        self.ports = {"http": free_port(), "native": free_port()}
+        self.key = directory / "key.txt"
+        self.key.write_text(KEY)
+        wires = [word for wire, port in self.ports.items() for word in ("--wire", f"{wire}:{port}")]
+        self.arguments = [bundle, "--replay", self.records, "--replay-latency", "none", *wires]
+        self.arguments += ["--api-key-file", self.key, *options]
+        self.directory = directory
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[ServerProcess]:
+        with serving(self.directory, *self.arguments, command=("-c", WITHOUT_TORCH)) as server:
+            yield server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['http']}/"
+
+    def client(self) -> Client:
+        return Client(f"tcp://127.0.0.1:{self.ports['native']}", timeout=START_S, api_key=KEY)
+
+    def get(self, path: str, key: str = KEY, **headers: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["http"], timeout=START_S)
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(
+            "GET", path, headers={**sent, **({"Authorization": f"Bearer {key}"} if key else {})}
+        )
+        return connection.getresponse()
+
+
+@pytest.fixture(scope="module")
+def desk(smolvla_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    made = Desk(tmp_path_factory.mktemp("dashboard"), smolvla_bundle(CASE))
+    with made.running() as server:
+        yield made
+        assert server.stop() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+def events(reply: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
+    """The events of a reply, one after the other."""
+    for line in reply:
+        if line.startswith(b"event: "):
+            name = line[7:].strip().decode()
+            yield name, json.loads(next(reply)[6:])
+
+
+def ask(client: Client, session: str = "arm") -> np.ndarray:
+    return client.infer({"images": FRAMES, "state": STATE, "prompt": "go", "session": session}).actions
+
+
+def test_the_page_needs_no_key_and_its_data_do(desk: Desk) -> None:
+    page = desk.get("/", key="")
+    assert page.status == 200
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    assert {desk.get(f"/dashboard/{name}", key="").status for name in ("page.js", "page.css")} == {200}
+    assert desk.get("/dashboard/feed.py", key="").status == 404
+    for path in ("/v1/events", "/v1/frames/camera1"):
+        assert desk.get(path, key="").status == 401
+        assert desk.get(path, key="another").status == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/frames/camera1", "/v1/try"])
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}]
+)
+def test_other_pages_are_refused(desk: Desk, path: str, headers: dict[str, str]) -> None:
+    assert desk.get(path, **headers).status == (
+        405 if path == "/v1/try" and "Sec_Fetch_Site" in headers else 403
+    )
+
+
+def test_events_tell_of_answers(desk: Desk) -> None:
+    reply = desk.get("/v1/events")
+    assert reply.headers["Content-Type"] == "text/event-stream"
+    found = events(reply)
+    name, about = next(found)
+    assert (name, about["server"]["engine"], about["as_seen"]) == ("about", "replay", True)
+    with desk.client() as client:
+        actions = ask(client)
+        answer = next(record for name, record in found if name == "answer")
+        np.testing.assert_allclose(np.array(answer["actions"]), actions, rtol=1e-5)
+        assert (answer["wire"], answer["session"], answer["prompt"]) == ("native", "arm", "go")
+        frame = desk.get("/v1/frames/camera1")
+        assert (frame.status, frame.headers["Content-Type"]) == (200, "image/jpeg")
+        assert desk.get("/v1/frames/wrist").status == 404
+    health = next(record for name, record in found if name == "health")
+    assert health["viewers"] == 1
+    reply.close()
+
+
+def test_viewers_that_read_nothing_hold_nobody_up(desk: Desk) -> None:
+    """Bounded: the ninth is refused. Robots are answered all the same."""
+    request = f"GET /v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(VIEWERS):
+            deaf = stack.enter_context(socket.create_connection(("127.0.0.1", desk.ports["http"]), START_S))
+            deaf.sendall(request)
+            assert deaf.recv(12) == b"HTTP/1.1 200"
+        late = desk.get("/v1/events")
+        assert late.status == 429
+        assert "no more may" in json.load(late)["error"]["message"]
+        with desk.client() as client:
+            for _ in range(50):
+                ask(client)
+
+
+def test_it_can_be_left_out(smolvla_bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    made = Desk(tmp_path, smolvla_bundle(CASE), "--dashboard", "off")
+    with made.running():
+        assert {made.get(path).status for path in ("/", "/v1/events", "/v1/frames/camera1")} == {404}
+
+
+# ----------------------------------------------------------------------------- the browser
+
+
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium or Chrome on the path")
+def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: Path) -> None:
+    """A key is typed, a chunk arrives, a slider moves by the keyboard, a chunk is asked for, the server restarts."""
+    pytest.importorskip("websockets.sync.client")
+    made = Desk(tmp_path, smolvla_bundle(CASE))
+    stop = threading.Event()
+
+    def robot() -> None:
+        with made.client() as client:
+            while not stop.wait(0.05):
+                with contextlib.suppress(Exception):  # the server restarts meanwhile
+                    ask(client, "<img src=x onerror=alert(1)>")
+
+    driving = threading.Thread(target=robot)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(made.running())
+        page = stack.enter_context(browser.browsing(made.url, tmp_path / "profile"))
+        page.wait("!document.getElementById('key-form').hidden && document.activeElement.id === 'key'")
+        page.evaluate(f"document.getElementById('key').value = {json.dumps(KEY)}")
+        page.press("Enter", 13)
+        page.wait("document.getElementById('status').className === 'good'")
+        driving.start()
+        stack.callback(driving.join)
+        stack.callback(stop.set)
+        page.wait("document.getElementById('quantiles').textContent.startsWith('p50')")
+        page.wait("document.querySelectorAll('#joints figcaption')[5].textContent.includes(' to ')")
+        page.wait("document.querySelector('#cameras img').naturalWidth > 1")
+        assert "<img src=x" in page.evaluate("document.getElementById('sessions').textContent")
+        assert page.evaluate("document.querySelectorAll('#sessions img').length") == 0
+        assert "REPLAY" in page.evaluate("document.getElementById('card').textContent")
+        assert page.evaluate(PAINTED.format(id="latency")) > 0
+
+        page.evaluate("document.getElementById('state-2').focus()")
+        before = float(page.evaluate("document.querySelectorAll('#try-state input[type=number]')[2].value"))
+        page.press("ArrowRight", 39)
+        after = float(page.evaluate("document.querySelectorAll('#try-state input[type=number]')[2].value"))
+        assert after > before
+        page.evaluate("document.getElementById('try-prompt').value = 'go'")
+        page.evaluate(DROPPED.format(data=picture(FRAMES["camera1"])))
+        page.wait("document.querySelector('#try-cameras label').textContent === 'camera1: dropped.png'")
+        page.evaluate("document.getElementById('try-send').click()")
+        page.wait("document.getElementById('try-result').textContent.includes('actions in')")
+        assert page.evaluate("document.querySelectorAll('#try-joints canvas').length") == made.shape[1]
+
+        page.size(390, 844)
+        page.wait("document.documentElement.scrollWidth === 390")
+        assert page.errors == [
+            "Failed to load resource: the server responded with a status of 401 (Unauthorized)"
+        ]
+        assert server.stop() == 0
+        page.wait("document.getElementById('status').className === 'bad'")
+        stack.enter_context(made.running())
+        page.wait("document.getElementById('status').className === 'good'")
+        stop.set()
+
+
+# How many pixels of a canvas are painted.
+PAINTED = (
+    "(() => {{ const c = document.getElementById('{id}');"
+    " const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+    " return data.filter((v, i) => i % 4 === 3 && v).length }})()"
+)
+DROPPED = (
+    "(() => {{ const data = Uint8Array.from(atob('{data}'), (c) => c.charCodeAt(0));"
+    " const moved = new DataTransfer(); moved.items.add(new File([data], 'dropped.png', {{type: 'image/png'}}));"
+    " document.querySelector('#try-cameras figure').dispatchEvent(new DragEvent('drop', {{dataTransfer: moved}})) }})()"
+)
