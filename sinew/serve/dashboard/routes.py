@@ -56,12 +56,15 @@ class Dashboard:
         }
         self._guarded, self._actions = guarded, actions
 
-    def add(self, router: web.UrlDispatcher) -> None:
-        """Add the routes, the page at / aside, which openpi's clients share."""
+    def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
+        """Add the routes and return the page's handler. at_root: the page's at / as well; else clients share it."""
+        if at_root:
+            router.add_get("/", self.page)
         router.add_get("/dashboard/{file}", self.page)
         for path, handler in (("/v1/events", self._events), ("/v1/frames/{camera}", self._frame)):
             router.add_get(path, self._same_site(self._guarded(handler)))
         router.add_post("/v1/try", self._same_site(self._guarded(self._actions)))
+        return self.page
 
     async def page(self, request: web.Request) -> web.Response:
         """Answer with the page or one of its files. They say nothing of the policy, so they need no key."""

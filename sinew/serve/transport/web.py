@@ -93,17 +93,10 @@ class WebServer:
             app.router.add_get("/v1/metadata", self._guarded(self._metadata))
             app.router.add_post("/v1/actions", self._guarded(self._actions))
             app.router.add_post("/act", self._guarded(self._act))
-<<<<<<< HEAD
-        if self._kind:
-=======
         if self._listen.dashboard:
-            dashboard = Dashboard(self._service, self._guarded, self._actions, self._ended)
-            dashboard.add(app.router)
-            self._page = dashboard.page
-            if "openpi" not in self._names:
-                app.router.add_get("/", dashboard.page)
-        if "openpi" in self._names:
->>>>>>> 72e273a (Dashboard at / of the web ports: cameras as the policy sees them, chunks, latency, sessions, reasons, and a form to try)
+            shown = Dashboard(self._service, self._guarded, self._actions, self._ended)
+            self._page = shown.add(app.router, at_root=not self._kind)
+        if self._kind:
             app.router.add_get("/{path:.*}", self._websocket)
         runner = web.AppRunner(
             app,
@@ -243,15 +236,11 @@ class WebServer:
     # ------------------------------------------------------------------------- WebSockets
 
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
-<<<<<<< HEAD
+        if self._page is not None and request.path == "/" and "Upgrade" not in request.headers:
+            return await self._page(request)
         assert self._kind is not None
         service, client, kind = self._service, request.remote or "", self._kind
         name = kind.codec.NAME
-=======
-        service, client = self._service, request.remote or ""
-        if self._page is not None and request.path == "/" and "Upgrade" not in request.headers:
-            return await self._page(request)
->>>>>>> 72e273a (Dashboard at / of the web ports: cameras as the policy sees them, chunks, latency, sessions, reasons, and a form to try)
         try:
             with service.reading(name, client):
                 service.authorize(_key(request))
