@@ -11,6 +11,7 @@ import pytest
 
 from sinew.convert import convert
 from sinew.policy import load
+from tests.proofs import Recorder
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -142,3 +143,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--faults-rounds", type=int, default=0, help="of tests/serve/test_faults.py, in random order"
     )
+    parser.addoption("--proofs", type=Path, help="JSON file for what the passed tests prove: tests/proofs.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--proofs"):
+        config.pluginmanager.register(Recorder(path))

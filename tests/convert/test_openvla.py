@@ -167,6 +167,18 @@ def test_no_head_beside_a_projector(checkpoint):
     assert "no action_head--*_checkpoint.pt" in refused(path)
 
 
+def test_discrete_parallel_decoding_is_refused_by_name(checkpoint, openvla_bundle):
+    """Its files are those of OpenVLA's tokens; only the wish for a chunk, or a projector, tells them apart."""
+    wanted = "OFT's discrete parallel decoding, which leaves no head either, is not supported"
+    for file in (path := checkpoint()).glob("action_head--*.pt"):
+        file.unlink()
+    assert wanted in refused(path)
+    text = refused(checkpoint("openvla-ar"), settings={"chunk": 8})
+    assert text.startswith("--set chunk=8: ")
+    assert text.endswith(wanted)
+    assert wanted in Bundle(openvla_bundle("openvla-ar")).manifest.provenance.notes[-1]
+
+
 def test_no_projector_for_the_adapter(checkpoint):
     path = checkpoint("vla-adapter")
     (path / "proprio_projector--checkpoint.pt").unlink()

@@ -34,6 +34,7 @@ def check(found: np.ndarray, case: Case) -> None:
     assert np.abs(found - eager).max() <= BOUND * np.abs(eager).max()
 
 
+@pytest.mark.proves(engine="plan")
 @pytest.mark.parametrize("name", ["evo1", pytest.param("evo1-mint", marks=pytest.mark.slow)])
 def test_every_rewrite(name, golden, evo1_bundle):
     case = open_case(golden, evo1_bundle, name)
@@ -43,6 +44,7 @@ def test_every_rewrite(name, golden, evo1_bundle):
     check(engine.run(case.inputs(pixels=True), case.noise, STEPS)[0], case)
 
 
+@pytest.mark.proves(engine="cuda twins", family="Evo-1")
 @pytest.mark.parametrize("kernels", [True, False])
 def test_cuda_twins(case, kernels):
     """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
@@ -57,6 +59,7 @@ def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
     assert case.gap(case.engine(), case.inputs(pixels=True), STEPS) <= BOUND
 
 
+@pytest.mark.proves(engine="onnx")
 @pytest.mark.slow  # an export takes half a minute; the stand-ins of test_contract.py are the fast case
 @pytest.mark.parametrize("name", CASES)
 def test_onnx_runtime(name, golden, evo1_bundle, tmp_path):

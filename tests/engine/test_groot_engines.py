@@ -30,6 +30,7 @@ def check(policy: Policy, found: np.ndarray, case: Case, g: Golden) -> None:
     assert_parity(policy.processor.actions(found, case.observation), g.numpy("actions")[0])
 
 
+@pytest.mark.proves(engine="plan")
 def test_every_rewrite(case):
     case, g = case
     plan = Plan.of(case.model)
@@ -38,6 +39,7 @@ def test_every_rewrite(case):
     check(case.policy, engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
 
 
+@pytest.mark.proves(engine="cuda twins")
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("steps", [4, 3])
 def test_cuda_twins(case, kernels, steps):
@@ -48,6 +50,7 @@ def test_cuda_twins(case, kernels, steps):
     assert case.gap(engine, case.inputs(pixels=True), steps) <= BOUND
 
 
+@pytest.mark.proves(engine="onnx")
 @pytest.mark.parametrize(
     "name",
     ["groot-n15", *(pytest.param(name, marks=pytest.mark.slow) for name in ("groot-n17", "groot-n16"))],

@@ -29,6 +29,7 @@ def check(found: np.ndarray, case: Case, g: Golden) -> None:
     assert_parity(case.policy.processor.actions(found, case.observation), g.numpy("actions"))
 
 
+@pytest.mark.proves(engine="plan", family="VLA-JEPA")
 def test_every_rewrite(case):
     case, g = case
     plan = Plan.of(case.model)
@@ -36,6 +37,7 @@ def test_every_rewrite(case):
     check(PlannedEngine(plan, case.policy.device).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
 
 
+@pytest.mark.proves(engine="cuda twins", family="VLA-JEPA")
 @pytest.mark.parametrize("kernels", [True, False])
 def test_cuda_twins(case, kernels):
     case, _ = case
@@ -44,6 +46,7 @@ def test_cuda_twins(case, kernels):
     assert case.gap(engine, case.inputs(pixels=True), 3) <= BOUND
 
 
+@pytest.mark.proves(engine="onnx", family="VLA-JEPA")
 @pytest.mark.slow  # a minute of export
 def test_onnx_runtime(case, tmp_path):
     case, g = case

@@ -61,6 +61,7 @@ def gap(policy, engine, inputs, noise, steps=10) -> float:
     return float(np.abs(got - eager).max() / np.abs(eager).max())
 
 
+@pytest.mark.proves(engine="onnx")
 def test_the_same_chunks(case):
     """Steps, prompt lengths, and views that the graphs were not recorded with."""
     policy, g, engine = case

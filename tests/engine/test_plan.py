@@ -90,6 +90,7 @@ def test_each_rewrite_alone_and_all_together(open_case, name):
         assert gap(model, Plan.of(model, 10, rewrites), inputs, noise) <= BOUND, rewrites
 
 
+@pytest.mark.proves(engine="plan")
 @pytest.mark.parametrize("name", CASES[:2] + CASES[3:])
 def test_the_planned_policy_matches_the_reference(open_case, name):
     policy, g = open_case(name)
@@ -149,6 +150,7 @@ def test_a_batch_of_two(open_case, name):
     assert float((velocity(Plan.of(model).model) - expected).abs().max() / expected.abs().max()) <= BOUND
 
 
+@pytest.mark.proves(engine="plan", precision="bf16")
 @pytest.mark.parametrize("name", ["smolvla-bf16-vlm", "pi0-2cam", "pi05-2cam"])
 def test_half_precision_has_a_bound(open_case, name):
     """bfloat16 weights: a fold rounds a weight once more and saves a rounding of the stream. Against float32

@@ -67,6 +67,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert_parity(found.reshape(expected.shape), expected)
 
 
+@pytest.mark.proves(engine="eager")
 def test_actions_match_the_reference(case):
     policy, g = case
     chunk = policy.infer(observation(g))

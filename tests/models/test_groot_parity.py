@@ -32,6 +32,7 @@ def read(policy: Policy, g: Golden) -> tuple[torch.Tensor, ...]:
     return policy.engine.model.embed_images(pixels), cameras, g["input_ids"], valid, state
 
 
+@pytest.mark.proves(engine="eager")
 def test_actions_match_the_reference(case):
     policy, g = case
     chunk = policy.infer(observation(g))

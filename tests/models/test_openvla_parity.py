@@ -121,6 +121,7 @@ def test_padding_changes_nothing(case):
     close(model.regress(model.read(image_tokens, cameras, *padded, state)), plain)
 
 
+@pytest.mark.proves(engine="eager")
 def test_actions_match_the_reference(case):
     policy, g = case
     actions = policy.infer(observation(g)).actions
@@ -135,6 +136,7 @@ def test_actions_match_the_reference(case):
 EXPORTS = [pytest.param("onnx", name, marks=pytest.mark.slow) for name in ("openvla-ar", "vla-adapter")]
 
 
+@pytest.mark.proves(engine="*", but=("onnx-bitvla",))
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("engine", "name"),
@@ -176,6 +178,7 @@ def test_ternary_weights_are_the_references(golden, openvla_bundle):
         assert torch.equal(found.float(), (weight * (1 / mean)).round().clamp(-1, 1))
 
 
+@pytest.mark.proves(engine="eager", family="BitVLA")
 def test_actions_of_ternary_weights(golden, openvla_bundle):
     g = Golden(golden / "bitvla")
     actions = load(openvla_bundle("bitvla"), dtype="float32").infer(observation(g)).actions

@@ -14,6 +14,7 @@ from tests.serve import groot_client
 from tests.serve.test_server import serving
 
 
+@pytest.mark.proves(wire="groot")
 @pytest.mark.parametrize(("name", "dialect"), [("groot-n17", "n1.7"), ("groot-n16", "n1.6")])
 def test_the_groot_wire_has_the_checkpoints_keys(name, dialect, golden, groot_bundle, tmp_path):
     g, bundle = Golden(golden / name), groot_bundle(name)

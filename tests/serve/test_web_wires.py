@@ -322,6 +322,7 @@ def by_camera(message: dict) -> dict:
     return rest | {"images": images}
 
 
+@pytest.mark.proves(wire="http", family="pi0")
 def test_actions_in_json_and_msgpack(server, policy):
     status, body = post(server.http + "/v1/actions", by_camera(plain(session="s", time=2.5)))
     reply = json.loads(body)

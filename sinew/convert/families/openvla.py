@@ -50,6 +50,8 @@ SETTINGS = {
 }
 MAX_TOKENS = 128  # of the instruction with its frame; upstream has no limit of its own
 CROP_AREA = 0.9
+# Its files are OpenVLA's own, so nothing but the head that is not there could tell.
+DISCRETE = "OFT's discrete parallel decoding, which leaves no head either, is not supported"
 FRAME = 256  # pixels: the side of LIBERO's and Bridge's frames; others are resized
 TEXT = {
     "llama": {
@@ -110,7 +112,11 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     adapter = "action_queries.weight" in checkpoint.tensors
     if not action and (state or adapter):
         raise ConvertError(
-            f"{path}: no action_head--*_checkpoint.pt beside the weights; it belongs to the checkpoint"
+            f"{path}: no action_head--*_checkpoint.pt beside the weights; it belongs to the checkpoint ({DISCRETE})"
+        )
+    if not action and options.setting("chunk", 1) > 1:
+        raise ConvertError(
+            f"--set chunk={options.setting('chunk', 1)}: {path} has no action head; {DISCRETE}"
         )
     action_dim, state_dim = sizes(checkpoint, action, state)
     robot = robot_of(path, options, action_dim, state_dim, bool(action))
@@ -155,7 +161,10 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         tensors=apply(weights, rules),
         dead=(*dead, *head.dead),
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
-        notes=notes(checkpoint, robot),
+        notes=(
+            *notes(checkpoint, robot),
+            *(() if action else (f"no action head: OpenVLA's tokens; {DISCRETE}",)),
+        ),
     )
 
 

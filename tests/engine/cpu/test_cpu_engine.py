@@ -55,6 +55,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+@pytest.mark.proves(engine="cpu", precision="int8, q8_0, q4_0")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     """Two errors apart: weights' (eager against eager), activations' (cpu against eager on the same weights)."""

@@ -1,0 +1,137 @@
+"""What tests prove of families on engines, in precisions and on wires: recorded when they run, rendered as a table.
+
+A test says what it proves with ``@pytest.mark.proves(engine=..., precision=..., wire=..., family=...)``, literals all;
+engine "*" is the test's parameter of that name. The family is that of the golden case in the test's id, unless it is
+given; ``but`` names ids that prove something else, such as a refusal.
+
+    python -m pytest tests -m proves --proofs docs/proofs.json    # records outcomes, of the tests that ran alone
+    python -m tests.proofs                                        # renders docs/families.md
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, PAGE = ROOT / "docs" / "proofs.json", ROOT / "docs" / "families.md"
+FAMILIES = {  # golden cases by the beginning of their names, in the order of the table
+    "smolvla": "SmolVLA",
+    "pi0-2cam": "pi0",
+    "pi05": "pi0.5",
+    "groot-n15": "GR00T N1.5",
+    "groot-n16": "GR00T N1.6",
+    "groot-n17": "GR00T N1.7",
+    "evo1": "Evo-1",
+    "openvla-ar": "OpenVLA",
+    "openvla-oft": "OpenVLA-OFT",
+    "vla-adapter": "VLA-Adapter",
+    "bitvla": "BitVLA",
+    "vla-jepa": "VLA-JEPA",
+}
+COLUMNS = (
+    "eager",
+    "plan",
+    "onnx",
+    "cuda twins",
+    "cpu",
+    "native",
+    "openpi",
+    "http",
+    "groot",
+    "lerobot",
+    "act",
+)
+ENGINES = COLUMNS[:5]
+HEAD = """# What is proved of which family
+
+Rendered by `python -m tests.proofs` from `docs/proofs.json`, which a run of the tests marked `proves` wrote. A cell
+holds the precisions (of engines) or a tick (of wires) for which a test passed; below is which. An empty cell is not
+proved by a test with that family's own fixture; a wire serves any family, and an engine says itself what it refuses.
+`cuda twins` are the kernels' twins and the graph's program on a CPU; what ran on a GPU is in [gpu.md](gpu.md). BitVLA's
+weights are ternary everywhere.
+"""
+
+
+def claims(item: Any) -> list[tuple[str, str, str, str]]:
+    """Return (family, column, precision, test) of a collected test's marks."""
+    found = []
+    for mark in item.iter_markers("proves"):
+        case = item.name.partition("[")[2].rstrip("]")
+        if case in mark.kwargs.get("but", ()):
+            continue
+        family = mark.kwargs.get("family") or next((f for c, f in FAMILIES.items() if c in case), None)
+        if family is None:
+            raise ValueError(f"{item.nodeid}: no family: it has no golden case in its id")
+        engine, wires = mark.kwargs.get("engine"), mark.kwargs.get("wire", ())
+        engine = item.callspec.params["engine"] if engine == "*" else engine
+        engine = "cuda twins" if engine == "cuda" else engine  # on a machine without a GPU
+        columns = (engine,) if engine else (wires,) if isinstance(wires, str) else wires
+        precision = mark.kwargs.get("precision", "fp32") if engine else ""
+        found += [(family, column, precision, item.nodeid.partition("[")[0]) for column in columns]
+    return found
+
+
+class Recorder:
+    """A pytest plugin that merges the outcomes of the marked tests of one run into ``path``."""
+
+    def __init__(self, path: Path):
+        self.path, self.claims, self.passed = path, {}, {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self.claims = {item.nodeid: claims(item) for item in items}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.skipped or (report.passed and report.when != "call"):
+            return
+        for claim in self.claims.get(report.nodeid, ()):
+            self.passed[claim] = self.passed.get(claim, True) and report.passed
+
+    def pytest_sessionfinish(self) -> None:
+        known = {tuple(row) for row in json.loads(self.path.read_text())} if self.path.exists() else set()
+        known -= {claim for claim, passed in self.passed.items() if not passed}
+        known |= {claim for claim, passed in self.passed.items() if passed}
+        self.path.write_text(json.dumps(sorted(known), indent=0) + "\n")
+
+
+def marked() -> dict[str, set[str]]:
+    """Return the tests that bear the mark, from their source, with the columns that they name, "*" for a parameter."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "mark.proves(" in text else ():
+            for call in getattr(node, "decorator_list", ()):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.proves":
+                    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+                    wires = given.get("wire", ())
+                    wires = (wires,) if isinstance(wires, str) else wires
+                    columns = {given["engine"]} if "engine" in given else set(wires)
+                    test = f"{path.relative_to(ROOT).as_posix()}::{node.name}"  # type: ignore[attr-defined]
+                    found.setdefault(test, set()).update(columns)
+    return found  # fmt: skip
+
+
+def render(rows: list[list[str]]) -> str:
+    """Return the page of recorded claims."""
+    lines = [HEAD, "| family | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for family in FAMILIES.values():
+        cells = []
+        for column in COLUMNS:
+            here = {precision for f, c, precision, _ in rows if (f, c) == (family, column)}
+            cells.append(", ".join(sorted(here)) if column in ENGINES else "✓" if here else "")
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    lines += ["", "## By which test", "", "| test | proves |", "|---|---|"]
+    for test in sorted({row[3] for row in rows}):
+        parts: dict[str, list[str]] = {}
+        for family, column, precision, name in rows:
+            if name == test:
+                parts.setdefault(f"{column} {precision}".strip(), []).append(family)
+        text = "; ".join(f"{what}: {', '.join(dict.fromkeys(who))}" for what, who in sorted(parts.items()))
+        lines.append(f"| `{test}` | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(json.loads(RECORD.read_text())), encoding="utf-8")

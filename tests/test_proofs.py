@@ -1,0 +1,32 @@
+"""docs/families.md is what the marks and the recorded runs say."""
+
+from __future__ import annotations
+
+import json
+
+from tests.proofs import COLUMNS, FAMILIES, PAGE, RECORD, marked, render
+
+
+def test_the_page_is_rendered_from_the_record():
+    assert PAGE.read_text(encoding="utf-8") == render(json.loads(RECORD.read_text())), (
+        "python -m tests.proofs renders docs/families.md"
+    )
+
+
+def test_the_record_is_of_the_marks():
+    """Each marked test was run, and no row is of a test or a column that lost its mark."""
+    rows, marks = json.loads(RECORD.read_text()), marked()
+    assert len(marks) > 20
+    recorded: dict[str, set[str]] = {}
+    for family, column, _precision, test in rows:
+        assert family in FAMILIES.values()
+        assert column in COLUMNS
+        recorded.setdefault(test, set()).add(column)
+    assert recorded.keys() == marks.keys(), "python -m pytest tests -m proves --proofs docs/proofs.json"
+    for test, columns in marks.items():
+        assert recorded[test] == columns or "*" in columns, test
+
+
+def test_every_family_matches_its_reference_in_eager():
+    proved = {family for family, column, *_ in json.loads(RECORD.read_text()) if column == "eager"}
+    assert proved == set(FAMILIES.values())
