@@ -5,7 +5,7 @@
 Every point plays the same seeds with the same noise, many episodes beside each other (benchmarks.side_by_side).
 ``offsets`` after a hand-over (``aligned+offsets``) follows the targets that a chunk's offsets add up to, instead of the
 offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in.
-Points are kept in OUT/TASK.json, so a run that was ended goes on; ``--render`` draws table and figure from there.
+Points are kept in OUT/TASK.json, so a run that was ended goes on; ``--render docs/figures`` draws a figure of them.
 With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is
 kept back until it is as old as the delay. Its points lie in OUT/TASK-clock.json.
 ``--limit`` is the number of control steps that an episode may take: standing still for a second takes twenty.
@@ -213,7 +213,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--clock", action="store_true", help="in real time through a server's socket")
     parser.add_argument(
-        "--render", action="store_true", help="table and figure of what is there; plays nothing"
+        "--render",
+        type=Path,
+        help="a folder for the figure of what is there; prints the tables, plays nothing",
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -221,7 +223,7 @@ def main() -> None:
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     if arguments.render:
         print(table(points))
-        figure(points, arguments.out / f"{arguments.task}.png", arguments.task)
+        figure(points, arguments.render / f"{arguments.task}_handovers.png", arguments.task)
         return
     task = dict(TASKS[arguments.task])
     task["limit"] = arguments.limit or task["limit"]
