@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +200,12 @@ def read_records(directory: Path) -> Iterator[Record]:
     return (read_record(path) for path in paths)  # the folder is looked at now, its files one by one
 
 
+_NO_RECORD = (  # RuntimeError: encrypted; NotImplementedError, one of its kinds: methods and versions of zip
+    *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
+
+
 def read_record(path: Path) -> Record:
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -214,5 +221,5 @@ def read_record(path: Path) -> Record:
             **{name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN},
         )
         return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except _NO_RECORD as error:
         raise SinewError(f"{path}: not a record ({type(error).__name__}: {error})") from error

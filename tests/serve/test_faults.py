@@ -29,6 +29,7 @@ import zmq
 from sinew_client import Client, ClientError, ServerError, protocol
 from websockets.sync.client import connect as websocket
 
+from sinew.serve.supervise import RESTARTS, RESTARTS_S
 from sinew.serve.transport import zmtp
 from tests.serve.puppet import (
     FRAME,
@@ -371,11 +372,12 @@ def test_many_rounds(at, request):
     for number in range(rounds):
         names = list(FAULTS)
         random.Random(number).shuffle(names)
-        if number:
-            time.sleep(60)  # a thread may be started again three times a minute
+        begun = time.monotonic()
         for name in names:
             FAULTS[name](at)
         canary(at)
+        # Each round kills each thread once, and one may be started again so many times in so many seconds.
+        time.sleep(max(0.0, 1 + RESTARTS_S / RESTARTS - (time.monotonic() - begun)))
 
 
 # ----------------------------------------------------------------------------- processes

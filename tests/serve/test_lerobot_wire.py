@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -717,6 +718,59 @@ def test_the_oldest_connections_are_forgotten(policy):
             assert len(robot.actions()) == 50
 
 
+def http2(address: str) -> socket.socket:
+    """A connection that speaks HTTP/2 and calls nothing."""
+    host, port = address.partition("//")[2].split(":")
+    made = socket.create_connection((host, int(port)), START_S)
+    made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    return made
+
+
+def ended(peer: socket.socket) -> bool:
+    """Read until the server hangs up; a failure if it does not."""
+    try:
+        while peer.recv(1 << 12):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_connections_have_a_limit_and_idle_ones_end(policy, monkeypatch):
+    """Rows 12 and 13 on this wire: a crowd without calls may neither use up descriptors nor keep robots out."""
+    monkeypatch.setattr("sinew.serve.wires.lerobot.wire.IDLE_MS", 1000)
+    with in_process(policy, max_connections=4) as own, contextlib.ExitStack() as stack:
+        own.start()
+        with Robot(own.wire.address) as robot:
+            robot.hello()
+            crowd = [stack.enter_context(http2(own.wire.address)) for _ in range(12)]
+            for robot.timestep in range(3):
+                robot.observe()
+                assert len(robot.actions()) == 50
+            assert all(map(ended, crowd))  # nine at once, three when they had called nothing for a while
+            with Robot(own.wire.address) as late:
+                late.call("Ready")
+
+
+def test_messages_have_a_limit(policy):
+    """Row 1 on this wire: of one message, of a stream of messages, and of what is said beside them."""
+    with in_process(policy, max_message_bytes=1 << 20) as own:
+        own.start()
+        with Robot(own.wire.address) as robot:
+            robot.hello()
+            with refused(CODE.RESOURCE_EXHAUSTED, "larger than max"):
+                robot.setup(bytes(5 << 20))
+            with refused(CODE.INVALID_ARGUMENT, "observation: expected at most 1048576 bytes"):
+                robot.send(bytes(3 << 20))
+            with refused(CODE.INVALID_ARGUMENT, "observation: expected at most"):
+                robot.stream([(BEGIN, b""), *[(MIDDLE, b"")] * 5000])
+            stub = robot.channel.unary_unary(f"/{SERVICE}/Ready")
+            with pytest.raises(grpc.RpcError):
+                stub(b"", timeout=START_S, metadata=(("x", "y" * 100_000),))
+            robot.observe()
+            assert len(robot.actions()) == 50
+
+
 # ------------------------------------------------------------------------- keys and the agreement
 
 
@@ -863,6 +917,32 @@ def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path,
             chunk[step - first] for first, chunk in chunks.items() if 0 <= step - first < len(chunk)
         ]
         assert any(np.array_equal(row, candidate) for candidate in candidates), step
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number):
+    """Row 15: it was refused until its end. The client is not told of the restart, and executes what both servers
+    inferred."""
+    port, halves = free_port(), (tmp_path / "first", tmp_path / "second")
+    arguments = (bundle, "--wire", f"lerobot:{port}", "--threads", 1, "--record")
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        with serving(tmp_path, *arguments, halves[0]) as first:
+            command = [*printed_command(first), "--aggregate_fn_name=latest_only"]
+            asking = pool.submit(run_client, command, tmp_path, 200)
+            while len(list(halves[0].glob("*.npz"))) < 2:
+                assert not asking.done(), asking.result().output[-2000:]
+                time.sleep(0.01)
+            first.stop(number, timeout=START_S)
+        with serving(tmp_path, *arguments, halves[1]) as second:
+            client = asking.result(timeout=2 * START_S)
+            assert second.stop(timeout=START_S) == 0
+    assert len(client.executed) == 200, client.output[-2000:]
+    inferred = {tuple(row) for half in halves for each in read_records(half) for row in each.actions.tolist()}
+    assert {tuple(row) for row in np.float32(client.executed).tolist()} <= inferred
+    assert list(halves[1].glob("*.npz"))  # it came back, and did not live on what it had
 
 
 @pytest.mark.usefixtures("installed")

@@ -47,6 +47,9 @@ NAME = "lerobot"
 MAX_PIECE = 4 << 20  # bytes of one gRPC message, upstream's limit; clients send pieces of 2 MiB
 OBSERVATION_WAIT_S = 2.0  # how long GetActions waits for an observation, as upstream does
 REFUSAL_PAUSE_S = 0.5  # before GetActions is refused for good: the stock client asks again at once
+IDLE_MS = (
+    30_000  # a connection without calls is closed: a crowd of them would keep robots out; gRPC makes another
+)
 GRACE_S = 0.3
 STOP_S = 4.0  # for the server and its thread to end
 
@@ -144,6 +147,7 @@ class LeRobotWire:
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", 8192),
                 ("grpc.max_allowed_incoming_connections", listen.max_connections),
+                ("grpc.max_connection_idle_ms", IDLE_MS),
                 ("grpc.max_concurrent_streams", 16),  # of one connection
                 ("grpc.compression_enabled_algorithms_bitset", 1),  # none: nothing to unpack, no bombs
                 ("grpc.server_handshake_timeout_ms", 5_000),
