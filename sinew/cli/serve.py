@@ -17,7 +17,7 @@ from sinew import __version__, machine
 from sinew.cli.infer import running
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.core import SinewError, VectorSpec
-from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit
+from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.wires import open_wires, parse
@@ -113,6 +113,7 @@ def serve(
     _set_up_logs(verbose)
     with _access_log(access_log):
         raise_descriptor_limit()
+        tell_of_crashes()
         listen = Listen(
             host=host,
             max_connections=bounds.max_connections,

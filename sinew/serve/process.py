@@ -97,6 +97,13 @@ def end_for_sure() -> None:
         faulthandler.dump_traceback_later(END_S, exit=True, file=sys.stderr)
 
 
+def tell_of_crashes() -> None:
+    """Write the stacks of all threads to standard error when a signal such as SIGBUS ends the process: a file of
+    weights that is truncated while it is read does that, and Python says nothing by itself."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # standard error is no file
+        faulthandler.enable(sys.stderr)
+
+
 def raise_descriptor_limit() -> None:
     """Let this process open as many files as the system allows it to ask for, up to ``DESCRIPTORS``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sinew_client import Client, ServerError
+from sinew_client import Client, ConnectionLost, ServerError
 
 from sinew.bundle import Bundle
 from sinew.core import BundleError
@@ -83,6 +87,35 @@ def test_a_change_in_place_is_refused_before_the_next_answer(bundle, tmp_path, e
         assert status == 503
         assert message in text
         assert client.health()["status"] == "unhealthy"
+
+
+def test_a_file_that_is_truncated_during_an_inference(bundle, tmp_path):
+    """Reading what is gone is a fault that nothing in the process can mend: it ends, no robot gets an answer, and
+    whoever supervises it (systemd, a container) starts a server that says what is wrong with the file."""
+    arguments = ("--wire", "native:0", "--threads", 1, "--engine", "eager")
+    with serving(tmp_path, bundle, *arguments) as server:
+        with Client(server.address, timeout=60) as client, Client(server.address, timeout=60) as other:
+            client.infer(GOOD)
+            with ThreadPoolExecutor(1) as pool:
+                asking = pool.submit(client.infer, {**GOOD, "solver_steps": 100})
+                while not other.health()["running"]:
+                    assert not asking.done()
+                os.truncate(bundle, 1 << 16)
+                error = asking.exception(60)
+        if isinstance(error, ServerError):  # it read nothing more of the file, and noticed at its end
+            assert error.code == "bad_bundle"
+        else:
+            assert isinstance(error, ConnectionLost)
+            assert server.process.wait(60) == -signal.SIGBUS
+            assert "Bus error" in server.log.read_text()
+    again = subprocess.run(
+        [sys.executable, "-m", "sinew", "serve", bundle, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert again.returncode == 1
+    assert "Traceback" not in again.stderr
 
 
 def test_the_file_that_was_loaded_goes_on(bundle, tmp_path):
