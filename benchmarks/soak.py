@@ -189,11 +189,11 @@ def run(address: str, server: int, seconds: float, robots: int, hertz: float, at
         )
         for number in range(robots)
     ]
-    memory = [memory_mib(server)]
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(min(5.0, max(0.1, end - time.monotonic())))
-        memory.append(memory_mib(server))
+    begun = time.monotonic()
+    memory = [(0.0, memory_mib(server))]
+    while (left := begun + seconds - time.monotonic()) > 0:
+        time.sleep(min(5.0, max(0.1, left)))
+        memory.append((time.monotonic() - begun, memory_mib(server)))
     found = [json.loads(each.communicate(timeout=seconds + 120)[0]) for each in asking]
     for each in hostile:
         each.kill()
@@ -203,19 +203,46 @@ def run(address: str, server: int, seconds: float, robots: int, hertz: float, at
     for each in found:
         for name, count in each["lost"].items():
             lost[name] = lost.get(name, 0) + count
-    half = len(memory) // 2
     return {
         "answers": len(latencies),
         "lost": lost,
         "wrong": sum(each["wrong"] for each in found),
         "skipped": sum(each["skipped"] for each in found),
         "latency_ms": statistics(latencies),
-        "memory_mib": {
-            "start": round(memory[0], 1),
-            "half": round(max(memory[: half + 1]), 1),
-            "end": round(max(memory[half:]), 1),
-        },
+        "memory_mib": by_minute(memory),
+        "memory_slope_mib_per_minute": round(slope(memory), 3),
     }
+
+
+def by_minute(memory: list[tuple[float, float]]) -> list[float]:
+    """Return the memory at the start and the last of each minute, MiB. memory: (seconds, MiB)."""
+    last = {max(0, int((at - 1) // 60)): round(mib, 1) for at, mib in memory}
+    return [round(memory[0][1], 1), *(last[minute] for minute in sorted(last))]
+
+
+def slope(memory: list[tuple[float, float]]) -> float:
+    """Return MiB per minute over the second half, when what is allocated once has been."""
+    half = memory[len(memory) // 2 :]
+    if len(half) < 3:
+        return 0.0
+    return float(60 * np.polyfit([at for at, _ in half], [mib for _, mib in half], 1)[0])
+
+
+def table(rounds: dict[str, dict[str, Any]]) -> str:
+    """Return the rounds side by side."""
+    lines = [
+        "| robots | answers | lost | wrong | moments skipped | p50 | p99 | max | memory by minute, MiB | slope |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in rounds.items():
+        latency = found["latency_ms"]
+        memory = " ".join(f"{mib:.0f}" for mib in found["memory_mib"])
+        lines.append(
+            f"| {name} | {found['answers']:,} | {sum(found['lost'].values())} | {found['wrong']}"
+            f" | {found['skipped']:,} | {latency['p50']:.0f} ms | {latency['p99']:.0f} ms | {latency['max']:.0f} ms"
+            f" | {memory} | {found['memory_slope_mib_per_minute']:+.2f} MiB/min |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -254,8 +281,7 @@ def main() -> int:
             }
             with Client(address, timeout=30, api_key=KEY) as client:
                 health = client.health()
-    for name, found in rounds.items():
-        print(f"{name}: {found}")
+    print(table(rounds))
     print(f"health afterwards: {health['status']}")
     result = {
         "schema": "sinew.benchmark.soak/1",

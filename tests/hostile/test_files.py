@@ -24,7 +24,9 @@ from sinew.core import BundleError, CameraSpec, ConvertError, SinewError
 from sinew.engine.onnx.engine import _open, _table
 from sinew.engine.onnx.graphs import GraphSet
 from sinew.policy import load
+from sinew.processing import Processor
 from sinew.processing.tokenizer import open_tokenizer
+from sinew.serve.recorder import read_record
 from tests.bundle.test_bundle import sources
 from tests.hostile import files
 from tests.hostile.mutate import mutate_bytes, mutate_record
@@ -60,6 +62,18 @@ def test_every_input_is_a_policy_or_an_error(golden, smolvla_bundle, pi_bundle, 
     for number in range(20):
         with contextlib.suppress(SinewError):
             run(random.Random(f"{kind} {number}"))
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"), [(6, 109), (8, 1), (10, 99)], ids=["version", "encrypted", "method"]
+)
+def test_records_of_other_kinds_of_zip(tmp_path, offset, value):
+    made = files.Records(tmp_path)
+    data = bytearray(made.data)
+    data[data.index(b"PK\x01\x02") + offset] = value  # in the first entry of the directory at the end
+    made.file.write_bytes(data)
+    with pytest.raises(SinewError, match="damaged.npz: not a record"):
+        read_record(made.file)
 
 
 def test_folders_of_graphs(tmp_path):
@@ -259,6 +273,9 @@ def test_fields_of_a_manifest_are_bounded(smolvla_bundle, tmp_path):
         write_bundle(out, lambda change=change: replace(m, spec=replace(spec, **change)), sources(bundle))
         with pytest.raises(BundleError, match=message):
             Bundle(out)
+    rows = replace(m.processing, state=replace(m.processing.state, rows=1))
+    with pytest.raises(BundleError, match="statistics of state: expected no rows"):
+        Processor(replace(m, processing=rows))
     config = {**m.config, "prefix_length": 1 << 20}
     write_bundle(out, lambda: replace(m, config=config), sources(bundle))
     with pytest.raises(BundleError, match="prefix_length is 1048576, expected 0 to 8192"):

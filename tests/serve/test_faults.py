@@ -19,6 +19,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,7 @@ from tests.serve.puppet import (
     until,
 )
 from tests.serve.test_bounded_work import body, post, progressive
-from tests.serve.test_server import raw_socket, serving
+from tests.serve.test_server import ServerProcess, raw_socket, serving
 
 KEY = "secret"
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
@@ -413,26 +414,29 @@ def test_a_process_that_was_stopped_goes_on(server, seconds):
     np.testing.assert_array_equal(ask(server), server.expected)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGPIPE])
-def test_other_signals(server, signal_number):
-    if signal_number == signal.SIGPIPE:
-        server.process.send_signal(signal_number)
-        np.testing.assert_array_equal(ask(server), server.expected)
-    else:  # they end a process by the system's rule; nothing is left that keeps its port
-        with serving(server.log.parent, PEN, "--wire", "native:0", "--threads", 1) as other:
-            assert other.stop(signal_number, timeout=WAIT_S) == -signal_number
+def test_a_signal_of_a_broken_pipe(server):
+    server.process.send_signal(signal.SIGPIPE)
+    np.testing.assert_array_equal(ask(server), server.expected)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_during_an_inference(tmp_path, number):
-    with (
-        serving(tmp_path, PEN, "--wire", "native:0", "--threads", 1) as server,
-        raw_socket(server.address, zmq.DEALER) as dealer,
-    ):
-        for _ in range(3):
-            dealer.send(b"")
-        ask(server)
-        assert server.stop(number, timeout=WAIT_S) == 0
+def test_signals_that_end_a_server(tmp_path):
+    """During an inference. The first two in order, the third by the system's rule; nothing keeps the ports."""
+    ends = {signal.SIGTERM: 0, signal.SIGINT: 0, signal.SIGHUP: -signal.SIGHUP}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ends)) as pool:
+
+        def start(_number: int) -> Any:
+            return ServerProcess(tmp_path, PEN, "--wire", "native:0", "--threads", 1)
+
+        servers = dict(zip(ends, pool.map(start, ends), strict=True))  # at once: each imports torch
+        for number, other in servers.items():
+            stack.callback(other.close)
+            dealer = stack.enter_context(raw_socket(other.address, zmq.DEALER))
+            for _ in range(3):
+                dealer.send(b"")
+            ask(other)
+            other.process.send_signal(number)
+        for number, other in servers.items():
+            assert other.process.wait(WAIT_S) == ends[number]
 
 
 def test_standard_output_and_error_that_nobody_reads():
