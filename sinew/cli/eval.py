@@ -72,7 +72,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     Args:
         target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, the address of a
             server (tcp://host:port), or `expert`.
-        env: gymnasium id; `sinew/Blocks-v0` if absent. Those of suites run in an interpreter of their own.
+        env: gymnasium id; if absent, the embedded task whose observations the policy takes. Those of
+            suites run in an interpreter of their own.
         suite: all tasks of a benchmark: libero, libero_spatial, metaworld_mt50, aloha ... (docs/eval-suites.md).
         setup: make the interpreter of a simulator and do nothing else: aloha, pusht, metaworld, libero.
         interpreter: a Python with the environment in it, instead of what --setup makes.
@@ -106,7 +107,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     env = suites.named(suite) if suite is not None else env
     held = read_gate(gate) if gate is not None else None
     task = Task(
-        env=env or ENV,
+        env=env or _default_env(target, cameras),
         env_options=_json_object("--env-options", env_options),
         reset_options=_json_object("--reset-options", reset_options),
         adapter=adapter or "",
@@ -282,6 +283,21 @@ def _workers(realtime: bool) -> int:
 
 
 # ----------------------------------------------------------------------------- running
+
+
+def _default_env(target: str, cameras: Cameras) -> str:
+    """The task to play where none was asked for."""
+    if target == EXPERT or is_server(target):
+        return ENV
+    try:
+        from sinew.eval.fitting import task_of
+    except ModuleNotFoundError:  # said when the environment is made
+        return ENV
+    found = task_of(target, cameras.rename, cameras.allow_missing_cameras)
+    terminal.console(stderr=True).print(
+        f"env {found}: none was given" + " and the policy fits it" * (found != ENV)
+    )
+    return found
 
 
 def _control_hz(task: Task, variants: Sequence[Variant], elsewhere: Foreign | None) -> float:

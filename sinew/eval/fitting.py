@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from sinew.bundle.rename import parse_renames, rename_cameras
@@ -12,6 +13,18 @@ from sinew.eval.policies import EXPERT
 from sinew.eval.settings import Task, Variant
 from sinew.policy import open_bundle
 from sinew.processing import Processor
+
+TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0")  # the embedded ones
+
+
+def task_of(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool = False) -> str:
+    """Return the embedded task whose observations the policy of a bundle takes, and the first one if it takes none."""
+    processor = _processor(target, tuple(rename), allow_missing_cameras)
+    for task in TASKS:
+        with suppress(SinewError):
+            check_observation(Task(task), [processor])
+            return task
+    return TASKS[0]
 
 
 def check_variants(task: Task, variants: Sequence[Variant]) -> float:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from sinew.core import Observation, ObservationError
+from sinew.eval.fitting import TASKS
 from sinew.policy import Policy
 from sinew.validate.observations import random_observations
 
-TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0")
 FIRST_SEED = 9000  # episodes that neither training nor the gates have seen
 REPLAN = 8
 

@@ -22,7 +22,7 @@ from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.cost import on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.models.base import Model
-from sinew.perf.trace import trace
+from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Step
 from tests.engine.cuda.cuda_cases import Frozen
@@ -142,7 +142,7 @@ def test_costs_and_trace(model):
     empty, shapes = on_meta(model), Shapes(VIEWS, SIDE, SIDE, TOKENS, steps_of(model))
     for plan in (None, Plan.of(empty)):
         found = trace(empty, shapes, plan)
-        assert all(found.flops(stage) > 0 for stage in ("vision", "language", "action"))
+        assert all(found.flops(stage) > 0 for stage in STAGES)
         assert found.cache_nbytes > 0
 
 
