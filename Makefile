@@ -40,7 +40,7 @@ test: $(READY) ## all tests that need no full-size weights
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not kernels" $(PYTEST_ARGS)
 
 test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1600 -m "kernels and not gpu" \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1600 -m "kernels and not slow and not gpu" \
 		tests/engine/cuda tests/engine/cpu tests/cli $(PYTEST_ARGS)
 
 test-all: $(READY) ## full-size tests too

@@ -17,10 +17,9 @@ from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.example import Shapes
 from sinew.engine.plan import Plan
 from sinew.models import build_on_meta
-from sinew.perf.trace import Call, trace
+from sinew.perf.trace import STAGES, Call, trace
 
-STAGES = ("vision", "language", "action")
-COMPONENT = {"vision": "vision", "language": "language", "action": "head"}
+COMPONENT = {"vision": "vision", "prefix": "language", "head": "head"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def work(case: Case, tiny: bool = False) -> Work:
     found = trace(*_program(case, tiny))
     result: Work = {}
     for stage in STAGES:
-        repeats = found.steps if stage == "action" else 1
+        repeats = found.steps if stage == "head" else 1
         counts = Counter(_product(call) for call in found.of(stage) if call.is_product)
         result[stage] = [[repeats * count, *product] for product, count in counts.items()]
     return result

@@ -24,12 +24,12 @@ from sinew.core import Timing
 from sinew.engine.cuda.kernels import preprocess
 from sinew.engine.cuda.kernels.resize_tables import Resize
 from sinew.models.base import Model
+from sinew.perf.trace import STAGES
 from sinew.processing.normalize import Normalizer
 from sinew.solvers import solve
 
 Row = dict[str, Any]
 ENOUGH = 500  # calls for a p99, of which five are then slower
-STAGES = ("vision", "language", "action")
 
 
 class Eager:

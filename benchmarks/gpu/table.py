@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.roofline import STAGES, Ceilings, bound
+from benchmarks.gpu.roofline import Ceilings, bound
+from sinew.perf.trace import STAGES
 
 Record = dict[str, Any]
 NARROW = {"fp8": ("vision", "language")}

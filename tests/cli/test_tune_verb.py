@@ -118,6 +118,7 @@ def session(budget: float = 1e6, measure=even, whole=lambda call: (call(), 1.0)[
 
 
 @needs_triton
+@pytest.mark.slow
 def test_a_bundle_is_tuned_for_its_prompts(one_tile, capsys) -> None:
     made = session()
     spec = made.bundle.manifest.spec

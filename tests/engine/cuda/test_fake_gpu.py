@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.kernels
 
 
-@pytest.fixture(scope="module", params=sorted(SHARED))
+# Each compiles hundreds of kernels; the newest is the one that the measurements are planned for.
+CAPABILITIES = [pytest.param(c, marks=pytest.mark.slow if c < max(SHARED) else ()) for c in sorted(SHARED)]
+
+
+@pytest.fixture(scope="module", params=CAPABILITIES)
 def found(request, tmp_path_factory) -> dict:
     """From a process of its own: Triton decides at import whether it compiles or interprets."""
     cache = str(tmp_path_factory.mktemp("triton"))

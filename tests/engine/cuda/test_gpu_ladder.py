@@ -62,9 +62,9 @@ def test_rooflines_are_those_of_the_targets() -> None:
     )
     pi05 = bound(found["pi0.5"], H200)
     assert pi05["vision_ms"] == pytest.approx(0.84, rel=0.01)
-    assert pi05["language_ms"] == pytest.approx(4.80, rel=0.01)
-    assert pi05["action_ms"] == pytest.approx(1.54, rel=0.01)
-    assert narrow["pi0.5"]["action_ms"] == pi05["action_ms"]  # the head stays wide
+    assert pi05["prefix_ms"] == pytest.approx(4.80, rel=0.01)
+    assert pi05["head_ms"] == pytest.approx(1.54, rel=0.01)
+    assert narrow["pi0.5"]["head_ms"] == pi05["head_ms"]  # the head stays wide
 
 
 def test_cases_are_the_targets_and_the_grid() -> None:
@@ -137,7 +137,7 @@ def test_latency_drift_and_stages() -> None:
     assert row["drift"] == 1.0
     row, _ = end_to_end(Wandering(100), inputs, recipe, 50, 0.0)
     assert row["calls"] == 3  # whatever the time, so that there is a number
-    assert stages(Wandering(1), inputs) == {"vision_ms": 1.0, "language_ms": 2.0, "action_ms": 7.0}
+    assert stages(Wandering(1), inputs) == {"vision_ms": 1.0, "prefix_ms": 2.0, "head_ms": 7.0}
 
 
 def test_percentiles_and_distance() -> None:
@@ -178,7 +178,7 @@ def test_the_ladder_runs_and_its_rungs_agree() -> None:
     for row in at_target:
         assert row["target_ms"] == 3.5
         assert row["vision_ms"] > 0
-        assert row["action_ms"] > 0
+        assert row["head_ms"] > 0
     rest = rows_of("grid smolvla")
     assert [row["rung"] for row in rest] == ["engine", "engine", "graph", "graph"]
     assert not any(row["target_ms"] for row in rest)

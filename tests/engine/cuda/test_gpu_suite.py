@@ -191,7 +191,7 @@ def document() -> dict:
                 "p50_ms": 2.0,
                 "p99_ms": 2.1,
             },
-            {"case": case, "rung": "engine", "vision_ms": 1.1, "language_ms": 0.2, "action_ms": 0.9},
+            {"case": case, "rung": "engine", "vision_ms": 1.1, "prefix_ms": 0.2, "head_ms": 0.9},
             {**rung, "rung": "fp8", "p50_ms": 4.0, "p99_ms": 6.0},
             {**rung, "rung": "engine, dependent launch", "p50_ms": 3.6, "p99_ms": None},
             {"case": case, "rung": "engine, dependent launch", "error": "its stages failed"},

@@ -48,7 +48,7 @@ def test_wall_clock_is_a_median_of_calls() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["pi0.5", "smolvla"])
+@pytest.mark.parametrize("name", [pytest.param("pi0.5", marks=pytest.mark.slow), "smolvla"])
 def test_tuning_times_what_the_engine_asks_for(name: str, two_tiles) -> None:
     engine, sample = tiny(name)
     rows, tried = [], []
@@ -254,6 +254,7 @@ def test_answers_are_compared_part_by_part() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_what_reads_a_stream_is_tuned_in_the_form_it_will_be_asked_in(
     one_tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
