@@ -9,6 +9,7 @@
 * OFT and BitVLA need one pass over [start of the prompt | views | proprioception | rest of the prompt | zeros | stop
   token], every token seeing every token, one row of zeros for each number of the chunk. The final states from the last
   prompt token on, as many as numbers in the chunk, go through a small residual MLP; what it returns are the actions.
+  OFT without that head (its discrete decoding) takes the likeliest token of each of those states instead.
 """
 
 from __future__ import annotations
@@ -64,15 +65,35 @@ class OpenVLAConfig(PrismaticConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 < self.action_bins <= self.action_tokens_end <= self.vocab_size:
-            raise ValueError(f"action tokens up to {self.action_tokens_end} are outside the vocabulary")
+        check_action_tokens(self)
 
 
 @dataclass(frozen=True)
 class OFTConfig(PrismaticConfig):
-    """``stop_token``: the id whose embedding ends the sequence."""
+    """``stop_token``: the id whose embedding ends the sequence. ``action_bins``: 0 where a regression head returns the
+    actions; otherwise they are tokens, as in :class:`OpenVLAConfig`."""
 
     stop_token: int = 2
+    action_bins: int = 0
+    action_tokens_end: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.action_bins:
+            check_action_tokens(self)
+
+
+def check_action_tokens(config: OpenVLAConfig | OFTConfig) -> None:
+    """Raise ValueError where bins have no tokens in the vocabulary."""
+    if not 1 < config.action_bins <= config.action_tokens_end <= config.vocab_size:
+        raise ValueError(f"action tokens up to {config.action_tokens_end} are outside the vocabulary")
+
+
+def bin_centres(ids: Tensor, config: OpenVLAConfig | OFTConfig) -> Tensor:
+    """Return values in [-1, 1], float32, of token ids int64; ids that are no action tokens count as the nearest bin."""
+    intervals = config.action_bins - 1
+    bins = (config.action_tokens_end - 1 - ids).clamp(0, intervals - 1)
+    return (2 * bins + 1 - intervals).float() / intervals
 
 
 class Towers(nn.Module):
@@ -167,7 +188,10 @@ class OpenVLAOFT(PrismaticVLM):
         width, dim = config.language.hidden_size, config.max_action_dim
         if config.max_state_dim:
             self.state_proj = MLP(config.max_state_dim, width, width)
-        self.head = RegressionHead(dim * width, width, dim)
+        if config.action_bins:
+            self.lm_head = Linear(width, config.vocab_size, bias=False)
+        else:
+            self.head = RegressionHead(dim * width, width, dim)
 
     def read(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
@@ -190,7 +214,14 @@ class OpenVLAOFT(PrismaticVLM):
         return ActionStates(self.language.norm(h).unflatten(1, shape).flatten(2))
 
     def regress(self, context: ActionStates) -> Tensor:
+        if self.config.action_bins:
+            return bin_centres(self.tokens(context), self.config)
         return self.head(context.hidden).float()
+
+    def tokens(self, context: ActionStates) -> Tensor:
+        """Return the likeliest token of each number of the chunk, of the whole vocabulary: int64 [B, H, A]."""
+        states = context.hidden.unflatten(2, (self.config.max_action_dim, -1))  # [B, H, A, C]
+        return self.lm_head(states).argmax(dim=-1)
 
 
 class Continuation(NamedTuple):
@@ -219,7 +250,7 @@ class OpenVLA(PrismaticVLM):
         return Continuation(tuple(kv), valid, valid.sum(dim=1), last_row(h, token_mask, 0))
 
     def regress(self, context: Continuation) -> Tensor:
-        return self.bin_centres(self.generate(context)).unflatten(1, (self.config.chunk_size, -1))
+        return bin_centres(self.generate(context), self.config).unflatten(1, (self.config.chunk_size, -1))
 
     def generate(self, context: Continuation) -> Tensor:
         """Return the likeliest token of each dimension of the action, in turn: int64 [B, H * A]."""
@@ -243,9 +274,3 @@ class OpenVLA(PrismaticVLM):
                 own[index] = k, v
                 h = layer.finish(h, layer.attn.attend(q, kv, sees, own=(k, v)))
         return torch.cat(ids, dim=1)
-
-    def bin_centres(self, ids: Tensor) -> Tensor:
-        """int64 ids -> float32 values in [-1, 1]; ids that are no action tokens count as the nearest bin."""
-        intervals = self.config.action_bins - 1
-        bins = (self.config.action_tokens_end - 1 - ids).clamp(0, intervals - 1)
-        return (2 * bins + 1 - intervals).float() / intervals

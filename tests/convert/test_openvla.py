@@ -167,16 +167,30 @@ def test_no_head_beside_a_projector(checkpoint):
     assert "no action_head--*_checkpoint.pt" in refused(path)
 
 
-def test_discrete_parallel_decoding_is_refused_by_name(checkpoint, openvla_bundle):
-    """Its files are those of OpenVLA's tokens; only the wish for a chunk, or a projector, tells them apart."""
-    wanted = "OFT's discrete parallel decoding, which leaves no head either, is not supported"
+def test_action_tokens_in_parallel_are_asked_for(checkpoint, golden, openvla_bundle):
+    """Their files are those of OpenVLA's tokens; only the wish for a chunk, or a projector, tells them apart."""
     for file in (path := checkpoint()).glob("action_head--*.pt"):
         file.unlink()
-    assert wanted in refused(path)
-    text = refused(checkpoint("openvla-ar"), settings={"chunk": 8})
-    assert text.startswith("--set chunk=8: ")
-    assert text.endswith(wanted)
-    assert wanted in Bundle(openvla_bundle("openvla-ar")).manifest.provenance.notes[-1]
+    assert "unless that was trained to decode action tokens in parallel: --set decoding=parallel" in refused(
+        path
+    )
+    assert "--set decoding=parallel" in refused(path, settings={"decoding": "in_turn"})
+    assert "lm_head" in refused(path, settings={"decoding": "parallel"})  # this fixture's file has none
+    plain = checkpoint("openvla-ar")
+    assert refused(plain, settings={"chunk": 8}).startswith("--set chunk=8: ")
+    assert "belong to no robot known here; give --set chunk=N" in refused(
+        plain, settings={"decoding": "parallel"}
+    )
+    assert "--set decoding: expected one of in_turn, parallel" in refused(
+        plain, settings={"decoding": "both"}
+    )
+    whole = golden / "openvla-oft" / "checkpoint"
+    with pytest.raises(ConvertError, match="--set decoding=parallel: .* has an action head"):
+        convert(whole, path.parent / "out.gguf", settings={"decoding": "parallel"})
+    assert (
+        "--set decoding=parallel is OFT's"
+        in Bundle(openvla_bundle("openvla-ar")).manifest.provenance.notes[-1]
+    )
 
 
 def test_no_projector_for_the_adapter(checkpoint):

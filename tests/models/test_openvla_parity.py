@@ -14,6 +14,7 @@ from sinew.bundle import Bundle
 from sinew.convert.families.bitvla import bundle_name
 from sinew.core import Observation, ObservationError, SinewError
 from sinew.layers.lowbit import codes
+from sinew.models.openvla import bin_centres
 from sinew.policy import Policy, load
 from tests.golden import Golden, assert_parity, relative_l2
 
@@ -206,7 +207,9 @@ def test_bins_of_tokens(openvla_bundle):
     centres = (edges[:-1] + edges[1:]) / 2
     ids = np.array([31999, 31998, 31745, 31744, 5, 32063])
     expected = centres[np.clip(32000 - ids - 1, 0, 254)].astype(np.float32)
-    np.testing.assert_allclose(model.bin_centres(torch.from_numpy(ids)).numpy(), expected, rtol=0, atol=6e-8)
+    np.testing.assert_allclose(
+        bin_centres(torch.from_numpy(ids), model.config).numpy(), expected, rtol=0, atol=6e-8
+    )
     assert replace(model.config, action_tokens_end=31000).action_tokens_end == 31000
     with pytest.raises(ValueError, match="vocabulary"):
         replace(model.config, action_tokens_end=40000)

@@ -1,8 +1,9 @@
 """OpenVLA, OpenVLA-OFT and VLA-Adapter checkpoints -> bundles.
 
 All three say ``model_type: openvla``; what lies beside the weights tells them apart: no head for OpenVLA, an MLP for
-OFT, and action queries in the weights of VLA-Adapter. The number of cameras, the length of a chunk and the choice of
-statistics are in no file: they follow from the sizes of the head (``ROBOTS``), or are given.
+OFT, and action queries in the weights of VLA-Adapter. OFT's discrete parallel decoding leaves no head either, so it is
+asked for (``--set decoding=parallel``). The number of cameras, the length of a chunk and the choice of statistics are
+in no file: they follow from the sizes of the head and the state's projector (``ROBOTS``), or are given.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ SETTINGS = {
     ),
     "chunk": Setting(int, "actions per chunk, where the sizes of the head do not tell the robot", 1, 1024),
     "statistics": Setting(str, "of the actions and the state", values=("bounds_q99", "bounds")),
+    "decoding": Setting(
+        str,
+        "of action tokens, where there is no head: OpenVLA's, in turn, or OFT's, a chunk at once",
+        values=("in_turn", "parallel"),
+    ),
 }
 MAX_TOKENS = 128  # of the instruction with its frame; upstream has no limit of its own
 CROP_AREA = 0.9
-# Its files are OpenVLA's own, so nothing but the head that is not there could tell.
-DISCRETE = "OFT's discrete parallel decoding, which leaves no head either, is not supported"
 FRAME = 256  # pixels: the side of LIBERO's and Bridge's frames; others are resized
 TEXT = {
     "llama": {
@@ -74,6 +78,7 @@ TEXT = {
         "vocab_size": 151936,
     },
 }
+LM_HEAD = Rule(r"language_model\.lm_head\.weight", ("lm_head.weight",))
 QUESTION = "What action should the robot take to {prompt}?"
 CHAT = (
     "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
@@ -110,16 +115,9 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     adapter = "action_queries.weight" in checkpoint.tensors
-    if not action and (state or adapter):
-        raise ConvertError(
-            f"{path}: no action_head--*_checkpoint.pt beside the weights; it belongs to the checkpoint ({DISCRETE})"
-        )
-    if not action and options.setting("chunk", 1) > 1:
-        raise ConvertError(
-            f"--set chunk={options.setting('chunk', 1)}: {path} has no action head; {DISCRETE}"
-        )
+    parallel = decodes_in_parallel(checkpoint, bool(action), bool(state), adapter)
     action_dim, state_dim = sizes(checkpoint, action, state)
-    robot = robot_of(path, options, action_dim, state_dim, bool(action))
+    robot = robot_of(path, options, action_dim, state_dim, bool(action) or parallel)
 
     text = checkpoint.text_config(TEXT)
     vision, rules, dead = towers(checkpoint)
@@ -139,8 +137,8 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     try:
         if adapter:
             head = adapter_head(checkpoint, action, shared)
-        elif action:
-            head = oft_head(tokenizer, shared)
+        elif action or parallel:
+            head = oft_head(checkpoint, tokenizer, shared, parallel)
         else:
             head = token_head(checkpoint, tokenizer, shared)
     except ValueError as error:
@@ -161,11 +159,43 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
         tensors=apply(weights, rules),
         dead=(*dead, *head.dead),
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
-        notes=(
-            *notes(checkpoint, robot),
-            *(() if action else (f"no action head: OpenVLA's tokens; {DISCRETE}",)),
-        ),
+        notes=(*notes(checkpoint, robot), *decoding_notes(bool(action), bool(state), parallel)),
     )
+
+
+def decodes_in_parallel(checkpoint: PrismaticCheckpoint, action: bool, state: bool, adapter: bool) -> bool:
+    """Return True for action tokens of a whole chunk at once. action, state: whether the head and the state's projector
+    are there. Raises :class:`ConvertError` where a head has to be there, or must not be."""
+    path, options = checkpoint.path, checkpoint.options
+    asked = options.setting("decoding", None)
+    if action or adapter:
+        if asked is not None:
+            raise ConvertError(f"--set decoding={asked}: {path} has an action head, which decodes no tokens")
+        if not action:
+            raise ConvertError(
+                f"{path}: no action_head--*.pt beside the weights; it belongs to the checkpoint"
+            )
+        return False
+    if state and asked != "parallel":
+        raise ConvertError(
+            f"{path}: no action_head--*_checkpoint.pt beside the weights; it belongs to the checkpoint, unless that"
+            " was trained to decode action tokens in parallel: --set decoding=parallel"
+        )
+    if asked is None and (chunk := options.setting("chunk", 1)) > 1:
+        raise ConvertError(
+            f"--set chunk={chunk}: {path} has no action head; give --set decoding=parallel for OFT's action tokens"
+        )
+    return bool(asked == "parallel")
+
+
+def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]:
+    """Return what was chosen where there is no head."""
+    if action:
+        return ()
+    if not parallel:
+        return ("no action head: OpenVLA's tokens, in turn; --set decoding=parallel is OFT's chunk at once",)
+    read = "; the state is read, as in training: upstream's evaluation leaves it out without a head"
+    return (f"no action head: OFT's action tokens, a chunk at once{read if state else ''}",)
 
 
 def notes(checkpoint: PrismaticCheckpoint, robot: Robot) -> tuple[str, ...]:
@@ -181,10 +211,11 @@ def sizes(
 ) -> tuple[int, int]:
     """Return how many numbers an action and the state have: those of the head's and the projector's tensors."""
     try:
+        state_dim = state["fc1.weight"].shape[1] if state else 0
         if action:
-            return action["model.fc2.weight"].shape[0], state["fc1.weight"].shape[1] if state else 0
+            return action["model.fc2.weight"].shape[0], state_dim
         key, table = checkpoint.statistics
-        return len(table["action"]["q01"]), 0
+        return len(table["action"]["q01"]), state_dim
     except (KeyError, IndexError, TypeError) as error:
         raise ConvertError(
             f"{checkpoint.path}: the head, the projector or the statistics lack {error}"
@@ -242,19 +273,28 @@ def openvla_prompt(tokenizer: TokenizerFiles) -> dict[str, Any]:
     return {"template": f"In: {QUESTION}\nOut:", "ensure_last": tokenizer.token_id("\u2581")}
 
 
-def oft_head(tokenizer: TokenizerFiles, shared: dict[str, Any]) -> Head:
-    config = OFTConfig(**shared, stop_token=tokenizer.token_id("</s>"))
+def oft_head(
+    checkpoint: PrismaticCheckpoint, tokenizer: TokenizerFiles, shared: dict[str, Any], tokens: bool
+) -> Head:
+    stop = tokenizer.token_id("</s>")
+    if tokens:
+        config = OFTConfig(**shared, stop_token=stop, **action_tokens(checkpoint, shared))
+        return Head("openvla_oft", config, [LM_HEAD], (), openvla_prompt(tokenizer))
+    config = OFTConfig(**shared, stop_token=stop)
     return Head("openvla_oft", config, [], ("language_model.lm_head.",), openvla_prompt(tokenizer))
 
 
 def token_head(checkpoint: PrismaticCheckpoint, tokenizer: TokenizerFiles, shared: dict[str, Any]) -> Head:
-    config = OpenVLAConfig(
-        **shared,
-        action_bins=checkpoint["n_action_bins"],
-        action_tokens_end=shared["vocab_size"] - checkpoint["pad_to_multiple_of"],
-    )
-    rules = [Rule(r"language_model\.lm_head\.weight", ("lm_head.weight",))]
-    return Head("openvla", config, rules, (), openvla_prompt(tokenizer))
+    config = OpenVLAConfig(**shared, **action_tokens(checkpoint, shared))
+    return Head("openvla", config, [LM_HEAD], (), openvla_prompt(tokenizer))
+
+
+def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return which tokens are bins of an action."""
+    return {
+        "action_bins": checkpoint["n_action_bins"],
+        "action_tokens_end": shared["vocab_size"] - checkpoint["pad_to_multiple_of"],
+    }
 
 
 def adapter_head(

@@ -23,7 +23,7 @@ from sinew.core import ConvertError
 ARCHITECTURES = ("openvla_oft", "vla_adapter")
 NAMES = ("vla.cpp GGUF of openvla_oft or vla_adapter",)
 OPTIONS = ("tokenizer", "stats_key", "cameras")
-SETTINGS = openvla.SETTINGS
+SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
 NORMALIZE = [  # as published checkpoints store it: rounded to bfloat16
     {"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]},
     {"mean": [0.5] * 3, "std": [0.5] * 3},
