@@ -8,6 +8,7 @@ one scale for each matrix. Source: ustcwhy/BitVLA and its fork of transformers.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from sinew.models.openvla import OFTConfig
 
 NAMES = ("bitvla",)
 OPTIONS = openvla.OPTIONS
-SETTINGS = openvla.SETTINGS
+SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
 TEXT = {  # BitNet b1.58 2B, whose values its files leave out
     "hidden_size": 2560,
     "intermediate_size": 6912,
@@ -72,7 +73,16 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    checkpoint = PrismaticCheckpoint(path, options)
+    return assemble(PrismaticCheckpoint(path, options), ternary)
+
+
+def assemble(
+    checkpoint: PrismaticCheckpoint,
+    pack: Callable[[dict[str, TensorSource], bool], dict[str, TensorSource]],
+    form: str = "bitvla",
+) -> Conversion:
+    """Return the conversion of an opened checkpoint. pack: as :func:`ternary`. Raises :class:`ConvertError`."""
+    path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     if not action or not state:
         raise ConvertError(
@@ -111,12 +121,12 @@ def read(path: Path, options: Options) -> Conversion:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
     return Conversion(
         architecture="bitvla",
-        format="bitvla",
+        format=form,
         config=config,
         spec=openvla.spec(checkpoint, head, robot),
         processing=openvla.processing(checkpoint, head, robot, pad, image_recipe(checkpoint, tower)),
         tokenizer=tokenizer.text,
-        tensors=ternary(weights, tower.ternary),
+        tensors=pack(weights, tower.ternary),
         dead=dead,
         sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
         notes=openvla.notes(checkpoint, robot),
@@ -193,9 +203,7 @@ def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
 
 
 def image_recipe(checkpoint: PrismaticCheckpoint, tower: ViTConfig) -> ImageRecipe:
-    file = checkpoint.path / "preprocessor_config.json"
-    record = read_json(file)
-    checkpoint.files.append(file)
+    file, record = checkpoint.preprocessor()
     side = tower.image_size
     try:
         mean, std = (tuple(float(x) for x in record[name]) for name in ("image_mean", "image_std"))

@@ -62,7 +62,11 @@ def read(path: Path, options: Options) -> Conversion:
         raise ConvertError(
             f"{given[0]}: {path} is in the {'original' if original else 'LeRobot'} layout, which has none"
         )
-    parts = (evo1_original if original else evo1_lerobot).read(path, options)
+    return assemble((evo1_original if original else evo1_lerobot).read(path, options), options, path)
+
+
+def assemble(parts: Parts, options: Options, path: Path) -> Conversion:
+    """Return the conversion of what a layout says; ``path``: beside which InternVL may lie."""
     vlm_dir = find_model_dir(parts.vlm, options.vlm, path, "--vlm", VLM_FILES)
     vlm = Record(vlm_dir / "config.json")
     tokenizer = load_tokenizer(

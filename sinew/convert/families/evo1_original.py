@@ -19,6 +19,8 @@ WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
 LAYERS = 14  # of the language model, whatever the configuration says
 SIDE, VIEWS, TOKENS, STEPS = 448, 3, 1024, 50  # fixed in the server and the embedder
 VECTOR = 24  # numbers of every normalised vector of the server
+RESIZE = ImageStep("resize", height=SIDE, width=SIDE, method="cv_bilinear")
+VLM = "OpenGVLab/InternVL3-1B"
 EPS = 1e-8
 MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, str]]] = {
     "normal": ("mean_std", ("mean", "std")),
@@ -83,13 +85,13 @@ def read(path: Path, options: Options) -> Parts:
     return Parts(
         format="evo1",
         name=path.resolve().name,
-        vlm=str(config.get("vlm_name", "OpenGVLab/InternVL3-1B")),
+        vlm=str(config.get("vlm_name", VLM)),
         layers=LAYERS,
         views=VIEWS,
         category=int(category),
         max_tokens=TOKENS,
         side=SIDE,
-        resize=ImageStep("resize", height=SIDE, width=SIDE, method="cv_bilinear"),
+        resize=RESIZE,
         every_row=True,
         sizes=Sizes(
             chunk=horizon,

@@ -45,18 +45,21 @@ def read(path: Path, options: Options) -> Conversion:
     eagle = Record(eagle_dir / "config.json")
     preprocessor = Record(eagle_dir / "preprocessor_config.json")
     if model_type(path) == "Gr00tN1d6":
-        parts = _n16(path, options, eagle, preprocessor, Record(eagle_dir / "processor_config.json"))
+        processor = Record(eagle_dir / "processor_config.json")
+        parts = n16(NvidiaFiles(path, options), options, eagle, preprocessor, processor)
     else:
         parts = gr00t_n15.read(path, options, preprocessor)
-    return _conversion(path, options, eagle_dir, eagle, parts)
+    return assemble(path.name, options, eagle_dir, eagle, parts)
 
 
 def _assets(path: Path) -> tuple[str, str]:
     return str(Record(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2")), "--vlm"
 
 
-def _n16(path: Path, options: Options, eagle: Record, preprocessor: Record, eagle_processor: Record) -> Parts:
-    files = NvidiaFiles(path, options)
+def n16(
+    files: NvidiaFiles, options: Options, eagle: Record, preprocessor: Record, eagle_processor: Record
+) -> Parts:
+    """Return the parts of N1.6. Raises :class:`ConvertError`."""
     area = eagle_processor["pixels_per_token"]
     unit = round(area**0.5)
     smallest, largest = (tokens * area for tokens in PIXEL_BOUNDS)
@@ -70,7 +73,7 @@ def _n16(path: Path, options: Options, eagle: Record, preprocessor: Record, eagl
         raise ConvertError(f"{eagle.path}: vision_config.use_rope: expected false")
     return Parts(
         architecture="gr00t_n1_6",
-        format="gr00t-n1.6",
+        format=files.format if files.format != NvidiaFiles.format else "gr00t-n1.6",
         head=files.config,
         layers=files.config["select_layer"],
         backbone=r"backbone\.model\.",
@@ -88,7 +91,8 @@ def _n16(path: Path, options: Options, eagle: Record, preprocessor: Record, eagl
     )
 
 
-def _conversion(path: Path, options: Options, eagle_dir: Path, eagle: Record, parts: Parts) -> Conversion:
+def assemble(name: str, options: Options, eagle_dir: Path, eagle: Record, parts: Parts) -> Conversion:
+    """Return the conversion of a policy called ``name``. Raises :class:`ConvertError`."""
     vision, text = eagle.part("vision_config"), eagle.part("text_config")
     unshuffle = round(1 / eagle["downsample_ratio"]) if eagle.get("use_pixel_shuffle") else 1
     layers = eagle["mlp_connector_layers"]
@@ -136,7 +140,7 @@ def _conversion(path: Path, options: Options, eagle_dir: Path, eagle: Record, pa
         config=config,
         spec=specification(
             parts.architecture,
-            path.name,
+            name,
             parts.cameras,
             parts.vectors,
             parts.head,

@@ -10,6 +10,7 @@ import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.bundle.schema import VectorPart
+from sinew.bundle.writer import TensorSource
 from sinew.convert.families.gr00t_files import (
     Embodiment,
     Parts,
@@ -121,35 +122,57 @@ def read(path: Path, options: Options, preprocessor: Record) -> Parts:
         widths, found = Record(base / "config.json"), _lerobot(path, options)
     else:
         widths, found = config, _nvidia(path, options)
-    embodiment, cameras, vectors, files, notes = found
-    head = widths.part("action_head_cfg")
     backbone = widths.part("backbone_cfg")
     if backbone.get("project_to_dim") is not None:
         raise ConvertError(f"{widths.path}: backbone_cfg.project_to_dim: expected null")
-    tensors, weight_files = nvidia_weights(path)
-    crop = options.setting("center_crop", not is_lerobot(path))
+    tensors, files = nvidia_weights(path)
+    return parts(
+        "gr00t-n1.5-lerobot" if is_lerobot(path) else "gr00t-n1.5",
+        widths.part("action_head_cfg"),
+        backbone["select_layer"],
+        tensors,
+        [*files, *found[3], widths.path],
+        found,
+        image_recipe(preprocessor, options.setting("center_crop", not is_lerobot(path))),
+        is_lerobot(path),
+    )
+
+
+def parts(
+    form: str,
+    head: Record,
+    layers: int,
+    tensors: dict[str, TensorSource],
+    files: list[Path],
+    found: Found,
+    image: ImageRecipe,
+    lerobot: bool,
+) -> Parts:
+    """Return the parts of N1.5, for which ``found`` says what the robot's files say."""
+    embodiment, cameras, vectors, _, notes = found
     return Parts(
         architecture="gr00t_n1_5",
-        format="gr00t-n1.5-lerobot" if is_lerobot(path) else "gr00t-n1.5",
+        format=form,
         head=head,
-        layers=backbone["select_layer"],
+        layers=layers,
         backbone=r"backbone\.eagle_model\.",
         tensors=tensors,
-        files=[*weight_files, *files, widths.path],
+        files=files,
         embodiment=embodiment,
         cameras=cameras,
         vectors=vectors,
-        image=_image(preprocessor, crop),
+        image=image,
         language=TASK,
         text_first=False,
         generate=True,
         formal=False,
-        listed=is_lerobot(path),
+        listed=lerobot,
         notes=notes,
     )
 
 
-def _image(preprocessor: Record, crop: bool) -> ImageRecipe:
+def image_recipe(preprocessor: Record, crop: bool) -> ImageRecipe:
+    """Return the recipe of frames; crop: NVIDIA's, to 95 % of a frame first."""
     height, width = (preprocessor.part("size")[side] for side in ("height", "width"))
     resize = ImageStep("resize", height=height, width=width, method="bicubic")
     if crop:
@@ -163,7 +186,13 @@ def _nvidia(path: Path, options: Options) -> Found:
     file = path / "experiment_cfg" / "metadata.json"
     if not file.is_file():
         raise ConvertError(f"{path}: no experiment_cfg/metadata.json, which holds statistics and cameras")
-    metadata = Record(file)
+    horizon = Record(path / "config.json").part("action_head_cfg")["action_horizon"]
+    return robot(Record(file), horizon, options)
+
+
+def robot(metadata: Record, horizon: int, options: Options) -> Found:
+    """Return what NVIDIA's metadata.json says of the chosen robot. Raises :class:`ConvertError`."""
+    file = metadata.path
     numbers: dict[str, Any] = dict(TAGS)
     if (number := options.setting("embodiment_id", None)) is not None:
         numbers |= dict.fromkeys(metadata.content, number)
@@ -183,11 +212,10 @@ def _nvidia(path: Path, options: Options) -> Found:
         specs.append(CameraSpec(name, *(frame_size(options) or (height, width))))
     action = _parts(modalities.part("action"), statistics.part("action"), clip=False)
     state = _parts(modalities.part("state"), statistics.part("state"), clip=False)
-    horizon = Record(path / "config.json").part("action_head_cfg")["action_horizon"]
     notes = (
         "the normalisation of N1.5's keys is not in its files: min_max assumed, as most data configurations have",
     )
-    return embodiment, specs, _vectors(state, action, horizon), [file], notes
+    return embodiment, specs, vectors_of(state, action, horizon), [file], notes
 
 
 def _parts(keys: Record, statistics: Record, clip: bool) -> tuple[VectorPart, ...]:
@@ -211,12 +239,12 @@ def _lerobot(path: Path, options: Options) -> Found:
     state = _statistics(path, pack, "observation.state")
     action = _statistics(path, unpack, "action")
     cameras = sorted(checkpoint.cameras, key=lambda camera: camera.name)
-    vectors = _vectors((_part("state", *state),), (_part("actions", *action),), checkpoint["chunk_size"])
+    vectors = vectors_of((part("state", *state),), (part("actions", *action),), checkpoint["chunk_size"])
     files = [path / "config.json", *sorted(path.glob("policy_*processor*"))]
     return embodiment, cameras, vectors, files, tuple(checkpoint.notes)
 
 
-def _part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:
+def part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:
     return VectorPart(name, len(low), min_max(low, high, clip=False))
 
 
@@ -230,5 +258,5 @@ def _statistics(path: Path, step: Mapping[str, Any], feature: str) -> tuple[np.n
     return low, high
 
 
-def _vectors(state: tuple[VectorPart, ...], action: tuple[VectorPart, ...], horizon: int) -> Vectors:
+def vectors_of(state: tuple[VectorPart, ...], action: tuple[VectorPart, ...], horizon: int) -> Vectors:
     return Vectors(named(state), named(action), state, action, (), horizon)

@@ -9,22 +9,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import vlacpp_lerobot, vlacpp_prismatic, vlacpp_qwen
+from sinew.convert.families import (
+    vlacpp_bitvla,
+    vlacpp_eagle,
+    vlacpp_evo1,
+    vlacpp_lerobot,
+    vlacpp_prismatic,
+    vlacpp_qwen,
+)
 from sinew.convert.families.vlacpp_file import VlacppFile
 from sinew.convert.options import Options
 from sinew.core import ConvertError
 
 NAMES = ("vla.cpp GGUF",)
-PARTS = (vlacpp_lerobot, vlacpp_prismatic, vlacpp_qwen)
+PARTS = (vlacpp_lerobot, vlacpp_prismatic, vlacpp_qwen, vlacpp_eagle, vlacpp_evo1, vlacpp_bitvla)
 # Of any file; what a file's own part does not read is refused once it is open.
 OPTIONS = tuple(dict.fromkeys(option for part in PARTS for option in part.OPTIONS))
 SETTINGS = {name: setting for part in PARTS for name, setting in part.SETTINGS.items()}
-UNREAD = {
-    "gr00t_n1_5": "the folder that it was made from",
-    "gr00t_n1_6": "the folder that it was made from",
-    "bitvla": "the master weights: its ternary rows are tiled for one GPU kernel",
-    "evo1": "the folder that it was made from",
-}
 
 
 def recognises(path: Path) -> bool:
@@ -39,7 +40,4 @@ def read(path: Path, options: Options) -> Conversion:
         if file.architecture in part.ARCHITECTURES:
             return part.read(file, options.for_family(part, path))
     known = ", ".join(name for part in PARTS for name in part.ARCHITECTURES)
-    instead = f"; convert {UNREAD[file.architecture]}" if file.architecture in UNREAD else ""
-    raise ConvertError(
-        f"{path}: vla.cpp architecture {file.architecture!r} is not supported (only {known}){instead}"
-    )
+    raise ConvertError(f"{path}: vla.cpp architecture {file.architecture!r} is not supported (only {known})")

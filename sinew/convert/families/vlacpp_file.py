@@ -19,6 +19,7 @@ from sinew.core import BundleError, ConvertError
 
 FORMAT = "vla.cpp-gguf"
 STORED = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+PACKED = {"bitvla": (GGMLQuantizationType.I8,)}  # bytes of its ternary matrices
 
 
 class VlacppFile:
@@ -41,7 +42,7 @@ class VlacppFile:
         """The weights under vla.cpp's names. Raises :class:`ConvertError` for a quantised one."""
         found = {}
         for info in self._file.tensors.values():
-            if info.type not in STORED:
+            if info.type not in (*STORED, *PACKED.get(self.architecture, ())):
                 raise ConvertError(
                     f"{self.path}: tensor {info.name!r} is quantised ({info.type.name}); give the F32/BF16 file"
                 )

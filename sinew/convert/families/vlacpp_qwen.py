@@ -8,7 +8,7 @@ Source: vla.cpp ``scripts/convert_gr00t_n1_7_to_gguf.py``, ``convert_vla_jepa_to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ FRAME = 256  # pixels: the side of LIBERO's frames; others are resized
 RESIZE = [224, 224]  # of published VLA-JEPA checkpoints; vla.cpp expects what comes out of it
 
 
-def _decoder(to: str) -> list[Rule]:
+def decoder_rules(to: str) -> list[Rule]:
+    """Return the rules of a language model, under upstream's names after ``to``."""
     layer = rf"{to}layers.\1."
     return [
         Rule(r"token_embd\.weight", (f"{to}embed_tokens.weight",)),
@@ -85,8 +86,9 @@ def _blocks(old: str, new: str) -> list[Rule]:
     ]
 
 
-def _head(short: str, dit: str, to: str) -> list[Rule]:
-    """short: what its names begin with; dit: what those of the transformer's own layers begin with."""
+def head_rules(short: str, dit: str, to: str) -> list[Rule]:
+    """Return the rules of a diffusion head. short: what its names begin with; dit: what those of the transformer's own
+    layers begin with."""
     embedder = rf"{to}model.timestep_encoder.timestep_embedder.linear_\1.\2"
     return [
         Rule(rf"{short}\.state_enc\.l([12])\.(.*)", (rf"{to}state_encoder.layer\1.\2",)),
@@ -108,61 +110,68 @@ def read(file: VlacppFile, options: Options) -> Conversion:
     for name in (*options.given, *options.settings):
         if any(name in read_by for kind, read_by in READ_BY.items() if kind != file.architecture):
             raise ConvertError(f"{name}: a vla.cpp file of {file.architecture} does not read it")
-    if file.architecture == "gr00t_n1_7":
-        return gr00t_qwen.assemble(VlacppNvidia(file, options))
-    return vla_jepa.assemble(VlacppJepa(file, options))
+    if file.architecture == "vla_jepa":
+        return vla_jepa.assemble(VlacppJepa(file, options))
+    name = "backbone.model.model."
+    rules = [
+        *decoder_rules(f"{name}language_model."),
+        *_tower(f"{name}visual.", file),
+        *head_rules("aex", r"aex\.dit", "action_head."),
+    ]
+    return gr00t_qwen.assemble(VlacppNvidia(file, options, rules, COSMOS))
 
 
-class VlacppNvidia(NvidiaFiles):
-    """An N1.7 file under the names and the configuration of NVIDIA's folder."""
+def head_record(file: VlacppFile, found: Mapping[str, TensorSource]) -> dict[str, Any]:
+    """Return the head's sizes of a GR00T file as NVIDIA's configuration has them. Raises :class:`ConvertError`."""
+    n = file.integer
 
-    format = FORMAT
+    def size(name: str, axis: int) -> int:
+        if name not in found or len(found[name].shape) <= axis:
+            raise ConvertError(f"{file.path}: no tensor {name!r}")
+        return found[name].shape[axis]
 
-    def __init__(self, file: VlacppFile, options: Options):
-        self.file, self.path, self.options = file, file.path, options
-        n, name = file.integer, "backbone.model.model."
-        rules = [
-            *_decoder(f"{name}language_model."),
-            *_tower(f"{name}visual.", file),
-            *_head("aex", r"aex\.dit", "action_head."),
-        ]
-        self._found = apply(file.tensors, rules)
-        attention = {
+    record: dict[str, Any] = {
+        "backbone_embedding_dim": n("backbone_embedding_dim"),
+        "diffusion_model_cfg": {
+            "num_layers": n("dit_layers"),
+            "num_attention_heads": n("dit_heads"),
+            "attention_head_dim": n("dit_head_dim"),
+            "output_dim": size("action_head.model.proj_out_2.weight", 0),
+            "interleave_self_attention": bool(n("dit_interleave")),
+        },
+        "hidden_size": size("action_head.action_decoder.layer2.W", 1),
+        "num_timestep_buckets": n("num_timestep_buckets"),
+        "max_seq_len": n("max_seq_len"),
+        "action_horizon": n("action_horizon"),
+        "max_state_dim": n("max_state_dim"),
+        "max_action_dim": n("action_dim"),
+        "num_inference_timesteps": n("num_inference_timesteps"),
+    }
+    if file.architecture == "gr00t_n1_5":
+        record["num_target_vision_tokens"] = n("num_target_vision_tokens")
+    else:
+        record["use_alternate_vl_dit"] = True  # vla.cpp computes no other
+        record["attend_text_every_n_blocks"] = n("attend_text_every_n_blocks")
+    if file.architecture != "gr00t_n1_6":
+        record["vl_self_attention_cfg"] = {
             "num_layers": n("vlsa_layers"),
             "num_attention_heads": n("vlsa_heads"),
             "attention_head_dim": n("vlsa_head_dim"),
         }
-        self.config = Record(
-            file.path,
-            {
-                "model_name": COSMOS,
-                "select_layer": n("lm_layers_used"),
-                "backbone_embedding_dim": n("backbone_embedding_dim"),
-                "diffusion_model_cfg": {
-                    "num_layers": n("dit_layers"),
-                    "num_attention_heads": n("dit_heads"),
-                    "attention_head_dim": n("dit_head_dim"),
-                    "output_dim": self._rows("action_head.model.proj_out_2.weight"),
-                    "interleave_self_attention": bool(n("dit_interleave")),
-                },
-                "vl_self_attention_cfg": attention,
-                "use_alternate_vl_dit": True,  # vla.cpp computes no other
-                "attend_text_every_n_blocks": n("attend_text_every_n_blocks"),
-                "hidden_size": self._rows("action_head.action_decoder.layer2.W", 1),
-                "num_timestep_buckets": n("num_timestep_buckets"),
-                "max_seq_len": n("max_seq_len"),
-                "action_horizon": n("action_horizon"),
-                "max_state_dim": n("max_state_dim"),
-                "max_action_dim": n("action_dim"),
-                "num_inference_timesteps": n("num_inference_timesteps"),
-            },
-        )
-        self.processor = Record(file.path, file.record("processor_config_json")).part("processor_kwargs")
+    return record
 
-    def _rows(self, name: str, axis: int = 0) -> int:
-        if name not in self._found or len(self._found[name].shape) <= axis:
-            raise ConvertError(f"{self.path}: no tensor {name!r}")
-        return self._found[name].shape[axis]
+
+class VlacppNvidia(NvidiaFiles):
+    """A file of N1.6 or N1.7 under the names (by ``rules``) and the configuration of NVIDIA's folder."""
+
+    format = FORMAT
+
+    def __init__(self, file: VlacppFile, options: Options, rules: Sequence[Rule], model: str):
+        self.file, self.path, self.options = file, file.path, options
+        self._found = apply(file.tensors, rules)
+        own = {"model_name": model, "select_layer": file.integer("lm_layers_used")}
+        self.config = Record(file.path, own | head_record(file, self._found))
+        self.processor = Record(file.path, file.record("processor_config_json")).part("processor_kwargs")
 
     @property
     def name(self) -> str:
@@ -199,9 +208,9 @@ class VlacppJepa(LeRobotCheckpoint):
         self.marker = file.integer("embodied_action_token_id")
         n, name = file.integer, "model.qwen.model.model."
         rules = [
-            *_decoder(f"{name}language_model."),
+            *decoder_rules(f"{name}language_model."),
             *_tower(f"{name}visual.", file),
-            *_head("ah", "ah", "model.action_model."),
+            *head_rules("ah", "ah", "model.action_model."),
         ]
         self._found = apply(file.tensors, rules)
         table = self._found.get("model.action_model.position_embedding.weight")
