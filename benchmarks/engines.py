@@ -8,7 +8,7 @@ of numpy's and torch's at 2048^3. QUANTISED is what `sinew quantize` made of BUN
 engines; ONNX Runtime computes in fp32. --without REWRITE adds the plan less that rewrite.
 
 A policy of billions of parameters does not fit every machine in every engine at once: name some, and give its
-own precision. For pi0, whose bundle `python benchmarks/pi_full_size.py OUT` writes:
+own precision. For pi0, whose bundle `python benchmarks/full_size.py OUT --only pi0 --keep` writes:
 
 python benchmarks/engines.py OUT/pi0.gguf --engines eager plan --dtype native --pairs 3
 

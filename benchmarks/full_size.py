@@ -1,0 +1,219 @@
+"""Convert, load and run a random checkpoint of each family at full size: time and memory of each phase, in one table.
+
+    python -m benchmarks.full_size OUT [--only bitvla ...] [--engines eager cpu] [--runs 1] [--keep]
+
+Each family takes twice its weights of disk (7.5 billion numbers of OpenVLA: 31 GB), freed before the next one unless
+they are kept. The copy beside the conversion is of the checkpoint's own bytes, on the same disk, right before it.
+``--runs 0`` runs nothing; families that do not fit 24 GiB or have no bfloat16 product to run on are converted only,
+unless they are named. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cyclopts import run
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.families import FAMILIES
+from benchmarks.inflate import inflate
+
+PRESETS = ("smolvla", "pi0", "pi05", "groot-n17")
+MIB = 1 << 20
+
+
+def phase(target: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """Run ``target`` in a process of its own; return what it returned, its seconds and its memory in MiB.
+
+    ``peak_rss_mib`` counts the pages of mapped files, which the system takes back when it needs them;
+    ``extra_mib`` does not: it is what the process allocated on top of what it had before, sampled 50 times a second.
+    """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found: dict[str, Any] = pool.apply(_measured, (target, *args))
+    print(target.__name__, found, flush=True)
+    return found
+
+
+def _measured(target: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    before, largest, done = rss()["RssAnon"], [0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.02):
+            largest.append(max(largest.pop(), rss()["RssAnon"]))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    start, cpu = time.perf_counter(), time.process_time()
+    result = target(*args)
+    times = {"seconds": round(time.perf_counter() - start, 1), "cpu_s": round(time.process_time() - cpu, 1)}
+    done.set()
+    sampler.join()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    memory = {"peak_rss_mib": peak, "extra_mib": largest[0] - before}
+    return {**times, **memory, **(result if isinstance(result, dict) else {})}
+
+
+def rss() -> dict[str, int]:
+    """Return the resident memory of this process in MiB: RssAnon, RssFile and RssShmem."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return {k: int(v.split()[0]) // 1024 for k, v in (line.split(":", 1) for line in status if "Rss" in line)}
+
+
+# ----------------------------------------------------------------------------- phases
+
+
+def write(name: str, out: Path) -> dict[str, Any]:
+    """Write the checkpoint of a family below ``out``."""
+    if name in FAMILIES:
+        inflate(FAMILIES[name], out)
+    elif name == "smolvla":
+        from sinew.presets.random_checkpoint import write_checkpoint
+
+        write_checkpoint(out, dtype="native")
+    elif name == "groot-n17":
+        from sinew.presets.groot_checkpoint import write_groot_checkpoint
+
+        write_groot_checkpoint(out / "checkpoint")
+    else:
+        from sinew.presets.pi_checkpoint import write_pi_checkpoint
+
+        write_pi_checkpoint(out / "checkpoint", "pi0" if name == "pi0" else "pi05")
+    return {"bytes": sum(file.stat().st_size for file in weights(name, out))}
+
+
+def weights(name: str, out: Path) -> list[Path]:
+    folder = out / (FAMILIES[name].folder if name in FAMILIES else "checkpoint")
+    return [file for file in folder.iterdir() if file.suffix in (".safetensors", ".pt")]
+
+
+def given(name: str, out: Path) -> dict[str, Any]:
+    """Options of the conversion."""
+    if name == "groot-n17":
+        return {"vlm": out / "checkpoint" / "vlm", "settings": {"letterbox": "true"}}
+    if name not in FAMILIES:
+        return {"vlm": out / "vlm"} if name == "smolvla" else {}
+    options = dict(FAMILIES[name].given)
+    return {key: out / value if isinstance(value, str) else value for key, value in options.items()}
+
+
+def copy(name: str, out: Path) -> None:
+    """Copy the weights through a buffer, as a conversion has to."""
+    for file in weights(name, out):
+        target = out / "copy"
+        with file.open("rb") as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink, 4 * MIB)
+        target.unlink()
+
+
+def convert(name: str, out: Path, bundle: Path) -> dict[str, Any]:
+    import sinew.convert
+
+    folder = out / (FAMILIES[name].folder if name in FAMILIES else "checkpoint")
+    start = time.perf_counter()
+    sinew.convert.convert(folder, bundle, **given(name, out))
+    return {"without_imports_s": round(time.perf_counter() - start, 1), "bytes": bundle.stat().st_size}
+
+
+def infer(bundle: Path, dtype: str, engine: str, runs: int) -> dict[str, Any]:
+    import sinew
+
+    start = time.perf_counter()
+    policy = sinew.load(bundle, "cpu", dtype, engine)
+    load_s = time.perf_counter() - start
+    chunks = [policy.warm_up() for _ in range(runs)]
+    timing = chunks[-1].timing
+    return {
+        "load_s": round(load_s, 2),
+        "weights_mib": policy.weights_nbytes >> 20,
+        "first_ms": round(chunks[0].timing.total_ms),
+        "later_ms": [round(chunk.timing.total_ms) for chunk in chunks[1:]],
+        "vision_prefix_head_ms": [round(getattr(timing, k)) for k in ("vision_ms", "prefix_ms", "head_ms")],
+        "rss_mib": rss(),
+    }
+
+
+# ----------------------------------------------------------------------------- table
+
+
+def row(name: str, result: dict[str, Any], engine: str) -> list[str]:
+    made, copied, converted = (result[key] for key in ("write", "copy", "convert"))
+    cells = [
+        name,
+        f"{made['bytes'] / 1e9:.2f}",
+        f"{copied['seconds']:.1f} ({copied['cpu_s']:.1f})",
+        f"{converted['without_imports_s']:.1f} ({converted['cpu_s']:.1f})",
+        str(converted["extra_mib"]),
+        f"{converted['bytes'] / 1e9:.3f} ({converted['bytes'] / MIB:.0f} MiB)",
+    ]
+    found = result["infer"].get(engine)
+    if found is None:
+        return [*cells, "", "", "", ""]
+    memory = found["rss_mib"]
+    stages = " + ".join(f"{ms / 1000:.1f}" for ms in found["vision_prefix_head_ms"])
+    resident = f"{memory['RssAnon']} + {memory['RssFile']}"
+    return [*cells, engine, f"{found['load_s']:.1f}", f"{found['first_ms'] / 1000:.1f} ({stages})", resident]
+
+
+COLUMNS = (
+    "family",
+    "weights, GB",
+    "copy, s (CPU)",
+    "convert, s (CPU)",
+    "allocated, MiB",
+    "bundle, GB",
+    "engine",
+    "load, s",
+    "first chunk, s (vision + prefix + head)",
+    "resident, MiB (own + mapped)",
+)
+
+
+def main(
+    out: Path,
+    /,
+    *,
+    only: list[str] | None = None,
+    engines: list[str] | None = None,
+    dtype: str = "native",
+    runs: int = 1,
+    keep: bool = False,
+) -> None:
+    """only: families, of smolvla, pi0, pi05, groot-n17 and those of benchmarks/families.py. engines: that run each."""
+    unknown = [name for name in only or () if name not in (*PRESETS, *FAMILIES)]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]}: expected {', '.join((*PRESETS, *FAMILIES))}")
+    results: dict[str, Any] = {}
+    table = Table(*COLUMNS)
+    for name in only or (*PRESETS, *FAMILIES):
+        home, bundle = out / name, out / f"{name}.gguf"
+        result: dict[str, Any] = {"write": phase(write, name, home), "infer": {}}
+        os.sync()  # what is still on its way to the disk is not the copy's
+        result["copy"] = phase(copy, name, home)
+        os.sync()
+        result["convert"] = phase(convert, name, home, bundle)
+        if not keep:
+            shutil.rmtree(home)
+        if runs and (only or name not in FAMILIES or FAMILIES[name].run):
+            for engine in engines or ["eager"]:
+                result["infer"][engine] = phase(infer, bundle, dtype, engine, runs)
+        if not keep:
+            bundle.unlink()
+        results[name] = result
+        for engine in result["infer"] or [""]:
+            table.add_row(*row(name, result, engine))
+    Console(width=200).print(table)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,126 @@
+"""A family's checkpoint at its published sizes, made from its tiny fixture: the same files, names and layout, noise as
+weights.
+
+A family is data: which numbers of a shape become which (by the tensor's name), how often a layer is repeated, and what
+its JSON files then say. Sizes are those of papers, code and vla.cpp's converters; no published weights were read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from sinew.presets.noise import write_tensors
+from sinew.presets.smolvla_layout import TensorPlan
+
+FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
+SHARD = 4 << 30  # bytes
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """case, folder: the fixture and its folder of weights. sizes: (pattern of names, small -> large) of which the first
+    that fits counts. layers: (pattern with one group, how many). edits: JSON file -> path of keys -> value. given:
+    options of the conversion, of paths below the fixture as strings. run: whether one inference fits 24 GiB."""
+
+    case: str
+    sizes: tuple[tuple[str, dict[int, int]], ...]
+    layers: tuple[tuple[str, int], ...]
+    edits: dict[str, dict[str, Any]]
+    folder: str = "checkpoint"
+    given: dict[str, Any] = field(default_factory=dict)
+    run: bool = True
+
+
+def inflate(family: Family, out: Path) -> int:
+    """Write ``out`` (the fixture's folders, full-size weights in its ``folder``); return the bytes of its weights."""
+    home = FIXTURES / family.case
+    out.mkdir(parents=True)
+    for folder in (part for part in home.iterdir() if part.is_dir()):
+        shutil.copytree(
+            folder, out / folder.name, ignore=shutil.ignore_patterns("model*.safetensors", "*.pt")
+        )
+    for name, values in family.edits.items():
+        record = json.loads((out / name).read_text())
+        for path, value in values.items():
+            *parents, last = path.split(".")
+            part = record
+            for key in parents:
+                part = part[key]
+            assert last in part, f"{name}: {path}"
+            part[last] = value
+        (out / name).write_text(json.dumps(record))
+    source, target = home / family.folder, out / family.folder
+    total = _safetensors(family, source, target)
+    for file in source.glob("*.pt"):
+        found = torch.load(file, weights_only=True)
+        shapes = dict(inflated(family, {key: tuple(value.shape) for key, value in found.items()}))
+        tensors = {key: torch.randn(shape, dtype=torch.bfloat16) * 0.02 for key, shape in shapes.items()}
+        torch.save(tensors, target / file.name)
+        total += (target / file.name).stat().st_size
+    return total
+
+
+def _safetensors(family: Family, source: Path, target: Path) -> int:
+    small: dict[str, Shape] = {}
+    for file in sorted(source.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as content:
+            small |= {name: tuple(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
+    plans = [plan(*entry) for entry in inflated(family, small)]
+    shards: list[list[TensorPlan]] = [[]]
+    for entry in plans:
+        if (
+            sum(other.nbytes for other in shards[-1]) > SHARD
+            and (source / "model.safetensors.index.json").exists()
+        ):
+            shards.append([])
+        shards[-1].append(entry)
+    if len(shards) == 1 and not (source / "model.safetensors.index.json").exists():
+        write_tensors(target / "model.safetensors", shards[0], {}, {"format": "pt"})
+    else:
+        where = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            write_tensors(target / name, shard, {}, {"format": "pt"})
+            where |= {entry.name: name for entry in shard}
+        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return sum(entry.nbytes for entry in plans)
+
+
+def inflated(family: Family, small: dict[str, Shape]) -> Iterator[tuple[str, Shape]]:
+    """Yield name and shape of every tensor at full size. Layers repeat the fixture's, in turn."""
+    for name, shape in small.items():
+        sizes = next((table for pattern, table in family.sizes if re.search(pattern, name)), {})
+        full = tuple(sizes.get(size, size) for size in shape)
+        match, count = next(
+            ((found, count) for pattern, count in family.layers if (found := re.search(pattern, name))),
+            (None, 0),
+        )
+        if match is None:
+            yield name, full
+            continue
+        start, end = match.span(1)
+        there = {
+            int(found[1])
+            for other in small
+            if (found := re.match(re.escape(name[:start]) + r"(\d+)\.", other))
+        }
+        for layer in range(int(match[1]), count, len(there)):
+            yield f"{name[:start]}{layer}{name[end:]}", full
+
+
+def plan(name: str, shape: Shape) -> TensorPlan:
+    if len(shape) > 1:
+        init = "embedding" if "embed_tokens" in name else "matrix"
+    else:
+        init = "norm" if "norm" in name and name.endswith("weight") else "bias"
+    return TensorPlan(name, shape, init, "BF16")
