@@ -16,6 +16,7 @@ STOREYS = [
     {"cli"},
     {"eval", "perf"},
     {"checks", "presets", "serve", "sim", "validate"},
+    {"stream"},
     {"policy"},
     {"sources"},
     {"engine", "convert", "guidance"},

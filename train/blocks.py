@@ -22,7 +22,7 @@ from sinew.sim.prompts import COLORS, PHRASINGS, SIDES, instruction, vocabulary
 from train.blocks_demos import HOLD, record_shard
 from train.checkpoint import UNKNOWN, Design, Statistics, build_tokenizer
 from train.loop import Recipe, export, train
-from train.objective import Batch
+from train.objective import Batch, Objective
 from train.rollout import Actor, Episode, encode, normalised, run_episodes, to_pixels
 from train.shard import Shards
 
@@ -42,6 +42,7 @@ POSITION_SCALE = np.array([0.1, 0.1, 0.05], dtype=np.float32)  # metres per unit
 
 class BlocksTask:
     design = DESIGN
+    objective = Objective
     things = len(COLORS)
     auxiliary_outputs = 16  # named block, named block from the hand, all three blocks, side
 

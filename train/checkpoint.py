@@ -55,6 +55,7 @@ class Design:
     expert_multiplier: float = 0.75
     max_tokens: int = 24
     num_steps: int = 10
+    rolling: bool = False  # the state in the head, and a time per row
 
 
 def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLAConfig:
@@ -178,6 +179,7 @@ def _policy_config(design: Design) -> dict[str, Any]:
         "min_period": 0.004,
         "max_period": 4.0,
         "device": "cpu",
+        **({"state_in_head": True, "rolling": True} if design.rolling else {}),
     }
 
 

@@ -25,7 +25,7 @@ from sinew.models.smolvla import SmolVLA
 from train.checkpoint import Design, Statistics, build_tokenizer, write_configs, write_weights
 from train.curve import plot
 from train.half import use_half_products
-from train.objective import Batch, Objective, initialise
+from train.objective import Batch, initialise
 from train.rollout import Actor, Episode
 
 log = logging.getLogger("train")
@@ -61,6 +61,7 @@ class Task(Protocol):
     stats: Statistics
     auxiliary_outputs: int
     things: int  # of the auxiliary head on image tokens; 0 for none
+    objective: type[nn.Module]  # Objective, or one with its constructor
 
     def batch(self, rng: np.random.Generator, rows: int, second_rows: int) -> Batch: ...
 
@@ -76,7 +77,9 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
     model = SmolVLA(write_configs(out / f".rank{rank}", task.design, task.stats))
     initialise(model, recipe.seed)
     torch.manual_seed(recipe.seed)
-    objective = Objective(model, task.auxiliary_outputs, task.things, recipe.draws, recipe.auxiliary_weight)
+    objective = task.objective(
+        model, task.auxiliary_outputs, task.things, recipe.draws, recipe.auxiliary_weight
+    )
     if start:
         objective.load_state_dict(torch.load(start, weights_only=True), strict=False)
     average = copy.deepcopy(model).eval()  # runs in full float32
@@ -138,7 +141,7 @@ def export(out: Path, design: Design) -> Path:
     return bundle
 
 
-def _groups(objective: Objective, recipe: Recipe) -> list[dict]:
+def _groups(objective: nn.Module, recipe: Recipe) -> list[dict]:
     """Matrices decay, vectors do not; what the model multiplies by sqrt(width) learns at a smaller rate."""
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, parameter in objective.named_parameters():
@@ -178,7 +181,7 @@ def _save(
     task: Task,
     model: SmolVLA,
     average: SmolVLA,
-    objective: Objective,
+    objective: nn.Module,
     recipe: Recipe,
     history: list[dict[str, float]],
     step: int,

@@ -16,7 +16,7 @@ import sinew.sim  # noqa: F401 - registers the environments
 from sinew.sim.pen import PROMPT
 from train.checkpoint import Design, Statistics, build_tokenizer
 from train.loop import Recipe, export, train
-from train.objective import Batch
+from train.objective import Batch, Objective
 from train.pen_demos import SLOTS, record_shard
 from train.rollout import Actor, Episode, encode, normalised, run_episodes, to_pixels
 from train.shard import Shards
@@ -46,6 +46,7 @@ REPLAN = 2  # slots: once per frame of a 30 Hz camera
 
 class PenTask:
     design = DESIGN
+    objective = Objective
     things = 0
     auxiliary_outputs = 3  # height, speed, seconds until the jaws must start
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
-from sinew.eval.policies import EXPERT, EvalPolicy, Remote, identity, open_policy
+from sinew.eval.policies import EXPERT, EvalPolicy, InProcess, Remote, identity, open_policy
 from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.settings import Task, Variant
 
@@ -137,6 +137,15 @@ class Player:
             self.task.motion,
             self.task.future,
         )
+        if variant.stream:
+            from sinew.eval.streaming import Costs, run_stream_episode
+
+            if not isinstance(self._policy, InProcess):
+                raise SinewError(
+                    "stream: expected a bundle; a server streams by its own clock (`sinew stream`)"
+                )
+            costs = Costs.parse(variant.stream)
+            return run_stream_episode(self.env, self.adapter, self._policy.policy, conduct, seed, costs)
         return run_episode(self.env, self.adapter, self._policy, conduct, seed)
 
     def _open(self, variant: Variant) -> EvalPolicy:

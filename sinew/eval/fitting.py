@@ -14,7 +14,7 @@ from sinew.eval.settings import Task, Variant
 from sinew.policy import open_bundle
 from sinew.processing import Processor
 
-TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0")  # the embedded ones
+TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0", "sinew/Egg-v0")  # the embedded ones
 
 
 def task_of(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool = False) -> str:

@@ -142,6 +142,24 @@ class PenExpert:
         """Nothing to close."""
 
 
+class EggExpert:
+    """What somebody does who sees the newest frame and feels the present force: one action per chunk."""
+
+    chunk_size = 1
+
+    def start(self, env: gymnasium.Env) -> None:
+        self._env: Any = env.unwrapped
+
+    def infer(self, observation: Mapping[str, Any], seed: int) -> tuple[np.ndarray, float]:
+        from sinew.sim import egg
+
+        begin = time.perf_counter()
+        return egg.act(self._env)[None], 1e3 * (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
     """The policy that a variant names; raises :class:`SinewError` for one that cannot be opened."""
     if variant.target == EXPERT:
@@ -149,6 +167,8 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
             return BlocksExpert()
         if env_id.startswith("sinew/Pen"):
             return PenExpert()
+        if env_id.startswith("sinew/Egg"):
+            return EggExpert()
         raise SinewError(f"there is no scripted expert for {env_id}")
     if "://" in variant.target:
         return Remote(variant.target, variant.solver_steps)

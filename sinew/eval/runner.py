@@ -51,6 +51,7 @@ class Episode:
     wall_s: float = 0.0
     seam: float = 0.0
     jerk: float = 0.0
+    reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # of streams, by loop
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -69,7 +69,9 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a sweep changes. ``replan``: actions per inference (S); 0 is the full chunk."""
+    """What a sweep changes. ``replan``: actions per inference (S); 0 is the full chunk. ``stream``:
+    PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.streaming), which then takes
+    the place of chunks."""
 
     target: str  # a bundle file, tcp://host:port, or "expert"
     replan: int = 8
@@ -82,6 +84,7 @@ class Variant:
     ignore_recipe: bool = False
     rename: tuple[str, ...] = ()
     allow_missing_cameras: bool = False
+    stream: str = ""
 
     def __post_init__(self) -> None:
         if self.replan < 0:
@@ -126,7 +129,7 @@ class Variant:
     def to_dict(self) -> dict[str, Any]:
         record = {**asdict(self), "latency": self.latency.text, "rename": list(self.rename)}
         # Logs of episodes that were played before there was a choice stay valid.
-        later = ("engine", "ignore_recipe", "rename", "allow_missing_cameras")
+        later = ("engine", "ignore_recipe", "rename", "allow_missing_cameras", "stream")
         return {name: value for name, value in record.items() if value or name not in later}
 
 
@@ -156,6 +159,7 @@ _PARSERS: dict[str, Any] = {
     "dtype": str,
     "device": str,
     "engine": str,
+    "stream": str,
 }
 SWEEPABLE = tuple(_PARSERS)
 

@@ -40,15 +40,15 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class Modulation(NamedTuple):
-    """What an adaptive norm takes from its condition, each [B, 1, C]."""
+    """What an adaptive norm takes from its condition, each [B, 1, C]; [B, H, C] where rows have own times."""
 
     scale: Tensor
     shift: Tensor
     gate: Tensor
 
     @classmethod
-    def of(cls, packed: Tensor) -> Modulation:  # [B, 3C]
-        return cls(*packed[:, None].chunk(3, dim=-1))
+    def of(cls, packed: Tensor) -> Modulation:  # [B, 3C] or [B, H, 3C]
+        return cls(*(packed if packed.ndim == 3 else packed[:, None]).chunk(3, dim=-1))
 
 
 class AdaRMSNorm(nn.Module):

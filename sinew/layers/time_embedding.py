@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def time_embedding(t: Tensor, size: int, min_period: float, max_period: float) -> Tensor:
-    """t: [B] in [0, 1], rounded to float32 first, as the reference's is -> float32 [B, size]: sines, then cosines.
+    """Return sines, then cosines, float32 [..., size], of t [...] in [0, 1], rounded to float32 first as upstream's is.
 
     Periods run geometrically from ``min_period`` to ``max_period``. The angles reach 2 pi / 0.004, where a
     float32 product has lost three digits: float64 until the end, as openpi does
@@ -17,5 +17,5 @@ def time_embedding(t: Tensor, size: int, min_period: float, max_period: float) -
     """
     fraction = torch.linspace(0.0, 1.0, size // 2, dtype=torch.float64, device=t.device)
     period = min_period * (max_period / min_period) ** fraction
-    angle = t.float()[:, None].double() * (1.0 / period * 2 * math.pi)  # [B, size / 2]
+    angle = t.float()[..., None].double() * (1.0 / period * 2 * math.pi)  # [..., size / 2]
     return torch.cat([angle.sin(), angle.cos()], dim=-1).float()

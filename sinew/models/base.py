@@ -76,6 +76,15 @@ class Model(nn.Module):
         first. None when it reads something else."""
         return None
 
+    @property
+    def head_reads_state(self) -> bool:
+        """Return True if each step reads the state itself, so that :meth:`renew` needs no new prefix."""
+        return False
+
+    def renew(self, context: Context, state: Tensor) -> Context:
+        """Return the context with a newer state, float32 [B, S]; as it is where the state is in the prefix."""
+        return context
+
     def component_of(self, name: str) -> str:
         """Return the component ("vision", "language", "head") of a module or parameter by its name."""
         return self.components.get(name.partition(".")[0], "head")

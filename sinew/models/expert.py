@@ -43,7 +43,8 @@ class Prefix(NamedTuple):
     kv:    per expert layer, keys and values [B, P, Hkv, D] in the form in which that layer reads them.
     valid: bool [B, P], False where the prefix is padding.
     length: int64 [B], number of valid prefix tokens: the position of the first token after it.
-    state: float32 [B, 1, C], the state's token, for experts that read it beside their actions (pi0).
+    state: float32 [B, 1, C], the state's token, for experts that read it beside their actions (pi0; SmolVLA with
+           ``state_in_head``).
     """
 
     kv: tuple[KeyValue, ...]
@@ -77,6 +78,7 @@ class ExpertModel(Model):
     )
     vision: VisionTransformer
     expert: Any  # layers: Sequence of decoder layers; norm; dtype
+    state_proj: Linear
     action_in_proj: Linear
     action_out_proj: Linear
     action_time_mlp_in: Linear
@@ -117,15 +119,27 @@ class ExpertModel(Model):
         return self.context(self.prefix(image_tokens, camera_mask, tokens, token_mask, state))
 
     def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
-        """x: float32 [B, H, A]; t: [B] -> float32 [B, H, A]: one step from a prefix, for training and tests."""
+        """x: float32 [B, H, A]; t: [B] or [B, H] -> float32 [B, H, A]: one step, for training and tests."""
         return self.act(x, self.moment(t), self.context(prefix))
 
+    def state_token(self, state: Tensor) -> Tensor | None:  # [B, S] -> [B, 1, C]
+        """Return the state as a token of the expert, where the expert reads it."""
+        return self.state_proj(state)[:, None]
+
+    def renew(self, context: Context, state: Tensor) -> Context:
+        return context._replace(state=self.state_token(state)) if self.head_reads_state else context
+
     def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
-        """Noisy actions [B, H, A] and embedded time [B, C] -> expert tokens [B, H, C]."""
+        """Noisy actions [B, H, A] and embedded time [B, C] or [B, H, C] -> expert tokens [B, H, C]."""
         actions = self.action_in_proj(x)  # [B, H, C]
-        both = torch.cat([actions, moment.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
+        both = torch.cat([actions, per_row(moment.to(actions.dtype)).expand_as(actions)], dim=-1)
         return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
     def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
         """The expert's last hidden states of the actions, [B, H, C] -> their velocity [B, H, A]."""
         return self.action_out_proj(self.expert.norm(h, *modulation).float())
+
+
+def per_row(moment: Tensor) -> Tensor:
+    """Return the moment of every row, [B, H, C], or the one of all, [B, 1, C], of [B, H, C] or [B, C]."""
+    return moment if moment.ndim == 3 else moment[:, None]

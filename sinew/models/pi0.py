@@ -100,8 +100,9 @@ class PI0(ExpertModel):
         _, kv = self.language(x, positions, block_mask(valid, torch.zeros_like(valid)))
         return Prefix(tuple(kv), valid, valid.sum(dim=1), self.state_token(state))
 
-    def state_token(self, state: Tensor) -> Tensor | None:  # [B, S] -> [B, 1, C]
-        return self.state_proj(state)[:, None]
+    @property
+    def head_reads_state(self) -> bool:
+        return self.has_state_token
 
     @property
     def prefix_depth(self) -> int:

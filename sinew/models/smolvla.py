@@ -36,6 +36,11 @@ class SmolVLAConfig(FlowConfig):
     """``self_attn_every_n_layers``: layer i of the expert is a self layer when i % n == 0; 0 means never.
     ``prefix_length``: prefixes shorter than this are padded at the end; 0 means they are not.
     ``image_start_tokens``, ``image_end_tokens``: embedded around each view when not empty.
+
+    Ours, for streams (docs/stream.md), not upstream's:
+    ``state_in_head``: the state is a token of the expert, in front of the actions, and not the prefix's last one, so
+    that a newer state needs no new prefix.
+    ``rolling``: trained with a time of its own for each row, and on windows that a newer state contradicts.
     """
 
     vision: ViTConfig
@@ -46,8 +51,12 @@ class SmolVLAConfig(FlowConfig):
     prefix_length: int = 0
     image_start_tokens: tuple[int, ...] = ()
     image_end_tokens: tuple[int, ...] = ()
+    state_in_head: bool = False
+    rolling: bool = False
 
     def __post_init__(self) -> None:
+        if self.rolling and not self.state_in_head:
+            raise ValueError("rolling: expected state_in_head beside it")
         if self.language.num_layers % self.expert.num_layers:
             raise ValueError(
                 f"{self.language.num_layers} language layers are not a multiple of {self.expert.num_layers}"
@@ -98,7 +107,7 @@ class SmolVLA(ExpertModel):
         self.connector = PixelShuffleConnector(config.vision.hidden_size, width, config.pixel_shuffle)
         self.language = Decoder(config.language, config.vocab_size)
         self.expert = Expert(config)
-        self.state_proj = Linear(config.max_state_dim, width)
+        self.state_proj = Linear(config.max_state_dim, expert_width if config.state_in_head else width)
         self.action_in_proj = Linear(config.max_action_dim, expert_width)
         self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = Linear(expert_width, expert_width)
@@ -132,11 +141,13 @@ class SmolVLA(ExpertModel):
             add(scaled[:, view], camera_mask[:, view])
             add_special(self.config.image_end_tokens)
         add(embed(tokens) * C**0.5, token_mask)
-        add(self.state_proj(state)[:, None], always)
+        if not self.head_reads_state:
+            add(self.state_proj(state)[:, None], always)
 
         x, ok = torch.cat(pieces, dim=1), torch.cat(valid, dim=1)
         opens_block = torch.zeros_like(ok)
-        opens_block[:, -1] = True  # the state: it sees all before it, nothing before it sees it
+        if not self.head_reads_state:
+            opens_block[:, -1] = True  # the state: it sees all before it, nothing before it sees it
         if (missing := self.config.prefix_length - x.shape[1]) > 0:
             x = F.pad(x, (0, 0, 0, missing))
             ok, opens_block = F.pad(ok, (0, missing)), F.pad(opens_block, (0, missing))
@@ -148,7 +159,8 @@ class SmolVLA(ExpertModel):
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         positions = valid.long().cumsum(dim=1) - 1
         _, cache = self.language(x, positions, block_mask(valid, opens_block))
-        return Prefix(kv=self.expert_kv(cache), valid=valid, length=valid.sum(dim=1))
+        token = self.state_token(state) if self.head_reads_state else None
+        return Prefix(kv=self.expert_kv(cache), valid=valid, length=valid.sum(dim=1), state=token)
 
     def expert_kv(self, cache: list[KeyValue]) -> tuple[KeyValue, ...]:
         """The prefix as each expert layer reads it.
@@ -166,13 +178,18 @@ class SmolVLA(ExpertModel):
     def prefix_depth(self) -> int:
         return (len(self.expert.layers) - 1) * self.config.stride + 1
 
-    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+    @property
+    def head_reads_state(self) -> bool:
+        return self.config.state_in_head
+
+    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
         config = self.config
         return time_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 
     def context(self, prefix: Prefix) -> Context:
         """Rotations and masks are those of the self layers, then of the cross layers."""
-        config, H = self.config.expert, self.config.chunk_size
+        config = self.config.expert
+        H = self.config.chunk_size + (prefix.state is not None)  # the state's token comes first
         B, device = len(prefix.valid), prefix.valid.device
         steps = torch.arange(H, device=device).expand(B, H)
         after_prefix = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
@@ -180,11 +197,14 @@ class SmolVLA(ExpertModel):
         sees_prefix = prefix.valid[:, None].expand(B, H, -1)  # [B, H, P]
         causal = torch.ones(H, H, dtype=torch.bool, device=device).tril().expand(B, H, H)
         sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
-        return Context(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix))
+        return Context(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix), prefix.state)
 
     def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
-        cache, (after_prefix, from_zero), (sees_both, sees_prefix), _ = context
-        h = self.embed_actions(x, moment).to(self.expert.dtype)  # [B, H, C]
+        cache, (after_prefix, from_zero), (sees_both, sees_prefix), state = context
+        h = self.embed_actions(x, moment)
+        if state is not None:
+            h = torch.cat([state, h], dim=1)
+        h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H
         for layer, is_self, kv in zip(self.expert.layers, self.expert.is_self, cache, strict=True):
             if is_self:
                 q, k, v = layer.project(h, after_prefix)
@@ -192,4 +212,4 @@ class SmolVLA(ExpertModel):
             else:
                 attended = layer.attn.attend(layer.query(h, from_zero), kv, sees_prefix)
             h = layer.finish(h, attended)
-        return self.decode_actions(h)
+        return self.decode_actions(h if state is None else h[:, 1:])

@@ -115,7 +115,7 @@ class Processor:
     def _checked(self, observation: Observation) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The state, the normalised state, and the tokens of an observation whose other fields are checked too."""
         self._check_images(observation)
-        state = self._state(observation)
+        state = self.state(observation.state)
         normalized = self.state_normalizer.normalize(state)
         tokens = self._tokens(observation, normalized)
         _integer(observation.seed, "seed", 0, (1 << 64) - 1)
@@ -137,7 +137,7 @@ class Processor:
         Without ``pixels`` the frames go in as they came, where all of them are uint8; float32 frames are prepared
         here all the same.
         """
-        normalized = self.state_normalizer.normalize(self._state(observation))
+        normalized = self.state_normalizer.normalize(self.state(observation.state))
         return self._assemble(observation, normalized, self._tokens(observation, normalized), padded, pixels)
 
     def _assemble(
@@ -160,8 +160,6 @@ class Processor:
             missing = len(self.spec.cameras) - present if self.recipe.pad_missing_cameras else 0
             frames += [empty_frame(self.recipe.image)] * (missing + self.recipe.empty_cameras)
             tokens, token_mask = self.prompter.pad(tokens)
-        state = np.zeros(self.recipe.padded_state_dim, np.float32)
-        state[: len(normalized)] = normalized
         image = self.recipe.image
         stacked = (
             np.stack(frames)
@@ -169,7 +167,7 @@ class Processor:
             else np.empty((0, image.channels, image.height, image.width), np.float32)
         )
         seen = np.arange(len(raw) or len(frames)) < present
-        return ModelInputs(stacked, seen, tokens, token_mask, state, raw)
+        return ModelInputs(stacked, seen, tokens, token_mask, self._padded(normalized), raw)
 
     def noise(self, observation: Observation) -> tuple[np.ndarray, int | None]:
         """Start of the solver, float32 [H, padded_action_dim], and the seed it came from (None if there is none).
@@ -190,7 +188,7 @@ class Processor:
 
     def actions(self, chunk: np.ndarray, observation: Observation) -> np.ndarray:
         """Model output [H, padded_action_dim] -> float32 [H, action_dim] in world units, finite."""
-        return self.finish(chunk, self._state(observation))
+        return self.finish(chunk, self.state(observation.state))
 
     def finish(self, chunk: np.ndarray, state: np.ndarray, normalized: bool = True) -> np.ndarray:
         """The same with the state of a :class:`Prepared` observation.
@@ -232,10 +230,19 @@ class Processor:
                 f"images.{missing[0]}", f"a frame of each of the cameras {known}", f"none{hint}"
             )
 
-    def _state(self, observation: Observation) -> np.ndarray:
-        """The state, checked, in the frame and units that the policy was trained on: [D]."""
-        state = _vector(observation.state, "state", (self.spec.state.dim,), self.state_normalizer.dtype)
+    def state(self, given: object) -> np.ndarray:
+        """Return a state, checked, in the frame and units that the policy was trained on: [D]."""
+        state = _vector(given, "state", (self.spec.state.dim,), self.state_normalizer.dtype)
         return apply_steps(state, self.recipe.state_steps)
+
+    def model_state(self, state: np.ndarray) -> np.ndarray:
+        """Return what :meth:`state` gave as the model reads it, float32 [padded_state_dim]."""
+        return self._padded(self.state_normalizer.normalize(state))
+
+    def _padded(self, normalized: np.ndarray) -> np.ndarray:
+        state = np.zeros(self.recipe.padded_state_dim, np.float32)
+        state[: len(normalized)] = normalized
+        return state
 
     def _noise(self, observation: Observation) -> np.ndarray | None:
         if observation.noise is None:

@@ -139,7 +139,7 @@ class Service:
         try:
             if wait_ms is not None and not wait_ms > 0:
                 raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
-            self._check_session(inference.session)
+            self.check_session(inference.session)
             if (stuck := self.scheduler.stuck()) is not None:
                 raise UnhealthyError(stuck)
             job = self.scheduler.submit(decode, done, session=session, deadline=deadline, client=connection)
@@ -185,7 +185,7 @@ class Service:
     def reset(self, session: str = "") -> None:
         """A new episode begins: a policy that keeps state between requests forgets the session's.
         Raises RequestError for a name that is too long."""
-        self._check_session(session)
+        self.check_session(session)
         if (forget := getattr(self.scheduler.policy, "reset", None)) is not None:
             forget(session)
 
@@ -198,6 +198,11 @@ class Service:
         given = key.encode(errors="surrogateescape") if isinstance(key, str) else key or b""
         if not hmac.compare_digest(given, self._api_key.encode()):
             raise UnauthorizedError("this server wants an API key, and the request brought none or another")
+
+    @property
+    def safety(self) -> Safety | None:
+        """Return the limits of states and actions; None where there are none."""
+        return self._safety
 
     @property
     def wants_key(self) -> bool:
@@ -251,7 +256,8 @@ class Service:
             return error
 
     @staticmethod
-    def _check_session(name: str) -> None:
+    def check_session(name: str) -> None:
+        """Raise RequestError for a session's name that is too long."""
         if len(name) > MAX_SESSION:
             raise RequestError(f"session: expected at most {MAX_SESSION} characters, got {len(name)}")
 

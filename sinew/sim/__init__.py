@@ -1,6 +1,7 @@
 """Simulated tasks that need no download, no display and no GPU, as gymnasium environments.
 
-Importing this module registers them: ``sinew/Blocks-v0``, ``sinew/BlocksShove-v0``, ``sinew/Pen-v0``.
+Importing this module registers them: ``sinew/Blocks-v0``, ``sinew/BlocksShove-v0``, ``sinew/Pen-v0``,
+``sinew/Egg-v0``.
 """
 
 from __future__ import annotations
@@ -15,3 +16,4 @@ gymnasium.register(
     kwargs={"shove_step": 6},
 )
 gymnasium.register("sinew/Pen-v0", entry_point="sinew.sim.pen:PenEnv", max_episode_steps=120)
+gymnasium.register("sinew/Egg-v0", entry_point="sinew.sim.egg:EggEnv", max_episode_steps=360)

@@ -60,6 +60,7 @@ def bundle_name(upstream: str) -> str:
 
 NAMES = ("smolvla",)
 OPTIONS = ("vlm", "tokenizer", "arch", "stats", "dataset")
+OURS = ("state_in_head", "rolling")  # options of our own training (train/egg.py); absent upstream
 SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
 SCHEMA = Schema(
     defaults={  # LeRobot's configuration_smolvla.py, unchanged from its first version to 0.6
@@ -85,7 +86,7 @@ SCHEMA = Schema(
         "max_period": 4.0,
     },
     fixed={"n_obs_steps": 1, "adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
-    unread=("load_vlm_weights",),
+    unread=("load_vlm_weights", *OURS),
     steps={
         "smolvla_new_line_processor": Step({}, required=True),
         "tokenizer_processor": TOKENIZER,
@@ -192,7 +193,10 @@ def model_config(
             # Without "cross" in the mode every layer attends to itself; without a period none does.
             self_attn_every_n_layers=max(every, 0) if "cross" in checkpoint["attention_mode"] else 1,
             prefix_length=max(checkpoint["prefix_length"], 0),
-            **special,
+            image_start_tokens=special.get("image_start_tokens", ()),
+            image_end_tokens=special.get("image_end_tokens", ()),
+            state_in_head=bool(checkpoint.config.get("state_in_head", False)),
+            rolling=bool(checkpoint.config.get("rolling", False)),
         )
     except (ValueError, TypeError) as error:
         raise ConvertError(f"{checkpoint.path / 'config.json'}: {error}") from None

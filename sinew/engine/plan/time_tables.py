@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinew.engine.plan.rewrite import Rewrite, Status, become, linear
 from sinew.layers.linear import Linear, linear_in_weight
-from sinew.models.expert import ExpertModel
+from sinew.models.expert import ExpertModel, per_row
 
 
 class SplitActionTime(ExpertModel):
@@ -27,12 +27,12 @@ class SplitActionTime(ExpertModel):
     action_part: Linear  # Wa P, no bias
     time_part: Linear  # Wt, Wa p + b
 
-    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
         return self.time_part(super().moment(t))  # type: ignore[safe-super]
 
     def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
         mixed = self.action_part(x)
-        return self.action_time_mlp_out(F.silu(mixed + moment.to(mixed.dtype)[:, None]))
+        return self.action_time_mlp_out(F.silu(mixed + per_row(moment.to(mixed.dtype))))
 
 
 def split_action_time(model: Any) -> None:

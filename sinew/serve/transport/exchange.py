@@ -42,6 +42,9 @@ class Codec(Protocol):
     """One protocol of requests and replies, each one frame."""
 
     name: str
+    streams: (
+        Any  # takes messages that get no reply of their own (wires/streams.py); None where there are none
+    )
 
     def bind(self, service: Service) -> None:
         """The policy is loaded; called once, before the first request."""
@@ -78,6 +81,9 @@ class Asker(Protocol):
 
     def reply(self, frames: Sequence[Frame], request: Request | None) -> None:
         """Send one message, from any thread. request: the one that it answers, whose memory is free now."""
+
+    def release(self, request: Request) -> None:
+        """Free what a request held that gets no reply. On the loop."""
 
     def prove(self) -> None:
         """A request of this connection was taken: it is not a stranger any more."""
@@ -117,6 +123,10 @@ class Exchange:
             reply = codec.control(header)
             if reply is not None:
                 asker.reply([*envelope, reply], request)
+                return
+            if codec.streams is not None and codec.streams.take(asker, envelope, header, content):
+                asker.prove()
+                asker.release(request)
                 return
             decoders = codec.decoders(header, content)
         except SinewError as error:

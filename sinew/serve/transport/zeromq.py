@@ -78,6 +78,8 @@ class ZeroMQWire:
         self.wake(None)
         if self._thread is not None:
             self._thread.join()
+        if getattr(self.codec, "streams", None) is not None:
+            self.codec.streams.stop()
         for peer in list(self._ledger.open):
             assert isinstance(peer, Peer)
             self.close(peer, "the server stops")
@@ -320,6 +322,10 @@ class Peer(Account):
             raise
         if not self._wire.on_loop():  # it frees what the request held, and sends what is left
             self._wire.wake(self)
+
+    def release(self, request: Request) -> None:
+        """See Asker."""
+        self.freed.append(request.size)
 
     def prove(self) -> None:
         self.refusals = 0

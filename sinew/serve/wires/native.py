@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -25,8 +25,10 @@ from sinew_client.schema import Image, PredictRequest, PredictResponse
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
+from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, fields, packed
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
+from sinew.serve.wires.streams import Streams
 
 Payload = bytes | memoryview
 
@@ -38,9 +40,6 @@ MAX_FIELDS = 512
 MAX_NAME = 128  # characters of a camera's name
 MAX_KEY = 4096  # bytes
 MAX_ERROR_TEXT = 1000
-
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # Protobuf wire types; groups (3, 4) are not in proto3
-_SIZES = {_VARINT: 0, _FIXED64: 8, _BYTES: 0, _FIXED32: 4}  # bytes after the tag and varint
 
 _FIELD = {field.name: field.number for field in PredictRequest.DESCRIPTOR.fields}
 _IMAGE_DATA = Image.DESCRIPTOR.fields_by_name["data"].number
@@ -59,6 +58,8 @@ class Kind(IntEnum):
     METADATA = 1
     HEALTH = 2
     RESET = 3
+    STREAM = 4
+    STREAM_END = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,14 @@ class NativeCodec:
     spec: PolicySpec
     padded_state_dim: int  # the model's own widths, which vla.cpp's clients use
     padded_action_dim: int
+    streams: Streams
 
     def bind(self, service: Service) -> None:
         self.service = service
         self.spec = service.spec
         self.padded_state_dim = service.padded_state_dim
         self.padded_action_dim = service.padded_action_dim
+        self.streams = Streams(service, self)
 
     # ------------------------------------------------------------------------- requests
 
@@ -101,26 +104,26 @@ class NativeCodec:
         count, images, beside = 0, 0, 0
         buffer = memoryview(payload)
         try:
-            for number, wire_type, value, start, end in _fields(buffer):
+            for number, wire_type, value, start, end in fields(buffer):
                 count += 1
                 if number == _FIELD["images"]:
                     images += 1
                 else:
                     beside += end - start
                 native = native or number in _NATIVE_FIELDS
-                if number == _FIELD["request_id"] and wire_type == _VARINT:
+                if number == _FIELD["request_id"] and wire_type == VARINT:
                     request_id = value & 0xFFFFFFFFFFFFFFFF
-                elif number == _FIELD["kind"] and wire_type == _VARINT:
+                elif number == _FIELD["kind"] and wire_type == VARINT:
                     kind = value
-                elif number == _FIELD["session"] and wire_type == _BYTES:
+                elif number == _FIELD["session"] and wire_type == BYTES:
                     if value > 4 * MAX_SESSION:
                         raise RequestError(f"session: expected at most {MAX_SESSION} characters, got more")
                     session = str(buffer[end - value : end], "utf-8", "replace")
-                elif number == _FIELD["api_key"] and wire_type == _BYTES:
+                elif number == _FIELD["api_key"] and wire_type == BYTES:
                     if value > MAX_KEY:
                         raise RequestError(f"api_key: expected at most {MAX_KEY} bytes, got {value}")
                     api_key = str(buffer[end - value : end], "utf-8", "replace")
-                elif number == _FIELD["deadline_ms"] and wire_type == _FIXED32:
+                elif number == _FIELD["deadline_ms"] and wire_type == FIXED32:
                     (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
                 elif number == _FIELD["precomputed_img_emb"]:
                     raise RequestError("precomputed_img_emb: not supported; send images")
@@ -142,7 +145,7 @@ class NativeCodec:
         self.service.authorize(header.api_key)
 
     def control(self, header: Header) -> bytes | None:
-        if header.kind == Kind.INFER:
+        if header.kind in (Kind.INFER, Kind.STREAM, Kind.STREAM_END):
             return None
         if header.kind == Kind.METADATA:
             return self.encode_metadata(header, self.service.metadata)
@@ -160,18 +163,8 @@ class NativeCodec:
         Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
         them twice. Raises RequestError where the message is not one, ObservationError where a field is wrong.
         """
-        buffer = memoryview(payload)
-        images, beside = [], []
-        for number, wire_type, value, start, end in _fields(buffer):
-            if number == _FIELD["images"] and wire_type == _BYTES:
-                images.append(_Picture.of(buffer[end - value : end]))
-            else:
-                beside.append(buffer[start:end])
-        request = PredictRequest()
-        try:
-            request.ParseFromString(b"".join(beside))
-        except (DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
-            raise RequestError(f"request parse failed: {error}") from error
+        request, pictures = self.parse(payload)
+        images = [_Picture.of(picture) for picture in pictures]
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
             images=self._images(images, list(request.camera_names), budget or PixelBudget()),
@@ -185,6 +178,22 @@ class NativeCodec:
             time=request.time if request.HasField("time") else None,
             **self._continuation(request),
         )
+
+    def parse(self, payload: Payload) -> tuple[Any, list[memoryview]]:
+        """Return the message without its images, and these apart. Raises RequestError where it is no message."""
+        buffer = memoryview(payload)
+        pictures, beside = [], []
+        for number, wire_type, value, start, end in fields(buffer):
+            if number == _FIELD["images"] and wire_type == BYTES:
+                pictures.append(buffer[end - value : end])
+            else:
+                beside.append(buffer[start:end])
+        request = PredictRequest()
+        try:
+            request.ParseFromString(b"".join(beside))
+        except (DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
+            raise RequestError(f"request parse failed: {error}") from error
+        return request, pictures
 
     def _continuation(self, request: Any) -> dict[str, Any]:
         """Return the fields of real-time chunking that are there."""
@@ -267,11 +276,11 @@ class NativeCodec:
         horizon, dim = actions.shape
         if header.native:
             reply.horizon, reply.dim = horizon, dim
-            return reply.SerializeToString() + _packed(_ACTIONS, actions)
+            return reply.SerializeToString() + packed(_ACTIONS, actions)
         padded = np.zeros((horizon, self.padded_action_dim), np.float32)
         padded[:, :dim] = actions
         reply.chunk_size, reply.action_dim = padded.shape
-        return reply.SerializeToString() + _packed(_ACTION_CHUNK, padded)
+        return reply.SerializeToString() + packed(_ACTION_CHUNK, padded)
 
     def encode_error(self, header: Header | None, error: SinewError) -> bytes:
         text = str(error) or error.code
@@ -320,10 +329,10 @@ class _Picture:
     @classmethod
     def of(cls, message: memoryview) -> _Picture:
         found = cls()
-        for number, wire_type, value, _start, end in _fields(message):
-            if wire_type == _BYTES and number == _IMAGE_DATA:
+        for number, wire_type, value, _start, end in fields(message):
+            if wire_type == BYTES and number == _IMAGE_DATA:
                 found.data = message[end - value : end]
-            elif wire_type == _VARINT and number in _IMAGE_NUMBERS:
+            elif wire_type == VARINT and number in _IMAGE_NUMBERS:
                 setattr(found, _IMAGE_NUMBERS[number], value & 0xFFFFFFFF)
         return found
 
@@ -339,58 +348,5 @@ def _frame(camera: str, image: _Picture, budget: PixelBudget) -> np.ndarray:
     raise ObservationError(name, "encoding JPEG, RGB_U8 or F32_RGB_01", f"{image.encoding}")
 
 
-def _packed(number: int, values: np.ndarray) -> bytes:
-    """A repeated float field, written without making a Python number of each value."""
-    data = values.astype("<f4", copy=False).tobytes()
-    return _write_varint(number << 3 | _BYTES) + _write_varint(len(data)) + data
-
-
-def _write_varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
 def _vector(values: Collection[float]) -> np.ndarray:
     return np.fromiter(values, np.float32, len(values))
-
-
-def _fields(buffer: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
-    """Walk a message's top-level fields: (number, wire type, value or length, start, end). Skips contents."""
-    at, end = 0, len(buffer)
-    while at < end:
-        start, tag, value = at, buffer[at], 0
-        # Most tags and lengths are one byte: a call for each was a quarter of the server's calls for a request.
-        if tag < 0x80:
-            at += 1
-        else:
-            tag, at = _varint(buffer, at)
-        wire_type = tag & 7
-        if wire_type in (_VARINT, _BYTES):
-            if at < end and buffer[at] < 0x80:
-                value, at = buffer[at], at + 1
-            else:
-                value, at = _varint(buffer, at)
-        if wire_type not in _SIZES:
-            raise RequestError(f"request parse failed: wire type {wire_type} at byte {start}")
-        at += value if wire_type == _BYTES else _SIZES[wire_type]
-        if at > end:
-            raise RequestError(f"request parse failed: the field at byte {start} goes past the end")
-        yield tag >> 3, wire_type, value, start, at
-
-
-def _varint(buffer: memoryview, at: int) -> tuple[int, int]:
-    """(value, index after it) of the varint at ``at``."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(buffer):
-            raise RequestError("request parse failed: it ends inside a number")
-        byte = buffer[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise RequestError(f"request parse failed: a number longer than ten bytes at byte {at - 10}")

@@ -30,7 +30,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
         ),
     },
     "PredictRequest": {
-        "enums": {"Kind": {"INFER": 0, "METADATA": 1, "HEALTH": 2, "RESET": 3}},
+        "enums": {"Kind": {"INFER": 0, "METADATA": 1, "HEALTH": 2, "RESET": 3, "STREAM": 4, "STREAM_END": 5}},
         "fields": (
             (1, "images", "repeated Image"),
             (2, "lang_tokens", "repeated int32"),
@@ -56,6 +56,9 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (113, "rtc", "string"),
             (114, "schedule", "string"),
             (115, "beta", "optional float"),
+            (116, "rate", "optional float"),
+            (117, "frame_time", "optional double"),
+            (118, "interpolation", "string"),
         ),
     },
     "Timing": {
@@ -69,6 +72,19 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (6, "total_ms", "float"),
             (7, "queue_ms", "float"),
             (8, "server_ms", "float"),
+        ),
+    },
+    "Window": {
+        "enums": {},
+        "fields": (
+            (1, "step", "int64"),
+            (2, "sample_time", "double"),
+            (3, "frame_time", "double"),
+            (4, "prefix_age_ms", "float"),
+            (5, "sensor_age_ms", "float"),
+            (6, "head_ms", "float"),
+            (7, "run", "uint64"),
+            (8, "label", "string"),
         ),
     },
     "PredictResponse": {
@@ -94,6 +110,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (107, "error_code", "string"),
             (108, "metadata", "string"),
             (109, "warnings", "repeated string"),
+            (110, "window", "Window"),
         ),
     },
 }

@@ -69,6 +69,7 @@ class GrootCodec:
     """The codec for one policy."""
 
     name = "groot"
+    streams = None
 
     def bind(self, service: Service) -> None:
         self.service = service

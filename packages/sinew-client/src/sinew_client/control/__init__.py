@@ -6,6 +6,7 @@ sockets; the evaluator of Sinew drives the same one in simulated time. numpy alo
 
 from __future__ import annotations
 
+from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.handover import METHODS, Handover, parse_handover
 from sinew_client.control.journal import Journal, is_journal, repeat
@@ -18,6 +19,7 @@ from sinew_client.control.report import Cadence
 from sinew_client.control.requester import Outcome, Requester
 from sinew_client.control.safety import Guard, Limits, LimitsError
 from sinew_client.control.settings import Settings, SettingsError
+from sinew_client.control.trajectory import Node, Trajectory
 
 __all__ = [
     "METHODS",
@@ -25,6 +27,7 @@ __all__ = [
     "Cadence",
     "Command",
     "Controller",
+    "Fusion",
     "Guard",
     "Handover",
     "Journal",
@@ -32,6 +35,7 @@ __all__ = [
     "LimitsError",
     "Loop",
     "Motion",
+    "Node",
     "Offsets",
     "Outcome",
     "Pace",
@@ -42,7 +46,9 @@ __all__ = [
     "Settings",
     "SettingsError",
     "Stopped",
+    "Trajectory",
     "is_journal",
+    "parse_fusion",
     "parse_handover",
     "parse_rule",
     "repeat",

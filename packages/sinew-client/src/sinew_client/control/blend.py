@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from dataclasses import dataclass
+from typing import Sequence
 
 import numpy as np
 
+
+@dataclass(frozen=True)
+class Fusion:
+    """How a new window is fused with what the trajectory holds, as data: the weight of its rows.
+
+    near: at the first row that can still change. far: from ``rows`` rows after it on; in between the weight goes
+    straight from one to the other. A step for which the trajectory holds nothing takes the new row as it is.
+    """
+
+    near: float = 1.0
+    far: float = 1.0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.near <= 1.0 and 0.0 <= self.far <= 1.0):
+            raise ValueError(f"fusion: expected weights from 0 to 1, got {self.near} and {self.far}")
+        if self.rows < 0:
+            raise ValueError(f"fusion: expected 0 or more rows, got {self.rows}")
+
+    def weight(self, distance: int) -> float:
+        """Return the weight of the new row that is ``distance`` rows after the first one that can change."""
+        if distance >= self.rows:
+            return self.far
+        return self.near + (self.far - self.near) * max(distance, 0) / self.rows
+
+    def __call__(self, old: np.ndarray, new: np.ndarray, distance: int = 0) -> np.ndarray:
+        weight = self.weight(distance)
+        if weight == 1.0:
+            return new
+        return ((1.0 - weight) * old + weight * new).astype(np.float32)
+
+
+def parse_fusion(text: str) -> Fusion:
+    """Return the rule that a text names: one of :data:`AGGREGATES`, ``mix:WEIGHT`` or ``ramp:ROWS``.
+
+    ``ramp:ROWS`` takes over within so many rows: 1 / (ROWS + 1) of the first new row, all of the one ROWS later.
+    Raises ValueError that names what does not fit.
+    """
+    kind, _, value = text.partition(":")
+    if not value and kind in AGGREGATES:
+        return AGGREGATES[kind]
+    try:
+        if kind == "mix":
+            return Fusion(float(value), float(value))
+        if kind == "ramp":
+            return Fusion(1.0 / (int(value) + 1), 1.0, int(value))
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"fusion: expected mix:WEIGHT or ramp:ROWS, got {text!r} ({error})") from None
+    raise ValueError(
+        "fusion: expected one of {}, mix:WEIGHT or ramp:ROWS, got {!r}".format(", ".join(AGGREGATES), text)
+    )
+
+
 # LeRobot's asynchronous client, policies that it calls aggregate functions (async_inference/configs.py).
-AGGREGATES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "weighted_average": lambda old, new: 0.3 * old + 0.7 * new,
-    "latest_only": lambda old, new: new,  # noqa: ARG005 - one signature for all
-    "average": lambda old, new: 0.5 * old + 0.5 * new,
-    "conservative": lambda old, new: 0.7 * old + 0.3 * new,
+AGGREGATES: dict[str, Fusion] = {
+    "weighted_average": Fusion(0.7, 0.7),
+    "latest_only": Fusion(),
+    "average": Fusion(0.5, 0.5),
+    "conservative": Fusion(0.3, 0.3),
 }
 
 ENSEMBLE_DECAY = 0.01  # ACT (Zhao et al. 2023, section IV-B): w_i = exp(-m i), i = 0 the oldest; m = 0.01

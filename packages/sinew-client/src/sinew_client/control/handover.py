@@ -73,12 +73,7 @@ class Handover:
         newest = chunks[-1]
         nodes = [node for node in newest.nodes() if node.step >= step]
         if self.method == "aggregate":
-            mix = AGGREGATES[self.mix]
-            found = [(node, running.at(node.step)) for node in nodes]
-            nodes = [
-                node if old is None else node._replace(row=mix(old.row, node.row).astype(np.float32))
-                for node, old in found
-            ]
+            nodes = running.fused(nodes, AGGREGATES[self.mix])
         elif self.method == "ensemble":
             nodes = [node._replace(row=self._mean(chunks, node.step)) for node in nodes]
         return nodes

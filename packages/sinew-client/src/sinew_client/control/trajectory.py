@@ -1,10 +1,16 @@
-"""Timestamped rows: which action belongs to which control step, and which of them can no longer change."""
+"""Timestamped rows: which action belongs to which control step, and which of them can no longer change.
+
+A step is a timestamp: step k is due k periods after the clock's start. A controller has control steps; a stream has
+nodes at its fast rate (docs/stream.md), which are the same thing at another rate.
+"""
 
 from __future__ import annotations
 
-from typing import Iterable, NamedTuple
+from typing import Iterable, NamedTuple, Sequence
 
 import numpy as np
+
+from sinew_client.control.blend import Fusion
 
 HISTORY = 64  # committed rows that stay readable: an old frame's chunk begins among them
 
@@ -24,9 +30,15 @@ class Node(NamedTuple):
 
 
 class Trajectory:
-    """A buffer of rows by control step. A row is committed when it is taken; only uncommitted rows can change."""
+    """A buffer of rows by control step. A row is committed when it is taken; only uncommitted rows can change.
 
-    def __init__(self) -> None:
+    One thread may read (``take``, ``at``, ``left``, ``rows_from``, ``commanded``) while another one writes (``put``,
+    ``clear``, ``cut``). Neither ever waits: nodes are whole and immutable, and each call reads or writes one reference
+    at a time. What is committed between a writer's look and its writing is gone for the writer, not for the reader.
+    """
+
+    def __init__(self, history: int = HISTORY) -> None:
+        self._history = history  # committed rows that stay readable
         self._nodes: dict[int, Node] = {}
         self._commanded: dict[int, np.ndarray] = {}
         self._next = 0  # the first step that is not committed
@@ -36,6 +48,27 @@ class Trajectory:
         for node in nodes:
             if node.step >= self._next:
                 self._nodes[node.step] = node
+                if (
+                    node.step < self._next
+                ):  # it was committed meanwhile: nobody will take this one away any more
+                    self._nodes.pop(node.step, None)
+
+    def fused(self, nodes: Sequence[Node], fusion: Fusion) -> list[Node]:
+        """Return nodes whose rows are fused with those that are here for the same steps."""
+        if not nodes:
+            return []
+        first = max(self._next, nodes[0].step)
+        found = []
+        for node in nodes:
+            old = self._nodes.get(node.step)
+            row = node.row if old is None else fusion(old.row, node.row, node.step - first)
+            found.append(node if row is node.row else node._replace(row=row))
+        return found
+
+    @property
+    def next(self) -> int:
+        """Return the first step that is not committed."""
+        return self._next
 
     def clear(self) -> None:
         """Drop every uncommitted row."""
@@ -43,7 +76,9 @@ class Trajectory:
 
     def cut(self, step: int) -> None:
         """Drop the rows of ``step`` and of everything after it."""
-        self._nodes = {at: node for at, node in self._nodes.items() if at < step}
+        for at in list(self._nodes):
+            if at >= step:
+                self._nodes.pop(at, None)
 
     def at(self, step: int) -> Node | None:
         """Return the row of ``step`` without committing it, or None."""
@@ -56,16 +91,17 @@ class Trajectory:
         """
         if step < self._next:
             raise ValueError(f"step {step} has been committed, the next one is {self._next}")
+        self._next = step + 1  # first, so that nothing changes between the look and the commit
         node = self._nodes.get(step)
-        self._next = step + 1
-        for old in [at for at in self._nodes if at <= step]:
-            del self._nodes[old]
+        for old in list(self._nodes):
+            if old <= step:
+                self._nodes.pop(old, None)
         return node
 
     def commanded(self, step: int, row: np.ndarray) -> None:
         """Note what was really sent in ``step``: the row after the limits, or what held the robot."""
         self._commanded[step] = row
-        self._commanded.pop(step - HISTORY, None)
+        self._commanded.pop(step - self._history, None)
 
     def left(self, step: int) -> int:
         """Return how many rows follow without a gap, that of ``step`` included."""
@@ -73,6 +109,10 @@ class Trajectory:
         while step + count in self._nodes:
             count += 1
         return count
+
+    def __len__(self) -> int:
+        """Return how many rows are not committed."""
+        return len(self._nodes)
 
     def rows_from(self, step: int) -> np.ndarray:
         """Return float32 [R, D]: what was commanded from ``step`` on, then the rows that are still to come.

@@ -1,0 +1,66 @@
+"""How long from a stimulus to the first command that knows of it, told by what each command was made from."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Iterable, Sequence
+
+import numpy as np
+
+from sinew_client.control.report import percentiles
+
+KEPT = 200_000  # executed rows that are remembered
+LOOPS = ("sensor", "image")
+
+
+class Reactions:
+    """Executed rows with the newest sample and the newest frame in them. All times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._rows: deque = deque(maxlen=KEPT)
+
+    def add(self, time: float, sample_time: float, frame_time: float) -> None:
+        """Note a row that was executed at ``time``."""
+        self._rows.append((time, sample_time, frame_time))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def ages(self, loop: str) -> list[float]:
+        """Return how old each executed row's newest sample ("sensor") or frame ("image") was."""
+        column = 1 + LOOPS.index(loop)
+        return [row[0] - row[column] for row in self._rows]
+
+    def of(self, loop: str, stimuli: Sequence[float]) -> list[float]:
+        """Return the seconds from each stimulus to the first row whose sample or frame was taken at or after it.
+
+        A stimulus that no executed row knew of is left out.
+        """
+        if not self._rows:
+            return []
+        table = np.array(self._rows, np.float64)  # [N, 3]
+        known = np.maximum.accumulate(table[:, 1 + LOOPS.index(loop)])
+        at = np.searchsorted(known, np.asarray(stimuli, np.float64), side="left")
+        return [float(table[k, 0] - s) for k, s in zip(at, stimuli) if k < len(table)]
+
+    def anywhere(self, loop: str, count: int = 2000, seed: int = 0) -> list[float]:
+        """Return the reactions to ``count`` stimuli at random moments between the first and the last row."""
+        if len(self._rows) < 2:
+            return []
+        rng = np.random.default_rng(seed)
+        return self.of(loop, np.sort(rng.uniform(self._rows[0][0], self._rows[-1][0], count)))
+
+    def summary(self) -> dict[str, Any]:
+        """Return p50, p95, p99 and max, in milliseconds, of both loops' reactions and ages."""
+        found = {}
+        for loop in LOOPS:
+            found[f"{loop}_reaction_ms"] = percentiles(1e3 * value for value in self.anywhere(loop))
+            found[f"{loop}_age_ms"] = percentiles(1e3 * value for value in self.ages(loop))
+        return found
+
+
+def histogram(values: Iterable[float], width: float) -> dict[str, int]:
+    """Return counts by the lower end of a bin of ``width``, in order, as text keys for JSON."""
+    bins = np.floor(np.fromiter(values, np.float64) / width).astype(int)
+    found, counts = np.unique(bins, return_counts=True)
+    return {f"{low * width:g}": int(count) for low, count in zip(found, counts)}

@@ -1,0 +1,269 @@
+"""The robot's loop of a stream: at every tick a sample goes out and a node is executed; frames go when they come."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any, Callable, Mapping, Protocol
+
+import numpy as np
+
+from sinew_client.control.blend import parse_fusion
+from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.loop import Stopped
+from sinew_client.control.pace import Pace
+from sinew_client.control.reaction import Reactions
+from sinew_client.control.report import percentiles
+from sinew_client.control.safety import Guard, Limits
+from sinew_client.control.trajectory import Node, Trajectory
+from sinew_client.streams import StreamWindow
+
+WINDOWS = 256  # of which the origin of nodes is remembered
+NO_WINDOW, OUT_OF_NODES, OLD_FRAME, NOT_FINITE = (
+    "no window yet",
+    "out of nodes",
+    "the newest frame is too old",
+    "the state is not finite",
+)
+
+
+class StreamRobot(Protocol):
+    """What a stream asks of a robot. Every method is called from one thread and should return well within a tick."""
+
+    def sense(self) -> np.ndarray:
+        """Return the state, float [S]: the numbers of the sensors that are fast."""
+
+    def look(self) -> Mapping[str, Any] | None:
+        """Return ``images`` and, where known, ``age`` (seconds since their exposure); None if there is no newer
+        frame."""
+
+    def act(self, row: np.ndarray) -> None:
+        """Send one command, float32 [D]."""
+
+    def hold(self) -> None:
+        """Stay where you are."""
+
+
+class LinkProtocol(Protocol):
+    """What carries a stream: :class:`sinew_client.streams.StreamLink`, or the same thing without a socket."""
+
+    label: str
+
+    def send(
+        self,
+        state: Any,
+        time: float,
+        delay: int = 1,
+        images: Any = None,
+        frame_time: Any = None,
+        prompt: str = "",
+    ) -> bool: ...
+    def windows(self) -> list[StreamWindow]: ...
+
+
+class Watching:
+    """Makes a :class:`StreamRobot` of a :class:`~sinew_client.control.loop.Robot`: every tick its state, and its frames
+    ``camera_hz`` times a second. A robot with a method ``sense`` is asked for that instead of an observation."""
+
+    def __init__(self, robot: Any, camera_hz: float, rate: float):
+        self.robot, self._every = robot, max(1, round(rate / camera_hz))
+        self._tick = -1
+        self._seen: Mapping[str, Any] | None = None
+        self.act, self.hold = robot.act, robot.hold
+
+    def sense(self) -> np.ndarray:
+        self._tick += 1
+        self._seen = None
+        if hasattr(self.robot, "sense"):
+            return self.robot.sense()
+        self._seen = self.robot.observe()
+        return self._seen["state"]
+
+    def look(self) -> Mapping[str, Any] | None:
+        if self._tick % self._every:
+            return None
+        return self._seen if self._seen is not None else self.robot.observe()
+
+
+@dataclass(frozen=True)
+class StreamReport:
+    """How a stream went. Rates per second; ``misses``: ticks without a node after the first window; ``held``: by
+    reason.
+
+    delay: nodes from a sample to the first node that its window can reach. Times in milliseconds, p50 to max.
+    """
+
+    rate: float
+    seconds: float
+    ticks: int
+    tick_hz: float
+    late: int
+    skipped: int
+    windows: int
+    window_hz: float
+    frames: int
+    misses: int
+    delay: int
+    label: str
+    held: dict[str, int] = field(default_factory=dict)
+    clipped: int = 0
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class StreamLoop:
+    """Runs a robot on a stream until :meth:`stop`. ``rate``: ticks, samples and nodes per second.
+
+    fusion: how windows are fused (:func:`~sinew_client.control.blend.parse_fusion`). stale: seconds beyond which
+    the frame that a node was made from is too old to act on; the robot holds then. watch: called after every tick.
+    """
+
+    def __init__(
+        self,
+        robot: StreamRobot,
+        link: LinkProtocol,
+        rate: float,
+        dim: int,
+        prompt: str = "",
+        fusion: str = "latest_only",
+        limits: Mapping[str, Any] | None = None,
+        stale: float = 0.5,
+        pace: Pace | None = None,
+        watch: Callable[[StreamLoop], None] | None = None,
+    ):
+        self.robot, self.link, self.rate, self.prompt, self.stale = robot, link, rate, prompt, stale
+        self.trajectory, self._fusion = Trajectory(), parse_fusion(fusion)
+        self.pace = pace or Pace(1.0 / rate)
+        self.guard = Guard(Limits.parse(limits, dim) if limits is not None else None, 1.0 / rate)
+        self.guard.start(None)
+        self.reactions, self.delay = Reactions(), DelayEstimate(initial=1)
+        self.held: Counter = Counter()
+        self.windows = self.frames = self.ticks = self.clipped = self.misses = 0
+        self.reason = ""  # why the robot holds
+        self.newest: StreamWindow | None = None
+        self.prefix_ages: list[float] = []
+        self._about: OrderedDict = OrderedDict()  # number of a run -> its window
+        self._watch, self._ended = watch, threading.Event()
+
+    # ------------------------------------------------------------------------- from any thread
+
+    def stop(self) -> None:
+        """End after the present tick; the robot holds."""
+        self._ended.set()
+
+    def say(self, prompt: str) -> None:
+        """Change the instruction in mid-stream: windows follow it from the next prefix on."""
+        self.prompt = prompt
+
+    # ------------------------------------------------------------------------- the loop
+
+    def run(self, ticks: int | None = None) -> StreamReport:
+        """Run until so many ticks were begun, or until stopped."""
+        try:
+            while not self._ended.is_set() and (ticks is None or self.ticks < ticks):
+                self.tick(self.pace.next())
+        except Stopped:
+            pass
+        finally:
+            self.robot.hold()
+        return self.report()
+
+    def tick(self, step: int) -> None:
+        """Do what is due in one tick: take windows, send a sample, execute the node of ``step``."""
+        self.ticks += 1
+        for window in self.link.windows():
+            self._take(window, step)
+        time = self._time(step)
+        state = np.asarray(self.robot.sense(), np.float32)
+        if np.all(np.isfinite(state)):
+            self._send(state, time)
+            self._execute(step, time)
+        else:
+            self._hold(step, NOT_FINITE)
+        if self._watch is not None:
+            self._watch(self)
+
+    def _time(self, step: int) -> float:
+        """Return seconds since the first tick, never before this tick was due."""
+        return max(step / self.rate, self.pace.now() - self.pace.due(0))
+
+    def _send(self, state: np.ndarray, time: float) -> None:
+        seen = self.robot.look()
+        if seen is None:
+            self.link.send(state, time, max(1, self.delay.steps), prompt=self.prompt)
+            return
+        self.frames += 1
+        taken = time - float(
+            seen.get("age") or max(0.0, self.pace.now() - seen["time"] if seen.get("time") else 0.0)
+        )
+        self.link.send(state, time, max(1, self.delay.steps), seen["images"], taken, self.prompt)
+
+    def _take(self, window: StreamWindow, step: int) -> None:
+        self.windows += 1
+        if self.newest is not None and window.sample_time < self.newest.sample_time:
+            return  # a stream that was replaced: never older news over newer
+        self.delay.add(step - int(window.sample_time * self.rate + 1e-6))
+        self.newest = window
+        self._about[window.run] = window
+        while len(self._about) > WINDOWS:
+            self._about.popitem(last=False)
+        self.prefix_ages.append(window.prefix_age_ms)
+        del self.prefix_ages[:-10_000]
+        nodes = [Node(window.step + k, row, window.step, window.run, k) for k, row in enumerate(window.rows)]
+        fused = self.trajectory.fused(nodes, self._fusion)
+        self.trajectory.cut(window.step)
+        self.trajectory.put(fused)
+
+    def _execute(self, step: int, time: float) -> None:
+        node = self.trajectory.take(step)
+        if node is None:
+            self.misses += bool(self.windows)
+            self._hold(step, OUT_OF_NODES if self.windows else NO_WINDOW, taken=True)
+            return
+        about = self._about.get(node.chunk)
+        if about is None or time - about.frame_time > self.stale:
+            self._hold(step, OLD_FRAME, taken=True)
+            return
+        verdict = self.guard.check(node.row)
+        self.clipped += bool(verdict.clipped)
+        if verdict.row is None:
+            self._hold(step, verdict.reason, taken=True)
+            return
+        self.reason = ""
+        self.robot.act(verdict.row)
+        self.reactions.add(self._time(step), about.sample_time, about.frame_time)
+
+    def _hold(self, step: int, reason: str, taken: bool = False) -> None:
+        if not taken:
+            self.trajectory.take(step)
+        self.reason = reason
+        self.held[reason] += 1
+        self.guard.held()
+        self.robot.hold()
+
+    # ------------------------------------------------------------------------- report
+
+    def report(self) -> StreamReport:
+        seconds = (self.pace.ticks + self.pace.skipped) / self.rate
+        measured = {**self.reactions.summary(), "prefix_age_ms": percentiles(self.prefix_ages)}
+        measured["tick_lateness_ms"] = percentiles(1e3 * each for each in self.pace.lateness)
+        return StreamReport(
+            rate=self.rate,
+            seconds=round(seconds, 3),
+            ticks=self.ticks,
+            tick_hz=round(self.ticks / seconds, 2) if seconds else 0.0,
+            late=self.pace.late,
+            skipped=self.pace.skipped,
+            windows=self.windows,
+            window_hz=round(self.windows / seconds, 2) if seconds else 0.0,
+            frames=self.frames,
+            misses=self.misses,
+            delay=max(1, self.delay.steps),
+            label=self.link.label,
+            held=dict(self.held),
+            clipped=self.clipped,
+            measured=measured,
+        )

@@ -1,0 +1,190 @@
+"""The robot's end of a stream: samples and frames go out, windows of nodes come in, and nothing ever waits."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+from google.protobuf.message import DecodeError
+
+from sinew_client import protocol, schema
+from sinew_client.errors import ClientError, UnsafeChunk
+
+logger = logging.getLogger("sinew_client")
+
+UNSENT = (
+    4  # messages that may wait to be sent; then further ones are dropped, for they are old when they leave
+)
+UNREAD = 256  # windows that may wait to be read
+OPTIONS = ("rtc", "interpolation", "solver_steps", "seed")
+
+
+@dataclass(frozen=True)
+class StreamWindow:
+    """Nodes ``step``, ``step + 1`` ... of a trajectory: ``rows``, float32 [K, D] in world units.
+
+    Node k belongs to k / rate seconds of the robot's clock, on which ``sample_time`` and ``frame_time`` are those
+    of the newest sample and frame in it. Ages are of the server's clock: since the prefix was ready, since the
+    sample arrived. request_id: of the message with that sample. label: how the server makes windows; "" but in the
+    first one.
+    """
+
+    step: int
+    rows: np.ndarray
+    sample_time: float
+    frame_time: float
+    prefix_age_ms: float = 0.0
+    sensor_age_ms: float = 0.0
+    head_ms: float = 0.0
+    run: int = 0
+    request_id: int = 0
+    label: str = ""
+
+
+class StreamLink:
+    """A stream to one ``sinew serve``. Not thread-safe: it belongs to the robot's loop.
+
+    rate: nodes per second. options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold),
+    ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows.
+
+    There is no handshake. While nobody listens at the address messages are dropped, and the first one that gets
+    through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
+    ``error`` is the last one.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        rate: float,
+        session: str = "",
+        api_key: str = "",
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.address, self.rate, self.session = address, rate, session
+        self._api_key, self._options = api_key, dict(options or {})
+        for key in self._options:
+            if key not in OPTIONS:
+                raise ClientError("stream: {}: unknown option; known are {}".format(key, ", ".join(OPTIONS)))
+        self._ids = itertools.count(1)
+        self.sent = self.dropped = self.errors = 0
+        self.error, self.label = "", ""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),  # nothing is queued for a connection that does not stand
+            (zmq.SNDHWM, UNSENT),
+            (zmq.RCVHWM, UNREAD),
+            (zmq.RECONNECT_IVL_MAX, 500),
+            (zmq.IPV6, 1),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ClientError(f"cannot connect to {address}: {error}") from error
+
+    def send(
+        self,
+        state: Any,
+        time: float,
+        delay: int = 1,
+        images: Mapping[str, Any] | None = None,
+        frame_time: float | None = None,
+        prompt: str = "",
+    ) -> bool:
+        """Send a sample of ``time`` seconds, with frames or without; False if it was dropped because nobody takes it.
+
+        delay: nodes from the sample's own to the first one that the answer can still reach. Raises InvalidObservation.
+        """
+        request = schema.PredictRequest(
+            kind=schema.PredictRequest.Kind.Value("STREAM"),
+            request_id=next(self._ids),
+            session=self.session,
+            api_key=self._api_key,
+            rate=self.rate,
+            time=time,
+            delay=delay,
+            prompt=prompt,
+            **self._options,
+        )
+        request.raw_state.extend(protocol.floats("state", state, ndim=1).tolist())
+        if images is not None:
+            request.camera_names.extend(str(name) for name in images)
+            request.frame_time = time if frame_time is None else frame_time
+        payload = protocol.with_frames(request, images or {})
+        try:
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            self.dropped += 1
+            return False
+        self.sent += 1
+        return True
+
+    def windows(self) -> list[StreamWindow]:
+        """Return the windows that have arrived since the last call, oldest first; does not wait."""
+        found = []
+        while True:
+            try:
+                payload = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return found
+            try:
+                window = decode_window(payload)
+            except ClientError as error:
+                self.errors += 1
+                if str(error) != self.error:
+                    logger.warning("%s: %s", self.address, error)
+                self.error = str(error)
+                continue
+            self.label = window.label or self.label
+            found.append(window)
+
+    def close(self) -> None:
+        """End the stream and close the connection."""
+        if self._socket.closed:
+            return
+        end = schema.PredictRequest(
+            kind=schema.PredictRequest.Kind.Value("STREAM_END"), session=self.session, api_key=self._api_key
+        )
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send(end.SerializeToString(), zmq.NOBLOCK)
+        self._socket.close(linger=50)
+        self._context.term()
+
+
+def decode_window(payload: bytes) -> StreamWindow:
+    """Return the window of a pushed message. Raises ServerError for an error, ClientError for anything else."""
+    reply = schema.PredictResponse()
+    try:
+        reply.ParseFromString(payload)
+    except (DecodeError, ValueError) as error:
+        raise ClientError(f"the message is not a PredictResponse: {error}") from error
+    protocol.raise_error(reply)
+    if not reply.HasField("window"):
+        raise ClientError("the message is not a window of a stream")
+    rows = np.array(reply.actions, dtype=np.float32)
+    if not rows.size or rows.size != reply.horizon * reply.dim:
+        raise ClientError(f"a window holds {rows.size} numbers for {reply.horizon} nodes of {reply.dim}")
+    about = reply.window
+    if not (np.isfinite(rows).all() and np.isfinite([about.sample_time, about.frame_time]).all()):
+        raise UnsafeChunk("a window holds numbers that are not finite")
+    return StreamWindow(
+        step=about.step,
+        rows=rows.reshape(reply.horizon, reply.dim),
+        sample_time=about.sample_time,
+        frame_time=about.frame_time,
+        prefix_age_ms=about.prefix_age_ms,
+        sensor_age_ms=about.sensor_age_ms,
+        head_ms=about.head_ms,
+        run=about.run,
+        request_id=reply.request_id,
+        label=about.label,
+    )

@@ -1,0 +1,207 @@
+"""Streams on the native wire: samples and frames come in, windows of nodes are pushed back (docs/stream.md).
+
+A stream belongs to a connection and a session's name. It begins with the first message and needs no other: each carries
+all that a server has to know, so a robot goes on with a restarted server without noticing. Bounds: streams of one
+connection and of all, bytes of a message, and windows that a client does not read, which are dropped and not queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from sinew_client.schema import PredictResponse
+
+from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
+from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.decode.protobuf import packed
+from sinew.serve.quiet import Quiet
+from sinew.serve.service import Service, printable
+from sinew.stream import Loops, Session, StreamSettings, Window
+from sinew.stream.session import Sample
+
+if TYPE_CHECKING:
+    from sinew.serve.transport.exchange import Asker, Envelope
+
+logger = logging.getLogger(__name__)
+
+MAX_STREAMS = 8  # of a server; each holds two frames at most
+PER_CONNECTION = 2
+MAX_MESSAGE = 16 << 20  # bytes of one message with its frames
+MAX_UNREAD = 64 << 10  # bytes of windows that a client has not read; beyond, further ones are dropped
+STREAM, STREAM_END = 4, 5  # of PredictRequest.Kind
+_ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
+
+
+class Parser(Protocol):
+    """What this file asks of the codec of the wire."""
+
+    def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]: ...
+    def decode(self, payload: memoryview, budget: PixelBudget | None = None) -> Observation: ...
+    def encode_error(self, header: Any, error: SinewError) -> bytes: ...
+
+
+@dataclass(eq=False)
+class Robot:
+    """One stream: where its windows go. ``abandon`` is called when the connection ends."""
+
+    session: Session
+    name: str
+    settings: StreamSettings
+    asker: Asker
+    envelope: Envelope
+    service: Service
+    parser: Parser
+    on_end: Callable[[Robot], None]
+    dropped: int = 0
+    size: int = 0  # the connection's account holds nothing for it
+    state: np.ndarray | None = None
+    _told: bool = False
+    _quiet: Quiet = field(default_factory=lambda: Quiet(logger))
+
+    def window(self, window: Window) -> None:
+        """Push one window. Runs on the fast loop."""
+        if not len(window.rows):
+            return
+        if getattr(self.asker, "unsent", 0) > MAX_UNREAD:
+            self.dropped += 1
+            return
+        chunk = ActionChunk(window.rows, session=self.name)
+        safety, state = self.service.safety, self.state
+        if safety is not None and state is not None:
+            try:
+                chunk = safety.enforce(chunk, Observation(images={}, state=state))
+            except SinewError as error:
+                self.failed(error)
+                return
+        self.asker.reply([*self.envelope, self._encode(window, chunk)], None)
+
+    def failed(self, error: SinewError) -> None:
+        """Push an error; the stream goes on with the next frame or sample."""
+        self._quiet.warning("a stream failed: %s", printable(error))
+        if getattr(self.asker, "unsent", 0) <= MAX_UNREAD:
+            self.asker.reply([*self.envelope, self.parser.encode_error(None, error)], None)
+
+    def abandon(self) -> None:
+        self.on_end(self)
+
+    def _encode(self, window: Window, chunk: ActionChunk) -> bytes:
+        reply = PredictResponse(request_id=window.tag, session=self.name, warnings=chunk.warnings)
+        reply.horizon, reply.dim = chunk.actions.shape
+        about = reply.window
+        about.step, about.run = window.step, window.run
+        about.sample_time, about.frame_time = window.sample_time, window.frame_time
+        about.prefix_age_ms, about.sensor_age_ms = 1e3 * window.prefix_age, 1e3 * window.sensor_age
+        about.head_ms = 1e3 * window.head_s
+        if not self._told:
+            about.label, self._told = self.session.label, True
+        return reply.SerializeToString() + packed(_ACTIONS, chunk.actions)
+
+
+class Streams:
+    """The streams of one wire. ``take`` runs on the wire's loop; whatever computes runs on the two loops of streams."""
+
+    def __init__(self, service: Service, parser: Parser):
+        self._service, self._parser = service, parser
+        self._robots: dict[tuple[int, str], Robot] = {}
+        self._lock = threading.Lock()
+        self.loops = Loops(start=service.supervisor.thread)
+
+    def __len__(self) -> int:
+        return len(self._robots)
+
+    def take(self, asker: Asker, envelope: Envelope, header: Any, content: memoryview) -> bool:
+        """Take a message of a stream; False for one that is none. Raises SinewError for one that does not fit."""
+        if header.kind == STREAM_END:
+            if (robot := self._robots.get((id(asker), header.session))) is not None:
+                self._end(robot)
+            return True
+        if header.kind != STREAM:
+            return False
+        if len(content) > MAX_MESSAGE:
+            raise RequestError(
+                f"stream: expected at most {MAX_MESSAGE} bytes in a message, got {len(content)}"
+            )
+        request, pictures = self._parser.parse(content)
+        for name in ("rate", "time"):
+            if not request.HasField(name):
+                raise ObservationError(name, "a number in each message of a stream", "none")
+        for name in ("noise", "lang_tokens", "state", "previous"):
+            if getattr(request, name):
+                raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
+        state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
+        robot = self._robot(asker, envelope, header.session, request)
+        if self._service.safety is not None:
+            self._service.safety.check(Observation(images={}, state=state))
+        session = robot.session
+        delay = request.delay if request.HasField("delay") else 1
+        arrived = session.now()
+        session.push_sample(Sample(state, request.time, delay, arrived, request.request_id))
+        robot.state = state
+        if request.prompt and request.prompt != session.prompt:
+            session.say(request.prompt)
+        if pictures:
+            taken = request.frame_time if request.HasField("frame_time") else request.time
+            session.push_frame(partial(self._images, content), taken)
+        self.loops.wake()
+        return True
+
+    def stop(self) -> None:
+        """End the loops."""
+        self.loops.stop()
+
+    # ------------------------------------------------------------------------- parts
+
+    def _images(self, content: memoryview) -> Any:
+        """Decode the frames of a message; runs on the slow loop."""
+        return self._parser.decode(content, self._service.budget(_nobody_left)).images
+
+    def _robot(self, asker: Asker, envelope: Envelope, name: str, request: Any) -> Robot:
+        settings = StreamSettings(
+            rate=request.rate,
+            guidance=request.rtc or "guided",
+            interpolation=request.interpolation or "linear",
+            solver_steps=request.solver_steps if request.HasField("solver_steps") else None,
+            seed=request.seed % (1 << 62) if request.HasField("seed") else None,
+        )
+        key = (id(asker), name)
+        robot = self._robots.get(key)
+        if robot is not None and robot.settings == settings:
+            return robot
+        if robot is not None:
+            self._end(robot)
+        self._service.check_session(name)
+        if sum(each.asker is asker for each in self._robots.values()) >= PER_CONNECTION:
+            raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
+        if len(self._robots) >= MAX_STREAMS:
+            raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
+        policy: Any = self._service.scheduler.policy
+        if not hasattr(policy, "processor"):
+            raise RequestError("stream: expected a policy that computes; this server replays a recording")
+        session = Session(policy, settings, request.prompt)
+        robot = Robot(session, name, settings, asker, envelope, self._service, self._parser, self._end)
+        with self._lock:
+            self._robots[key] = robot
+        asker.requests.add(robot)  # type: ignore[arg-type]  # abandoned with the connection, as requests are
+        self.loops.add(session, robot)
+        logger.info("a stream of %s begins: %s", asker.address, session.label)
+        return robot
+
+    def _end(self, robot: Robot) -> None:
+        with self._lock:
+            self._robots = {key: each for key, each in self._robots.items() if each is not robot}
+        robot.asker.requests.discard(robot)  # type: ignore[arg-type]
+        self.loops.remove(robot.session)
+        session = robot.session
+        logger.info(
+            "a stream of %s ended: %d of %d frames read, %d runs on %d samples, %d windows not read by the client",
+            robot.asker.address, session.prefixes, session.frames, session.runs, session.samples, robot.dropped,
+        )  # fmt: skip
+
+
+def _nobody_left() -> None: ...

@@ -1,0 +1,186 @@
+"""The egg: a force that the camera cannot see in time.
+
+An egg rolls between two jaws at a moment that nobody foresees. The jaws close at 0.2 m/s; the egg's thickness lies
+along the camera's line of sight, so no picture tells when they will touch it. From the touch on the force grows by
+0.4 N per control step, and at 10 N the shell breaks: 25 ms. A camera of 30 frames a second that is two frames late
+knows of it when it is over; a force sensor knows at once. numpy alone, everything is analytic.
+
+Observation: ``images`` {"front"}, ``state`` float32 [2]: opening of the jaws (1 is 80 mm) and force (1 is 10 N),
+the two numbers of the high-rate sensor; ``prompt``. Action float32 [1]: speed of the jaws, 1 closes at 0.2 m/s, -1
+opens. One step is 1/240 s. ``info["frame_age"]``: seconds since the newest frame was exposed.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+CONTROL_HZ = 240
+OPEN = 80.0  # mm between the open jaws
+SPEED = 200.0  # mm/s
+STIFFNESS = 2.0  # N/mm of both shells together
+CRUSH = 10.0  # N
+HOLD = 1.0  # N: less does not hold it
+HELD_S = 0.1  # seconds within the band that count as held
+WIDTH = (34.0, 54.0)  # mm, of eggs
+ARRIVAL = (0.10, 0.35)  # s
+PATIENCE = 0.8  # s from its arrival, then it has rolled on
+TOUCH = 0.5  # N at which the expert stops closing
+NOISE = 0.03  # N, standard deviation of the sensor
+PROMPT = "hold the egg"
+
+_EPS = 1e-9
+_WALL, _FLOOR = np.array([190.0, 196.0, 200.0]), np.array([150.0, 140.0, 128.0])
+_EGG, _JAW = np.array([238.0, 214.0, 180.0]), np.array([70.0, 95.0, 160.0])
+
+
+class EggEnv(gymnasium.Env):
+    """``camera_fps``: a divisor of 240. ``camera_delay``: seconds from exposure until the frame is here."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 60}  # noqa: RUF012 - gymnasium's interface
+    control_hz = CONTROL_HZ
+    cameras = ("front",)
+    task = "egg"
+    task_description = PROMPT
+
+    def __init__(
+        self,
+        image_size: int = 64,
+        camera_fps: int = 30,
+        camera_delay: float = 2 / 30,
+        render_mode: str | None = None,
+        render_size: int = 256,
+    ):
+        if camera_fps <= 0 or CONTROL_HZ % camera_fps:
+            raise ValueError(f"camera_fps: expected a divisor of {CONTROL_HZ}, got {camera_fps}")
+        if camera_delay < 0:
+            raise ValueError(f"camera_delay: expected 0 or more seconds, got {camera_delay}")
+        self.image_size, self.camera_fps, self.camera_delay = image_size, camera_fps, camera_delay
+        self.render_mode, self.render_size = render_mode, render_size
+        pixels = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+        self.observation_space = spaces.Dict(
+            {
+                "images": spaces.Dict({"front": pixels}),
+                "state": spaces.Box(-1.0, 2.0, (2,), np.float32),
+                "prompt": spaces.Text(max_length=160, min_length=0, charset=string.printable),
+            }
+        )
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        if options:
+            raise ValueError(f"options: expected none, got {sorted(options)}")
+        rng = self.np_random
+        self.width = float(rng.uniform(*WIDTH))
+        self.arrival = float(rng.uniform(*ARRIVAL))
+        self.look = look(rng)
+        self.opening = OPEN  # mm
+        self.step_count = self.held = 0
+        self.outcome = "waiting"  # then held, crushed, late
+        self.contact: float | None = None  # seconds at which the jaws touched the egg
+        self._sense()
+        return self._observation(), self._info()
+
+    @property
+    def time(self) -> float:
+        """Return seconds since reset."""
+        return self.step_count / CONTROL_HZ
+
+    @property
+    def force(self) -> float:
+        """Return the force on the egg now, N."""
+        return STIFFNESS * max(0.0, self.width - self.opening) if self.time >= self.arrival else 0.0
+
+    def step(self, action: np.ndarray):
+        speed = float(np.clip(np.asarray(action, np.float64).reshape(-1)[0], -1.0, 1.0))
+        if not np.isfinite(speed):
+            raise ValueError(f"action: expected a finite number, got {speed}")
+        before, start = self.opening, self.time
+        # Closed jaws stop the egg before it is between them: it waits there, and they hold nothing.
+        self.opening = float(np.clip(before - speed * SPEED / CONTROL_HZ, 0.0, OPEN))
+        self.step_count += 1
+        if self.contact is None and self.force > 0.0:
+            share = (before - self.width) / max(before - self.opening, _EPS)
+            self.contact = start + float(np.clip(share, 0.0, 1.0)) / CONTROL_HZ
+        self.held = self.held + 1 if HOLD <= self.force <= CRUSH else 0
+        if self.outcome == "waiting":
+            if self.force > CRUSH:
+                self.outcome = "crushed"
+            elif self.held >= HELD_S * CONTROL_HZ:
+                self.outcome = "held"
+            elif self.time > self.arrival + PATIENCE:
+                self.outcome = "late"
+        self._sense()
+        info = self._info()
+        return self._observation(), float(info["is_success"]), self.outcome != "waiting", False, info
+
+    def _sense(self) -> None:
+        noise = float(self.np_random.normal(0.0, NOISE))
+        self.sample = np.array([self.opening / OPEN, (self.force + noise) / CRUSH], np.float32)
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "is_success": self.outcome == "held",
+            "task": self.task,
+            "step": self.step_count,
+            "outcome": self.outcome,
+            "frame_age": self.time - self.frame_time,
+            "time": self.time,
+            "stimuli": {"image": self.arrival, "sensor": self.contact},
+        }
+
+    @property
+    def frame_time(self) -> float:
+        """Return when the newest frame that is here was exposed; never before reset."""
+        return (
+            max(0, int(np.floor((self.time - self.camera_delay) * self.camera_fps + _EPS))) / self.camera_fps
+        )
+
+    def _observation(self) -> dict[str, Any]:
+        there = self.frame_time >= self.arrival
+        if getattr(self, "_drawn", None) != (there, self.look):
+            self._frame, self._drawn = picture(there, self.look, self.image_size), (there, self.look)
+        return {"images": {"front": self._frame}, "state": self.sample, "prompt": PROMPT}
+
+    def render(self) -> np.ndarray:
+        return picture(self.time >= self.arrival, self.look, self.render_size)
+
+
+def look(rng: np.random.Generator) -> tuple[float, float, float, float]:
+    """Return where an egg lies in the picture (x, y), its length, and the light."""
+    return (
+        float(rng.uniform(-0.08, 0.08)),
+        float(rng.uniform(-0.05, 0.05)),
+        float(rng.uniform(0.16, 0.22)),
+        float(rng.uniform(0.85, 1.1)),
+    )
+
+
+def picture(there: bool, look: tuple[float, float, float, float], size: int) -> np.ndarray:
+    """Return what the camera sees along the jaws' way, uint8 [size, size, 3]: the far jaw, and the egg if it is
+    there."""
+    x, y, length, light = look
+    rows, cols = np.mgrid[0:size, 0:size] / size - 0.5  # [size, size] each
+    image = np.where((rows > 0.25)[..., None], _FLOOR, _WALL)
+    image = np.where(((np.abs(cols) < 0.3) & (np.abs(rows) < 0.12))[..., None], _JAW, image)
+    if there:
+        inside = ((cols - x) / length) ** 2 + ((rows - y) / (0.75 * length)) ** 2
+        share = np.clip((1.0 - inside) * 6.0, 0.0, 1.0)[..., None]
+        image = image + share * (_EGG - image)
+    return np.clip(image * light + 0.5, 0, 255).astype(np.uint8)
+
+
+def expert_action(there: bool, force: float) -> float:
+    """Return the speed that somebody commands who has seen an egg (``there``) and feels ``force`` N: close until it is
+    touched, then stop. Nothing announces the touch, so a plan made before it closes on."""
+    return 1.0 if there and force < TOUCH else 0.0
+
+
+def act(env: EggEnv) -> np.ndarray:
+    """Return the expert's action, float32 [1], in the environment's present step."""
+    return np.array([expert_action(env.frame_time >= env.arrival, CRUSH * float(env.sample[1]))], np.float32)

@@ -1,0 +1,244 @@
+"""One robot's stream: what has arrived, the prefix of the newest frame, and runs of the head on it.
+
+Three callers that never wait for each other. The robot pushes frames and samples, of which the newest wins. The
+slow loop calls :meth:`Session.read`, which computes a prefix beside the one in use and swaps it in whole. The fast
+loop calls :meth:`Session.run`. Every hand-over is one reference that is written at once.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sinew.core import RTC, Observation, ObservationError, SinewError
+from sinew.engine.halves import Halves, unstreamable
+from sinew.stream.windows import Chunks, Rolling, Window
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
+
+Images = Mapping[str, np.ndarray]
+
+MAX_RATE = 2000.0  # nodes per second
+MAX_DELAY = 1000  # nodes
+INTERPOLATIONS = ("linear", "hold")
+GUIDANCE = (*RTC[:3], "none")
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """rate: nodes per second of the robot's trajectory. guidance, interpolation: see :class:`Chunks`, for
+    checkpoints whose head has one time for all rows. solver_steps: of those; the policy's own if None. seed: of the
+    noise.
+
+    Raises :class:`ObservationError` that names the field.
+    """
+
+    rate: float
+    guidance: str = "guided"
+    interpolation: str = "linear"
+    solver_steps: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate) and 0 < self.rate <= MAX_RATE):
+            raise ObservationError("rate", f"nodes per second above 0, at most {MAX_RATE:g}", f"{self.rate}")
+        for name, value, known in (
+            ("rtc", self.guidance, GUIDANCE),
+            ("interpolation", self.interpolation, INTERPOLATIONS),
+        ):
+            if value not in known:
+                raise ObservationError(name, f"one of {', '.join(known)}", repr(value))
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A reading of the robot's sensors: ``state`` float [D] at ``time``, seconds of the robot's clock.
+
+    delay: nodes after the sample's own at which its window begins, because the answer is not there sooner.
+    arrived: on this machine's clock. tag: a number that goes back with the window.
+    """
+
+    state: np.ndarray
+    time: float
+    delay: int = 1
+    arrived: float = 0.0
+    tag: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Frame:
+    images: Callable[[], Images]
+    time: float
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """What a frame leaves for the head. noise, steps: where a whole solution starts, and its evaluations."""
+
+    context: Any
+    noise: np.ndarray
+    steps: int
+    frame_time: float
+
+
+class Session:
+    """policy: on an engine whose halves can be run apart. clock: of this machine, seconds.
+
+    label: how windows are made. Counters: ``frames`` and ``samples`` that came, ``prefixes`` and ``runs`` that were
+    computed; what came and was not computed was overtaken by something newer.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: StreamSettings,
+        prompt: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        if reason := unstreamable(policy.engine):
+            raise SinewError(f"stream: {reason}")
+        self.policy, self.settings, self.prompt, self._clock = policy, settings, prompt, clock
+        self._halves, processor, spec = Halves(policy.engine), policy.processor, policy.spec
+        self.rate = settings.rate
+        self._seed = secrets.randbits(31) if settings.seed is None else settings.seed
+        self._made: Rolling | Chunks
+        if self._halves.rolling:
+            if spec.control_hz and settings.rate != spec.control_hz:
+                raise ObservationError(
+                    "rate",
+                    f"{spec.control_hz:g} nodes per second, at which this head was trained",
+                    f"{settings.rate:g}",
+                )
+            self._made = Rolling(
+                self._halves, (spec.noise_shape[0], processor.recipe.padded_action_dim), self._seed
+            )
+        else:
+            guidance = settings.guidance
+            if spec.solver.kind != "euler" and guidance != "none":
+                raise ObservationError("rtc", "none; this policy has nothing to guide", guidance)
+            self._made = Chunks(self._halves, processor, settings.rate, guidance, settings.interpolation)
+        self.label = self._made.label
+        self.frames = self.samples = self.prefixes = self.runs = 0
+        self._frame: _Frame | None = None
+        self._sample: Sample | None = None
+        self._prefix: Prefix | None = None
+        self._swapped = 0.0
+        self._seen: tuple[Any, str] | None = None  # frame and prompt of the newest prefix
+        self._used: tuple[Any, ...] = ()  # prefix and sample of the last run
+
+    # ------------------------------------------------------------------------- the robot's side
+
+    def push_frame(self, images: Images | Callable[[], Images], taken: float) -> None:
+        """Take a frame that was exposed at ``taken``, seconds of the robot's clock. images: or what decodes them,
+        which is called by the slow loop if nothing newer comes before it."""
+        self.frames += 1
+        self._frame = _Frame(images if callable(images) else lambda: images, taken)
+
+    def push_sample(self, sample: Sample) -> None:
+        """Take a sample. Raises ObservationError for one that is none."""
+        if not (math.isfinite(sample.time) and abs(sample.time) < 1e9):
+            raise ObservationError("time", "seconds of the robot's clock", f"{sample.time}")
+        if not 0 <= sample.delay <= MAX_DELAY:
+            raise ObservationError("delay", f"0 to {MAX_DELAY} nodes", f"{sample.delay}")
+        self.policy.processor.state(sample.state)  # refused now and not on the fast loop
+        self.samples += 1
+        self._sample = sample
+
+    def now(self) -> float:
+        """Return seconds of this machine's clock, which ``arrived`` is counted on."""
+        return self._clock()
+
+    def say(self, prompt: str) -> None:
+        """Change the instruction. The next prefix knows it, also that of a frame that has been read before."""
+        self.prompt = prompt
+
+    # ------------------------------------------------------------------------- the two loops
+
+    @property
+    def wants_prefix(self) -> bool:
+        """Return True if there is a frame or an instruction that no prefix knows, and a state to go with it."""
+        return (
+            self._frame is not None and self._sample is not None and self._seen != (self._frame, self.prompt)
+        )
+
+    @property
+    def wants_run(self) -> bool:
+        """Return True if the head would see something that it has not seen."""
+        prefix, sample = self._prefix, self._sample
+        if prefix is None or sample is None:
+            return False
+        return (
+            self._used != (prefix, sample) if self._halves.head_reads_state else self._used[:1] != (prefix,)
+        )
+
+    def read(self) -> bool:
+        """Compute the prefix of the newest frame and swap it in; False where there is nothing new.
+
+        Raises SinewError for a frame that does not fit; it will not be tried again.
+        """
+        made = self.compute()
+        if made is not None:
+            self.swap(made)
+        return made is not None
+
+    def compute(self) -> Prefix | None:
+        """Compute the prefix of the newest frame, beside the one in use; None where there is nothing new."""
+        if not self.wants_prefix:
+            return None
+        frame, sample, prompt = self._frame, self._sample, self.prompt
+        assert frame is not None
+        assert sample is not None
+        self._seen = (frame, prompt)
+        solver_steps = None if self._halves.rolling else self.settings.solver_steps
+        observation = Observation(
+            images=frame.images(), state=sample.state, prompt=prompt, solver_steps=solver_steps,
+            seed=(self._seed + self.prefixes) % (1 << 63),
+        )  # fmt: skip
+        prepared = self.policy.prepare(observation)
+        self.policy.check_files()
+        return Prefix(self._halves.read(prepared.inputs), prepared.noise, prepared.steps, frame.time)
+
+    def swap(self, prefix: Prefix) -> None:
+        """Let runs of the head that begin from now on read this prefix."""
+        self._prefix, self._swapped = prefix, self._clock()
+        self.prefixes += 1
+
+    def run(self) -> Window | None:
+        """Run the head once on the newest prefix and sample; None where it would see nothing new."""
+        if not self.wants_run:
+            return None
+        prefix, sample = self._prefix, self._sample
+        assert prefix is not None
+        assert sample is not None
+        begun = self._clock()
+        self._used = (prefix, sample)
+        processor = self.policy.processor
+        state = processor.state(sample.state)
+        context = self._halves.renew(prefix.context, processor.model_state(state))
+        origin = math.floor(sample.time * self.rate + 1e-6) + sample.delay
+        if isinstance(self._made, Rolling):
+            rows = processor.finish(self._made.run(context, origin), state)
+        else:
+            solved = self._made.solve(context, prefix.noise, prefix.steps, state, prefix.frame_time, origin)
+            rows = self._made.nodes(processor.finish(solved, state), prefix.frame_time, origin)
+            self._made.handed(rows, origin, self.runs)
+        now = self._clock()
+        self.runs += 1
+        return Window(
+            step=origin,
+            rows=rows,
+            sample_time=sample.time,
+            frame_time=prefix.frame_time,
+            prefix_age=now - self._swapped,
+            sensor_age=now - sample.arrived,
+            head_s=now - begun,
+            run=self.runs,
+            tag=sample.tag,
+        )

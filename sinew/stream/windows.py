@@ -1,0 +1,174 @@
+"""What one run of the head hands out: the next nodes of a trajectory, from a window that rolls or from a whole chunk.
+
+Nodes are counted from the start of the robot's clock at the stream's rate: node k belongs to k / rate seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sinew_client.control import Node, Trajectory
+
+from sinew.core import Observation, SinewError
+from sinew.engine.halves import Halves
+from sinew.processing import Processor
+from sinew.processing.continuation import continuation
+
+ROLLING = "gradual flow matching"
+CHUNKS = "whole chunks"
+HISTORY = 1024  # nodes that the server remembers to have handed out: two seconds at 480 Hz
+
+
+@dataclass(frozen=True)
+class Window:
+    """Nodes ``step``, ``step + 1`` ... of a trajectory: ``rows``, float32 [K, D] in world units.
+
+    sample_time, frame_time: of the newest sensor sample and frame in it, seconds of the robot's clock.
+    prefix_age, sensor_age: seconds of this machine's clock since the prefix was swapped in, and since the sample
+    arrived. head_s: what the run took. run: number of the head run. tag: what the sample was sent with.
+    """
+
+    step: int
+    rows: np.ndarray
+    sample_time: float
+    frame_time: float
+    prefix_age: float = 0.0
+    sensor_age: float = 0.0
+    head_s: float = 0.0
+    run: int = 0
+    tag: int = 0
+
+
+class Rolling:
+    """A window of H rows, each at a noise level of its own: row i leaves a run at level i / H.
+
+    Level 1 is noise and 0 is clean. Row 0 of a window is final; the rows behind it are the best that is known of
+    them. When m nodes have passed since the last run, m rows are appended as noise; when fewer than one has, the
+    window is brought back up to the level that a run starts from, x' = a x + b n with a = (1 - t') / (1 - t) and
+    b^2 = t'^2 - (a t)^2, which is where the forward process would be.
+    """
+
+    label = f"{ROLLING}: one evaluation of the head per run"
+
+    def __init__(self, halves: Halves, shape: tuple[int, int], seed: int = 0):
+        self._halves, self._solver = halves, halves.model.solver
+        self._rng = np.random.default_rng(seed)
+        self.rows, self.width = shape
+        self._x: np.ndarray | None = None  # [H, A]
+        self._levels = np.ones(self.rows)
+        self._origin = 0
+
+    def run(self, context: Any, origin: int) -> np.ndarray:
+        """Return the denoised rows of the window that begins at node ``origin``, float32 [H, A] in model units."""
+        x, before = self._window(origin)
+        after = np.arange(self.rows) / self.rows
+        start, end = self._solver.start, self._solver.end
+        times = end + before * (start - end)
+        velocity = self._halves.evaluate(context, x, times)
+        denoised = x + ((end - times)[:, None] * velocity).astype(np.float32)
+        moved = ((end + after * (start - end)) - times)[:, None]
+        self._x = x + (moved * velocity).astype(np.float32)
+        self._levels, self._origin = after, origin
+        return denoised
+
+    def _window(self, origin: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return x [H, A] and the level of each row, at least (i + 1) / H."""
+        noise = self._rng.standard_normal((self.rows, self.width), np.float32)
+        least = (np.arange(self.rows) + 1) / self.rows
+        if self._x is None or abs(origin - self._origin) >= self.rows:
+            return noise, np.ones(self.rows)
+        index = np.arange(self.rows) + origin - self._origin
+        known = (index >= 0) & (index < self.rows)
+        at = np.clip(index, 0, self.rows - 1)
+        x = np.where(known[:, None], self._x[at], noise)
+        levels = np.where(known, self._levels[at], 1.0)
+        raised = np.maximum(levels, least)
+        keep = np.where(levels < 1.0, (1.0 - raised) / np.maximum(1.0 - levels, 1e-9), 1.0)
+        add = np.sqrt(np.maximum(raised**2 - (keep * levels) ** 2, 0.0))
+        add = np.where(raised > levels, add, 0.0)
+        fresh = self._rng.standard_normal(x.shape, np.float32)
+        return (keep[:, None] * x + add[:, None] * fresh).astype(np.float32), raised
+
+
+class Chunks:
+    """Whole solutions of an ordinary checkpoint, which continue what was handed out, brought to the stream's rate.
+
+    guidance: of real-time chunking ("guided", "no-jacobian", "ramp"), or "none". interpolation: "linear" between
+    the rows of a chunk, or "hold" for rows that are no positions; a stream at the policy's own rate needs neither.
+    """
+
+    def __init__(self, halves: Halves, processor: Processor, rate: float, guidance: str, interpolation: str):
+        self._halves, self._processor, self.rate = halves, processor, rate
+        self.guidance, self.interpolation = guidance, interpolation
+        hz = processor.spec.control_hz
+        if not hz:
+            raise SinewError(
+                "stream: expected a policy that states its rate (control_hz), got one that does not"
+            )
+        self.hz = float(hz)
+        how = "no guidance" if guidance == "none" else f"real-time chunking ({guidance})"
+        between = (
+            "" if rate == self.hz else f", interpolated ({interpolation}) from {self.hz:g} to {rate:g} Hz"
+        )
+        self.label = f"{CHUNKS} of an ordinary checkpoint, {how}{between}"
+        self._handed = Trajectory(HISTORY)
+
+    def solve(
+        self, context: Any, noise: np.ndarray, steps: int, state: Any, frame_time: float, origin: int
+    ) -> np.ndarray:
+        """Return a chunk whose frame was exposed at ``frame_time``, float32 [H, A] in model units."""
+        options = self._continuation(state, frame_time, origin)
+        if options is None:
+            return self._halves.solve(context, noise, steps)
+        from sinew.guidance import guide
+
+        guidance, started = guide(options, self._processor.spec.solver, noise, self._halves.device)
+        return self._halves.solve(context, started, steps, guidance)
+
+    def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
+        """Return the rows of the nodes from ``origin`` on, float32 [K, D], of a chunk [H, D] in world units."""
+        last = frame_time + (len(rows) - 1) / self.hz
+        count = math.floor(last * self.rate + 1e-6) - origin + 1
+        if count <= 0:
+            return rows[:0]
+        place = ((np.arange(count) + origin) / self.rate - frame_time) * self.hz
+        if self.rate == self.hz:
+            return rows[np.clip(np.rint(place), 0, len(rows) - 1).astype(int)]
+        low = np.clip(np.floor(place + 1e-6), 0, len(rows) - 1).astype(int)
+        if self.interpolation == "hold":
+            return rows[low]
+        share = np.clip(place - low, 0.0, 1.0)[:, None].astype(np.float32)
+        return rows[low] + share * (rows[np.minimum(low + 1, len(rows) - 1)] - rows[low])
+
+    def handed(self, rows: np.ndarray, origin: int, run: int) -> None:
+        """Note what the robot was given. What lies before ``origin`` counts as executed."""
+        self._commit(origin)
+        self._handed.clear()
+        self._handed.put(Node(origin + k, row, origin, run, k) for k, row in enumerate(rows))
+
+    def _commit(self, origin: int) -> None:
+        for step in range(max(self._handed.next, origin - HISTORY), origin):
+            if (node := self._handed.take(step)) is not None:
+                self._handed.commanded(step, node.row)
+
+    def _continuation(self, state: Any, frame_time: float, origin: int) -> Any:
+        if self.guidance == "none":
+            return None
+        self._commit(origin)
+        known = self._handed.rows_from(max(0, round(frame_time * self.rate)))  # nodes from the frame on
+        spec = self._processor.spec
+        count = int((len(known) - 1) * self.hz / self.rate) + 1 if len(known) else 0
+        if not count:
+            return None
+        at = np.rint(np.arange(min(count, spec.chunk_size)) * self.rate / self.hz).astype(int)
+        previous = known[np.minimum(at, len(known) - 1)]
+        delay = max(0, math.ceil((origin / self.rate - frame_time) * self.hz - 1e-6))
+        wanted = Observation(
+            images={}, state=state, previous=previous, delay=min(delay, len(previous)),
+            horizon=max(0, spec.chunk_size - 2 * max(delay, 1)), rtc=self.guidance,
+        )  # fmt: skip
+        recipe, normalizer = self._processor.recipe, self._processor.action_normalizer
+        return continuation(wanted, spec, normalizer, recipe.action_steps, state, recipe.padded_action_dim)

@@ -1,0 +1,145 @@
+"""The trajectory buffer against a plain model, its fusion rules, and a reader beside a writer."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from sinew_client.control import Fusion, Node, Trajectory, parse_fusion
+from sinew_client.control.blend import AGGREGATES
+from sinew_client.control.reaction import Reactions, histogram
+
+RULES = [*AGGREGATES, "mix:0.25", "ramp:3"]
+
+
+class TrajectoryModel(RuleBasedStateMachine):
+    """Nodes as a list of (step, value) that is searched, and a number that says up to where they are committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = Trajectory(history=8)
+        self.nodes: list[tuple[int, float]] = []
+        self.committed = -1
+        self.sent: dict[int, float] = {}
+        self.windows = 0
+
+    def value(self, step: int) -> float | None:
+        return next((value for at, value in self.nodes if at == step), None)
+
+    @rule(first=st.integers(0, 40), count=st.integers(1, 12), kind=st.sampled_from(RULES))
+    def window(self, first: int, count: int, kind: str) -> None:
+        """Fuse a window of nodes with what is there."""
+        self.windows += 1
+        rows = [Node(first + k, np.float32([self.windows]), first, self.windows, k) for k in range(count)]
+        self.real.put(self.real.fused(rows, parse_fusion(kind)))
+        changeable = max(first, self.committed + 1)
+        for step in range(changeable, first + count):
+            old = self.value(step)
+            weight = parse_fusion(kind).weight(step - changeable)
+            new = self.windows if old is None else (1 - weight) * old + weight * self.windows
+            self.nodes = [node for node in self.nodes if node[0] != step] + [(step, float(new))]
+
+    @rule(ahead=st.integers(1, 5))
+    def take(self, ahead: int) -> None:
+        """Commit the next step, or one further on."""
+        step = self.committed + ahead
+        node, expected = self.real.take(step), self.value(step)
+        assert (node is None) == (expected is None)
+        if node is not None:
+            assert node.row[0] == pytest.approx(expected, rel=1e-5)
+            self.real.commanded(step, node.row)
+            self.sent[step] = float(node.row[0])
+        self.committed = step
+        self.nodes = [found for found in self.nodes if found[0] > step]
+        with pytest.raises(ValueError, match="has been committed"):
+            self.real.take(step)
+
+    @rule(step=st.integers(0, 50))
+    def cut(self, step: int) -> None:
+        self.real.cut(step)
+        self.nodes = [node for node in self.nodes if node[0] < step]
+
+    @rule()
+    def clear(self) -> None:
+        self.real.clear()
+        self.nodes = []
+
+    @invariant()
+    def same(self) -> None:
+        assert len(self.real) == len(self.nodes)
+        assert self.real.next == self.committed + 1
+        for step in range(52):
+            node = self.real.at(step)
+            assert (None if node is None else pytest.approx(node.row[0], rel=1e-5)) == self.value(step)
+
+    @invariant()
+    def what_was_sent_stays(self) -> None:
+        """Committed rows are read as they were commanded, whatever was written since."""
+        for step in range(max(0, self.committed - 7), self.committed + 1):
+            rows = self.real.rows_from(step)
+            if step in self.sent:
+                assert rows[0, 0] == self.sent[step]
+            else:
+                assert not len(rows)
+
+
+TrajectoryModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTrajectoryModel = TrajectoryModel.TestCase
+
+
+def test_a_reader_beside_a_writer() -> None:
+    """Every node that is read is whole and of the newest window that was complete before, and nothing is read twice."""
+    trajectory, steps, width = Trajectory(), 3000, 16
+    began, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        window = 0
+        while not done.is_set():
+            first = trajectory.next
+            rows = [
+                Node(s, np.float32([window, window]), first, window, s - first)
+                for s in range(first, first + width)
+            ]
+            trajectory.put(trajectory.fused(rows, Fusion()))
+            window += 1
+            began.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    began.wait()
+    try:
+        found = [trajectory.take(step) for step in range(steps)]
+    finally:
+        done.set()
+        writer.join()
+    read = [node for node in found if node is not None]
+    assert read
+    assert all(node.row[0] == node.row[1] == node.chunk for node in read)
+    assert len(trajectory) <= width  # what was committed while it was written does not stay
+
+
+def test_rules_of_fusion() -> None:
+    assert [round(parse_fusion("ramp:3").weight(k), 3) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert parse_fusion("mix:0.25").weight(9) == 0.25
+    new = np.float32([3.0])
+    assert (
+        parse_fusion("latest_only")(np.float32([np.nan]), new) is new
+    )  # nothing of the old row, not even NaN
+    for text in ("", "mean", "mix:", "mix:2", "mix:x", "ramp:-1", "ramp:0.5", "average:1"):
+        with pytest.raises(ValueError, match="fusion"):
+            parse_fusion(text)
+
+
+def test_reactions_are_told_by_what_rows_were_made_from() -> None:
+    reactions = Reactions()
+    for tick in range(100):  # samples 1 tick old, frames of 10 ticks, 5 old when they are used
+        reactions.add(tick, tick - 1, (tick - 5) // 10 * 10)
+    assert reactions.of("sensor", [3.0, 3.5, 98.5]) == [1.0, 1.5]  # nobody knew of the last one
+    assert reactions.of("image", [20.0, 20.5]) == [5.0, 14.5]
+    assert max(reactions.anywhere("sensor")) <= 2.0
+    assert set(reactions.summary()["image_reaction_ms"]) == {"p50", "p95", "p99", "max"}
+    assert histogram([0.1, 0.9, 2.5], 1.0) == {"0": 2, "2": 1}

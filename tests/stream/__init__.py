@@ -1,0 +1,1 @@
+"""Streams: sessions, loops, windows; with a policy in this process."""

@@ -1,0 +1,210 @@
+"""A stream without threads: what wins, what is swapped, and what windows are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sinew.convert import convert
+from sinew.core import ObservationError, SinewError
+from sinew.engine.halves import Halves
+from sinew.policy import Policy, load
+from sinew.stream import Session, StreamSettings
+from sinew.stream.session import Sample
+from sinew.stream.windows import Rolling
+from train.checkpoint import Design, write_configs, write_weights
+from train.objective import initialise
+
+DESIGN = Design(
+    name="rolls", cameras=("front",), image_size=16, state_dim=2, action_dim=1, chunk_size=6, control_hz=100,
+    words=("go", "stop"), patch_size=8, pixel_shuffle=2, vision_width=8, vision_ffn=8, vision_layers=1,
+    vision_heads=1, width=16, ffn=16, layers=2, heads=1, kv_heads=1, head_dim=8, num_steps=4, rolling=True,
+)  # fmt: skip
+STATS = {
+    "observation.state": {"mean": np.zeros(2, np.float32), "std": np.ones(2, np.float32)},
+    "action": {"mean": np.zeros(1, np.float32), "std": np.ones(1, np.float32)},
+}
+FRAME = np.zeros((16, 16, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def rolls(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """A policy with a head that takes a time per row, random weights."""
+    from sinew.models.smolvla import SmolVLA
+
+    folder = tmp_path_factory.mktemp("rolls")
+    model = SmolVLA(write_configs(folder, DESIGN, STATS))
+    initialise(model, 0)
+    with torch.no_grad():
+        model.action_out_proj.weight.mul_(10.0)
+    write_weights(folder, model, model.state_dict())
+    convert(folder, folder / "rolls.gguf", vlm=folder / "vlm", name="rolls", control_hz=100)
+    return load(folder / "rolls.gguf", engine="eager", threads=1)
+
+
+def session(policy: Policy, rate: float = 100.0, **settings: object) -> Session:
+    found = Session(policy, StreamSettings(rate, seed=1, **settings), "go", clock=lambda: 0.0)  # type: ignore[arg-type]
+    found.push_frame({"front": FRAME}, 0.0)
+    return found
+
+
+def sample(time: float, value: float = 0.0, delay: int = 1) -> Sample:
+    return Sample(np.float32([value, -value]), time, delay)
+
+
+def test_the_newest_frame_wins_and_prefixes_are_swapped_whole(rolls: Policy) -> None:
+    stream = session(rolls)
+    assert not stream.wants_prefix  # there is no state yet
+    assert stream.run() is None
+    stream.push_sample(sample(0.0))
+    opened: list[int] = []
+    for number in range(3):
+        stream.push_frame(
+            lambda number=number: opened.append(number) or {"front": FRAME + number}, 0.1 * number
+        )
+    made = stream.compute()
+    assert made is not None
+    assert opened == [2]  # the others were never decoded
+    stream.push_frame({"front": FRAME}, 0.3)
+    assert stream.run() is None  # a prefix that is computed is not in use
+    stream.swap(made)
+    window = stream.run()
+    assert window is not None
+    assert window.frame_time == pytest.approx(0.2)
+    assert stream.run() is None  # nothing new to see
+    assert stream.read()
+    assert not stream.read()
+    assert stream.run().frame_time == pytest.approx(0.3)  # type: ignore[union-attr]
+    assert (stream.frames, stream.prefixes, stream.runs) == (5, 2, 2)
+
+
+def test_a_sample_reaches_the_head_without_a_new_prefix(rolls: Policy) -> None:
+    rows = []
+    for value in (0.0, 3.0):
+        stream = session(rolls)
+        stream.push_sample(sample(0.0))
+        stream.read()
+        stream.run()
+        stream.push_sample(sample(0.01, value))
+        window = stream.run()
+        assert window is not None
+        assert (window.step, window.sample_time, stream.prefixes) == (2, 0.01, 1)
+        rows.append(window.rows)
+    assert np.abs(rows[0] - rows[1]).max() > 1e-3
+
+
+def test_a_new_instruction_makes_a_new_prefix(rolls: Policy) -> None:
+    stream = session(rolls)
+    stream.push_sample(sample(0.0))
+    assert stream.read()
+    stream.say("stop")
+    assert stream.wants_prefix
+    assert stream.read()
+    assert not stream.read()
+
+
+def test_rows_at_one_time_are_the_ordinary_head(rolls: Policy) -> None:
+    """The limit: equal times in all rows, step by step, give the ordinary chunk to the bit."""
+    halves = Halves(rolls.engine)
+    prepared = rolls.prepare(
+        {"images": {"front": FRAME}, "state": np.float32([0.5, 1.0]), "prompt": "go", "seed": 3}
+    )
+    context = halves.read(prepared.inputs)
+    ordinary = halves.solve(context, prepared.noise, prepared.steps)
+    x = prepared.noise
+    for step in rolls.spec.solver.steps(prepared.steps):
+        x = step.advance(x, halves.evaluate(context, x, np.full(len(x), step.time)))
+    np.testing.assert_array_equal(x, ordinary)
+    world = rolls.processor.finish(ordinary, prepared.state)
+    np.testing.assert_array_equal(world, rolls.run(prepared).actions)
+
+
+def test_a_window_rolls(rolls: Policy) -> None:
+    """Row i leaves a run at level i / H, whatever number of nodes has passed since the last one."""
+    halves = Halves(rolls.engine)
+    prepared = rolls.prepare(
+        {"images": {"front": FRAME}, "state": np.zeros(2, np.float32), "prompt": "go", "seed": 3}
+    )
+    context, seen = halves.read(prepared.inputs), []
+    evaluate = halves.evaluate
+    halves.evaluate = lambda context, x, times: seen.append(times) or evaluate(context, x, times)  # type: ignore[method-assign]
+    rolling = Rolling(halves, (6, 1), seed=0)
+    for origin, least in (
+        (0, [6] * 6),
+        (1, range(1, 7)),
+        (3, [2, 3, 4, 5, 6, 6]),
+        (3, range(1, 7)),
+        (50, [6] * 6),
+    ):
+        denoised = rolling.run(context, origin)
+        np.testing.assert_allclose(seen[-1], np.array(list(least)) / 6, err_msg=str(origin))
+        np.testing.assert_allclose(rolling._levels, np.arange(6) / 6)
+        np.testing.assert_allclose(rolling._x[0], denoised[0], rtol=1e-5, atol=1e-6)  # type: ignore[index]  # clean: final
+
+
+def test_noise_is_put_back_as_the_forward_process_would_have_it(rolls: Policy) -> None:
+    """Without a node that has passed, rows go back up: x' has the mean (1 - t') a and the variance t'^2."""
+    rolling = Rolling(Halves(rolls.engine), (6, 4000), seed=0)
+    levels = np.arange(6) / 6
+    clean = 2.0
+    rng = np.random.default_rng(0)
+    rolling._x = ((1 - levels) * clean)[:, None] + levels[:, None] * rng.standard_normal((6, 4000))
+    rolling._levels = levels
+    x, raised = rolling._window(0)
+    np.testing.assert_allclose(raised, (np.arange(6) + 1) / 6)
+    np.testing.assert_allclose(x.mean(1), (1 - raised) * clean, atol=0.08)
+    np.testing.assert_allclose(x.std(1), raised, atol=0.05)
+
+
+@pytest.mark.parametrize("engine", ["eager", "plan"])
+def test_an_ordinary_checkpoint_streams_whole_chunks(
+    smolvla_bundle: Callable[[str], Path], engine: str
+) -> None:
+    policy = load(smolvla_bundle("smolvla-2cam"), engine=engine, threads=1)
+    images = {camera.name: np.zeros((8, 8, 3), np.uint8) for camera in policy.spec.cameras}
+    state = np.zeros(policy.spec.state.dim, np.float32)
+    hz = policy.spec.control_hz or 30.0
+    object.__setattr__(policy.spec, "control_hz", hz)
+    stream = Session(policy, StreamSettings(4 * hz, "none", seed=5), "go", clock=lambda: 0.0)
+    assert "ordinary" in stream.label
+    assert "interpolated" in stream.label
+    stream.push_frame(images, 0.0)
+    stream.push_sample(Sample(state, 0.0, 2))
+    assert stream.read()
+    window = stream.run()
+    assert window is not None
+    seed = stream._seed
+    chunk = policy.infer({"images": images, "state": state, "prompt": "go", "seed": seed}).actions
+    assert len(window.rows) == 4 * (len(chunk) - 1) + 1 - window.step
+    np.testing.assert_allclose(window.rows[4 - window.step], chunk[1], rtol=1e-4, atol=1e-5)
+    middle = window.rows[4 - window.step + 2]
+    np.testing.assert_allclose(middle, (chunk[1] + chunk[2]) / 2, rtol=1e-4, atol=1e-5)
+    stream.push_sample(Sample(state, 0.1, 2))
+    assert stream.run() is None  # its state is in the prefix, so it waits for a frame
+
+
+def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
+    for field, settings in (
+        ("rate", {"rate": 50.0}),
+        ("rate", {"rate": float("nan")}),
+        ("rtc", {"guidance": "trained"}),
+    ):
+        with pytest.raises(ObservationError, match=f"^{field}: expected"):
+            session(rolls, **settings)  # type: ignore[arg-type]
+    stream = session(rolls)
+    for bad, field in (
+        (Sample(np.zeros(3), 0.0), "state"),
+        (Sample(np.zeros(2), np.nan), "time"),
+        (sample(0.0, delay=-1), "delay"),
+    ):
+        with pytest.raises(ObservationError, match=f"^{field}: expected"):
+            stream.push_sample(bad)
+    stream.push_sample(sample(0.0))
+    stream.push_frame({"side": FRAME}, 0.0)
+    with pytest.raises(SinewError, match="images.side"):
+        stream.read()
+    assert not stream.read()  # not again and again
