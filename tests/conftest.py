@@ -40,6 +40,14 @@ def smolvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 @pytest.fixture(scope="session")
+def rolling_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose head takes a time per row, with random weights (tests/stream/rolling.py)."""
+    from tests.stream.rolling import write_bundle
+
+    return write_bundle(tmp_path_factory.mktemp("rolls"))
+
+
+@pytest.fixture(scope="session")
 def exported(
     smolvla_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Path], Path]:

@@ -7,43 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from sinew.convert import convert
 from sinew.core import ObservationError, SinewError
 from sinew.engine.halves import Halves
 from sinew.policy import Policy, load
 from sinew.stream import Session, StreamSettings
 from sinew.stream.session import Sample
 from sinew.stream.windows import Rolling
-from train.checkpoint import Design, write_configs, write_weights
-from train.objective import initialise
 
-DESIGN = Design(
-    name="rolls", cameras=("front",), image_size=16, state_dim=2, action_dim=1, chunk_size=6, control_hz=100,
-    words=("go", "stop"), patch_size=8, pixel_shuffle=2, vision_width=8, vision_ffn=8, vision_layers=1,
-    vision_heads=1, width=16, ffn=16, layers=2, heads=1, kv_heads=1, head_dim=8, num_steps=4, rolling=True,
-)  # fmt: skip
-STATS = {
-    "observation.state": {"mean": np.zeros(2, np.float32), "std": np.ones(2, np.float32)},
-    "action": {"mean": np.zeros(1, np.float32), "std": np.ones(1, np.float32)},
-}
 FRAME = np.zeros((16, 16, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
-def rolls(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    """A policy with a head that takes a time per row, random weights."""
-    from sinew.models.smolvla import SmolVLA
-
-    folder = tmp_path_factory.mktemp("rolls")
-    model = SmolVLA(write_configs(folder, DESIGN, STATS))
-    initialise(model, 0)
-    with torch.no_grad():
-        model.action_out_proj.weight.mul_(10.0)
-    write_weights(folder, model, model.state_dict())
-    convert(folder, folder / "rolls.gguf", vlm=folder / "vlm", name="rolls", control_hz=100)
-    return load(folder / "rolls.gguf", engine="eager", threads=1)
+def rolls(rolling_bundle: Path) -> Policy:
+    return load(rolling_bundle, engine="eager", threads=1)
 
 
 def session(policy: Policy, rate: float = 100.0, **settings: object) -> Session:

@@ -1,0 +1,282 @@
+"""Streams on the native wire: a robot's loop against a real server, bounds, and messages of any content."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sinew_client import ServerError, schema
+from sinew_client.control.pace import Pace
+from sinew_client.control.stream import StreamLoop
+from sinew_client.streams import StreamLink, decode_window
+
+from sinew.core import SinewError
+from sinew.policy import Policy, load
+from sinew.serve.safety import Safety
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import streams
+from tests.serve.puppet import desk, until
+
+FRAME = np.zeros((16, 16, 3), np.uint8)
+RATE = 100.0
+
+
+@pytest.fixture(scope="module")
+def policy(rolling_bundle: Path) -> Policy:
+    return load(rolling_bundle, engine="eager", threads=1)
+
+
+@contextlib.contextmanager
+def serving(policy: Policy, listen: Listen | None = None, **options: Any) -> Iterator[SimpleNamespace]:
+    sizes = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
+    with desk(policy=policy, listen=listen, **sizes, **options) as made:
+        made.streams = made.opened["native"].codec.streams
+        yield made
+
+
+class Robot:
+    """A state that moves, a frame every third tick, and everything that was executed."""
+
+    def __init__(self) -> None:
+        self.ticks = self.holds = 0
+        self.rows: list[np.ndarray] = []
+
+    def sense(self) -> np.ndarray:
+        self.ticks += 1
+        return np.float32([np.sin(self.ticks), 0.0])
+
+    def look(self) -> dict[str, Any] | None:
+        return {"images": {"front": FRAME}, "age": 0.01} if self.ticks % 3 == 1 else None
+
+    def act(self, row: np.ndarray) -> None:
+        self.rows.append(row)
+
+    def hold(self) -> None:
+        self.holds += 1
+
+
+def robot_loop(link: StreamLink) -> StreamLoop:
+    """The robot's loop as a test drives it: a tick is begun when the last one has done its part."""
+    loop = StreamLoop(Robot(), link, RATE, 1, "go", pace=Pace(1 / RATE))
+    loop.pace.next()
+    return loop
+
+
+def drive(loop: StreamLoop, until_windows: int) -> None:
+    """Tick until so many windows have come."""
+
+    def ticked() -> bool:
+        loop.tick(loop.pace.next())
+        return loop.windows >= until_windows
+
+    until(ticked, f"{until_windows} windows")
+
+
+def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> None:
+    with serving(policy) as server:
+        address = server.native
+        link = StreamLink(address, RATE, session="arm")
+        loop = robot_loop(link)
+        drive(loop, 20)
+        until(lambda: loop.tick(loop.pace.next()) or loop.robot.rows, "a row in time")
+        newest = loop.newest
+        assert newest is not None
+        assert link.label.startswith("gradual flow matching")
+        assert newest.rows.shape == (6, 1)
+        assert newest.frame_time <= newest.sample_time
+        assert newest.step > newest.sample_time * RATE
+        assert len(server.streams) == 1
+    before = loop.windows
+    for _ in range(12):  # nobody is there: windows run out, the robot holds, and nothing is raised
+        loop.tick(loop.pace.next())
+    assert loop.reason in ("out of nodes", "no window yet")
+    port = int(address.rpartition(":")[2])
+    with serving(policy, Listen(port=port)) as server:
+        drive(loop, before + 10)
+        assert len(server.streams) == 1
+        link.close()
+        until(lambda: not len(server.streams), "the end of the stream")
+    report = loop.report()
+    assert report.windows == loop.windows
+    assert {
+        "sensor_reaction_ms",
+        "image_reaction_ms",
+        "sensor_age_ms",
+        "prefix_age_ms",
+    } <= report.measured.keys()
+    assert report.held
+
+
+def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
+    with serving(policy) as server:
+        link = StreamLink(server.native, RATE)
+        until(lambda: link.send([0, 0], 0.0, images={"front": FRAME}, prompt="go"))
+        until(lambda: len(server.streams))
+        link._socket.close(linger=0)
+        until(lambda: not len(server.streams))
+        link._context.term()
+
+
+def message(**fields: Any) -> schema.PredictRequest:
+    given = {
+        "kind": 4,
+        "request_id": 7,
+        "rate": RATE,
+        "time": 0.0,
+        "raw_state": [0.0, 0.0],
+        "prompt": "go",
+        **fields,
+    }
+    return schema.PredictRequest(**{name: value for name, value in given.items() if value is not None})
+
+
+@pytest.fixture(scope="module")
+def server(policy: Policy) -> Iterator[SimpleNamespace]:
+    with serving(policy, api_key="secret", safety=Safety(policy.processor)) as made:
+        yield made
+
+
+def answer(address: str, *requests: schema.PredictRequest) -> bytes:
+    """Send messages on one connection; return the first reply."""
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.RCVTIMEO, 60_000)
+        peer.connect(address)
+        for request in requests:
+            request.api_key = request.api_key or "secret"
+            peer.send(request.SerializeToString())
+        found = peer.recv()
+    context.destroy(linger=0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "fields"),
+    [
+        ("unauthorized", "key", {"api_key": "other"}),
+        ("bad_observation", "rate: expected", {"rate": None}),
+        ("bad_observation", "rate: expected", {"rate": 50.0}),
+        ("bad_observation", "time: expected", {"time": None}),
+        ("bad_observation", "time: expected", {"time": float("inf")}),
+        ("bad_observation", "delay: expected", {"delay": 100_000}),
+        ("bad_observation", "state: expected", {"raw_state": [0.0]}),
+        ("bad_observation", "state.0: expected", {"raw_state": [1e9, 0.0]}),
+        ("bad_observation", "previous: expected", {"previous": [1.0]}),
+        ("bad_observation", "rtc: expected", {"rtc": "trained"}),
+        ("bad_observation", "interpolation: expected", {"interpolation": "cubic"}),
+        ("bad_request", "session: expected", {"session": "x" * 200}),
+    ],
+)
+def test_what_is_no_message_of_a_stream_is_refused(
+    server: SimpleNamespace, code: str, text: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ServerError, match=text) as refusal:
+        decode_window(answer(server.native, message(**fields)))
+    assert refusal.value.code == code
+
+
+def test_streams_are_bounded(server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [message(session=str(number)) for number in range(streams.PER_CONNECTION + 1)]
+    with pytest.raises(ServerError, match="streams of this connection run"):
+        decode_window(answer(server.native, *asked))
+    until(lambda: not len(server.streams))
+    monkeypatch.setattr(streams, "MAX_STREAMS", 0)
+    with pytest.raises(ServerError, match="this server takes no more"):
+        decode_window(answer(server.native, message()))
+    monkeypatch.setattr(streams, "MAX_MESSAGE", 10)
+    with pytest.raises(ServerError, match="bytes in a message"):
+        decode_window(answer(server.native, message()))
+
+
+def test_a_frame_that_cannot_be_decoded_is_told(server: SimpleNamespace) -> None:
+    bad = message(camera_names=["front"])
+    bad.images.add(encoding=0, data=b"no picture")
+    with pytest.raises(ServerError, match=r"images\.front"):
+        decode_window(answer(server.native, bad))
+
+
+class Asker:
+    """A connection that reads nothing."""
+
+    address, unsent = "10.0.0.1", 0
+
+    def __init__(self) -> None:
+        self.requests: set[Any] = set()
+        self.sent: list[bytes] = []
+
+    def reply(self, frames: list[Any], request: Any) -> None:
+        self.sent.append(frames[-1])
+
+
+def test_windows_that_nobody_reads_are_dropped(policy: Policy) -> None:
+    with serving(policy) as made:
+        taker, asker = made.streams, Asker()
+        assert take(taker, asker, message())
+        (robot,) = taker._robots.values()
+        window = streams.Window(1, np.zeros((6, 1), np.float32), 0.0, 0.0)
+        robot.window(window)
+        asker.unsent = streams.MAX_UNREAD + 1
+        robot.window(window)
+        robot.failed(SinewError("x"))
+        assert (len(asker.sent), robot.dropped) == (1, 1)
+        assert decode_window(asker.sent[0]).label
+        for each in list(asker.requests):  # as the wire does when a connection ends
+            each.abandon()
+        assert (len(taker), asker.requests) == (0, set())
+
+
+def take(taker: Any, asker: Asker, request: schema.PredictRequest) -> bool:
+    header = SimpleNamespace(kind=request.kind, session=request.session)
+    return taker.take(asker, [], header, memoryview(request.SerializeToString()))
+
+
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from([4, 5]),
+        "rate": st.sampled_from([RATE, 0.0, 1e9]) | st.floats(width=32),
+        "time": st.floats(),
+        "frame_time": st.floats(),
+        "delay": st.integers(0, 2**32 - 1),
+        "raw_state": st.lists(st.floats(width=32), max_size=4),
+        "prompt": st.text(max_size=5),
+        "session": st.text(max_size=3),
+        "rtc": st.sampled_from(["", "none", "guided", "?"]),
+        "seed": st.integers(0, 2**64 - 1),
+        "solver_steps": st.integers(0, 2**32 - 1),
+        "camera_names": st.lists(st.text(max_size=5), max_size=2),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(FIELDS, min_size=1, max_size=4))
+def test_messages_of_any_content_are_taken_or_refused(policy: Policy, given: list[dict[str, Any]]) -> None:
+    service = SimpleNamespace(
+        supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
+        scheduler=SimpleNamespace(policy=policy), safety=Safety(policy.processor), check_session=lambda _name: None,
+        budget=lambda _check: None,
+    )  # fmt: skip
+    from sinew.serve.wires.native import NativeCodec
+
+    codec = NativeCodec()
+    codec.spec = policy.spec
+    taker, asker = streams.Streams(service, codec), Asker()  # type: ignore[arg-type]
+    for fields in given:
+        with contextlib.suppress(SinewError):
+            take(taker, asker, message(**fields))
+        assert len(taker) <= streams.PER_CONNECTION
+        for robot in list(taker._robots.values()):
+            with contextlib.suppress(SinewError):
+                robot.session.read()
+            window = robot.session.run()
+            assert window is None or np.isfinite(window.rows).all()
