@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cyclopts import App, CycloptsError
 from rich.console import Console
 from rich.markup import escape
 
 from sinew import __version__, progress
-from sinew.cli import terminal
+from sinew.cli import settings, terminal
 from sinew.core import MissingPackageError, SinewError, did_you_mean
 
 VERBS = {
@@ -26,12 +27,15 @@ VERBS = {
     "tune": "Find the fastest tiles for a bundle on this GPU.",
     "export": "Write a folder that runs without torch, or vla.cpp's file.",
     "serve": "Serve a bundle over the network.",
+    "top": "Show what a server does, in the terminal.",
     "client": "Send observations to a server and print a latency table.",
     "run": "Drive a robot with a policy.",
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",
     "perf": "Predict latency, rates and memory on any machine.",
     "validate": "Prove that an engine computes a bundle as the reference does.",
+    "pull": "Fetch a policy of the hub, for later.",
+    "push": "Upload a bundle to the hub, with a card.",
     "list": "List the checkpoints that were converted on first use.",
     "show": "Print what the cache knows of one of them.",
     "rm": "Remove some of them.",
@@ -43,6 +47,8 @@ FUNCTIONS = {
     "list": "cache:list_entries",
     "show": "cache:show",
     "rm": "cache:remove",
+    "pull": "hub:pull",
+    "push": "hub:push",
 }  # others are named as their file
 GROUPS = {"perf"}  # verbs with commands of their own
 
@@ -54,17 +60,21 @@ def function_of(verb: str) -> str:
     return FUNCTIONS.get(verb, f"{verb}:{verb}")
 
 
-def build_app() -> App:
+def build_app(config: Path | None = None) -> App:
+    """Return the program. config: a file with flags of verbs."""
     app = App(
         name="sinew",
         help="Real-time inference for vision-language-action policies.",
         help_epilogue=(
             "`--json` prints a result as JSON alone, `--json FILE.json` writes it beside the text; in a pipe it is the"
-            " last line. `--debug` (or SINEW_DEBUG=1) shows the traceback of an error."
+            " last line. `--debug` (or SINEW_DEBUG=1) shows the traceback of an error. Every flag of a verb can also"
+            " come from the environment (SINEW_SERVE_HOST) or from `--config FILE.toml` (SINEW_CONFIG): `host` under"
+            " `[serve]`."
         ),
         version=__version__,
         result_action="return_value",
         suppress_keyboard_interrupt=False,
+        config=settings.sources(config, VERBS),
     )
     for order, (verb, summary) in enumerate(VERBS.items()):
         options = {"help": summary} if verb in GROUPS else {"help": summary, "version_flags": []}
@@ -88,7 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     before = progress.listen(terminal.show_task), progress.tell(terminal.say)
     try:
-        result = build_app()(tokens, exit_on_error=False, console=terminal.console(), error_console=errors)
+        config = settings.take_config(tokens)
+        result = build_app(config)(
+            tokens, exit_on_error=False, console=terminal.console(), error_console=errors
+        )
         return result if isinstance(result, int) else 0
     except CycloptsError:
         return EXIT_USAGE  # cyclopts has already printed what is wrong with the arguments

@@ -122,7 +122,7 @@ def serve(
             origins=bounds.allow_origin,
         )
         listen.tls()  # files that do not do are told now
-        api_key = _api_key(api_key_file)
+        api_key = api_key_of(api_key_file)
         # Elsewhere anybody who reaches the port would see the robot's cameras.
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(api_key)))
         listen = replaced(listen, dashboard=shown)
@@ -309,7 +309,7 @@ def _vector(spec: VectorSpec) -> str:
     return f"{spec.dim} numbers" + (f": {', '.join(names)}" if names else "")
 
 
-def _api_key(path: Path | None) -> str:
+def api_key_of(path: Path | None) -> str:
     if path is None:
         return os.environ.get(KEY_VARIABLE, "")
     try:

@@ -54,6 +54,7 @@ def validate(
         out: folder for report.md and report.json.
     """
     from sinew.engine import proofs
+    from sinew.engine.onnx.cache import fingerprint
     from sinew.eval.gating import gate_of, play_gate
     from sinew.eval.report.gate import read_gate
     from sinew.policy import Policy, open_bundle
@@ -74,6 +75,7 @@ def validate(
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "bundle": str(bundle),
+        "fingerprint": fingerprint(bundle),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017 - Python 3.10
         "sinew": __version__,
         "hardware": f"{machine.cpu_model()}, {platform.system()}",

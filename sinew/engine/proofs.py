@@ -50,5 +50,18 @@ def lacking(bundle: Path, engine: str, device: str) -> str:
     return "" if found[0] is True else f"engine {engine} failed its validation for this bundle: {command}"
 
 
+def records(bundle: Path) -> list[dict[str, Any]]:
+    """Return the records of a bundle on this machine, of every engine, passed or not; unreadable files are none."""
+    found = []
+    for path in sorted(folder().glob(f"{fingerprint(bundle)[:16]}-*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
 def _path(bundle: Path, engine: str, device: str) -> Path:
     return folder() / f"{fingerprint(bundle)[:16]}-{engine}-{device.partition(':')[0]}.json"

@@ -5,9 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from sinew.core import ActionChunk, SinewError
 
@@ -16,15 +26,34 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 # Seconds: from a small policy on a large GPU to a large one on two cores.
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.033, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STAGES = ("queue", "preprocess", "vision", "prefix", "head", "postprocess")
+ABOUT = ("version", "engine", "device", "dtype", "hardware")  # of the server, as labels of ``sinew_info``
 SESSION_S = 30.0  # a session that was silent for longer is over
 MAX_SESSIONS = 10_000  # remembered at once: names come from clients
 
 
-class Metrics:
-    """stats: the scheduler's counters. Thread-safe."""
+disable_created_metrics()  # a second series for each counter that says when this process began
 
-    def __init__(self, stats: Callable[[], Mapping[str, int | bool]]):
+
+class Metrics:
+    """Counters and histograms in one registry, with the process's own. Thread-safe.
+
+    stats: the scheduler's counters. healthy: False while requests cannot be answered. metadata: what the server says of
+    itself and its policy.
+    """
+
+    def __init__(
+        self,
+        stats: Callable[[], Mapping[str, int | bool]],
+        healthy: Callable[[], bool] = lambda: True,
+        metadata: Mapping[str, Any] | None = None,
+    ):
         self._registry = own = CollectorRegistry()
+        ProcessCollector(registry=own)
+        server, policy = ((metadata or {}).get(part, {}) for part in ("server", "policy"))
+        Info("sinew", "What runs here", registry=own).info(
+            {name: str(server.get(name, "")) for name in ABOUT}
+            | {"policy": str(policy.get("name", "")), "architecture": str(policy.get("architecture", ""))}
+        )
         self._requests = Counter(
             "sinew_requests",
             "By wire and outcome: ok, or the error's code",
@@ -43,6 +72,7 @@ class Metrics:
         for name, about, value in (
             ("sinew_queue_depth", "Requests that wait", lambda: stats()["waiting"]),
             ("sinew_running", "1 during an inference", lambda: stats()["running"]),
+            ("sinew_healthy", "0 while requests cannot be answered", healthy),
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)

@@ -99,7 +99,7 @@ class Service:
         self.padded_state_dim = padded_state_dim
         self.padded_action_dim = padded_action_dim
         self.deadline_ms = deadline_ms
-        self.metrics = Metrics(scheduler.stats)
+        self.metrics = Metrics(scheduler.stats, lambda: not self.problems(), metadata)
         self.feed = feed or Feed()
         self._max_pixels = max_pixels or pixel_limit(spec)
         self._quiet: dict[str, Quiet] = {}

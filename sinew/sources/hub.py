@@ -6,6 +6,7 @@ Files come through ``huggingface_hub`` into its own cache, which also serves the
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,35 @@ def fetch(name: Name) -> Path:
         return _cached(name, f"the hub {constants.ENDPOINT} cannot be reached ({_words(error)})")
     progress.say(f"{name}: from the hub {constants.ENDPOINT}")
     return _fetched(name, _bundle_of(name, files))
+
+
+def push(name: Name, files: Mapping[str, Path | bytes], message: str, private: bool = False) -> str:
+    """Upload files as one commit, making the repository where there is none, and return the commit's address.
+
+    files: name in the repository -> file here, or its content. The hub's token is huggingface_hub's own (HF_TOKEN, or
+    `hf auth login`). Raises :class:`MissingPackageError` and :class:`SinewError`.
+    """
+    try:
+        from huggingface_hub import CommitOperationAdd, HfApi, constants
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise MissingPackageError("the hub", "huggingface_hub") from None
+    api = HfApi(library_name="sinew")
+    operations = [
+        CommitOperationAdd(path_in_repo=where, path_or_fileobj=what) for where, what in files.items()
+    ]
+    try:
+        with progress.task(f"uploading to {name}"):
+            api.create_repo(name.repository, private=private, exist_ok=True)
+            return str(
+                api.create_commit(
+                    name.repository, operations, commit_message=message, revision=name.revision
+                ).commit_url
+            )
+    except HfHubHTTPError as error:  # it answers, and refuses
+        raise SinewError(f"{name}: the hub says: {_words(error)}") from None
+    except Exception as error:  # noqa: BLE001 - what cannot be reached or read: many types across versions
+        raise SinewError(f"{name}: not uploaded to {constants.ENDPOINT} ({_words(error)})") from None
 
 
 def _fetched(name: Name, file: str | None) -> Path:

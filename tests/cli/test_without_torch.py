@@ -24,11 +24,13 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_starts(verb: str) -> None:
-    found = run(verb, "--help")
+def test_every_verb_starts() -> None:
+    code = "import sys; sys.modules['torch'] = None; from sinew.cli import main, VERBS\n"
+    code += "sys.exit(any([main([verb, '--help']) for verb in VERBS]))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
-    assert f"sinew {verb}" in found.stdout
+    for verb in VERBS:
+        assert f"sinew {verb}" in found.stdout
 
 
 def test_a_bundle_is_inspected() -> None:

@@ -1,7 +1,11 @@
-"""A hub on loopback: the routes of the Hugging Face hub that `huggingface_hub` asks to fetch a repository's files."""
+"""A hub on loopback: the routes of the Hugging Face hub that `huggingface_hub` asks to fetch and to commit files.
+
+Large files travel as with git LFS, which `huggingface_hub` uses where HF_HUB_DISABLE_XET is set.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -9,16 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Repositories (name -> folder) behind an address; ``asked`` has the paths of all requests."""
+    """Repositories (name -> folder) behind an address; ``asked`` has the paths of all requests.
 
-    def __init__(self, repositories: dict[str, Path]):
+    home: where repositories are made that do not exist. token: wanted of those who write.
+    """
+
+    def __init__(self, repositories: dict[str, Path], home: Path | None = None, token: str = "a-token"):
         self.repositories, self.asked = repositories, list[str]()
+        self.home, self.token, self.objects = home, token, dict[str, bytes]()
+        self.commits = list[dict[str, Any]]()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -29,6 +39,12 @@ class FakeHub:
 
             def do_HEAD(self) -> None:
                 hub.answer(self, body=False)
+
+            def do_POST(self) -> None:
+                hub.take(self)
+
+            def do_PUT(self) -> None:
+                hub.take(self)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002
                 pass
@@ -64,6 +80,62 @@ class FakeHub:
                 return self.send(request, 404, b"", body, "EntryNotFound")
         return self.send(request, 404, b'{"error": "Repository not found"}', body, "RepoNotFound")
 
+    def take(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer a request that writes."""
+        path = unquote(urlsplit(request.path).path)
+        self.asked.append(path)
+        data = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        if path.startswith("/objects/"):  # a signed address needs no token
+            self.objects[path.removeprefix("/objects/")] = data
+            return self.send(request, 200, b"", True)
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return self.send(request, 401, b'{"error": "Invalid username or password."}', True)
+        if path == "/api/repos/create":
+            asked = json.loads(data)
+            name = f"{asked['organization']}/{asked['name']}"
+            if name in self.repositories:
+                return self.send(request, 409, b'{"error": "You already created this model repo"}', True)
+            self.repositories[name] = (self.home or Path()) / name
+            self.repositories[name].mkdir(parents=True)
+            return self.send(request, 200, json.dumps({"url": f"{self.url}/{name}"}).encode(), True)
+        if path == "/api/validate-yaml":
+            return self.send(request, 200, b'{"errors": [], "warnings": []}', True)
+        if path.endswith("/preupload/main"):
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(".gguf") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(data)["files"]
+            ]
+            return self.send(request, 200, json.dumps({"files": modes}).encode(), True)
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = [
+                {**each, "actions": {"upload": {"href": f"{self.url}/objects/{each['oid']}"}}}
+                for each in json.loads(data)["objects"]
+            ]
+            return self.send(request, 200, json.dumps({"objects": objects}).encode(), True)
+        if path.endswith("/commit/main"):
+            return self.commit(request, path.removeprefix("/api/models/").removesuffix("/commit/main"), data)
+        return self.send(request, 404, b'{"error": "no such route"}', True)
+
+    def commit(self, request: BaseHTTPRequestHandler, name: str, data: bytes) -> None:
+        """Write the files of a commit, which comes as a line of JSON each."""
+        for line in map(json.loads, data.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                self.commits.append(value)
+            elif line["key"] == "file":
+                content = base64.b64decode(value["content"])
+                (self.repositories[name] / value["path"]).write_bytes(content)
+            elif line["key"] == "lfsFile":
+                content = self.objects[value["oid"]]
+                assert hashlib.sha256(content).hexdigest() == value["oid"]
+                (self.repositories[name] / value["path"]).write_bytes(content)
+        answer = {"commitUrl": f"{self.url}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+        self.send(request, 200, json.dumps(answer).encode(), True)
+
     def send(
         self, request: BaseHTTPRequestHandler, code: int, data: bytes, body: bool, error: str = ""
     ) -> None:
@@ -79,9 +151,9 @@ class FakeHub:
 
 
 @contextmanager
-def fake_hub(repositories: dict[str, Path]) -> Iterator[FakeHub]:
-    """Serve ``repositories`` while inside."""
-    hub = FakeHub(repositories)
+def fake_hub(repositories: dict[str, Path], home: Path | None = None) -> Iterator[FakeHub]:
+    """Serve ``repositories`` while inside, and those that are made meanwhile in ``home``."""
+    hub = FakeHub(repositories, home)
     thread = threading.Thread(target=hub.server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

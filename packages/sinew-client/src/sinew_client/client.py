@@ -9,13 +9,12 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import zmq
 
 from sinew_client import protocol
-from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout, UnsafeChunk
+from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout
 from sinew_client.protocol import ActionChunk
 
 logger = logging.getLogger("sinew_client")
@@ -61,12 +60,7 @@ class Client:
         limits: tuple | None = None,
     ):
         if jpeg_quality is not None:
-            try:
-                import PIL.Image  # noqa: F401
-            except ImportError as error:
-                raise ClientError(
-                    "jpeg_quality needs Pillow: pip install 'sinew-vla-client[jpeg]'"
-                ) from error
+            protocol.need_pillow()
         self.address = address
         self.timeout = timeout
         self.retries = retries
@@ -113,26 +107,16 @@ class Client:
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError, and UnsafeChunk for
         an answer that must not be executed.
         """
-        start, taken = time.perf_counter(), observation.get("time")
-        if self.max_age is not None and taken is not None:
-            start -= max(0.0, time.time() - taken)
         asked = time.perf_counter()
         request_id = next(self._ids)
         payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key)
         reply = self._ask(payload, request_id, timeout)
-        chunk = protocol.decode_chunk(reply)
-        now = time.perf_counter()
-        if self.max_age is not None and now - start > self.max_age:
-            raise UnsafeChunk(
-                f"the observation is {now - start:.3f} s old, and max_age is {self.max_age:g} s"
-            )
-        if self.limits is not None:
-            protocol.check_limits(chunk, self.limits)
+        chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits)
         for warning in chunk.warnings:
             if warning not in self._warned and len(self._warned) < 100:
                 self._warned.add(warning)
                 logger.warning("%s: %s", self.address, warning)
-        return replace(chunk, round_trip_ms=(now - asked) * 1e3)
+        return chunk
 
     def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""

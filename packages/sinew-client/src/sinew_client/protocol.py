@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,14 @@ class ActionChunk:
     time: float | None = None
     round_trip_ms: float = 0.0
     warnings: tuple = ()
+
+
+def need_pillow() -> None:
+    """Raise :class:`ClientError` where frames cannot be compressed."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ClientError("jpeg_quality needs Pillow: pip install 'sinew-vla-client[jpeg]'") from error
 
 
 def encode_infer(
@@ -149,6 +158,34 @@ def raise_error(reply) -> None:
     """Raise :class:`ServerError` for a reply that carries one."""
     if reply.error or reply.error_code:
         raise ServerError(reply.error_code or "unknown", reply.error)
+
+
+def reply_id(payload: bytes) -> int:
+    """Return the id of the request that a reply answers; 0 where it has none or is no reply."""
+    reply = schema.PredictResponse()
+    try:
+        reply.ParseFromString(payload)
+    except (DecodeError, ValueError):
+        return 0
+    return reply.request_id
+
+
+def accepted(
+    reply, observation: Mapping[str, Any], asked: float, max_age: float | None, limits
+) -> ActionChunk:
+    """Return the chunk of a reply. asked: ``time.perf_counter()`` at the call.
+
+    Raises :class:`UnsafeChunk` where it answers an observation older than ``max_age`` seconds, or is out of ``limits``.
+    """
+    chunk, now = decode_chunk(reply), time.perf_counter()
+    if max_age is not None:
+        taken = observation.get("time")
+        age = now - asked + (0.0 if taken is None else max(0.0, time.time() - (now - asked) - taken))
+        if age > max_age:
+            raise UnsafeChunk(f"the observation is {age:.3f} s old, and max_age is {max_age:g} s")
+    if limits is not None:
+        check_limits(chunk, limits)
+    return replace(chunk, round_trip_ms=(now - asked) * 1e3)
 
 
 def decode_chunk(reply) -> ActionChunk:

@@ -1,0 +1,141 @@
+"""``sinew pull`` and ``sinew push``: bundles from and to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from sinew import progress
+from sinew.cli import terminal
+from sinew.core import SinewError
+from sinew.sources import hub, resolve
+
+Switch = Annotated[bool, Parameter(negative="")]
+
+
+def pull(name: str, /, *, out: Path | None = None) -> int:
+    """Fetch a policy of the hub, convert it if it is a checkpoint, and compare every tensor with its hash.
+
+    Every verb takes a name of the hub by itself; this fetches ahead of time, for a robot that will be offline.
+
+    Args:
+        name: ORG/NAME or hf://ORG/NAME[@REVISION][/FILE.gguf].
+        out: file to copy the bundle to; it stays in the cache, which is printed, if absent.
+    """
+    from sinew.bundle import Bundle
+
+    parsed = _parse(name)
+    if out is not None and out.exists():
+        raise SinewError(f"--out {out}: expected a file that is not there yet")
+    found = resolve(str(parsed))
+    if not found.is_file():
+        raise SinewError(f"{parsed}: expected a bundle or a checkpoint, got a folder of `sinew export`")
+    opened = Bundle(found)
+    with progress.task(f"comparing {found} with its hashes"):
+        changed = opened.verify()
+    if changed:
+        raise SinewError(f"{parsed}: {len(changed)} tensors differ from what was written, {changed[0]} first")
+    if out is not None:
+        found = _copy(found, out)
+    manifest = opened.manifest
+    compared = "every tensor is as it was written" if opened.hashes else "it has no hashes to compare with"
+    terminal.console(markup=False).print(
+        f"{found}: {manifest.name} ({manifest.architecture}), {found.stat().st_size / 1e6:.1f} MB; {compared}",
+        soft_wrap=True,
+    )
+    terminal.emit(
+        {"source": str(parsed), "bundle": str(found), "name": manifest.name, "verified": bool(opened.hashes)}
+    )
+    return 0
+
+
+def push(
+    bundle: Path,
+    name: str,
+    /,
+    *,
+    report: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
+    license: str = "",  # noqa: A002 - the hub's word
+    base_model: str = "",
+    dataset: str = "",
+    private: Switch = False,
+    card: Path | None = None,
+    dry: Switch = False,
+) -> int:
+    """Upload a bundle with a card: what it expects, its provenance, and what was measured of this very file.
+
+    Validations that this machine has kept (`sinew validate`) are on the card by themselves. The hub's token is that of
+    `hf auth login`, or HF_TOKEN.
+
+    Args:
+        bundle: a bundle, a checkpoint or training run.
+        name: ORG/NAME or hf://ORG/NAME[@BRANCH]; made if it is not there.
+        report: report.json of `sinew validate --out` or `sinew eval --out`, made with this bundle; repeatable.
+        license: of the weights, as the hub writes it: apache-2.0, mit, ...
+        base_model: name on the hub of what was fine-tuned.
+        dataset: name on the hub of what it was trained on.
+        private: make the repository so that you alone see it.
+        card: write the card to this file too.
+        dry: upload nothing.
+    """
+    from sinew.bundle import Bundle
+    from sinew.eval.report import card as cards
+
+    parsed = _parse(name)
+    if parsed.file is not None:
+        raise SinewError(f"{name}: expected a repository, got a file of one")
+    path = resolve(bundle)
+    if not path.is_file():
+        raise SinewError(f"{bundle}: expected a bundle with weights, got a folder of `sinew export`")
+    opened = Bundle(path)
+    with progress.task(f"reading {path}"):
+        digest = cards.sha256(path)
+    records = cards.records_of(path, report, digest)
+    facts = {"license": license, "base_model": base_model, "datasets": dataset}
+    text = cards.card(opened, digest, records, parsed.repository, facts)
+    if card is not None:
+        card.write_text(text, encoding="utf-8")
+    console = terminal.console(markup=False)
+    url = None
+    if dry:
+        console.print(text)
+    else:
+        files: dict[str, Path | bytes] = {hub.BUNDLE: path, "README.md": text.encode()}
+        message = f"{opened.manifest.name}: bundle and card"
+        url = hub.push(parsed, files, message, private)
+        console.print(
+            f"{url}: {hub.BUNDLE} ({path.stat().st_size / 1e6:.1f} MB) and README.md", soft_wrap=True
+        )
+    terminal.emit(
+        {
+            "repository": parsed.repository,
+            "commit": url,
+            "bundle": str(path),
+            "sha256": digest,
+            "records": len(records),
+        }
+    )
+    return 0
+
+
+def _parse(name: str) -> hub.Name:
+    if (parsed := hub.parse(name)) is None:
+        raise SinewError(f"{name}: expected ORG/NAME or hf://ORG/NAME[@REVISION]")
+    return parsed
+
+
+def _copy(found: Path, out: Path) -> Path:
+    """Copy beside the target and rename: an interrupted copy is no bundle."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        shutil.copyfile(found, partial)
+        os.replace(partial, out)
+    except OSError as error:
+        raise SinewError(f"--out {out}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return out

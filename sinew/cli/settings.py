@@ -1,0 +1,146 @@
+"""Flags from the environment and from a file: ``SINEW_SERVE_HOST=0.0.0.0``, or ``host = "0.0.0.0"`` under ``[serve]``.
+
+The command line wins over the environment, and that over the file. A variable or a key that is no flag of its verb is
+an error; what was taken is told on standard error, by name alone, because a value may be a key.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cyclopts.config import Dict, Env
+
+from sinew import progress
+from sinew.core import SinewError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cyclopts import App
+    from cyclopts.argument import ArgumentCollection
+
+PREFIX = "SINEW_"
+FILE = f"{PREFIX}CONFIG"
+
+
+def take_config(tokens: list[str]) -> Path | None:
+    """Remove ``--config FILE`` from a command line and return the file, or the one that SINEW_CONFIG names."""
+    end = tokens.index("--") if "--" in tokens else len(tokens)
+    given = os.environ.get(FILE) or None
+    left, words = [], iter(tokens[:end])
+    for token in words:
+        if token.startswith("--config="):
+            given = token.removeprefix("--config=")
+        elif token == "--config":  # noqa: S105
+            if (given := next(words, None)) is None:
+                raise SinewError("--config: expected a .toml file, got nothing")
+        else:
+            left.append(token)
+    tokens[:end] = left
+    return None if given is None else Path(given)
+
+
+def sources(file: Path | None, verbs: Iterable[str]) -> tuple[Callable[..., None], ...]:
+    """Return where flags come from that the command line does not give, in order of preference.
+
+    Raises :class:`SinewError` for a file that does not read, or that names something else than verbs.
+    """
+    return (from_environment,) if file is None else (from_environment, File.read(file, verbs))
+
+
+def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take ``SINEW_VERB_FLAG``: lists are separated by spaces, switches are 1 or 0."""
+    if not commands:
+        return
+    prefix = PREFIX + "".join(f"{word}_".upper() for word in commands)
+    known = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
+    for variable in os.environ:
+        if variable.startswith(prefix) and variable not in known:
+            raise SinewError(
+                f"{variable}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(variable, known)}"
+            )
+    with _telling(arguments, "the environment"):
+        Env(PREFIX)(app, commands, arguments)
+
+
+@dataclass(frozen=True)
+class File:
+    """A table of flags for each verb, ``[serve]`` or ``[perf.run]``."""
+
+    path: Path
+    tables: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, verbs: Iterable[str]) -> File:
+        """Read a TOML file. Raises :class:`SinewError`."""
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            words = error.strerror if isinstance(error, OSError) else error
+            raise SinewError(f"--config {path}: expected a TOML file, got {words}") from None
+        verbs = tuple(verbs)
+        for name, table in found.items():
+            if name not in verbs:
+                raise SinewError(f"{path}: {name}: expected a table of a verb{did_you_mean(name, verbs)}")
+            if not isinstance(table, dict):
+                raise SinewError(f"{path}: {name}: expected a table [{name}], got {table!r}")
+        return cls(path, found)
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Take the flags of one command."""
+        table: Any = self.tables
+        for word in commands:
+            table = table.get(word, {})
+            if not isinstance(table, dict):
+                raise SinewError(f"{self.path}: {word}: expected a table [{'.'.join(commands)}]")
+        if not commands or not table:
+            return
+        known, taken = flags(arguments), {}
+        for key, value in table.items():
+            where = f"{self.path}: [{'.'.join(commands)}] {key}"
+            name = key.replace("_", "-")
+            if name not in known:
+                raise SinewError(
+                    f"{where}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(name, known)}"
+                )
+            if not _plain(value):
+                raise SinewError(f"{where}: expected a text, a number, true or false, or a list of them")
+            taken[name] = value
+        for word in reversed(commands):
+            taken = {word: taken}
+        with _telling(arguments, str(self.path)):
+            Dict(taken, source=str(self.path))(app, commands, arguments)
+
+
+def flags(arguments: ArgumentCollection) -> dict[str, Any]:
+    """Return the arguments of a command that are given by name, each under its name without dashes."""
+    return {
+        argument.name.removeprefix("--"): argument
+        for argument in arguments
+        if argument.name.startswith("--") and not argument.children
+    }
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(not isinstance(each, list) and _plain(each) for each in value)
+    return isinstance(value, str | int | float)  # bool is an int
+
+
+@contextmanager
+def _telling(arguments: ArgumentCollection, source: str) -> Iterator[None]:
+    before = {name for name, argument in flags(arguments).items() if argument.has_tokens}
+    yield
+    new = [
+        f"--{name}"
+        for name, argument in flags(arguments).items()
+        if argument.has_tokens and name not in before
+    ]
+    if new:
+        progress.say(f"from {source}: {', '.join(new)}")

@@ -1,0 +1,230 @@
+"""The card of a policy on the hub: what it expects, where it came from, and what was measured of it.
+
+Everything is read from the bundle and from records of `sinew validate` and `sinew eval` that were made with this very
+file: the first are known by its fingerprint, the second by its SHA-256. Nothing is typed by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle import Bundle
+from sinew.bundle.schema import Manifest
+from sinew.core import SinewError, VectorSpec
+from sinew.engine import proofs
+from sinew.engine.onnx.cache import fingerprint
+from sinew.eval.report.stats import wilson
+
+VALIDATION, EVALUATION = "sinew.validate/1", "sinew.eval/1"
+BLOCK = 1 << 22
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def records_of(bundle: Path, files: Sequence[Path], digest: str) -> list[dict[str, Any]]:
+    """Return the validations that this machine has kept of a bundle, and the reports in ``files``.
+
+    digest: the bundle's SHA-256. Raises :class:`SinewError` for a file that is no such report, or of another bundle.
+    """
+    found = proofs.records(bundle)
+    for path in files:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            schema = record["schema"]
+            if schema == VALIDATION:
+                expected, got = fingerprint(bundle), record["fingerprint"]
+            elif schema == EVALUATION:
+                expected, got = digest, record["variants"][0]["policy"]["id"]
+            else:
+                raise SinewError(f"{path}: expected schema {VALIDATION} or {EVALUATION}, got {schema!r}")
+            list(_measured([record]))  # whatever the card reads is there
+        except OSError as error:
+            raise SinewError(f"{path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise SinewError(
+                f"{path}: expected report.json of `sinew validate` or `sinew eval`, got {type(error).__name__}: {error}"
+            ) from None
+        if got != expected:
+            raise SinewError(
+                f"{path}: expected a report of {bundle}, got one of another bundle ({str(got)[:16]})"
+            )
+        if record not in found:
+            found.append(record)
+    return found
+
+
+def card(
+    bundle: Bundle,
+    digest: str,
+    records: Sequence[Mapping[str, Any]],
+    repository: str,
+    facts: Mapping[str, str],
+) -> str:
+    """Return the card as markdown with the hub's header.
+
+    digest: the bundle's SHA-256. repository: its name on the hub. facts: more of the header (license, base_model).
+    """
+    manifest = bundle.manifest
+    parts = [
+        *_header(manifest, facts),
+        f"# {_cell(manifest.name)}",
+        "",
+        f"A {_cell(manifest.architecture)} policy in one file for Sinew (`sinew-vla`), with everything it needs.",
+        "",
+        *_use(manifest, repository),
+        *_expects(manifest),
+        *_origin(bundle, digest),
+        *_precision(manifest),
+        *_measured(records),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _header(manifest: Manifest, facts: Mapping[str, str]) -> Iterator[str]:
+    """What the hub reads: YAML, of which JSON's strings are a part."""
+    yield "---"
+    yield "library_name: sinew"
+    yield "pipeline_tag: robotics"
+    yield f"tags: {json.dumps(['sinew', 'robotics', 'vla', manifest.architecture])}"
+    yield from (f"{name}: {json.dumps(value)}" for name, value in facts.items() if value)
+    yield "---"
+    yield ""
+
+
+def _use(manifest: Manifest, repository: str) -> Iterator[str]:
+    spec = manifest.spec
+    frames = ", ".join(
+        f"{json.dumps(camera.name)}: {camera.name.replace('.', '_')}" for camera in spec.cameras
+    )
+    yield from ("```", f"sinew serve hf://{repository}", "```", "", "```python")
+    yield "from sinew_client import Client"
+    yield ""
+    yield 'with Client("tcp://127.0.0.1:5555") as policy:'
+    yield f'    chunk = policy.infer({{"images": {{{frames}}}, "state": state, "prompt": "..."}})'
+    yield f"    chunk.actions  # float32 [{spec.chunk_size}, {spec.action.dim}]"
+    yield from ("```", "")
+
+
+def _expects(manifest: Manifest) -> Iterator[str]:
+    spec = manifest.spec
+    yield from ("## What it takes and gives", "", "| | |", "|---|---|")
+    for camera in spec.cameras:
+        yield f"| camera `{_cell(camera.name)}` | uint8 [{camera.height}, {camera.width}, 3] RGB |"
+    yield f"| state | {_vector(spec.state)} |"
+    yield f"| action | {_vector(spec.action)} |"
+    rate = f", {spec.control_hz:g} actions per second" if spec.control_hz else ""
+    yield f"| chunk | {spec.chunk_size} actions{rate}; {spec.solver_steps} solver steps |"
+    yield ""
+
+
+def _origin(bundle: Bundle, digest: str) -> Iterator[str]:
+    origin = bundle.manifest.provenance
+    yield from (
+        "## Where it came from",
+        "",
+        f"Converted by {_cell(origin.converter)} from {_cell(origin.format)}.",
+    )
+    yield from ("", "| file | bytes | SHA-256 |", "|---|---|---|")
+    yield f"| **{_cell(bundle.path.name)}** | {bundle.path.stat().st_size} | `{digest}` |"
+    yield from (f"| {_cell(file.name)} | {file.bytes} | `{file.sha256}` |" for file in origin.sources)
+    yield ""
+    yield from (
+        f"* given to the converter: {_cell(name)} = {_cell(value)}" for name, value in origin.options.items()
+    )
+    yield from (f"* {_cell(note)}" for note in origin.notes)
+    if origin.dropped:
+        yield f"* left out, because inference never reads it: {_cell(', '.join(origin.dropped[:8]))}"
+        if len(origin.dropped) > 8:
+            yield f"* and {len(origin.dropped) - 8} more tensors"
+    yield ""
+
+
+def _precision(manifest: Manifest) -> Iterator[str]:
+    yield from ("## Precision", "")
+    kinds = sorted(set(manifest.precision.values()))
+    parts = ", ".join(f"{part} {kind}" for part, kind in manifest.precision.items())
+    yield f"Stored as {kinds[0] if len(kinds) == 1 else parts}."
+    if (found := manifest.quantization) is not None:
+        recipe = ", ".join(f"{part} {kind}" for part, kind in found.recipe.items())
+        yield (
+            f"Quantised: {recipe}; relative L2 of the chunk against float32 {found.error:.1e} median,"
+            f" {found.error_max:.1e} largest over {found.observations} observations from {_cell(found.source)}."
+        )
+        if (won := found.success) is not None:
+            yield (
+                f"{_rate(won.wins, won.episodes)} of {_cell(won.env)};"
+                f" unquantised, over the same seeds, {_rate(won.recorded_wins, won.episodes)}."
+            )
+    yield ""
+
+
+def _measured(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    validations = [record for record in records if record["schema"] == VALIDATION]
+    evaluations = [record for record in records if record["schema"] == EVALUATION]
+    yield from ("## Parity", "")
+    if not validations:
+        yield from ("Not measured: `sinew validate` was not run with this file.", "")
+    for record in validations:
+        yield from _parity(record)
+    yield from ("## Success", "")
+    lines = [line for record in validations for line in _gate(record)]
+    lines += [line for record in evaluations for line in _episodes(record)]
+    yield from lines or ["Not measured: neither a gate nor `sinew eval` was run with this file."]
+
+
+def _parity(record: Mapping[str, Any]) -> Iterator[str]:
+    parity = record["parity"]
+    verdict = "passes" if parity["passed"] else "**FAILS**"
+    yield (
+        f"Engine {parity['engine']}, {parity['dtype']} on {parity['device']} ({_cell(record['hardware'])},"
+        f" sinew {record['sinew']}, {record['date'][:10]}) against eager fp32 over {parity['observations']}"
+        f" observations ({_cell(parity['source'])}): {verdict}."
+    )
+    yield from ("", "| stage | relative L2, worst | bound |", "|---|---|---|")
+    yield from (f"| {_cell(s['name'])} | {s['error']:.1e} | {s['bound']:.0e} |" for s in parity["stages"])
+    yield from (f"* **{_cell(fault)}**" for fault in parity["faults"])
+    yield ""
+
+
+def _gate(record: Mapping[str, Any]) -> Iterator[str]:
+    gate = record.get("gate") or {}
+    if "wins" in gate:
+        yield (
+            f"* gate of {_cell(gate['env'])}, engine {record['parity']['engine']}:"
+            f" {_rate(gate['wins'], gate['episodes'])}; {_cell(gate['text'])}"
+        )
+
+
+def _episodes(record: Mapping[str, Any]) -> Iterator[str]:
+    for row in record["variants"]:
+        yield f"* {_cell(record['task']['env'])}, {_cell(row['label'])}: {_rate(row['wins'], row['episodes'])}"
+
+
+def _rate(wins: int, count: int) -> str:
+    low, high = wilson(wins, count)
+    return f"{wins} of {count} episodes (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+
+
+def _vector(spec: VectorSpec) -> str:
+    names = [
+        _cell(f"{name} [{unit}]" if unit else name)
+        for name, unit in zip(spec.names, spec.units or ("",) * len(spec.names), strict=True)
+    ]
+    return f"{spec.dim} numbers" + (f": {', '.join(names)}" if names else "")
+
+
+def _cell(text: object) -> str:
+    """Return text that stays within one cell of a table and is no markup of its own."""
+    plain = " ".join(str(text).split())
+    return "".join(f"\\{sign}" if sign in r"|<>[]`*_\\" else sign for sign in plain)

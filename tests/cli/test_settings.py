@@ -1,0 +1,155 @@
+"""Flags from the environment and from a file: every flag of every verb, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclopts import App
+
+from sinew import progress
+from sinew.cli import GROUPS, VERBS, build_app, main, settings
+from sinew.core import SinewError
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    app = build_app()
+    for verb in VERBS:
+        if verb in GROUPS:
+            yield from ((verb, name) for name in app[verb] if not name.startswith("-"))
+        else:
+            yield (verb,)
+
+
+def sample(hint: Any) -> Any:
+    """A value that a flag of this type takes."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return sample(typing.get_args(hint)[0])
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)[-1]
+    inner = [each for each in typing.get_args(hint) if each not in (type(None), Ellipsis)]
+    if typing.get_origin(hint) in (list, tuple):
+        return [sample(inner[0])]
+    if inner:
+        return sample(inner[0])
+    return {bool: True, int: 7, float: 0.5}.get(hint, "there")
+
+
+def bound(app: App, words: tuple[str, ...], *flags: str) -> dict[str, Any]:
+    """What a command would be called with, but for its positional arguments."""
+    _, found, _ = app.parse_args([*words, *flags], exit_on_error=False, print_error=False)
+    return found.arguments
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_every_flag_has_a_variable_and_a_key(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = build_app()
+    for word in words:
+        app = app[word]
+    arguments = app.assemble_argument_collection()
+    flags = {
+        name: sample(argument.field_info.annotation) for name, argument in settings.flags(arguments).items()
+    }
+    wanted = [argument for argument in arguments if argument.index is not None and argument.required]
+    given = (*words, *("1" for argument in wanted if not argument.name.startswith("--")))
+    command_line = []
+    for name, value in flags.items():
+        for each in value if isinstance(value, list) else [value]:
+            command_line += [f"--{name}"] if each is True else [f"--{name}={each}"]
+    expected = bound(build_app(), given, *command_line)
+    assert len(str(expected)) > len(str(given)) or not flags
+
+    prefix = "SINEW_" + "_".join(words).upper() + "_"
+    variables = {prefix + name.upper().replace("-", "_"): value for name, value in flags.items()}
+    assert len(variables) == len(flags)
+    with monkeypatch.context() as patch:
+        for name, value in variables.items():
+            text = value[0] if isinstance(value, list) else value
+            patch.setenv(name, "1" if text is True else str(text))
+        assert bound(build_app(), given) == expected
+
+    file = tmp_path / "sinew.toml"
+    file.write_text(f"[{'.'.join(words)}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in flags.items()))
+    assert bound(build_app(file), given) == expected
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    sentences: list[str] = []
+    before = progress.tell(sentences.append)
+    yield sentences
+    progress.tell(before)
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    file = tmp_path / "robot.toml"
+    file.write_text(
+        '[serve]\nhost = "1.1.1.1"\nqueue = 3\nmax_connections = 4\nverbose = false\nwire = ["http", "groot"]\n'
+    )
+    monkeypatch.setenv("SINEW_SERVE_HOST", "2.2.2.2")
+    monkeypatch.setenv("SINEW_SERVE_QUEUE", "5")
+    found = bound(build_app(file), ("serve", "policy.gguf"), "--host", "3.3.3.3")
+    assert (found["host"], found["bounds"].queue, found["bounds"].max_connections) == ("3.3.3.3", 5, 4)
+    assert (found["wire"], found["verbose"]) == (["http", "groot"], False)
+    monkeypatch.setenv("SINEW_SERVE_WIRE", "native openpi:8001")
+    assert bound(build_app(file), ("serve",))["wire"] == ["native", "openpi:8001"]
+    assert said[0] == "from the environment: --queue"
+    assert said[1] == f"from {file}: --wire, --verbose, --max-connections"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[serve]\nhots = 1", "[serve] hots: no flag of `sinew serve` is called so; did you mean 'host'?"),
+        ("[srve]\nhost = 1", "srve: expected a table of a verb; did you mean 'serve'?"),
+        ("serve = 1", "serve: expected a table [serve], got 1"),
+        ("host = 1", "host: expected a table of a verb"),
+        ("[serve", "expected a TOML file"),
+        ("[serve]\nwire = {native = 1}", "[serve] wire: expected a text, a number"),
+        ("[serve]\nhost = 2020-01-01", "[serve] host: expected a text, a number"),
+    ],
+)
+def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "robot.toml"
+    file.write_text(text)
+    with pytest.raises(SinewError) as error:
+        bound(build_app(file), ("serve", "policy.gguf"))
+    assert words in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SINEW_SERVE_HOTS", "1.1.1.1")
+    with pytest.raises(SinewError, match=r"SINEW_SERVE_HOTS: no flag .*'SINEW_SERVE_HOST'"):
+        bound(build_app(), ("serve", "policy.gguf"))
+    bound(build_app(), ("client",))  # another verb's variables are not its business
+
+
+def test_where_the_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "robot.toml"
+    file.write_text("[show]\nverify = true\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for command in (
+        ["show", "x", "--config", str(file)],
+        ["--config", str(file), "show", "x"],
+        ["show", f"--config={file}", "x"],
+    ):
+        assert main(command) == 1
+        assert capsys.readouterr().err.startswith(f"from {file}: --verify\nerror: x: expected the name")
+    monkeypatch.setenv("SINEW_CONFIG", str(file))
+    assert main(["show", "x"]) == 1
+    assert capsys.readouterr().err.startswith(f"from {file}: --verify\n")
+    assert main(["show", "x", "--config", str(tmp_path / "none.toml")]) == 1
+    assert "expected a TOML file, got No such file" in capsys.readouterr().err
+    assert main(["show", "x", "--config"]) == 1
+    assert "--config: expected a .toml file, got nothing" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Files of docker/: everything they name exists, in the program and in the checkout. No docker is needed."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from sinew.cli import GROUPS, VERBS, build_app, settings
+from sinew.core import ActionChunk, BusyError, Timing
+from sinew.serve.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCKER = ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+
+
+def assert_flag(variable: str) -> None:
+    """The variable is a flag of a verb."""
+    verb = next(verb for verb in VERBS if variable.startswith(f"SINEW_{verb.upper()}_"))
+    assert verb not in GROUPS
+    known = settings.flags(build_app()[verb].assemble_argument_collection())
+    assert variable.removeprefix(f"SINEW_{verb.upper()}_").lower().replace("_", "-") in known
+
+
+def exposed() -> str:
+    """What Prometheus reads after one request of each kind."""
+    metrics = Metrics(
+        lambda: {"waiting": 0, "running": False},
+        lambda: True,
+        {"server": {"engine": "plan"}, "policy": {"name": "blocks"}},
+    )
+    metrics.request("http", ActionChunk(np.zeros((2, 3), np.float32), Timing()), 0.1, missed=False)
+    metrics.request("http", BusyError("full"), 0.1, missed=True)
+    metrics.connection("http", 1)
+    return metrics.exposition().decode()
+
+
+def test_every_metric_of_the_grafana_page_is_exported() -> None:
+    board = json.loads((DOCKER / "grafana" / "sinew.json").read_text())
+    text = exposed()
+    samples = {line.split("{")[0].split(" ")[0]: line for line in text.splitlines() if line[:1] != "#"}
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [variable["query"] for variable in board["templating"]["list"]]
+    named = {name for query in queries for name in re.findall(r"\b(?:sinew|process)_\w+", query)}
+    assert len(named) >= 12
+    assert named <= samples.keys()
+    for query in queries:  # labels by which is summed are there as well
+        for labels, metric in re.findall(r"by \(([\w, ]+)\) \(?(?:rate\()?(\w+)", query):
+            for label in labels.split(", "):
+                assert f'{label}="' in samples[metric], query
+    assert 'engine="plan"' in samples["sinew_info"]
+    assert 'policy="blocks"' in samples["sinew_info"]
+    assert "_created" not in text
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_the_dockerfile_copies_what_is_there_and_installs_roles_that_exist() -> None:
+    script = (DOCKER / "install.sh").read_text()
+    (roles,) = re.findall(r"^    (client \|.*)\) \"\$python\"", script, re.MULTILINE)
+    known = {*roles.split(" | "), "jetson"}
+    targets = set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)) - {"source", "runtime"}
+    assert targets == {"onnx", "cpu", "cuda", "jetson"}
+    assert set(re.findall(r"install\.sh (\w+) /opt", DOCKERFILE)) == targets < known
+    ignored = (DOCKER / "Dockerfile.dockerignore").read_text().splitlines()
+    for line in re.findall(r"^COPY (?!--)(.+)$", DOCKERFILE, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignored
+    for variable in set(re.findall(r"SINEW_\w+", DOCKERFILE)) - {"SINEW_VERB_FLAG"}:
+        assert_flag(variable)
+
+
+def test_compose_names_files_and_flags_that_exist() -> None:
+    for name, service in COMPOSE["services"].items():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert source in COMPOSE["volumes"] or source.startswith("${") or (DOCKER / source).exists(), (
+                volume
+            )
+        for port in service["ports"]:
+            assert port.startswith("127.0.0.1:"), name  # nothing is open to others by default
+    server = COMPOSE["services"]["sinew"]
+    for variable in server["environment"]:
+        assert_flag(variable)
+    assert server["build"]["dockerfile"] == "docker/Dockerfile"
+    scrape = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scrape["static_configs"][0]["targets"] == ["sinew:8000"]
+    source = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
+    board = json.loads((DOCKER / "grafana" / "sinew.json").read_text())
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["datasources"][0]["uid"]}
+
+
+def test_the_example_of_a_file_is_taken() -> None:
+    app = build_app(DOCKER / "sinew.toml")
+    _, found, _ = app.parse_args(["serve", "policy.gguf"], exit_on_error=False, print_error=False)
+    assert found.arguments["deadline_ms"] == 200
+    _, found, _ = app.parse_args(["run"], exit_on_error=False, print_error=False)
+    assert found.arguments["handover"] == "rtc"
+
+
+def test_the_unit_starts_a_command_that_exists() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DOCKER / "sinew.service")
+    program, *words = shlex.split(unit["Service"]["ExecStart"])
+    assert Path(program).name == "sinew"
+    _, found, _ = build_app().parse_args(words, exit_on_error=False, print_error=False)
+    assert found.arguments["bundle"] == Path("/var/lib/sinew/policy.gguf")
+
+
+def test_the_script_of_installations_reads() -> None:
+    subprocess.run(["bash", "-n", DOCKER / "install.sh"], check=True)
+    found = subprocess.run([DOCKER / "install.sh", "toaster", "nowhere"], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "toaster: expected client, onnx" in found.stderr
