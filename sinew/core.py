@@ -78,6 +78,7 @@ EXTRAS = {
     "gymnasium": "sim",
     "huggingface_hub": "hub",
     "matplotlib": "plots",
+    "mcap": "mcap",
     "mujoco": "sim",
     "onnx": "onnx-export",
     "onnxruntime": "onnx",

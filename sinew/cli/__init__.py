@@ -29,6 +29,7 @@ VERBS = {
     "serve": "Serve a bundle over the network.",
     "top": "Show what a server does, in the terminal.",
     "client": "Send observations to a server and print a latency table.",
+    "mcap": "Write a recording for Foxglove or PlotJuggler.",
     "run": "Drive a robot with a policy.",
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",

@@ -49,9 +49,12 @@ def top(
     console = terminal.console()
     end = None if seconds is None else time.monotonic() + seconds
     live = Live(
-        view(seen), console=console, refresh_per_second=FRAMES_HZ, screen=console.is_terminal, transient=True
+        get_renderable=lambda: view(seen),  # drawn when it is shown, not when an event comes
+        console=console,
+        refresh_per_second=FRAMES_HZ,
+        screen=console.is_terminal,
+        transient=True,
     )
-    live.get_renderable = lambda: view(seen)  # drawn when it is shown, not when an event comes
     with live:
         try:
             while not _done(seen, end, answers):

@@ -1,0 +1,154 @@
+"""Records of `sinew serve --record` as one MCAP file, which Foxglove, PlotJuggler and Rerun open.
+
+Messages are JSON with JSON schemas, so no viewer needs anything of ours. Times are those of the server's clock when the
+answer was recorded; an observation's own clock (``time``) is in ``/request``, because it may be any robot's.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.core import MissingPackageError, SinewError, VectorSpec
+from sinew.serve.recorder import Record
+
+NUMBER, TEXT = {"type": "number"}, {"type": "string"}
+VECTOR = {
+    "type": "object",
+    "properties": {"names": {"type": "array", "items": TEXT}, "values": {"type": "array", "items": NUMBER}},
+}
+# Foxglove's own schema, by its name, is what makes a viewer show a picture.
+IMAGE = {
+    "type": "object",
+    "properties": {
+        "timestamp": {"type": "object", "properties": {"sec": NUMBER, "nsec": NUMBER}},
+        "frame_id": TEXT,
+        "data": {"type": "string", "contentEncoding": "base64"},
+        "format": TEXT,
+    },
+}
+REQUEST = {
+    "type": "object",
+    "properties": {
+        **dict.fromkeys(("prompt", "wire", "session", "error"), TEXT),
+        **dict.fromkeys(("seed", "time", "total_ms"), NUMBER),
+    },
+}
+
+
+def write_mcap(
+    records: Iterable[Record],
+    out: Path,
+    *,
+    hz: float | None = None,
+    state: VectorSpec | None = None,
+    action: VectorSpec | None = None,
+) -> dict[str, int]:
+    """Write records to an MCAP file and return the number of messages of each topic.
+
+    ``/camera/NAME`` are pictures (PNG), ``/state`` and ``/action`` vectors by joint, ``/request`` the rest:
+    instruction, session, seed, milliseconds, error. With ``hz`` every row of a chunk is a message at the time when
+    it would be executed; else the first row alone. state, action: names of joints, from the policy's bundle. Raises
+    :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already.
+    """
+    try:
+        from mcap.writer import Writer
+    except ImportError:
+        raise MissingPackageError("MCAP", "mcap") from None
+    counts: dict[str, int] = {}
+    try:
+        file = out.open("xb")
+    except OSError as error:
+        raise SinewError(f"{out}: {error.strerror}") from None
+    try:
+        with file:
+            writer = Writer(file)
+            writer.start(profile="", library="sinew")
+            channels: dict[str, int] = {}
+
+            def put(
+                topic: str, schema: str, shape: Mapping[str, Any], when: int, message: Mapping[str, Any]
+            ) -> None:
+                if topic not in channels:
+                    number = writer.register_schema(schema, "jsonschema", json.dumps(shape).encode())
+                    channels[topic] = writer.register_channel(topic, "json", number)
+                data = json.dumps(message, allow_nan=False).encode()
+                writer.add_message(channels[topic], when, data, when, counts.get(topic, 0))
+                counts[topic] = counts.get(topic, 0) + 1
+
+            for record in records:
+                _write(record, put, hz, state, action)
+            writer.finish()
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
+    return counts
+
+
+def _write(
+    record: Record, put: Any, hz: float | None, state: VectorSpec | None, action: VectorSpec | None
+) -> None:
+    when = round(float(record.meta["recorded"]) * 1e9)
+    seen = record.observation
+    for camera, frame in seen.images.items():
+        put(
+            f"/camera/{camera}",
+            "foxglove.CompressedImage",
+            IMAGE,
+            when,
+            _picture(camera, np.asarray(frame), when),
+        )
+    put("/state", "sinew.Vector", VECTOR, when, _vector(np.asarray(seen.state), state))
+    if record.actions is not None:
+        rows = record.actions if hz else record.actions[:1]
+        for index, row in enumerate(rows):
+            at = when + round(index * 1e9 / hz) if hz else when
+            put("/action", "sinew.Vector", VECTOR, at, _vector(row, action))
+    request = {
+        "prompt": str(seen.prompt),
+        "wire": record.wire,
+        "session": seen.session,
+        "error": record.error,
+        "seed": seen.seed,
+        "time": seen.time,
+        "total_ms": record.meta.get("total_ms"),
+    }
+    put(
+        "/request",
+        "sinew.Request",
+        REQUEST,
+        when,
+        {name: value for name, value in request.items() if value is not None},
+    )
+
+
+def _picture(camera: str, frame: np.ndarray, when: int) -> dict[str, Any]:
+    from PIL import Image
+
+    if frame.dtype != np.uint8:
+        frame = (frame * 255).round().clip(0, 255).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(frame)).save(file, "PNG", compress_level=1)
+    return {
+        "timestamp": {"sec": when // 10**9, "nsec": when % 10**9},
+        "frame_id": camera,
+        "data": base64.b64encode(file.getvalue()).decode(),
+        "format": "png",
+    }
+
+
+def _vector(values: np.ndarray, spec: VectorSpec | None) -> dict[str, Any]:
+    """A vector with its joints' names; numbers that are not finite become None, as JSON has none of them."""
+    flat = [float(value) if np.isfinite(value) else None for value in values.reshape(-1)]
+    names = (
+        list(spec.names)
+        if spec is not None and len(spec.names) == len(flat)
+        else [str(i) for i in range(len(flat))]
+    )
+    return {"names": names, "values": flat}
