@@ -31,6 +31,7 @@ VERBS = {
     "client": "Send observations to a server and print a latency table.",
     "mcap": "Write a recording for Foxglove or PlotJuggler.",
     "run": "Drive a robot with a policy.",
+    "stream": "Drive a robot with a stream: no chunk is ever waited for.",
     "bench": "Time a bundle, stage by stage.",
     "eval": "Run a policy in closed loop and count successes.",
     "perf": "Predict latency, rates and memory on any machine.",

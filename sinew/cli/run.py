@@ -91,7 +91,7 @@ def run(
             policy, unguided, connect = _connection(target, runs)
             if handover.partition(":")[0] == "rtc" and unguided:
                 raise SinewError(f"--handover rtc: {unguided}")
-            machine, instruction, rate = _robot(robot, robot_options, cameras, policy, episodes)
+            machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
             dim = int(policy["action"]["dim"])
@@ -104,7 +104,7 @@ def run(
                 )
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
             settings = Settings(
-                hz=float(rate), handover=handover, replan=replan, motion=_object("--motion", motion),
+                hz=float(rate), handover=handover, replan=replan, motion=json_object("--motion", motion),
                 limits=found.to_dict() if found is not None else None, max_age=max_age, deadline=deadline,
                 stale=stale, finish=finish, future=future, substeps=substeps,
             )  # fmt: skip
@@ -200,11 +200,11 @@ class _Remote:
         self._client.close()
 
 
-def _robot(
+def open_robot(
     text: str, options: str | None, cameras: list[str] | None, policy: dict[str, Any], episodes: int | None
 ) -> tuple[Any, str, float | None]:
     """Return a robot, its own instruction and its own rate."""
-    given = _object("--robot-options", options) or {}
+    given = json_object("--robot-options", options) or {}
     kind, _, rest = text.partition(":")
     if episodes is not None and kind != "gym":
         raise SinewError("--episodes: belongs to --robot gym:ENV")
@@ -231,7 +231,7 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts or [])
 
 
-def _object(name: str, text: str | None) -> dict[str, Any] | None:
+def json_object(name: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:

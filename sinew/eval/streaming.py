@@ -108,7 +108,7 @@ class SimulatedLink:
         """Begin what is idle and has something to do."""
         if self._slow is None and (prefix := self._session.compute()) is not None:
             self._slow = (self._clock + self._costs.prefix, prefix)
-        if self._fast is None and (window := self._session.run()) is not None and len(window.rows):
+        if self._fast is None and (window := self._session.run()) is not None:
             sent = StreamWindow(
                 window.step, window.rows, window.sample_time, window.frame_time, run=window.run
             )

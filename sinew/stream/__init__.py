@@ -6,8 +6,9 @@ sockets, clocks or threads; :class:`Loops` runs the two loops of any number of t
 
 from __future__ import annotations
 
+from sinew.stream.local import LocalLink
 from sinew.stream.loops import Loops
 from sinew.stream.session import Session, StreamSettings
 from sinew.stream.windows import Window
 
-__all__ = ["Loops", "Session", "StreamSettings", "Window"]
+__all__ = ["LocalLink", "Loops", "Session", "StreamSettings", "Window"]

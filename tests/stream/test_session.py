@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sinew_client.control.pace import Pace
+from sinew_client.control.stream import StreamLoop
+from sinew_client.streams import StreamWindow
 
 from sinew.core import ObservationError, SinewError
 from sinew.engine.halves import Halves
@@ -21,6 +24,36 @@ FRAME = np.zeros((16, 16, 3), np.uint8)
 @pytest.fixture(scope="module")
 def rolls(rolling_bundle: Path) -> Policy:
     return load(rolling_bundle, engine="eager", threads=1)
+
+
+class Once:
+    """A link that hands out one window per tick, and notes the delays that it is told."""
+
+    label = ""
+
+    def __init__(self, windows: list[StreamWindow]):
+        self.left, self.delays = windows, []
+
+    def send(self, state: object, time: float, delay: int = 1, *_: object, **__: object) -> bool:
+        self.delays.append(delay)
+        return True
+
+    def windows(self) -> list[StreamWindow]:
+        return [self.left.pop(0)] if self.left else []
+
+
+class Still:
+    """A robot that does nothing."""
+
+    def sense(self) -> np.ndarray:
+        return np.zeros(2, np.float32)
+
+    def look(self) -> None:
+        return None
+
+    def act(self, row: np.ndarray) -> None: ...
+
+    def hold(self) -> None: ...
 
 
 def session(policy: Policy, rate: float = 100.0, **settings: object) -> Session:
@@ -185,3 +218,25 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     with pytest.raises(SinewError, match="images.side"):
         stream.read()
     assert not stream.read()  # not again and again
+
+
+def test_an_answer_that_is_too_late_still_tells_how_late(rolls: Policy) -> None:
+    """The first answer of a cold server must not leave a delay behind that no window reaches any more."""
+    policy = rolls
+    object.__setattr__(policy.engine.model.config, "rolling", False)
+    try:
+        stream = session(policy, guidance="none")
+        stream.push_sample(sample(0.0, delay=40))
+        stream.read()
+        window = stream.run()
+    finally:
+        object.__setattr__(policy.engine.model.config, "rolling", True)
+    assert window is not None
+    assert window.rows.shape == (0, 1)
+    late, fresh = StreamWindow(40, window.rows, 0.0, 0.0), StreamWindow(40, np.ones((6, 1)), 0.38, 0.0, run=2)
+    link = Once([late, fresh])
+    loop = StreamLoop(Still(), link, 100.0, 1, pace=Pace(0.01, now=lambda: 0.0, sleep=lambda _: None))
+    loop.pace._start = 0.0
+    for step in (39, 40):
+        loop.tick(step)
+    assert link.delays == [39, 2]

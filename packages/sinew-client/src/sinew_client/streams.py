@@ -29,10 +29,10 @@ OPTIONS = ("rtc", "interpolation", "solver_steps", "seed")
 class StreamWindow:
     """Nodes ``step``, ``step + 1`` ... of a trajectory: ``rows``, float32 [K, D] in world units.
 
-    Node k belongs to k / rate seconds of the robot's clock, on which ``sample_time`` and ``frame_time`` are those
-    of the newest sample and frame in it. Ages are of the server's clock: since the prefix was ready, since the
-    sample arrived. request_id: of the message with that sample. label: how the server makes windows; "" but in the
-    first one.
+    There are no rows where the answer comes later than they would reach; it still tells how long the way takes.
+    Node k belongs to k / rate seconds of the robot's clock, on which ``sample_time`` and ``frame_time`` are those of
+    the newest sample and frame in it. Ages are of the server's clock: since the prefix was ready, since the sample
+    arrived. request_id: of the message with that sample. label: how the server makes windows; "" but in the first one.
     """
 
     step: int
@@ -171,7 +171,7 @@ def decode_window(payload: bytes) -> StreamWindow:
     if not reply.HasField("window"):
         raise ClientError("the message is not a window of a stream")
     rows = np.array(reply.actions, dtype=np.float32)
-    if not rows.size or rows.size != reply.horizon * reply.dim:
+    if not reply.dim or rows.size != reply.horizon * reply.dim:
         raise ClientError(f"a window holds {rows.size} numbers for {reply.horizon} nodes of {reply.dim}")
     about = reply.window
     if not (np.isfinite(rows).all() and np.isfinite([about.sample_time, about.frame_time]).all()):

@@ -13,12 +13,14 @@ from sinew_client.control.journal import Journal, is_journal, repeat
 from sinew_client.control.loop import Loop, Robot, Stopped
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.pace import Pace
+from sinew_client.control.planner import Planner
 from sinew_client.control.player import Player
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.report import Cadence
 from sinew_client.control.requester import Outcome, Requester
 from sinew_client.control.safety import Guard, Limits, LimitsError
 from sinew_client.control.settings import Settings, SettingsError
+from sinew_client.control.stream import StreamLoop, StreamReport, StreamRobot
 from sinew_client.control.trajectory import Node, Trajectory
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "Offsets",
     "Outcome",
     "Pace",
+    "Planner",
     "Player",
     "Relative",
     "Requester",
@@ -46,6 +49,9 @@ __all__ = [
     "Settings",
     "SettingsError",
     "Stopped",
+    "StreamLoop",
+    "StreamReport",
+    "StreamRobot",
     "Trajectory",
     "is_journal",
     "parse_fusion",

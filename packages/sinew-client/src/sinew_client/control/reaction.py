@@ -59,8 +59,17 @@ class Reactions:
         return found
 
 
-def histogram(values: Iterable[float], width: float) -> dict[str, int]:
-    """Return counts by the lower end of a bin of ``width``, in order, as text keys for JSON."""
-    bins = np.floor(np.fromiter(values, np.float64) / width).astype(int)
-    found, counts = np.unique(bins, return_counts=True)
-    return {f"{low * width:g}": int(count) for low, count in zip(found, counts)}
+def histogram(values: Iterable[float], width: float = 0.0, bins: int = 40) -> dict[str, int]:
+    """Return counts by the lower end of a bin of ``width``, in order, as text keys for JSON.
+
+    width: 0 takes the smallest of 1, 2, 5, 10 ... that makes at most ``bins`` of them between 0 and the largest value.
+    """
+    found = np.fromiter(values, np.float64)
+    if not found.size:
+        return {}
+    if not width:
+        least = max(float(found.max()), 1e-9) / bins
+        scale = 10.0 ** np.floor(np.log10(least))
+        width = next(float(step * scale) for step in (1, 2, 5, 10) if step * scale >= least)
+    lows, counts = np.unique(np.floor(found / width + 1e-9).astype(int), return_counts=True)
+    return {f"{low * width:g}": int(count) for low, count in zip(lows, counts)}

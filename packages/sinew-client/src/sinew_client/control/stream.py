@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass, field
-from typing import Any, Callable, Mapping, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from sinew_client.control.reaction import Reactions
 from sinew_client.control.report import percentiles
 from sinew_client.control.safety import Guard, Limits
 from sinew_client.control.trajectory import Node, Trajectory
-from sinew_client.streams import StreamWindow
+
+if TYPE_CHECKING:
+    from sinew_client.streams import StreamWindow
 
 WINDOWS = 256  # of which the origin of nodes is remembered
 NO_WINDOW, OUT_OF_NODES, OLD_FRAME, NOT_FINITE = (
@@ -143,6 +145,8 @@ class StreamLoop:
         self.held: Counter = Counter()
         self.windows = self.frames = self.ticks = self.clipped = self.misses = 0
         self.reason = ""  # why the robot holds
+        self.state: np.ndarray | None = None
+        self.images: Mapping[str, Any] = {}
         self.newest: StreamWindow | None = None
         self.prefix_ages: list[float] = []
         self._about: OrderedDict = OrderedDict()  # number of a run -> its window
@@ -157,6 +161,17 @@ class StreamLoop:
     def say(self, prompt: str) -> None:
         """Change the instruction in mid-stream: windows follow it from the next prefix on."""
         self.prompt = prompt
+
+    def restart(self, reason: str) -> None:
+        """Drop what is planned: the world is another one, such as a new episode's. From the loop's own thread."""
+        self.trajectory.clear()
+        self.reason = reason
+
+    def seen(self) -> tuple[str, Mapping[str, Any]] | None:
+        """Return the instruction and the newest observation, for a planner; None before there is one."""
+        if self.state is None or not self.images:
+            return None
+        return self.prompt, {"images": self.images, "state": self.state}
 
     # ------------------------------------------------------------------------- the loop
 
@@ -178,6 +193,7 @@ class StreamLoop:
             self._take(window, step)
         time = self._time(step)
         state = np.asarray(self.robot.sense(), np.float32)
+        self.state = state
         if np.all(np.isfinite(state)):
             self._send(state, time)
             self._execute(step, time)
@@ -196,6 +212,7 @@ class StreamLoop:
             self.link.send(state, time, max(1, self.delay.steps), prompt=self.prompt)
             return
         self.frames += 1
+        self.images = seen["images"]
         taken = time - float(
             seen.get("age") or max(0.0, self.pace.now() - seen["time"] if seen.get("time") else 0.0)
         )

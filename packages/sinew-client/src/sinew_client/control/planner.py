@@ -1,0 +1,80 @@
+"""A planner beside a robot's loop: any callable that rewrites the instruction while the robot moves."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from typing import Any, Callable, Mapping
+
+from sinew_client.errors import ClientError
+
+logger = logging.getLogger(__name__)
+
+SLOWEST, FASTEST = 0.01, 10.0  # Hz
+Plan = Callable[
+    [str, Mapping[str, Any]], "str | None"
+]  # (instruction, newest observation) -> another one, or None
+
+
+class Planner:
+    """Calls ``plan`` ``hz`` times a second on a thread of its own, and tells what it answers to ``say``.
+
+    plan: gets the instruction and the newest observation ({"images", "state"}), and returns another instruction, or
+    None
+        to leave it. One that takes longer than its period is called again when it is done; one that raises is
+        logged, and the instruction stays.
+    look: returns instruction and observation; None while there is nothing to see.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        hz: float,
+        look: Callable[[], tuple[str, Mapping[str, Any]] | None],
+        say: Callable[[str], None],
+    ):
+        if not SLOWEST <= hz <= FASTEST:
+            raise ClientError(f"planner: expected {SLOWEST:g} to {FASTEST:g} calls a second, got {hz}")
+        self._plan, self._period, self._look, self._say = plan, 1.0 / hz, look, say
+        self.calls = self.changes = self.failures = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sinew-planner", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End after the call that is running, or leave it behind."""
+        self._end.set()
+        self._thread.join(timeout)
+
+    def once(self) -> None:
+        """Ask once."""
+        found = self._look()
+        if found is None:
+            return
+        self.calls += 1
+        try:
+            answer = self._plan(*found)
+        except Exception:
+            self.failures += 1
+            logger.exception("the planner failed; the instruction stays")
+            return
+        if isinstance(answer, str) and answer.strip() and answer != found[0]:
+            self.changes += 1
+            self._say(answer)
+
+    def _run(self) -> None:
+        while not self._end.wait(self._period):
+            self.once()
+
+
+def open_planner(text: str) -> Plan:
+    """Return the callable that ``module:name`` names. Raises ClientError."""
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ClientError(f"planner {text}: {error}") from error
+    if not callable(found):
+        raise ClientError(f"planner {text}: expected a callable, got {type(found).__name__}")
+    return found

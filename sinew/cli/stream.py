@@ -1,0 +1,174 @@
+"""``sinew stream``: a robot on a stream. Samples go out at every tick, frames when they come, and nodes come back."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, validators
+from sinew_client import Client, ClientError
+from sinew_client.control import Limits, Planner, StreamLoop
+from sinew_client.control.planner import open_planner
+from sinew_client.control.reaction import LOOPS, histogram
+from sinew_client.control.stream import StreamReport, Watching
+from sinew_client.streams import StreamLink
+
+from sinew import progress
+from sinew.cli import terminal
+from sinew.cli.infer import running
+from sinew.cli.options import RUNS, Runs
+from sinew.cli.run import open_robot
+from sinew.cli.stream_view import StreamView, report_table
+from sinew.core import SinewError
+from sinew.sources import is_server
+
+log = logging.getLogger(__name__)
+
+SCHEMA = "sinew.stream/1"
+
+
+def stream(
+    target: str = "tcp://127.0.0.1:5555",
+    /,
+    *,
+    robot: str = "dry",
+    robot_options: str | None = None,
+    cameras: Annotated[list[str] | None, Parameter(negative="")] = None,
+    prompt: str = "",
+    hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    camera_hz: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 30.0,
+    rtc: Literal["guided", "no-jacobian", "ramp", "none"] = "guided",
+    interpolation: Literal["linear", "hold"] = "linear",
+    fusion: str = "latest_only",
+    limits: Path | None = None,
+    stale: float = 0.5,
+    planner: str | None = None,
+    planner_hz: float = 1.0,
+    seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
+    session: str = "",
+    runs: Runs = RUNS,
+) -> int:
+    """Drive a robot with a stream: prefixes of the newest frame and runs of the head never wait for each other.
+
+    The server side is `sinew serve` with its native wire. Ends with rates, ages, misses and reaction times.
+    docs/stream.md.
+
+    Args:
+        target: address of a server (tcp://host:port), or what is loaded here: a bundle, a checkpoint, a name of the
+        hub. robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold, and sense where the state
+        alone is
+            cheaper) or lerobot:TYPE.
+        robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
+        cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
+        prompt: the instruction.
+        hz: ticks, samples and nodes per second; the policy's own, or the environment's, if absent.
+        camera_hz: frames per second.
+        rtc: how whole chunks continue what runs; heads with a time per row need none.
+        interpolation: between the rows of whole chunks, where hz is not the policy's own rate.
+        fusion: of overlapping windows: latest_only, average, weighted_average, conservative, mix:WEIGHT or ramp:ROWS.
+        limits: .toml or .json with low, high, velocity, acceleration per joint; the policy's own if absent.
+        stale: seconds beyond which a frame is too old to act on.
+        planner: module:name of a callable (instruction, observation) that returns another instruction, or None.
+        planner_hz: calls of the planner per second.
+        seconds: end after this long.
+        episodes: of gym:ENV, end after so many.
+        session: name of this robot's stream on its connection.
+    """
+    with ExitStack() as stack:
+        try:
+            policy, open_link = _policy(target, runs)
+            machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
+            if hasattr(machine, "close"):
+                stack.callback(machine.close)
+            rate = hz or rate or policy.get("control_hz")
+            if not rate:
+                raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
+            prompt = prompt or instruction or str(policy.get("default_prompt") or "")
+            if not prompt:
+                raise SinewError(
+                    "--prompt: expected an instruction; neither the policy nor the robot has one"
+                )
+            if seconds is None and episodes is None and not sys.stdout.isatty():
+                raise SinewError("--seconds: expected a number where there is no terminal to stop at")
+            dim = int(policy["action"]["dim"])
+            found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
+            link = open_link(float(rate), session, {"rtc": rtc, "interpolation": interpolation}, prompt)
+            stack.callback(link.close)
+            try:
+                loop = StreamLoop(
+                    Watching(machine, camera_hz, float(rate)), link, float(rate), dim, prompt, fusion,
+                    found.to_dict() if found is not None else None, stale,
+                )  # fmt: skip
+            except ValueError as error:
+                raise SinewError(str(error)) from error
+            if hasattr(machine, "on_episode"):
+                machine.on_episode = loop.restart
+            if planner is not None:
+                stack.callback(Planner(open_planner(planner), planner_hz, loop.seen, loop.say).close)
+            report = _drive(loop, None if seconds is None else max(1, round(seconds * float(rate))))
+        except ClientError as error:
+            raise SinewError(str(error)) from error
+    histograms = {name: histogram(1e3 * each for each in loop.reactions.anywhere(name)) for name in LOOPS}
+    result = {"schema": SCHEMA, "robot": robot, **report.to_dict(), "histograms_ms": histograms}
+    result |= {"errors": link.errors, "error": link.error}
+    if hasattr(machine, "finished"):
+        result |= {"episodes": machine.finished, "successes": machine.successes}
+    terminal.console(stderr=True).print(report_table(report))
+    terminal.emit(result)
+    return 0
+
+
+def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """Return what the policy says about itself, and what opens a stream to it."""
+    if is_server(target):
+        if runs != RUNS:
+            raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
+        with Client(target, timeout=10.0) as client:
+            served = client.metadata()
+
+        def remote(rate: float, session: str, options: dict[str, Any], _prompt: str) -> StreamLink:
+            return StreamLink(target, rate, session, options=options)
+
+        return served["policy"], remote
+    from sinew.engine.halves import unstreamable
+    from sinew.policy import load
+    from sinew.serve.safety import Safety
+    from sinew.stream import LocalLink, Session, StreamSettings
+
+    with progress.task(f"loading {target}"):
+        local = load(target, **runs.keywords())
+        if reason := unstreamable(local.engine):
+            raise SinewError(f"stream: {reason}")
+        local.warm_up()
+    log.info("%s", running(local))
+    policy = local.spec.to_dict()
+    policy["action"]["limits"] = Safety(local.processor).limits()
+
+    def here(rate: float, _session: str, options: dict[str, Any], prompt: str) -> LocalLink:
+        settings = StreamSettings(rate, options["rtc"], options["interpolation"])
+        return LocalLink(Session(local, settings, prompt))
+
+    return policy, here
+
+
+def _drive(loop: StreamLoop, ticks: int | None) -> StreamReport:
+    """Run under the live view where there is a terminal; a signal ends the run with the robot holding."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: loop.stop()) for number in numbers}
+    try:
+        if not sys.stdout.isatty():
+            logging.basicConfig(level=logging.WARNING, format="%(message)s")
+            return loop.run(ticks)
+        with StreamView(loop):
+            return loop.run(ticks)
+    except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+        return loop.report()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,95 @@
+"""The live view of ``sinew stream``: rates, ages, misses, and how long each loop takes to react."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from sinew_client.control.reaction import LOOPS, Reactions, histogram
+from sinew_client.control.stream import StreamLoop, StreamReport
+
+RATE = 4  # pictures per second
+BARS = "▁▂▃▄▅▆▇█"
+WIDEST = 40  # bins of a histogram
+
+
+class StreamView:
+    """A panel that is drawn on a thread of its own; the loop waits for nothing."""
+
+    def __init__(self, loop: StreamLoop, console: Console | None = None):
+        self.loop = loop
+        self._before = (time.monotonic(), 0, 0)
+        self._rates = (0.0, 0.0)
+        self._live = Live(
+            get_renderable=self.picture, refresh_per_second=RATE, console=console, transient=True
+        )
+
+    def __enter__(self) -> StreamView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._live.stop()
+
+    def picture(self) -> Panel:
+        loop = self.loop
+        now, ticks, windows = time.monotonic(), loop.ticks, loop.windows
+        then, old_ticks, old_windows = self._before
+        if now - then > 0.5:
+            self._rates = ((ticks - old_ticks) / (now - then), (windows - old_windows) / (now - then))
+            self._before = (now, ticks, windows)
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("instruction", Text(loop.prompt or "-"))
+        facts.add_row(
+            "state", Text(f"holds: {loop.reason}", style="bold red") if loop.reason else Text("moves")
+        )
+        facts.add_row("made by", loop.link.label or "-")
+        facts.add_row("ticks", f"{self._rates[0]:.0f} of {loop.rate:g} per second, {loop.pace.late} late")
+        facts.add_row("windows", f"{self._rates[1]:.0f} per second, {loop.misses} ticks without a node")
+        newest = loop.newest
+        if newest is not None:
+            facts.add_row(
+                "newest window",
+                f"prefix {newest.prefix_age_ms:.0f} ms old, sample {newest.sensor_age_ms:.1f} ms, head"
+                f" {newest.head_ms:.1f} ms, first node {max(1, loop.delay.steps)} ticks after its sample",
+            )
+        for name in LOOPS:
+            facts.add_row(f"{name} reaction", reaction_line(loop.reactions, name))
+        return Panel(Group(facts), title="sinew stream")
+
+
+def reaction_line(reactions: Reactions, loop: str) -> str:
+    """Return a histogram in one line, with its range in milliseconds."""
+    values = [1e3 * each for each in reactions.anywhere(loop, 400)]
+    if not values:
+        return "-"
+    width = max(max(values) / WIDEST, 0.5)
+    counts = histogram(values, width)
+    filled = {round(float(low) / width): count for low, count in counts.items()}
+    most = max(filled.values())
+    line = "".join(
+        BARS[min(len(BARS) - 1, filled.get(k, 0) * len(BARS) // (most + 1))] if filled.get(k) else " "
+        for k in range(max(filled) + 1)
+    )
+    return f"|{line}| 0 to {max(values):.1f} ms"
+
+
+def report_table(report: StreamReport) -> Table:
+    table = Table(title="stream", show_header=False)
+    table.add_row("made by", report.label or "-")
+    table.add_row("ticks", f"{report.tick_hz:.1f} Hz of {report.rate:g} over {report.seconds:.1f} s")
+    table.add_row("late ticks", f"{report.late} of {report.ticks}, {report.skipped} periods skipped")
+    table.add_row("windows", f"{report.windows}, {report.window_hz:.1f} Hz; {report.frames} frames sent")
+    table.add_row("first node", f"{report.delay} ticks after its sample")
+    table.add_row("ticks without a node", str(report.misses))
+    for reason, count in sorted(report.held.items(), key=lambda each: -each[1]):
+        table.add_row("held", f"{count} x {reason}")
+    for name, values in report.measured.items():
+        spread = "  ".join(f"{key} {value:.3g}" for key, value in values.items())
+        table.add_row(name.removesuffix("_ms").replace("_", " "), f"{spread} ms" if spread else "-")
+    return table

@@ -1,0 +1,76 @@
+"""A stream to a policy in this process: what ``sinew_client.streams.StreamLink`` is to one behind a socket."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from sinew_client.streams import StreamWindow
+
+from sinew.core import SinewError
+from sinew.stream.loops import Loops
+from sinew.stream.session import Sample, Session
+from sinew.stream.windows import Window
+
+logger = logging.getLogger(__name__)
+
+UNREAD = 256  # windows that wait; older ones are dropped
+
+
+class LocalLink:
+    """Runs the two loops of one session on threads of its own. ``errors``, ``error``: as of a StreamLink."""
+
+    def __init__(self, session: Session, loops: Loops | None = None):
+        self.session, self._loops = session, loops or Loops()
+        self.label, self.error, self.errors = session.label, "", 0
+        self._windows: deque[StreamWindow] = deque(maxlen=UNREAD)
+        self._loops.add(session, self)
+
+    def send(
+        self,
+        state: Any,
+        time: float,
+        delay: int = 1,
+        images: Mapping[str, Any] | None = None,
+        frame_time: float | None = None,
+        prompt: str = "",
+    ) -> bool:
+        session = self.session
+        try:
+            session.push_sample(Sample(np.asarray(state, np.float32), time, delay, session.now()))
+        except SinewError as error:
+            self.failed(error)
+            return False
+        if prompt and prompt != session.prompt:
+            session.say(prompt)
+        if images is not None:
+            session.push_frame(images, time if frame_time is None else frame_time)
+        self._loops.wake()
+        return True
+
+    def windows(self) -> list[StreamWindow]:
+        """Return the windows since the last call, oldest first."""
+        found = []
+        while self._windows:
+            found.append(self._windows.popleft())
+        return found
+
+    def close(self) -> None:
+        self._loops.remove(self.session)
+        self._loops.stop()
+
+    # ------------------------------------------------------------------------- what the loops call
+
+    def window(self, window: Window) -> None:
+        times = 1e3 * window.prefix_age, 1e3 * window.sensor_age, 1e3 * window.head_s
+        where = window.step, window.rows, window.sample_time, window.frame_time
+        self._windows.append(StreamWindow(*where, *times, window.run))
+
+    def failed(self, error: SinewError) -> None:
+        self.errors += 1
+        if str(error) != self.error:
+            logger.warning("%s", error)
+        self.error = str(error)

@@ -1,0 +1,135 @@
+"""``sinew stream`` with a policy in this process: the report, the live view, the planner, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sinew_client import ClientError
+from sinew_client.control import Planner
+from sinew_client.control.pace import Pace
+from sinew_client.control.planner import open_planner
+from sinew_client.control.stream import StreamLoop, Watching
+from sinew_client.streams import StreamWindow
+
+from sinew.cli import main
+from sinew.cli.stream_view import StreamView, report_table
+
+
+def test_a_dry_robot_streams(rolling_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "1.5"]) == 0
+    )
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["label"].startswith("gradual flow matching")
+    assert result["ticks"] == 150
+    assert result["windows"] > 0
+    assert result["errors"] == 0
+    assert set(result["histograms_ms"]) == {"sensor", "image"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--hz", "50"], "rate: expected 100 nodes per second"),
+        (["--fusion", "mean"], "fusion: expected one of"),
+        (["--planner", "json:nothing"], "planner json:nothing"),
+        (["--robot", "submarine"], "--robot: expected"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    rolling_bundle: Path, capsys: pytest.CaptureFixture[str], flags: list[str], text: str
+) -> None:
+    asked = ["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "0.1", *flags]
+    assert main(asked) == 1
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_planner_rewrites_the_instruction() -> None:
+    said: list[str] = []
+    answers: list[Any] = ["put it down", None, "go", "", RuntimeError("lost")]
+
+    def plan(prompt: str, seen: Any) -> Any:
+        assert prompt == "go"
+        assert seen == {"state": 1}
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    planner = Planner(plan, 0.01, lambda: ("go", {"state": 1}), said.append)
+    for _ in range(5):
+        planner.once()
+    planner.close()
+    assert (said, planner.calls, planner.changes, planner.failures) == (["put it down"], 5, 1, 1)
+    with pytest.raises(ClientError, match="calls a second"):
+        Planner(plan, 11.0, lambda: None, said.append)
+    with pytest.raises(ClientError, match="expected a callable"):
+        open_planner("sys:path")
+
+
+class Replayed:
+    """A link whose windows answer the last sample at once."""
+
+    label = "a test"
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[float, Any]] = []
+        self.answered = 0
+
+    def send(self, state: Any, time: float, delay: int = 1, images: Any = None, *_: Any, **__: Any) -> bool:
+        self.sent.append((time, images))
+        return True
+
+    def windows(self) -> list[StreamWindow]:
+        found = []
+        for number, (time, _) in enumerate(self.sent[self.answered :], self.answered):
+            rows = np.full((8, 1), time, np.float32)
+            found.append(StreamWindow(round(time * 100) + 1, rows, time, time - 0.02, 1.0, 2.0, 3.0, number))
+        self.answered = len(self.sent)
+        return found
+
+
+class Arm:
+    """Counts; observes at every call."""
+
+    def __init__(self) -> None:
+        self.seen = self.rows = self.holds = 0
+
+    def observe(self) -> dict[str, Any]:
+        self.seen += 1
+        return {"images": {"front": np.zeros((4, 4, 3), np.uint8)}, "state": np.zeros(2)}
+
+    def act(self, row: np.ndarray) -> None:
+        self.rows += 1
+
+    def hold(self) -> None:
+        self.holds += 1
+
+
+def test_what_the_view_and_the_report_show() -> None:
+    arm, link, clock = Arm(), Replayed(), [0.0]
+    pace = Pace(0.01, now=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    loop = StreamLoop(Watching(arm, 25.0, 100.0), link, 100.0, 1, "go", pace=pace)
+    report = loop.run(40)
+    assert (arm.rows, arm.seen) == (39, 40)  # the first tick had nothing yet
+    assert [images is not None for _, images in link.sent[:5]] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]  # 25 of 100 Hz
+    assert (report.windows, report.misses, report.held) == (39, 0, {"no window yet": 1})
+    assert report.measured["sensor_age_ms"]["max"] == pytest.approx(10.0)  # a tick
+    assert report.measured["image_age_ms"]["max"] == pytest.approx(30.0)
+    assert report.measured["sensor_reaction_ms"]["max"] <= 20.0
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(StreamView(loop).picture())
+    console.print(report_table(report))
+    text = console.export_text()
+    for part in ("a test", "sensor reaction", "of 100 per second", "no window yet"):
+        assert part in text
