@@ -12,14 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
-from sinew.engine.eager import EagerEngine
-from sinew.engine.example import Inputs
-from sinew.guidance import Inpainting, Ramp, guide
+from sinew.core import SinewError
 from sinew.policy import Policy
-from sinew.processing.processor import Prepared
-from sinew.solvers import Guidance, solve
+from sinew.processing import BatchKey, Prepared, batch_key
 
 Result = TypeVar("Result")
 
@@ -27,15 +23,14 @@ Result = TypeVar("Result")
 class SideBySide:
     """A policy of the evaluator that waits until every episode needs a chunk, and then computes them all.
 
-    policy: on engine eager or plan, of a model whose inputs have the same shapes but for the prompt's length.
+    policy: on an engine that computes several observations at once.
     """
 
     def __init__(self, policy: Policy, solver_steps: int | None = None):
-        if not isinstance(policy.engine, EagerEngine):
-            raise ValueError(f"engine: expected eager or plan, got {policy.engine_name}")
+        if policy.unbatched:
+            raise ValueError(policy.unbatched)
         self.policy, self.solver_steps = policy, solver_steps
         self.chunk_size = policy.spec.chunk_size
-        self._engine = policy.engine
         self._waiting: dict[int, Prepared] = {}  # place of an episode -> what it asks
         self._answers: dict[int, np.ndarray | Exception] = {}
         self._playing = 0
@@ -111,57 +106,15 @@ class SideBySide:
 
     def batch(self, asked: list[Prepared]) -> list[np.ndarray]:
         """Return the chunk of each, float32 [H, D] in world units: what ``Policy.run`` gives for it alone."""
-        engine, processor = self._engine, self.policy.processor
-        guidance, noise = _together(asked, self.policy)
-        with torch.inference_mode(guidance is None), torch.no_grad():
-            batch = _stacked([Inputs.of(prepared.inputs, engine.device) for prepared in asked])
-            context = engine.model.read(engine.model.embed_images(batch.pixels), *batch[1:])
-            x = solve(
-                lambda x, moment: engine.model.act(x, moment, context),
-                noise,
-                engine.model.solver.steps(asked[0].steps),
-                engine.moments(asked[0].steps),
-                guidance=guidance,
-            ).numpy()
-        return [processor.finish(x[i], prepared.state) for i, prepared in enumerate(asked)]
-
-
-def _stacked(items: list[Inputs]) -> Inputs:
-    """Return one batch; shorter prompts are padded on the right with tokens that are masked."""
-    length = max(item.tokens.shape[1] for item in items)
-
-    def padded(tokens: torch.Tensor) -> torch.Tensor:  # [1, L] -> [1, length]
-        return torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]))
-
-    level = [item._replace(tokens=padded(item.tokens), token_mask=padded(item.token_mask)) for item in items]
-    return Inputs(*(torch.cat([item[k] for item in level]) for k in range(len(Inputs._fields))))
-
-
-def _together(asked: list[Prepared], policy: Policy) -> tuple[Guidance | None, torch.Tensor]:
-    """Return one guidance for all rows of a batch, and their noise [B, H, A]. All ask for the same kind, or none."""
-    own: list[Any] = []
-    noises = []
-    for prepared in asked:
-        guidance, noise = None, prepared.noise
-        if prepared.continuation is not None:
-            guidance, noise = guide(prepared.continuation, policy.spec.solver, noise, policy.device)
-        own.append(guidance)
-        noises.append(torch.from_numpy(noise))
-    return _joined(own), torch.stack(noises)
-
-
-def _joined(own: list[Any]) -> Guidance | None:
-    first = next((guidance for guidance in own if guidance is not None), None)
-    if first is None:
-        return None
-    if isinstance(first, Ramp):
-        free = torch.ones_like(first.strength)  # the whole velocity
-        return Ramp(torch.cat([free if g is None else g.strength for g in own]))
-    none = torch.zeros_like(first.weights)  # pulled nowhere
-    return Inpainting(
-        first.solver,
-        torch.cat([none if g is None else g.target for g in own]),
-        torch.cat([none if g is None else g.weights for g in own]),
-        first.beta,
-        first.jacobian,
-    )
+        groups: dict[BatchKey, list[int]] = {}
+        for place, prepared in enumerate(asked):
+            groups.setdefault(batch_key(prepared), []).append(place)
+        found: dict[int, np.ndarray] = {}
+        for places in groups.values():
+            for place, chunk in zip(
+                places, self.policy.run_batch([asked[place] for place in places]), strict=True
+            ):
+                if isinstance(chunk, SinewError):
+                    raise chunk
+                found[place] = chunk.actions
+        return [found[place] for place in range(len(asked))]

@@ -254,6 +254,7 @@ class Timing:
     """Where the milliseconds of one inference went. ``queue_ms`` is filled in by a server.
 
     An engine that runs all of it as one graph (cuda) has no parts to time: the whole stands in ``step_ms``.
+    ``batch``: how many requests were computed at once; the engine's times are those of all of them.
     """
 
     preprocess_ms: float = 0.0
@@ -263,6 +264,7 @@ class Timing:
     postprocess_ms: float = 0.0
     total_ms: float = 0.0
     queue_ms: float = 0.0
+    batch: int = 1
 
     @property
     def head_ms(self) -> float:

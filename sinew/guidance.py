@@ -7,7 +7,7 @@ tau = (t - start) / (end - start), and what a head gives is d x / d t.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,8 @@ class Inpainting:
     With ``x1 = x + (end - t) * act(x)`` and J = d x1 / d x, the output becomes
     ``act(x) + g / (end - start) * J^T [(target - x1) * weights]``.
 
-    target, weights: [1, H, A]. jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
+    target, weights: [B, H, A]; rows of a batch do not touch each other.
+    jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
     """
 
     def __init__(self, solver: Solver, target: Tensor, weights: Tensor, beta: float, jacobian: bool = True):
@@ -50,12 +51,12 @@ class Inpainting:
             output = act(at)
             denoised = self.solver.denoised(at, output, step.time)
             error = ((self.target - denoised) * self.weights).detach()
-            (pull,) = torch.autograd.grad(denoised, at, error.to(denoised.dtype))  # J^T error, [1, H, A]
+            (pull,) = torch.autograd.grad(denoised, at, error.to(denoised.dtype))  # J^T error, [B, H, A]
         return output.detach() + (g / span) * pull
 
 
 class Ramp:
-    """Multiplies the velocity of every number by ``strength`` [1, H, A]: frozen rows stay, the next ones move less."""
+    """Multiplies the velocity of every number by ``strength`` [B, H, A]: frozen rows stay, the next ones move less."""
 
     def __init__(self, strength: Tensor):
         self.strength = strength
@@ -65,15 +66,20 @@ class Ramp:
 
 
 def guide(
-    wanted: Continuation, solver: Solver, noise: np.ndarray, device: torch.device
+    wanted: Sequence[Continuation], solver: Solver, noise: np.ndarray, device: torch.device
 ) -> tuple[Guidance, np.ndarray]:
-    """Return the guidance of a request and the start of its solution, float32 [H, A]."""
-    weights = torch.from_numpy(wanted.weights)[None].to(device)
-    if wanted.kind == "ramp":
+    """Return the guidance of requests of one kind and beta, and the start of their solution, float32 [B, H, A].
+
+    noise: float32 [B, H, A], a row for each request.
+    """
+    kind, beta = wanted[0].kind, wanted[0].beta
+    weights = torch.from_numpy(np.stack([each.weights for each in wanted])).to(device)
+    if kind == "ramp":
         started = noise.copy()
-        known = wanted.weights[: wanted.overlap] < 1.0
-        started[: wanted.overlap][known] = wanted.target[: wanted.overlap][known]
+        for row, each in zip(started, wanted, strict=True):
+            known = each.weights[: each.overlap] < 1.0
+            row[: each.overlap][known] = each.target[: each.overlap][known]
         return Ramp(weights), started
-    target = torch.from_numpy(wanted.target)[None].to(device)
-    guided: Any = Inpainting(solver, target, weights, wanted.beta, wanted.kind == "guided")
+    target = torch.from_numpy(np.stack([each.target for each in wanted])).to(device)
+    guided: Any = Inpainting(solver, target, weights, beta, kind == "guided")
     return guided, noise

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from sinew import progress
 from sinew.cli import terminal
+from sinew.cli.perf_fleet import fleet
 from sinew.cli.perf_machine import calibrate, fit, predict
 from sinew.cli.perf_options import Positive, Rate, dtypes
 from sinew.cli.perf_scenario import scenario
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from sinew.perf.roofline import Timing
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
-for command in (scenario, fit, calibrate, predict):
+for command in (scenario, fit, calibrate, predict, fleet):
     perf.command(command)
 
 

@@ -64,7 +64,8 @@ def run(
     Starts paused where there is a keyboard. Ends with a report of the cadence. docs/control.md.
 
     Args:
-        target: address of a server (tcp://host:port), or what is loaded here: a bundle, a folder of `sinew export`,
+        target: address of a server (tcp://host:port; tcp://A,tcp://B turns to the next one where one fails), or what is
+            loaded here: a bundle, a folder of `sinew export`,
             a checkpoint or training run, a name of the hub.
         robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
@@ -172,7 +173,7 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[
     if is_server(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        with Client(target, timeout=10.0) as client:
+        with Client(target.split(","), timeout=10.0) as client:
             served = client.metadata()
         return served["policy"], str(served["server"].get("unguided", "")), lambda: _Remote(target)
     from sinew.policy import load
@@ -188,10 +189,10 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[
 
 
 class _Remote:
-    """A call to a server that can be closed."""
+    """A call to a server, or to the first of several (``A,B``) that answers, that can be closed."""
 
     def __init__(self, address: str):
-        self._client = Client(address)
+        self._client = Client(address.split(","))
 
     def __call__(self, observation: Mapping[str, Any], limit: float) -> Any:
         return self._client.infer(observation, timeout=limit).actions

@@ -44,6 +44,8 @@ class Bounds:
 
     Args:
         queue: requests that may wait for the running one, of one client two of them; more are refused as busy.
+        max_batch: requests of several robots that are computed at once where they fit together (docs/fleet.md): a
+            number, or auto, which measures at the start what pays. With 1 no answer depends on who else asks.
         max_connections: open at once, for each wire.
         max_megapixels: of one request, all frames together; 16 times the policy's cameras, at least 16, if absent.
         stuck_s: a request that computes for longer makes the server unhealthy, and after twice the time it exits
@@ -56,6 +58,7 @@ class Bounds:
     """
 
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
+    max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1
     max_connections: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 256
     max_megapixels: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     stuck_s: Annotated[float, Parameter(validator=validators.Number(gte=0))] = STUCK_S
@@ -229,11 +232,19 @@ def _load_and_run(
         addresses = ", ".join(wire.address for wire in process.wires)
         logger.info("listening on %s", addresses)
         policy = make()
-        scheduler = Scheduler(policy, queue_size=bounds.queue, supervisor=Supervisor(bounds.stuck_s))
+        scheduler = Scheduler(
+            policy,
+            queue_size=bounds.queue,
+            supervisor=Supervisor(bounds.stuck_s),
+            max_batch=None if bounds.max_batch == "auto" else bounds.max_batch,
+        )
         scheduler.supervisor.watch(policy.problem)  # of the files whose weights are mapped
         scheduler.start()
         logger.info("%s", running(policy))
         about = describe(policy)
+        if scheduler.batcher is not None:
+            about["server"] |= scheduler.batcher.describe()
+            logger.info("batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
         safety = None  # what a recording holds was sent to a robot before
         if isinstance(policy, Policy):
             logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)

@@ -28,6 +28,7 @@ class EagerEngine:
     """Runs a model. Not reentrant: one inference at a time."""
 
     takes_guidance = True  # autograd goes through the head
+    takes_batches = True  # run_batch
     _settled: ClassVar[int] = 0  # the number of threads that the last of them settled on
 
     def __init__(self, model: Model, device: torch.device):
@@ -74,24 +75,51 @@ class EagerEngine:
         Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set. With ``guidance``
         nothing runs in inference mode, because autograd cannot use what was made there.
         """
+        x, timing = self._solve(Inputs.of(inputs, self.device), noise[None], steps, cancel, guidance)
+        return x[0], timing
+
+    def run_batch(
+        self,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        cancel: threading.Event | None = None,
+        guidance: Guidance | None = None,
+    ) -> tuple[np.ndarray, Timing]:
+        """Run several observations at once: inputs of :func:`sinew.processing.stack`, noise float32 [B, H, A].
+
+        The times are those of all of them. As :meth:`run` otherwise.
+        """
+        return self._solve(Inputs.stacked(inputs, self.device), noise, steps, cancel, guidance)
+
+    def _solve(
+        self,
+        batch: Inputs,
+        noise: np.ndarray,
+        steps: int,
+        cancel: threading.Event | None,
+        guidance: Guidance | None,
+    ) -> tuple[np.ndarray, Timing]:
+        """noise: float32 [B, H, A] -> float32 [B, H, A]."""
         with torch.inference_mode(guidance is None), torch.no_grad():
             clock, model = _StageClock(self.device, cancel), self.model
-            batch = Inputs.of(inputs, self.device)
-            image_tokens = model.embed_images(batch.pixels)  # [1, V, N, C]
+            image_tokens = model.embed_images(batch.pixels)  # [B, V, N, C]
             vision_ms = clock.lap()
             context = model.read(image_tokens, *batch[1:])
             prefix_ms = clock.lap()
             step_ms: list[float] = []
             x = solve(
                 lambda x, moment: model.act(x, moment, context),
-                torch.from_numpy(noise)[None].to(self.device),
+                torch.from_numpy(noise).to(self.device),
                 model.solver.steps(steps),
                 self.moments(steps),
                 lambda: step_ms.append(clock.lap()),
                 guidance,
             )
-            timing = Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
-            return x[0].float().cpu().numpy(), timing
+            timing = Timing(
+                vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms), batch=len(noise)
+            )
+            return x.float().cpu().numpy(), timing
 
     def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
         """Run as :meth:`run` does and return what every stage computed."""

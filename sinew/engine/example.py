@@ -41,8 +41,15 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
+        """Return one observation as a batch of one."""
+        batch = cls.stacked(inputs, device)
+        return cls(*(tensor[None] for tensor in batch))
+
+    @classmethod
+    def stacked(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
+        """Return observations that have a batch axis already (:func:`sinew.processing.stack`)."""
         arrays: list[Any] = [getattr(inputs, name) for name in cls._fields]
-        return cls(*(torch.from_numpy(array)[None].to(device) for array in arrays))
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
     @classmethod
     def example(cls, model: Model, shapes: Shapes, device: torch.device | str | None = None) -> Inputs:

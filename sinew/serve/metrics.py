@@ -65,6 +65,12 @@ class Metrics:
         )
         stage = Histogram("sinew_stage_seconds", "Time by stage", ["stage"], buckets=BUCKETS, registry=own)
         self._stages = {name: stage.labels(name) for name in STAGES}
+        self._batch = Histogram(
+            "sinew_batch_size",
+            "Answered requests by how many were computed at once with them",
+            buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32),
+            registry=own,
+        )
         self._missed = Counter(
             "sinew_deadline_misses", "Answered or refused after their deadline", ["wire"], registry=own
         )
@@ -73,6 +79,11 @@ class Metrics:
             ("sinew_queue_depth", "Requests that wait", lambda: stats()["waiting"]),
             ("sinew_running", "1 during an inference", lambda: stats()["running"]),
             ("sinew_healthy", "0 while requests cannot be answered", healthy),
+            (
+                "sinew_inferences",
+                "Inferences since the start; each answers one request or more",
+                lambda: stats()["batches"],
+            ),
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)
@@ -88,6 +99,7 @@ class Metrics:
             return
         self._latency.labels(wire).observe(seconds)
         timing = outcome.timing
+        self._batch.observe(timing.batch)
         for name, stage in self._stages.items():
             stage.observe(getattr(timing, f"{name}_ms") / 1e3)
 

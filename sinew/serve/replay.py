@@ -105,6 +105,11 @@ class Replay:
         return None if self._processor is None else self._processor.recipe.image
 
     @property
+    def unbatched(self) -> str:
+        """Return why requests are answered one at a time."""
+        return "a replay computes nothing, so nothing is gained by batches"
+
+    @property
     def warning(self) -> str:
         """Return what every reply says."""
         return f"this is a replay of {self.folder.name}: the actions were recorded, nothing was computed"

@@ -51,6 +51,7 @@ class Job:
         "deadline",
         "decode",
         "decode_s",
+        "kind",
         "on_done",
         "prepared",
         "session",
@@ -74,6 +75,7 @@ class Job:
         self.begun: float | None = None
         self.decode_s = 0.0
         self.prepared: Any = None  # what the policy made of the observation
+        self.kind: Hashable | None = None  # what those that may be computed with it have in common
         self.cancel = threading.Event()
         self.waiting = True
         self.answered = False

@@ -8,6 +8,8 @@ for is decoded by the inference thread itself.
 A robot wants the action for what it sees now. So a waiting job is replaced by a newer one of its session,
 and a job whose deadline has passed when its turn comes is answered with an error instead of computed.
 
+Where the policy computes several observations at once, jobs that fit together share an inference (``batching.py``).
+
 Clients take turns (``turns.py``). One of them may have a few jobs waiting, and where the queue is full a client
 that has none takes the place of the newest job of the one that has most.
 """
@@ -18,10 +20,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from typing import Any, Protocol
 
-from sinew.core import ActionChunk, BusyError, CancelledError, Observation, SinewError
+from sinew.core import BusyError, CancelledError, Observation, SinewError
+from sinew.serve.batching import Batcher
+from sinew.serve.compute import Computer, RunnablePolicy
 from sinew.serve.quiet import Quiet
 from sinew.serve.request import Check, DeadlineError, Job, Outcome, ShuttingDownError, SupersededError
 from sinew.serve.supervise import Supervisor
@@ -31,21 +33,13 @@ logger = logging.getLogger(__name__)
 
 PER_CLIENT = 2  # jobs of one client that may wait
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
-FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
-
-
-class RunnablePolicy(Protocol):
-    """What the scheduler asks of a policy."""
-
-    def warm_up(self) -> object: ...
-    def prepare(self, observation: Observation) -> Any: ...
-    def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk: ...
 
 
 class Scheduler:
-    """Runs jobs one at a time.
+    """Runs jobs one at a time, or a batch at a time.
 
     queue_size: jobs that may wait, beside the one that runs; a further one is refused with BusyError.
+    max_batch: most jobs of one inference, where the policy can; None measures at the start what pays.
     per_client: of one client. supervisor: keeps the threads alive, and is told what is wrong here.
     """
 
@@ -56,9 +50,14 @@ class Scheduler:
         queue_size: int = 64,
         per_client: int = PER_CLIENT,
         supervisor: Supervisor | None = None,
+        max_batch: int | None = 1,
     ):
-        if queue_size < 1:
-            raise ValueError(f"queue_size: expected at least 1, got {queue_size}")
+        for name, number in (("queue_size", queue_size), ("max_batch", max_batch)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
+        self.batcher = None if max_batch == 1 else Batcher(max_batch)
+        costs = None if self.batcher is None else self.batcher.costs
+        self._computer = Computer(policy, self._raise_if_abandoned, self._presentable, costs)
         self.policy = policy
         self.queue_size = queue_size
         self.per_client = per_client
@@ -70,11 +69,9 @@ class Scheduler:
         self._waiting: dict[Hashable, list[Job]] = {}  # by client
         self._count = 0  # of all of them
         self._newest: dict[Hashable, Job] = {}  # the waiting job of each session that has one
-        self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0}
-        self._failures = 0  # unforeseen ones in a row
-        self._broken: str | None = None  # why the policy cannot infer even what it is warmed up with
+        self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = False
-        self._running: Job | None = None
+        self._running: list[Job] = []
         self._decoding: set[Job] = set()
         self._warm = threading.Event()
         self._warm_up_error: BaseException | None = None
@@ -123,7 +120,7 @@ class Scheduler:
                 self._counts["superseded"] += 1
             if session is not None:
                 self._newest[session] = job
-            idle = not self._count and self._running is None
+            idle = not self._count and not self._running
             self._waiting.setdefault(client, []).append(job)
             self._count += 1
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
@@ -160,9 +157,9 @@ class Scheduler:
             self._finish(job, DeadlineError("the deadline passed before the request's turn came"))
 
     def stats(self) -> dict[str, int | bool]:
-        """Now: waiting, running. Since the start: served, failed, busy, superseded, late."""
+        """Now: waiting, running. Since the start: served, failed, busy, superseded, late, and batches: inferences."""
         with self._lock:
-            return {"waiting": self._count, "running": self._running is not None, **self._counts}
+            return {"waiting": self._count, "running": bool(self._running), **self._counts}
 
     def stop(self) -> None:
         """Refuse new jobs, fail the waiting ones, cancel the running one. Returns at once; see ``join``."""
@@ -170,7 +167,7 @@ class Scheduler:
             if self._stopping:
                 return
             self._stopping = True
-            busy = [*self._decoding, *([self._running] if self._running is not None else [])]
+            busy = [*self._decoding, *self._running]
         for job in busy:
             job.cancel.set()
         for queue, threads in ((self._received, DECODERS), (self._ready, 1)):
@@ -188,7 +185,7 @@ class Scheduler:
     def give_up(self) -> None:
         """After ``stop``: answer what is still decoded or computed, without waiting for its end."""
         with self._lock:
-            busy = [*self._decoding, *([self._running] if self._running is not None else [])]
+            busy = [*self._decoding, *self._running]
         for job in busy:
             self._finish(job, ShuttingDownError())
 
@@ -213,76 +210,76 @@ class Scheduler:
                     self._decoding.discard(job)
                 del job
 
-    def _decode(self, job: Job) -> Any:
+    def _decode(self, job: Job) -> None:
         start = job.begun = time.perf_counter()
         job.prepared = self.policy.prepare(job.decode(lambda: self._raise_if_abandoned(job)))
         job.decode_s = time.perf_counter() - start
-        return job.prepared
+        if self.batcher is not None and self.batcher.limit > 1:
+            job.kind = self.policy.batch_key(job.prepared)  # type: ignore[attr-defined]
 
     def _infer_loop(self) -> None:
         if not self._warm.is_set():
             try:
                 self.policy.warm_up()
+                if self.batcher is not None:
+                    self.batcher.calibrate(self.policy)  # type: ignore[arg-type]
             except BaseException as error:  # noqa: BLE001 - raised again by start()
                 self._warm_up_error = error
                 return
             finally:
                 self._warm.set()
         while (job := self._ready.get()) is not None:
-            with self._lock:
-                wanted = self._leave(job)  # or superseded, cancelled, failed by stop()
-                if wanted:
-                    self._running = job
-                    job.begun = time.perf_counter()
-            if not wanted:
+            if not self._begin(job):
                 del job
                 continue
-            outcome: Outcome = SinewError("internal error")
+            outcomes: list[Outcome] = []
             try:
-                outcome = self._run(job)
-            finally:
+                outcomes = self._run(job)
+            finally:  # also when this thread is ended: all that had begun are answered
                 with self._lock:
-                    self._running = None
-                    self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
-                    self._counts["late"] += isinstance(outcome, DeadlineError)
-                self._finish(job, outcome)
-            del job, outcome
+                    jobs, self._running = self._running, []
+                    outcomes = outcomes or [SinewError("internal error") for _ in jobs]
+                    self._counts["batches"] += 1
+                    for outcome in outcomes:
+                        self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
+                        self._counts["late"] += isinstance(outcome, DeadlineError)
+                for each, outcome in zip(jobs, outcomes, strict=True):
+                    self._finish(each, outcome)
+            del job, jobs, outcomes, each, outcome
 
-    def _run(self, job: Job) -> Outcome:
+    def _begin(self, job: Job) -> bool:
+        """Take a job from the waiting ones to the running ones; False if it waits no more."""
+        with self._lock:
+            wanted = self._leave(job)  # or superseded, cancelled, failed by stop()
+            if wanted:
+                self._running.append(job)
+                job.begun = time.perf_counter()
+        return wanted
+
+    def _run(self, first: Job) -> list[Outcome]:
+        """Compute a job, and with it what waits and may share its inference: the outcomes of the running jobs."""
         try:
-            self._raise_if_abandoned(job)
-            prepared = self._decode(job) if job.prepared is None else job.prepared
+            self._raise_if_abandoned(first)
+            if first.prepared is None:
+                self._decode(first)
             now = time.perf_counter()
-            queue_s = now - job.accepted - job.decode_s
-            if job.deadline is not None and now > job.deadline:
-                late = 1e3 * (now - job.deadline)
+            if first.deadline is not None and now > first.deadline:
+                late = 1e3 * (now - first.deadline)
                 raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
-            chunk = self._infer(prepared, job)
-            return replace(chunk, timing=replace(chunk.timing, queue_ms=queue_s * 1e3))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
-            return self._presentable(error)
+            return [self._presentable(error)]
+        return self._computer.compute(self._together(first, now))
 
-    def _infer(self, prepared: Any, job: Job) -> ActionChunk:
-        """Counts the failures that nobody foresaw. A few in a row may be one client's doing, so the policy is then
-        tried on its own observation: what it says of that is the server's health."""
-        try:
-            chunk = self.policy.run(prepared, cancel=job.cancel)
-        except SinewError:
-            raise
-        except BaseException:
-            self._failures += 1
-            if self._failures >= FAILURES:
-                self._failures = 0
-                try:
-                    self.policy.warm_up()
-                    self._broken = None
-                except BaseException as error:  # noqa: BLE001 - told by health
-                    self._broken = (
-                        f"the policy fails ({type(error).__name__}); the server's log has the details"
-                    )
-            raise
-        self._failures, self._broken = 0, None
-        return chunk
+    def _together(self, first: Job, now: float) -> list[Job]:
+        """Return ``first`` and the waiting jobs that are computed with it, which have begun."""
+        if self.batcher is None or first.kind is None:
+            return [first]
+        jobs = [first]
+        for job in self.batcher.members(first, self._ready.order(), now)[1:]:
+            if self._begin(job):
+                self._ready.took(job.client)
+                jobs.append(job)
+        return jobs
 
     def _raise_if_abandoned(self, job: Job) -> None:
         if self._stopping:
@@ -357,16 +354,16 @@ class Scheduler:
 
     def _problem(self) -> str | None:
         """A sentence if no request can be answered."""
-        return self.stuck() or self._broken
+        return self.stuck() or self._computer.broken
 
     def stuck(self) -> str | None:
         """A sentence if a request decodes or computes for so long that it may never end."""
         now, limit = time.perf_counter(), self.supervisor.stuck_s
         with self._lock:
-            running, decoding = self._running, list(self._decoding)
-        for what, jobs in (("computed", [running]), ("decoded", decoding)):
+            running, decoding = list(self._running), list(self._decoding)
+        for what, jobs in (("computed", running), ("decoded", decoding)):
             for job in jobs:
-                begun = None if job is None else job.begun
+                begun = job.begun
                 if limit and begun is not None and now - begun > limit:
                     return f"a request is being {what} for {now - begun:.0f} s"
         return None

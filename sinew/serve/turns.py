@@ -61,6 +61,24 @@ class Turns(Generic[T]):
                 del self._lines[owner]
             return True
 
+    def order(self) -> list[T]:
+        """Return what waits, in the order in which ``get`` gives it if nothing else comes."""
+        with self._lock:
+            lines = deque(deque(line) for line in self._lines.values())
+        found = []
+        while lines:
+            line = lines.popleft()
+            found.append(line.popleft())
+            if line:
+                lines.append(line)
+        return found
+
+    def took(self, owner: Hashable) -> None:
+        """Put an owner behind the others: one of its items was taken out of turn (``remove``)."""
+        with self._lock:
+            if owner in self._lines:
+                self._lines.move_to_end(owner)
+
     def drain(self) -> list[T]:
         """Take everything out."""
         with self._lock:

@@ -84,9 +84,9 @@ def test_guided_equals_the_paper(direction: tuple[float, float], schedule: str, 
         return head.velocity(x, (time - start) / (end - start)) / (end - start)
 
     wanted = Continuation("guided", target, weights, 5, beta)
-    guidance, begun = guide(wanted, solver, noise, torch.device("cpu"))
+    guidance, begun = guide([wanted], solver, noise[None], torch.device("cpu"))
     with torch.no_grad():
-        x = torch.from_numpy(begun)[None]
+        x = torch.from_numpy(begun)
         got = solve(act, x, solver.steps(steps), solver.times(steps), None, guidance)
     expected = paper(head, *(torch.from_numpy(v)[None] for v in (noise, target, weights)), beta, steps)
     assert float((got - expected).abs().max()) < 1e-10
@@ -99,10 +99,10 @@ def test_without_the_jacobian_it_is_another_method() -> None:
     found = {}
     for kind in ("guided", "no-jacobian"):
         guidance, begun = guide(
-            Continuation(kind, target, weights, 5, 4.0), solver, noise, torch.device("cpu")
+            [Continuation(kind, target, weights, 5, 4.0)], solver, noise[None], torch.device("cpu")
         )
         with torch.no_grad():
-            x = torch.from_numpy(begun)[None]
+            x = torch.from_numpy(begun)
             found[kind] = solve(head.velocity, x, solver.steps(5), solver.times(5), None, guidance)
     # The identity in place of J, from the definition.
     x = torch.from_numpy(noise)[None]

@@ -270,7 +270,7 @@ class NativeCodec:
         for name in ("preprocess_ms", "vision_ms", "prefix_ms", "postprocess_ms", "total_ms", "queue_ms"):
             setattr(reply.timing, name, getattr(timing, name))
         reply.timing.step_ms.extend(timing.step_ms)
-        reply.timing.server_ms = server_ms
+        reply.timing.server_ms, reply.timing.batch = server_ms, timing.batch
 
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
         horizon, dim = actions.shape

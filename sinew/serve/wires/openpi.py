@@ -97,7 +97,7 @@ def answer(chunk: ActionChunk, server_ms: float, previous_ms: float | None) -> b
     """server_ms: from arrival to now; previous_ms: the whole of the connection's request before. openpi's example
     client prints a statistic of every number in the two timing maps."""
     timing = chunk.timing
-    server = {"infer_ms": server_ms, "queue_ms": timing.queue_ms}
+    server = {"infer_ms": server_ms, "queue_ms": timing.queue_ms, "batch": float(timing.batch)}
     if previous_ms is not None:
         server["prev_total_ms"] = previous_ms
     policy = {

@@ -8,25 +8,29 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
 
 from sinew_client import protocol
-from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout
+from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout, ServerError
 from sinew_client.protocol import ActionChunk
 
 logger = logging.getLogger("sinew_client")
 
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_LEAVING = ("shutting_down", "unhealthy")  # codes of a server that will not answer the next request either
 _OF_PARENTS = []  # sockets of a process that forked this one: freeing them here would wait for its threads
 
 
 class Client:
     """Talks to one ``sinew serve``.
 
-    address: ZeroMQ address of the server, ``tcp://host:port``.
+    address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``; or several of them. Then a request
+        that finds no server, whose connection breaks, or that a stopping or unhealthy server refuses goes to the next
+        one at once, in the same call, each address once; the client stays with the server that answered.
+    connect_timeout: seconds to wait for a connection before the next address is tried, where there are several.
     timeout: seconds to wait for each answer. Connecting is part of the wait, so a client may be
         created before its server.
     retries: how many times a request that timed out, or whose connection broke, is sent again before
@@ -50,9 +54,10 @@ class Client:
 
     def __init__(
         self,
-        address: str = "tcp://127.0.0.1:5555",
+        address: str | Sequence[str] = "tcp://127.0.0.1:5555",
         *,
         timeout: float = 10.0,
+        connect_timeout: float = 1.0,
         retries: int = 0,
         jpeg_quality: int | None = None,
         api_key: str = "",
@@ -61,8 +66,13 @@ class Client:
     ):
         if jpeg_quality is not None:
             protocol.need_pillow()
-        self.address = address
+        given = [address] if isinstance(address, str) else list(address)
+        if not given:
+            raise ClientError("address: expected one or more, got none")
+        self.addresses = tuple(each if "://" in each else "tcp://" + each for each in given)
+        self.address = self.addresses[0]
         self.timeout = timeout
+        self.connect_timeout = connect_timeout
         self.retries = retries
         self.jpeg_quality = jpeg_quality
         self.api_key = api_key
@@ -75,14 +85,14 @@ class Client:
         self._context = zmq.Context()
         self._socket: zmq.Socket | None = None
         self._monitor: zmq.Socket | None = None
-        self._connected = False
+        self._connected = self._refused = False
         self._closed = False
         try:
             self._connect()
         except zmq.ZMQError as error:
             self._drop()  # or term() would wait for the socket
             self._context.term()
-            raise ClientError(f"cannot connect to {address}: {error}") from error
+            raise ClientError(f"cannot connect to {self.address}: {error}") from error
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self._connected else "not connected"
@@ -161,28 +171,78 @@ class Client:
                 raise ClientError("the client is closed")
             for attempt in range(self.retries + 1):
                 try:
-                    answer = self._exchange(payload, limit)
+                    reply = self._try_each(payload, request_id, time.monotonic() + limit)
                 except ConnectionLost:
                     if attempt == self.retries:
                         raise
                     continue
-                if answer is not None:
-                    return protocol.decode_reply(answer, request_id)
+                if reply is not None:
+                    return reply
         raise RequestTimeout(
             "no answer from {} within {:g} s{}".format(
-                self.address, limit, f" in {self.retries + 1} attempts" if self.retries else ""
+                " or ".join(self.addresses), limit, f" in {self.retries + 1} attempts" if self.retries else ""
             )
         )
 
-    def _exchange(self, payload: bytes, limit: float) -> bytes | None:
-        """Send one request and return its reply; None after ``limit`` seconds. Raises ConnectionLost."""
+    def _try_each(self, payload: bytes, request_id: int, end: float):
+        """Return the reply of the present server, or of the next that gives one; None at ``end``. Raises the last
+        server's error."""
+        for _ in self.addresses[1:]:
+            reply, why = self._try(payload, request_id, end)
+            if not why:
+                return reply
+            self._move(why)
+        try:
+            answer = self._exchange(payload, end)
+            if answer is not None:
+                return protocol.decode_reply(answer, request_id)
+        except (ConnectionLost, ServerError) as error:
+            if isinstance(error, ConnectionLost) or error.code in _LEAVING:
+                self._move(str(error))
+            raise
+        self._move("no answer in time")
+        return None
+
+    def _try(self, payload: bytes, request_id: int, end: float):
+        """Return (reply, "") or (None, why another server should be asked); (None, "") at ``end``."""
+        try:
+            answer = self._exchange(payload, end)
+            if answer is not None:
+                return protocol.decode_reply(answer, request_id), ""
+        except ConnectionLost as error:
+            return None, str(error)
+        except ServerError as error:
+            if error.code not in _LEAVING:
+                raise
+            return None, str(error)
+        self._move("no answer in time")
+        return None, ""
+
+    def _move(self, why: str) -> None:
+        """Turn to the next address, if there is one."""
+        if len(self.addresses) < 2:
+            return
+        self._drop()
+        before, place = self.address, self.addresses.index(self.address)
+        self.address = self.addresses[(place + 1) % len(self.addresses)]
+        logger.warning("%s: %s; turning to %s", before, why, self.address)
+
+    def _exchange(self, payload: bytes, end: float) -> bytes | None:
+        """Send one request and return its reply; None at ``end``, ``time.monotonic()``. Raises ConnectionLost."""
         answer = None
-        end = time.monotonic() + limit
+        others = len(self.addresses) > 1
+        patience = min(
+            end, time.monotonic() + self.connect_timeout
+        )  # for a connection, where there are others
         try:
             sock = self._socket or self._connect()
             self._follow_connection()
             sock.send(payload)
             while answer is None and (left := end - time.monotonic()) > 0:
+                if others and not self._connected:
+                    if self._refused or left < end - patience:
+                        raise ConnectionLost(f"no server answers at {self.address}")
+                    left -= max(0.0, end - patience)
                 ready = dict(self._poller.poll(int(left * 1e3) + 1))
                 if sock in ready:
                     answer = sock.recv()
@@ -202,7 +262,7 @@ class Client:
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)  # backs off from 100 ms; never slower than 1 s
         sock.setsockopt(zmq.IPV6, 1)  # takes IPv4 addresses as well
         self._monitor = sock.get_monitor_socket(_EVENTS)
-        self._connected = False
+        self._connected = self._refused = False
         self._poller = zmq.Poller()
         self._poller.register(sock, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -220,6 +280,8 @@ class Client:
             kind, _value = struct.unpack("=HI", event)
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
+            elif kind == zmq.EVENT_CONNECT_RETRIED:
+                self._refused = True
             elif kind == zmq.EVENT_DISCONNECTED:
                 broke = broke or self._connected
                 self._connected = False

@@ -47,6 +47,7 @@ class Timing:
     total_ms: float = 0.0  # the policy: observation to actions
     queue_ms: float = 0.0  # waiting for earlier requests
     server_ms: float = 0.0  # everything in the server: frame received to reply ready
+    batch: int = 1  # requests computed at once; the stages' times are those of all of them
 
     @property
     def head_ms(self) -> float:
@@ -197,6 +198,7 @@ def decode_chunk(reply) -> ActionChunk:
     if not np.isfinite(actions).all():
         raise UnsafeChunk("the reply holds actions that are not finite")
     timing = {name: getattr(reply.timing, name) for name in Timing.__dataclass_fields__ if name != "step_ms"}
+    timing["batch"] = timing["batch"] or 1  # of a server that does not know the field
     return ActionChunk(
         actions=actions.reshape(reply.horizon, reply.dim),
         timing=Timing(step_ms=tuple(reply.timing.step_ms), **timing),

@@ -72,6 +72,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (6, "total_ms", "float"),
             (7, "queue_ms", "float"),
             (8, "server_ms", "float"),
+            (9, "batch", "uint32"),
         ),
     },
     "Window": {

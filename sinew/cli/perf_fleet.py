@@ -1,0 +1,153 @@
+"""``sinew perf fleet``: how many robots one machine serves, from the calibrated model and from measured batches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter, validators
+from rich.table import Table
+
+from sinew import machine
+from sinew.cli import terminal
+from sinew.cli.perf_options import Positive, Rate
+from sinew.core import SinewError
+
+
+def fleet(
+    source: str,
+    /,
+    *,
+    hz: Rate = 10.0,
+    deadline_ms: Rate = 100.0,
+    max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=64))] = 8,
+    overhead_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 2.0,
+    share: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.99,
+    threads: Positive = None,
+    engine: Literal["eager", "plan"] = "plan",
+    measure: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """How many robots one machine answers in time, one request after another and in batches.
+
+    From the calibrated model (`sinew perf calibrate`), and with --measure from batches that are timed here too.
+
+    Args:
+        source: as of `sinew infer`; smolvla, pi0, pi0.5, gr00t-n1.7 or evo1 without --measure too.
+        hz: requests per second of each robot.
+        deadline_ms: from a robot's frame to its answer.
+        max_batch: as of `sinew serve`.
+        overhead_ms: what a request takes beside the policy: wires, decoding, preparing, the network.
+        share: of a robot's moments that have to be answered in time.
+        threads: for compute, as calibrated; chosen from the cores of this process if absent.
+        engine: as calibrated.
+        measure: load the policy and time its batches.
+    """
+    from sinew.perf import fleet as model
+
+    count = threads or machine.recommended_threads()[0]
+    tables: dict[str, dict[int, float]] = {}
+    band = None
+    predicted = _predicted(source, count, engine, max_batch)
+    if isinstance(predicted, str):
+        if not measure:
+            raise SinewError(predicted)
+        terminal.console(stderr=True).print(predicted, highlight=False, soft_wrap=True)
+    else:
+        tables["predicted"], band = predicted
+    if measure:
+        tables["measured"] = _measured(source, threads, engine, max_batch)
+    rows: list[dict[str, Any]] = []
+    for origin, times in tables.items():
+        for batch in (1, max_batch):
+            found = model.most_robots(
+                model.between(times),
+                hertz=hz,
+                deadline_s=deadline_ms / 1e3,
+                max_batch=batch,
+                overhead_s=overhead_ms / 1e3,
+                share=share,
+            )
+            rows.append(
+                {
+                    "times": origin,
+                    "max_batch": batch,
+                    "robots": 0 if found is None else found.robots,
+                    "p99_ms": None if found is None else 1e3 * found.p99_s,
+                    "mean_batch": None if found is None else found.mean_batch,
+                }
+            )
+    console = terminal.console()
+    sizes = sorted(set().union(*tables.values()))
+    costs = Table(title=f"{source}, {engine}, {count} threads: milliseconds of a batch")
+    for name in ("times", *map(str, sizes)):
+        costs.add_column(name, justify="left" if name == "times" else "right")
+    for origin, times in tables.items():
+        costs.add_row(origin, *(f"{1e3 * times[n]:.1f}" if n in times else "" for n in sizes))
+    console.print(costs)
+    table = Table(
+        title=f"robots at {hz:g} Hz of whose moments {share:.0%} are answered within {deadline_ms:g} ms"
+    )
+    for name in ("times", "max batch", "robots", "p99, ms", "mean batch"):
+        table.add_column(name, justify="left" if name == "times" else "right")
+    for row in rows:
+        p99 = "" if row["p99_ms"] is None else f"{row['p99_ms']:.0f}"
+        mean = "" if row["mean_batch"] is None else f"{row['mean_batch']:.1f}"
+        table.add_row(row["times"], str(row["max_batch"]), str(row["robots"]), p99, mean)
+    console.print(table)
+    record = {
+        "schema": "sinew.perf.fleet/1",
+        "source": source,
+        "engine": engine,
+        "threads": count,
+        "hz": hz,
+        "deadline_ms": deadline_ms,
+        "overhead_ms": overhead_ms,
+        "share": share,
+        "band": band,
+        "batch_ms": {
+            origin: {str(n): 1e3 * seconds for n, seconds in times.items()}
+            for origin, times in tables.items()
+        },
+        "rows": rows,
+    }
+    terminal.emit(record)
+    return 0
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4 ... and the largest."""
+    return sorted({*(1 << k for k in range(most.bit_length()) if 1 << k <= most), most})
+
+
+def _predicted(
+    source: str, threads: int, engine: str, max_batch: int
+) -> tuple[dict[int, float], float] | str:
+    """Return the seconds of each size and the calibration's band, or what is missing for them."""
+    from sinew.perf.fleet import batched
+    from sinew.perf.machine import fit as calibration
+    from sinew.perf.program import Program
+
+    fitted = calibration.load(machine.cpu_model(), threads, engine=engine)
+    if fitted is None:
+        option = "" if engine == "eager" else f" --engine {engine}"
+        return (
+            f"not calibrated for {threads} threads: sinew perf calibrate {source} --threads {threads}{option}"
+        )
+    program = Program.load(source, dtypes="fp32", engine="eager" if engine == "eager" else "plan")
+    stages = program.components("unfused")
+    found = {
+        size: sum(fitted.predict(batched(stage, size)).seconds for stage in stages)
+        for size in _sizes(max_batch)
+    }
+    return found, fitted.band
+
+
+def _measured(source: str, threads: int | None, engine: str, max_batch: int) -> dict[int, float]:
+    """Return the seconds of batches of this policy's own observation, timed here."""
+    from sinew.policy import load
+    from sinew.serve.batching import time_batches
+
+    policy = load(source, engine=engine, threads=threads)
+    policy.warm_up()
+    if policy.unbatched:
+        raise SinewError(policy.unbatched)
+    return time_batches(policy, _sizes(max_batch))

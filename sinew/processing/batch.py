@@ -1,0 +1,67 @@
+"""Several prepared observations as one: what they must have in common, and how their arrays are joined.
+
+A model computes every row of a batch apart from the others, so requests of different robots, instructions, states and
+noise may share one. What fixes the program or the shapes has to be equal, and is the :class:`BatchKey`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sinew.bundle.schema import PromptRecipe
+from sinew.core import SinewError
+from sinew.processing.processor import ModelInputs, Prepared
+
+BUCKET = 16  # prompt tokens: lengths within one such step are padded to the longest, others are not mixed
+
+
+class BatchKey(NamedTuple):
+    """What the members of a batch have in common.
+
+    steps: of the solver. views: [V, channels, H, W]; a frame that is missing makes another batch. prompt: the bucket of
+    the prompt's length. guidance: (kind, beta) of real-time chunking, None where a solution continues no chunk, so
+    that nobody pays for the gradients of others.
+    """
+
+    steps: int
+    views: tuple[int, ...]
+    prompt: int
+    guidance: tuple[str, float] | None
+
+
+def batch_key(prepared: Prepared) -> BatchKey:
+    """Return what other requests must have in common with this one to be computed with it."""
+    wanted = prepared.continuation
+    return BatchKey(
+        prepared.steps,
+        prepared.inputs.pixels.shape,
+        -(-len(prepared.inputs.tokens) // BUCKET),
+        None if wanted is None else (wanted.kind, wanted.beta),
+    )
+
+
+def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
+    """Return the observations with a leading batch axis, shorter prompts padded with masked tokens.
+
+    Raises :class:`SinewError` for members whose views differ, and for frames, which an engine resizes one by one.
+    """
+    shapes = {member.pixels.shape for member in members}
+    if len(shapes) != 1 or any(member.frames for member in members):
+        raise SinewError(f"a batch: expected prepared views of one shape, got {sorted(shapes)}")
+    length = max(len(member.tokens) for member in members)
+
+    def padded(rows: np.ndarray, value: int) -> np.ndarray:  # [L] -> [length]
+        spare = length - len(rows)
+        sides = (spare, 0) if prompt.padding_side == "left" else (0, spare)
+        return np.pad(rows, sides, constant_values=value)
+
+    return ModelInputs(
+        np.stack([member.pixels for member in members]),
+        np.stack([member.camera_mask for member in members]),
+        np.stack([padded(member.tokens, prompt.pad_token_id) for member in members]),
+        np.stack([padded(member.token_mask, False) for member in members]),
+        np.stack([member.state for member in members]),
+    )

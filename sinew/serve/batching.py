@@ -1,0 +1,239 @@
+"""Which waiting requests are computed at once: by what a batch costs here, and by when each of them is wanted.
+
+A batch of n ends later than its first member alone would have, and sooner than its last. Sizes are compared by two
+questions about everything that waits: does a deadline break that would have held with one request after another (then
+the size is out), and how long do all of them wait together (the size with the smallest sum is taken). No request waits
+for others to arrive. Clipper (Crankshaw et al. 2017) grows its batches until a latency bound breaks, and Clockwork
+(Gujarati et al. 2020) plans by measured times per size, as here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sinew.core import ActionChunk, Observation, SinewError
+from sinew.serve.request import Job
+
+LARGEST = 16  # of "auto"
+GAIN = 1.1  # "auto" wants so many times the throughput, or leaves it off
+GROWTH = 1.05  # and so much of each doubling
+TRIALS = 3  # of each size, before serving begins
+LONGEST_S = 2.0  # a size that takes longer is not tried further
+OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
+MAX_KEYS = 64  # kinds of batches whose costs are remembered: numbers of steps come from clients
+MIX = 0.2  # weight of the newest measurement
+
+
+class BatchingPolicy(Protocol):
+    """What batching asks of a policy."""
+
+    @property
+    def unbatched(self) -> str: ...
+
+    def dummy_observation(self) -> Observation: ...
+    def prepare(self, observation: Observation) -> Any: ...
+    def batch_key(self, prepared: Any) -> Hashable: ...
+    def run_batch(
+        self, members: Sequence[Any], *, cancel: threading.Event | None = None
+    ) -> list[ActionChunk | SinewError]: ...
+
+
+@dataclass(slots=True)
+class _Cost:
+    mean: float  # seconds
+    deviation: float
+    at: float  # time.monotonic() of the newest measurement
+
+
+class Costs:
+    """Seconds of a batch by its kind and size, learnt from what was run."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[Hashable, dict[int, _Cost]] = OrderedDict()
+
+    def learn(self, kind: Hashable, size: int, seconds: float) -> None:
+        """Mix a measurement into what is known of this kind and size."""
+        sizes = self._kinds.setdefault(kind, {})
+        self._kinds.move_to_end(kind)
+        while len(self._kinds) > MAX_KEYS:
+            self._kinds.popitem(last=False)
+        known = sizes.get(size)
+        if known is None:
+            sizes[size] = _Cost(seconds, 0.0, time.monotonic())
+            return
+        error = seconds - known.mean
+        known.mean += MIX * error
+        known.deviation += MIX * (abs(error) - known.deviation)
+        known.at = time.monotonic()
+
+    def measured(self, kind: Hashable, size: int) -> bool:
+        """Return whether this size was measured, and not long ago."""
+        known = self._kinds.get(kind, {}).get(size)
+        return known is not None and time.monotonic() - known.at < OLD_S
+
+    def seconds(self, kind: Hashable, size: int) -> float | None:
+        """Return the mean time of a batch; None where nothing of its kind was measured.
+
+        A size between measured ones lies on the line between them. A larger one costs its members one by one, which a
+        batch never exceeds by much; a smaller one at most what the larger costs.
+        """
+        return self._estimate(kind, size, 0.0)
+
+    def surely(self, kind: Hashable, size: int) -> float | None:
+        """Return a time that is seldom exceeded, for what concerns deadlines: the mean and twice its deviation."""
+        return self._estimate(kind, size, 2.0)
+
+    def _estimate(self, kind: Hashable, size: int, spread: float) -> float | None:
+        sizes = self._kinds.get(kind)
+        if not sizes:
+            return None
+        known = {n: cost.mean + spread * cost.deviation for n, cost in sizes.items()}
+        low = max((n for n in known if n <= size), default=None)
+        high = min((n for n in known if n >= size), default=None)
+        if low is None:
+            return known[high] if high is not None else None
+        if high is None:
+            return known[low] * size / low
+        if low == high:
+            return known[low]
+        return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
+
+
+def time_batches(policy: BatchingPolicy, sizes: Sequence[int]) -> dict[int, float]:
+    """Return the seconds of batches of the policy's own observation, the best of a few trials of each size."""
+    prepared = policy.prepare(policy.dummy_observation())
+    found = {}
+    for size in sizes:
+        times: list[float] = []
+        for _ in range(1 + TRIALS):  # the first of them allocates
+            start = time.perf_counter()
+            policy.run_batch([prepared] * size)
+            times.append(time.perf_counter() - start)
+            if times[-1] > LONGEST_S:
+                break
+        found[size] = min(times)
+    return found
+
+
+class Batcher:
+    """Decides sizes and members. limit: most members of a batch; None measures what pays (``auto``)."""
+
+    def __init__(self, limit: int | None):
+        self.limit = limit or LARGEST
+        self._auto = limit is None
+        self.reason = "asked for"
+        self.costs = Costs()
+
+    def calibrate(self, policy: BatchingPolicy) -> None:
+        """Measure batches of 1, 2, 4 ... of the policy's own observation, on the thread that will run them.
+
+        Raises :class:`SinewError` for a policy that computes one observation at a time, where batches were asked for.
+        """
+        if policy.unbatched:
+            if not self._auto:
+                raise SinewError(f"--max-batch {self.limit}: {policy.unbatched}")
+            self.limit, self.reason = 1, policy.unbatched
+            return
+        kind = policy.batch_key(policy.prepare(policy.dummy_observation()))
+        found, best, size = time_batches(policy, [1]), 1, 2
+        while size <= self.limit and found[best] <= LONGEST_S:
+            found |= time_batches(policy, [size])
+            if size / found[size] < GROWTH * best / found[best]:
+                break
+            best, size = size, 2 * size
+        for size, seconds in found.items():
+            self.costs.learn(kind, size, seconds)
+        pays = best if best / found[best] >= GAIN / found[1] else 1
+        if self._auto:
+            self.limit = pays
+        self.reason = self._told(found, pays)
+
+    def _told(self, found: dict[int, float], pays: int) -> str:
+        """Return the measurement in words."""
+        times = ", ".join(f"{size}: {1e3 * seconds:.1f} ms" for size, seconds in found.items())
+        gain = pays / found[pays] * found[1]
+        words = (
+            f"{gain:.2f} times the throughput at {pays}"
+            if pays > 1
+            else "a batch is no faster than its members one by one"
+        )
+        return f"measured {times}; {words}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the largest batch and why, ready for JSON."""
+        return {"max_batch": self.limit, "max_batch_reason": self.reason}
+
+    def members(self, first: Job, waiting: Sequence[Job], now: float) -> list[Job]:
+        """Return the jobs to compute at once, ``first`` before the others in the order of their turns.
+
+        waiting: what is ready beside it, in the order in which it would be taken.
+        """
+        kind = first.kind
+        alone = self.costs.surely(kind, 1)
+        if kind is None or alone is None or self.limit < 2:
+            return [first]
+        line = [first, *waiting]
+        fit = [job for job in line if job.kind == kind and not _hopeless(job, now)][: self.limit]
+        best, least = [first], self._sum(line, [first])
+        for size in range(2, len(fit) + 1):
+            chosen = fit[:size]
+            if self._breaks(line, chosen, now):
+                continue
+            if not self.costs.measured(kind, size):  # what it costs is found out by doing it
+                return chosen
+            waited = self._sum(line, chosen)
+            if waited <= least:
+                best, least = chosen, waited
+        return best
+
+    def _alone(self, job: Job, first: Job) -> float:
+        """Return the seconds of a job by itself, as far as its kind is known."""
+        return self.costs.surely(job.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
+
+    def _breaks(self, line: Sequence[Job], chosen: Sequence[Job], now: float) -> bool:
+        """Return whether a deadline breaks with the batch that holds with one job after another."""
+        together = self.costs.surely(line[0].kind, len(chosen)) or 0.0
+        alone = 0.0  # when each would end, one after another
+        behind = together  # and when what is not in the batch would
+        members = set(map(id, chosen))
+        for job in line:
+            own = self._alone(job, line[0])
+            alone += own
+            end = together if id(job) in members else behind + own
+            behind = behind if id(job) in members else end
+            if job.deadline is not None and now + alone <= job.deadline < now + end:
+                return True
+        return False
+
+    def _sum(self, line: Sequence[Job], chosen: Sequence[Job]) -> float:
+        """Return how long all jobs of ``line`` wait together if ``chosen`` are computed at once, first."""
+        kind = line[0].kind
+        end = self.costs.seconds(kind, len(chosen)) or 0.0
+        waited = end * len(chosen)
+        members = set(map(id, chosen))
+        for job in line:
+            if id(job) not in members:
+                end += self.costs.seconds(job.kind, 1) or self.costs.seconds(kind, 1) or 0.0
+                waited += end
+        return waited
+
+
+def _hopeless(job: Job, now: float) -> bool:
+    """Return whether the job is answered with an error when its turn comes."""
+    return job.cancel.is_set() or (job.deadline is not None and now > job.deadline)
+
+
+class Everyone(threading.Event):
+    """Set once every member of a batch is cancelled: before that, somebody waits for it."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        super().__init__()
+        self._jobs = jobs
+
+    def is_set(self) -> bool:
+        return all(job.cancel.is_set() for job in self._jobs)

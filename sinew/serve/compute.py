@@ -1,0 +1,111 @@
+"""From prepared jobs to outcomes: one inference, or one for several jobs, and what becomes of failures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from sinew.core import ActionChunk, CancelledError, Observation, SinewError
+from sinew.serve.batching import Costs, Everyone
+from sinew.serve.request import Job, Outcome
+
+logger = logging.getLogger(__name__)
+
+FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
+
+
+class RunnablePolicy(Protocol):
+    """What the scheduler asks of a policy. One that computes several observations at once has ``run_batch``,
+    ``batch_key`` and ``unbatched`` too (:class:`sinew.serve.batching.BatchingPolicy`)."""
+
+    def warm_up(self) -> object: ...
+    def prepare(self, observation: Observation) -> Any: ...
+    def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk: ...
+
+
+class Computer:
+    """Runs the policy, on one thread.
+
+    check: raises for a job that nobody waits for any more. present: what a client is told of an error. costs: learns
+    what inferences take.
+    """
+
+    def __init__(
+        self,
+        policy: RunnablePolicy,
+        check: Callable[[Job], None],
+        present: Callable[[BaseException], SinewError],
+        costs: Costs | None = None,
+    ):
+        self.policy = policy
+        self.broken: str | None = None  # why the policy cannot infer even what it is warmed up with
+        self._check, self._present, self._costs = check, present, costs
+        self._failures = 0  # unforeseen ones in a row
+
+    def compute(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Return the outcome of each job, with ``timing.queue_ms`` in chunks. Jobs of a batch are of one kind."""
+        begun = time.perf_counter()
+        outcomes = self._batch(jobs) if len(jobs) > 1 else [self._alone(jobs[0])]
+        if self._costs is not None and all(isinstance(found, ActionChunk) for found in outcomes):
+            self._costs.learn(jobs[0].kind, len(jobs), time.perf_counter() - begun)
+        return [
+            replace(
+                found,
+                timing=replace(found.timing, queue_ms=1e3 * (begun - job.accepted - job.decode_s)),
+            )
+            if isinstance(found, ActionChunk)
+            else found
+            for job, found in zip(jobs, outcomes, strict=True)
+        ]
+
+    def _batch(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Compute several jobs at once. After a failure that nobody foresaw each is computed by itself, so that it is
+        answered to the one that caused it."""
+        found: list[Outcome]
+        policy: Any = self.policy
+        try:
+            found = policy.run_batch([job.prepared for job in jobs], cancel=Everyone(jobs))
+        except SinewError as error:
+            return [self._present(error) for _ in jobs]
+        except BaseException:
+            logger.warning("a batch of %d failed and is computed one by one", len(jobs), exc_info=True)
+            return [self._alone(job) for job in jobs]
+        self._failures, self.broken = 0, None
+        left = CancelledError("the request was cancelled")
+        return [
+            self._present(left) if job.cancel.is_set() else each
+            for job, each in zip(jobs, found, strict=True)
+        ]
+
+    def _alone(self, job: Job) -> Outcome:
+        try:
+            self._check(job)
+            return self._watched(job)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
+            return self._present(error)
+
+    def _watched(self, job: Job) -> ActionChunk:
+        """Counts the failures that nobody foresaw. A few in a row may be one client's doing, so the policy is then
+        tried on its own observation: what it says of that is the server's health."""
+        try:
+            chunk = self.policy.run(job.prepared, cancel=job.cancel)
+        except SinewError:
+            raise
+        except BaseException:
+            self._failures += 1
+            if self._failures >= FAILURES:
+                self._failures = 0
+                try:
+                    self.policy.warm_up()
+                    self.broken = None
+                except BaseException as error:  # noqa: BLE001 - told by health
+                    self.broken = (
+                        f"the policy fails ({type(error).__name__}); the server's log has the details"
+                    )
+            raise
+        self._failures, self.broken = 0, None
+        return chunk

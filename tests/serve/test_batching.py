@@ -1,0 +1,348 @@
+"""Which requests share an inference, and what each of them is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinew.core import ActionChunk, CancelledError, Observation, SinewError, Timing
+from sinew.serve.batching import Batcher, Costs
+from sinew.serve.request import Job, ShuttingDownError, SupersededError
+from sinew.serve.scheduler import Scheduler
+from tests.serve.puppet import FRAME, until
+
+
+def job(kind: object, deadline: float | None = None) -> Job:
+    made = Job(lambda check: None, lambda outcome: None, deadline=deadline)  # type: ignore[arg-type,return-value]
+    made.kind = kind
+    return made
+
+
+def costs(table: dict[int, float], kind: object = "a") -> Costs:
+    found = Costs()
+    for size, seconds in table.items():
+        found.learn(kind, size, seconds)
+    return found
+
+
+def batcher(table: dict[int, float], limit: int = 8) -> Batcher:
+    made = Batcher(limit)
+    made.costs = costs(table)
+    return made
+
+
+CHEAP = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 8: 1.7}
+
+
+def test_costs_are_learnt_and_guessed_with_care():
+    known = costs({1: 1.0, 4: 2.5})
+    assert known.seconds("a", 2) == pytest.approx(1.5)  # between two measured ones
+    assert known.seconds("a", 8) == pytest.approx(5.0)  # no cheaper than two batches of four
+    assert known.seconds("b", 1) is None
+    assert not known.measured("a", 2)
+    known.learn("a", 1, 2.0)
+    assert 1.0 < known.seconds("a", 1) < 1.5
+    assert known.surely("a", 1) > known.seconds("a", 1)
+    for number in range(1000):
+        known.learn(number, 1, 1.0)
+    assert known.seconds("a", 1) is None  # clients name kinds, so not all are remembered
+
+
+def test_what_waits_is_taken_together():
+    line = [job("a") for _ in range(5)]
+    assert batcher(CHEAP).members(line[0], line[1:], 0.0) == line
+    assert batcher(CHEAP, 3).members(line[0], line[1:], 0.0) == line[:3]
+
+
+def test_only_what_fits():
+    line = [job("a"), job("b"), job("a"), job(None)]
+    assert batcher(CHEAP).members(line[0], line[1:], 0.0) == [line[0], line[2]]
+    assert batcher(CHEAP).members(line[3], line[:3], 0.0) == [line[3]]
+
+
+def test_a_batch_that_makes_all_wait_longer_is_not_formed():
+    line = [job("a") for _ in range(4)]
+    dear = {n: 1.0 * n for n in range(1, 9)}
+    assert batcher(dear).members(line[0], line[1:], 0.0) == line[:1]
+
+
+def test_a_deadline_that_holds_alone_holds_in_the_batch():
+    tight, *others = [job("a", deadline=1.05), job("a"), job("a")]
+    assert batcher(CHEAP).members(tight, others, 0.0) == [tight]
+    lost = job("a", deadline=0.5)  # which nothing can hold
+    assert batcher(CHEAP).members(lost, others, 0.0) == [lost, *others]
+    waiting = job("b", deadline=2.05)  # it would begin after one inference, not after a batch
+    assert batcher(CHEAP).members(others[0], [waiting, others[1]], 0.0) == [others[0]]
+
+
+def test_sizes_that_nobody_measured_are_tried_where_deadlines_allow():
+    line = [job("a"), job("a", deadline=1.5), job("a")]
+    assert batcher({1: 1.0}).members(line[0], line[1:], 0.0) == line[:2]
+    tight = [job("a", deadline=1.5), job("a")]
+    assert batcher({1: 1.0}).members(tight[0], tight[1:], 0.0) == tight[:1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("aab"), st.one_of(st.none(), st.floats(0, 12))), min_size=1, max_size=8
+    ),
+    st.lists(st.floats(0.5, 3), min_size=8, max_size=8),
+)
+def test_no_deadline_breaks_that_would_have_held(wanted, table):
+    line = [job(kind, deadline) for kind, deadline in wanted]
+    times = dict(enumerate(np.maximum.accumulate(table).tolist(), 1))
+    made = batcher(times)
+    made.costs.learn("b", 1, 0.7)
+    cost = {"a": times[1], "b": 0.7}
+    kind = line[0].kind
+    chosen = made.members(line[0], line[1:], 0.0)
+    assert chosen[0] is line[0]
+    assert all(member.kind == kind for member in chosen)
+    ends, clock = {}, 0.0
+    for each in line:  # one after another
+        clock += cost[each.kind]
+        ends[id(each)] = clock
+    clock = times[len(chosen)] if kind == "a" and len(chosen) > 1 else cost[kind] * len(chosen)
+    after = {id(each): clock for each in chosen}
+    for each in line:
+        if id(each) not in after:
+            clock += cost[each.kind]
+            after[id(each)] = clock
+    for each in line:
+        if each.deadline is not None and ends[id(each)] <= each.deadline:
+            assert after[id(each)] <= each.deadline + 1e-9
+
+
+# ----------------------------------------------------------------------------- in the scheduler
+
+
+class Together:
+    """A policy whose kind of batch is the prompt's first letter, and whose inferences wait for ``open``."""
+
+    unbatched = ""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.batches: list[list[str]] = []
+
+    def warm_up(self) -> None: ...
+
+    def dummy_observation(self) -> Observation:
+        return Observation(images={"front": FRAME}, state=np.zeros(2), prompt="warm")
+
+    def prepare(self, observation: Observation) -> Observation:
+        return observation
+
+    def batch_key(self, prepared: Observation) -> str:
+        return prepared.prompt[0]
+
+    def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+        (found,) = self.run_batch([prepared], cancel=cancel)
+        if isinstance(found, SinewError):
+            raise found
+        return found
+
+    def run_batch(
+        self, members: list[Observation], *, cancel: threading.Event | None = None
+    ) -> list[ActionChunk | SinewError]:
+        prompts = [member.prompt for member in members]
+        if prompts[0] != "warm":
+            gate = self.open
+            self.entered.set()
+            while not gate.wait(0.002):
+                if cancel is not None and cancel.is_set():
+                    raise CancelledError("between two stages")
+            self.batches.append(prompts)
+        if "a bug" in prompts:
+            raise RuntimeError("secret detail")
+        actions = [np.full((3, 2), member.state[0], np.float32) for member in members]
+        return [
+            SinewError("a bad one") if prompt == "a bad" else ActionChunk(each, Timing(batch=len(members)))
+            for prompt, each in zip(prompts, actions, strict=True)
+        ]
+
+
+class Desk:
+    def __init__(self, max_batch: int | None = 8):
+        self.policy = Together()
+        self.scheduler = Scheduler(self.policy, max_batch=max_batch)
+        self.scheduler.start()
+        assert self.scheduler.batcher is not None
+        self.scheduler.batcher.limit = max_batch or 8  # whatever this machine measured
+        self.scheduler.batcher.costs.learn("a", 1, 1.0)
+        self.scheduler.batcher.costs.learn("a", 8, 1.1)
+        for size in range(2, 8):
+            self.scheduler.batcher.costs.learn("a", size, 1.05)
+        self.found: dict[str, ActionChunk | SinewError] = {}
+        self.number = 0
+
+    def ask(self, prompt: str, client: str, **options) -> Job:
+        """Ask as ``client``; the answer is found under the client's name, or prompt and client."""
+        self.number += 1
+        observation = Observation(images={"front": FRAME}, state=np.full(2, self.number), prompt=prompt)
+        name = f"{prompt} {client}"
+        return self.scheduler.submit(
+            lambda check: observation,
+            lambda outcome: self.found.__setitem__(name, outcome),
+            client=client,
+            **options,
+        )
+
+    def hold(self) -> None:
+        """Begin an inference behind which others queue."""
+        self.ask("z", "holder")
+        until(self.policy.entered.is_set)
+
+    def ready(self, count: int) -> None:
+        """Wait until so many requests are prepared."""
+        until(lambda: len(self.scheduler._ready.order()) == count)
+
+    def go(self, count: int) -> list[list[str]]:
+        """Let everything be computed; return the batches after the first inference."""
+        self.policy.open.set()
+        until(lambda: len(self.found) == count)
+        return self.policy.batches[1:]
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.policy.open.set()
+    made.scheduler.stop()
+    assert made.scheduler.join(60)
+
+
+def test_waiting_requests_share_an_inference(desk):
+    desk.hold()
+    for number in range(4):
+        desk.ask("a go", f"robot {number}")
+    desk.ask("b other", "robot 9")
+    desk.ready(5)
+    assert desk.go(6) == [["a go"] * 4, ["b other"]]
+    for number in range(4):
+        chunk = desk.found[f"a go robot {number}"]
+        assert (chunk.actions[0, 0], chunk.timing.batch) == (number + 2, 4)
+        assert chunk.timing.queue_ms > 0
+    stats = desk.scheduler.stats()
+    assert (stats["served"], stats["batches"], stats["running"]) == (6, 3, False)
+
+
+def test_the_error_of_one_is_answered_to_it_alone(desk):
+    desk.hold()
+    for number, prompt in enumerate(("a go", "a bad", "a go")):
+        desk.ask(prompt, f"robot {number}")
+    desk.ready(3)
+    desk.go(4)
+    assert str(desk.found["a bad robot 1"]) == "a bad one"
+    assert all(isinstance(desk.found[f"a go robot {n}"], ActionChunk) for n in (0, 2))
+
+
+def test_a_failure_that_nobody_foresaw_is_found_one_by_one(desk):
+    desk.hold()
+    for number, prompt in enumerate(("a go", "a bug", "a go")):
+        desk.ask(prompt, f"robot {number}")
+    desk.ready(3)
+    assert desk.go(4) == [["a go", "a bug", "a go"], ["a go"], ["a bug"], ["a go"]]
+    error = desk.found["a bug robot 1"]
+    assert isinstance(error, SinewError)
+    assert "secret" not in str(error)
+    assert all(isinstance(desk.found[f"a go robot {n}"], ActionChunk) for n in (0, 2))
+
+
+def test_a_client_that_leaves_harms_no_other(desk):
+    desk.hold()
+    jobs = [desk.ask("a go", f"robot {number}") for number in range(3)]
+    desk.ready(3)
+    desk.policy.entered.clear()
+    hold, desk.policy.open = desk.policy.open, threading.Event()
+    hold.set()
+    until(desk.policy.entered.is_set)  # the batch has begun
+    desk.scheduler.cancel(jobs[1])
+    desk.go(4)
+    assert desk.found["a go robot 1"].code == "cancelled"
+    assert all(isinstance(desk.found[f"a go robot {n}"], ActionChunk) for n in (0, 2))
+
+
+def test_a_batch_that_everybody_left_ends(desk):
+    desk.hold()
+    jobs = [desk.ask("a go", f"robot {number}") for number in range(2)]
+    desk.ready(2)
+    desk.policy.entered.clear()
+    hold, desk.policy.open = desk.policy.open, threading.Event()
+    hold.set()
+    until(desk.policy.entered.is_set)
+    for each in jobs:
+        desk.scheduler.cancel(each)
+    until(lambda: len(desk.found) == 3)  # though the inference is held
+    assert {desk.found[f"a go robot {n}"].code for n in (0, 1)} == {"cancelled"}
+
+
+def test_stopping_answers_all_members(desk):
+    desk.hold()
+    for number in range(3):
+        desk.ask("a go", f"robot {number}")
+    desk.ready(3)
+    desk.policy.entered.clear()
+    hold, desk.policy.open = desk.policy.open, threading.Event()
+    hold.set()
+    until(desk.policy.entered.is_set)
+    desk.scheduler.stop()
+    until(lambda: len(desk.found) == 4)
+    assert {type(desk.found[f"a go robot {n}"]) for n in range(3)} == {ShuttingDownError}
+
+
+def test_who_floods_gets_no_second_place_before_the_others(desk):
+    desk.scheduler.batcher.limit = 4
+    desk.hold()
+    for prompt in ("a first", "a second"):
+        desk.ask(prompt, "flooder")
+    for number in range(3):
+        desk.ask("a go", f"robot {number}")
+    desk.ready(5)
+    first, second = desk.go(6)
+    assert sorted(first) == ["a first", "a go", "a go", "a go"]
+    assert second == ["a second"]
+
+
+def test_the_newest_of_a_session_is_computed(desk):
+    desk.hold()
+    desk.ask("a old", "robot", session="s")
+    desk.ask("a new", "robot", session="s")
+    desk.ask("a go", "other")
+    desk.ready(2)
+    assert desk.go(4) == [["a new", "a go"]]
+    assert isinstance(desk.found["a old robot"], SupersededError)
+
+
+def test_auto_measures_and_says_what_it_found():
+    made = Desk(max_batch=None)
+    try:
+        told = made.scheduler.batcher.describe()
+        assert "measured 1: " in told["max_batch_reason"]
+    finally:
+        made.scheduler.stop()
+        assert made.scheduler.join(60)
+
+
+def test_a_policy_without_batches():
+    class Single(Together):
+        unbatched = "expected another engine, got this one"
+
+    for asked, says in ((None, ""), (4, "--max-batch 4: expected another engine, got this one")):
+        scheduler = Scheduler(Single(), max_batch=asked)
+        if says:
+            with pytest.raises(SinewError, match=says):
+                scheduler.start()
+        else:
+            scheduler.start()
+            assert scheduler.batcher.describe() == {"max_batch": 1, "max_batch_reason": Single.unbatched}
+        scheduler.stop()
+        assert scheduler.join(60)
