@@ -82,7 +82,7 @@ class Metrics:
             (
                 "sinew_inferences",
                 "Inferences since the start; each answers one request or more",
-                lambda: stats()["batches"],
+                lambda: stats().get("batches", 0),
             ),
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
