@@ -15,6 +15,7 @@ from sinew.bundle.schema import from_builtins
 from sinew.core import DTYPES, BundleError, SinewError, dtype_word
 from sinew.engine.base import Options
 from sinew.engine.cpu import extension
+from sinew.engine.cpu.compile import compile_between
 from sinew.engine.eager import EagerEngine
 from sinew.engine.lowbit import KEPT, check_codes, place, stored_recipe, widen
 from sinew.engine.plan import Plan
@@ -56,7 +57,8 @@ def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
     where = _device(options)
     kernels = extension()
     model = load_model(bundle, where, options.dtype, lowbit=True)
-    engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, ON_CPU), where)
+    plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
+    engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where)
     engine.recipe = stored_recipe(bundle, model)
     bundle.release(engine.model.parameters())
     log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)

@@ -21,13 +21,19 @@ SOURCES = Path(__file__).parent / "csrc"
 NAME = "lowbit.so"
 # Sums are rounded as the twin rounds them: nothing may be contracted to a fused multiply-add.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
+FUSED = "-ffp-contract=fast"  # but what stands between products promises no bit
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+EVERYWHERE = ("portable", "between_portable", "dispatch", "product", "between")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
+        "between_avx2": ("-mavx2", "-mfma", FUSED),
+        "between_avx512": (*AVX512, FUSED),
         "x86_avx2": ("-mavx2",),
         "x86_avxvnni": ("-mavx2", "-mavxvnni"),
-        "x86_avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+        "x86_avx512vnni": (*AVX512, "-mavx512vnni"),
     },
     "aarch64": {
+        "between_neon": ("-march=armv8.2-a", FUSED),
         "arm_dotprod": ("-march=armv8.2-a+dotprod",),
         "arm_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
     },
@@ -89,20 +95,22 @@ def compile_into(
     folder: Path, compiler: str, sets: dict[str, tuple[str, ...]], extra: tuple[str, ...] = ()
 ) -> tuple[list[Path], list[str]]:
     """Write object files to ``folder``; return them and the instruction sets that the compiler refused."""
-    objects, left_out, here = [], [], []
-    for name, flags in {"portable": (), **sets}.items():
+    objects: list[Path] = []
+    left_out: list[str] = []
+    here: list[str] = []
+    needed: dict[str, tuple[str, ...]] = dict.fromkeys(EVERYWHERE, ())
+    for name, flags in {**sets, **needed}.items():
         made = folder / f"{name}.o"
         try:
-            _run(compiler, *FLAGS, *flags, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made))
+            _run(compiler, *FLAGS, *flags, *here, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(made))
         except subprocess.CalledProcessError:
-            if name == "portable":
+            if name in needed:
                 raise
             left_out.append(name)
             continue
         objects.append(made)
-        here.append(f"-DLOWBIT_{name}")
-    objects.append(folder / "product.o")
-    _run(compiler, *FLAGS, *here, *extra, "-c", str(SOURCES / "product.cpp"), "-o", str(objects[-1]))
+        if name in sets:
+            here.append(f"-DLOWBIT_{name}")  # what dispatch.cpp may name
     return objects, left_out
 
 

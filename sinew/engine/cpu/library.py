@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from sinew.bundle.quant import FORMATS, pack_ternary
+from sinew.engine.cpu import between as floats
+from sinew.engine.cpu.between import TWINS, Between
 from sinew.engine.cpu.build import build
 from sinew.layers import lowbit
 
@@ -35,6 +37,7 @@ class Extension:
     reason: str
     available: tuple[str, ...] = ()
     multiply: Callable[..., Tensor] = lowbit.twin
+    between: Between = TWINS
 
     @property
     def compiled(self) -> bool:
@@ -47,6 +50,7 @@ def extension() -> Extension:
     """Return what this machine has, compiled, loaded, checked and installed behind the operator on the first call."""
     found = _load(os.environ.get(SWITCH, ""))
     lowbit.install(found.multiply)
+    floats.install(found.between)
     if not found.compiled:
         log.warning("low-bit products are computed by PyTorch, slowly: %s", found.reason)
     return found
@@ -67,15 +71,16 @@ def _load(wish: str) -> Extension:
         return Extension("twin", f"{SWITCH}={wish}: this CPU has {', '.join(names)}", names)
     index = names.index(wish) if wish else 0
     multiply = partial(_multiply, library, index)
-    if wrong := differs(multiply):
+    between = Between.compiled(library, index)
+    if wrong := differs(multiply) or floats.differs(between):
         return Extension(
             "twin", f"{names[index]} kernels of {built.path} differ from the twin in {wrong}", names
         )
-    return Extension(names[index], built.reason, names, multiply)
+    return Extension(names[index], built.reason, names, multiply, between)
 
 
 def load(path: str) -> Any:
-    """Return the C library with its two functions declared."""
+    """Return the C library with its functions declared."""
     library = ctypes.CDLL(path)
     library.lowbit_kernels.restype = ctypes.c_char_p
     library.lowbit_kernels.argtypes = [ctypes.c_int]
@@ -87,6 +92,9 @@ def load(path: str) -> Any:
         *(pointer, integer),  # scale, how many
         *(pointer, ctypes.c_float, pointer, ctypes.c_int),  # bias, smallest, y, threads
     ]
+    library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 6, ctypes.c_float, ctypes.c_int]
+    library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
+    library.lowbit_silu_times.argtypes = [ctypes.c_int, pointer, pointer, integer, ctypes.c_int]
     return library
 
 

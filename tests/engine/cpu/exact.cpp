@@ -1,4 +1,4 @@
-// Every kernel of this CPU against plain loops, bit by bit: a program of its own, so that it also runs under an emulator
+// Every kernel of this CPU against plain loops, products bit by bit, attention and activations to rounding: a program of its own, so that it also runs under an emulator
 // of another CPU and under the sanitizers (tests/engine/cpu builds it). Arguments: cases, seed.
 #include <cmath>
 #include <cstdint>
@@ -14,6 +14,10 @@ extern "C" const char* lowbit_kernels(int index);
 extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, const uint8_t* weights,
                                int64_t channels, const float* scale, int64_t scales, const float* bias, float smallest,
                                float* y, int threads);
+extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const uint8_t* mask, float* out,
+                             const int64_t* sizes, float scale, int threads);
+extern "C" int lowbit_gelu(int kernels, float* x, int64_t count, int threads);
+extern "C" int lowbit_silu_times(int kernels, float* gate, const float* up, int64_t count, int threads);
 
 using namespace lowbit;
 static std::mt19937_64 random_bits;
@@ -140,6 +144,70 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
   return true;
 }
 
+// Attention over tensors that end where their last row does, and activations of any length, against double.
+static bool check_between(int kernels) {
+  const int64_t batch = 1 + below(2), queries = 1 + below(30), keys = 1 + below(60), key_heads = 1 + below(2);
+  const int64_t heads = key_heads * (1 + below(3)), size = 1 + below(70), threads = 1 + below(3);
+  const bool masked = below(2);
+  const auto random_floats = [](int64_t n, float scale) {
+    std::vector<float> made(n);
+    for (float& value : made) value = scale * (below(1 << 24) / float(1 << 23) - 1);
+    return made;
+  };
+  const std::vector<float> q = random_floats(batch * queries * heads * size, 4);
+  const std::vector<float> k = random_floats(batch * keys * key_heads * size, 2);
+  const std::vector<float> v = random_floats(batch * keys * key_heads * size, 1);
+  std::vector<uint8_t> mask(batch * queries * keys);
+  for (uint8_t& seen : mask) seen = below(2);
+  std::vector<float> out(batch * queries * heads * size);
+  const float scale = 1 / std::sqrt(float(size));
+  const int64_t q_row = heads * size, k_row = key_heads * size;
+  const int64_t sizes[12] = {batch,           queries, keys,         heads, key_heads,    size,
+                             queries * q_row, q_row,   keys * k_row, k_row, keys * k_row, k_row};
+  if (lowbit_attend(kernels, q.data(), k.data(), v.data(), masked ? mask.data() : nullptr, out.data(), sizes, scale,
+                    threads) != 0)
+    return false;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < queries; ++i)
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t shared = h / (heads / key_heads);
+        std::vector<double> scores(keys), wanted(size);
+        double top = -1e300, sum = 0;
+        for (int64_t j = 0; j < keys; ++j) {
+          double score = 0;
+          for (int64_t d = 0; d < size; ++d)
+            score += double(q[((b * queries + i) * heads + h) * size + d]) * k[((b * keys + j) * key_heads + shared) * size + d];
+          scores[j] = masked && !mask[(b * queries + i) * keys + j] ? -3.4028234663852886e38 : score * scale;
+          top = std::fmax(top, scores[j]);
+        }
+        for (double& score : scores) sum += score = std::exp(score - top);
+        for (int64_t d = 0; d < size; ++d) {
+          for (int64_t j = 0; j < keys; ++j) wanted[d] += scores[j] / sum * v[((b * keys + j) * key_heads + shared) * size + d];
+          const double got = out[((b * queries + i) * heads + h) * size + d];
+          if (!(std::fabs(got - wanted[d]) < 1e-5)) {
+            std::printf("%s attention: expected %g, got %g\n", lowbit_kernels(kernels), wanted[d], got);
+            return false;
+          }
+        }
+      }
+  const int64_t n = below(100);
+  const std::vector<float> x = random_floats(n, 12), up = random_floats(n, 2);
+  std::vector<float> activated = x, gated = x;
+  if (lowbit_gelu(kernels, activated.data(), n, threads) != 0 ||
+      lowbit_silu_times(kernels, gated.data(), up.data(), n, threads) != 0)
+    return false;
+  for (int64_t i = 0; i < n; ++i) {
+    const double w = x[i], u = std::sqrt(2 / M_PI) * (w + 0.044715 * w * w * w);
+    const double gelu = w / (1 + std::exp(-2 * u)), silu = w / (1 + std::exp(-w)) * up[i];
+    if (!(std::fabs(activated[i] - gelu) <= 5e-7 * std::fabs(w)) ||
+        !(std::fabs(gated[i] - silu) <= 5e-7 * std::fabs(w * up[i]))) {
+      std::printf("%s activation of %g: %g %g\n", lowbit_kernels(kernels), w, activated[i], gated[i]);
+      return false;
+    }
+  }
+  return true;
+}
+
 int main(int count, char** arguments) {
   const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
   random_bits.seed(count > 2 ? std::atoi(arguments[2]) : 1);
@@ -150,6 +218,7 @@ int main(int count, char** arguments) {
       if (TRAITS[format].group) k = round_up(k, 32);
       if (!check(kernels, format, 1 + below(large ? 30 : 14), k, 1 + below(large ? 80 : 40), extreme, 1 + below(3)))
         return 1;
+      if (!check_between(kernels)) return 1;
     }
     std::printf("%s: %d cases exact\n", lowbit_kernels(kernels), cases);
   }

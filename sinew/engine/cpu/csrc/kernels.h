@@ -70,11 +70,49 @@ constexpr int64_t row_bytes(int format, int64_t k) {
   return format == TERNARY ? round_up(k, 64) / 4 : format == INT8 ? k : k / 32 * (format == Q8_0 ? 34 : 18);
 }
 
+// Attention of float32 tensors whose heads lie side by side in a row: q [batch, queries, heads, size], k and v
+// [batch, keys, key_heads, size], out [batch, queries, heads, size], which is dense; the others have strides, in values.
+struct Attention {
+  const float *q, *k, *v;
+  const uint8_t* mask;  // [batch, queries, keys], 1 where a query sees a key; or null
+  float* out;
+  int64_t batch, queries, keys, heads, key_heads, size;
+  int64_t q_batch, q_row, k_batch, k_row, v_batch, v_row;
+  float scale;
+};
+
+// What stands between products (floats.h).
+struct Between {
+  int rows;  // of a tile of attention
+  void (*attend)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
+  void (*gelu)(float* x, int64_t count);
+  void (*silu_times)(float* gate, const float* up, int64_t count);
+};
+
+// Bytes that one call of `attend` works in: keys, values, and a tile of scores, queries and results.
+constexpr int64_t attend_bytes(const Attention& a, int rows) {
+  const int64_t padded = round_up(a.keys, CHANNELS), width = round_up(a.size, CHANNELS);
+  return 4 * (2 * padded * width + rows * (padded + 2 * width));
+}
+
+// One instruction set, as dispatch.cpp chooses it.
+struct Set {
+  const Kernels* products;
+  const Between* between;
+  bool here;
+};
+
+const Set* set_here(int index);  // the index-th that this CPU has, best first; null behind the last
+
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avxvnni_kernels();
 const Kernels* avx512vnni_kernels();
 const Kernels* neon_dotprod_kernels();
 const Kernels* neon_i8mm_kernels();
+const Between* portable_between();
+const Between* avx2_between();
+const Between* avx512_between();
+const Between* neon_between();
 
 }  // namespace lowbit

@@ -1,82 +1,10 @@
 // The product of a layer, and the C interface that sinew/engine/cpu/library.py calls.
-#include <cstdlib>
-#include <new>
-
+#include "buffer.h"
 #include "kernels.h"
 #include "pool.h"
 
-#if defined(__aarch64__) && defined(__linux__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-#endif
-
 namespace lowbit {
 namespace {
-
-// Memory that a thread keeps from call to call.
-class Buffer {
- public:
-  ~Buffer() { std::free(at_); }
-  void* get(size_t bytes) {
-    if (bytes > size_) {
-      std::free(at_);
-      size_ = 0;
-      at_ = std::aligned_alloc(64, round_up(bytes, 64));
-      if (at_ == nullptr) throw std::bad_alloc();
-      size_ = bytes;
-    }
-    return at_;
-  }
-
- private:
-  void* at_ = nullptr;
-  size_t size_ = 0;
-};
-
-struct Available {
-  const Kernels* kernels;
-  bool here;
-};
-
-// Best first.
-#if defined(__x86_64__)
-const Available ALL[] = {
-#ifdef LOWBIT_x86_avx512vnni
-    {avx512vnni_kernels(), __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw")},
-#endif
-#ifdef LOWBIT_x86_avxvnni
-    {avxvnni_kernels(), __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2")},
-#endif
-#ifdef LOWBIT_x86_avx2
-    {avx2_kernels(), __builtin_cpu_supports("avx2") != 0},
-#endif
-    {portable_kernels(), true},
-};
-#elif defined(__aarch64__)
-#if defined(__linux__)
-const bool DOTPROD = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-const bool I8MM = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
-#else  // Apple: every M1 has dot products
-const bool DOTPROD = true, I8MM = false;
-#endif
-const Available ALL[] = {
-#ifdef LOWBIT_arm_i8mm
-    {neon_i8mm_kernels(), I8MM},
-#endif
-#ifdef LOWBIT_arm_dotprod
-    {neon_dotprod_kernels(), DOTPROD},
-#endif
-    {portable_kernels(), true},
-};
-#else
-const Available ALL[] = {{portable_kernels(), true}};
-#endif
-
-const Kernels* here(int index) {
-  for (const Available& each : ALL)
-    if (each.here && index-- == 0) return each.kernels;
-  return nullptr;
-}
 
 constexpr int PANELS = 4;                    // that a task multiplies, at most: rows stay in the first cache meanwhile
 constexpr int64_t PANELS_BYTES = 256 << 10;  // half of a second cache of 512 KiB
@@ -196,14 +124,7 @@ void multiply(Call& c, int threads) {
 }  // namespace
 }  // namespace lowbit
 
-#define PUBLIC __attribute__((visibility("default")))
 extern "C" {
-
-// Name of the index-th set of kernels that this CPU can run, best first; null behind the last.
-PUBLIC const char* lowbit_kernels(int index) {
-  const lowbit::Kernels* kernels = lowbit::here(index);
-  return kernels == nullptr ? nullptr : kernels->name;
-}
 
 // y [rows, channels] = x [rows, k] times the stored weights, plus bias [channels] unless that is null. All row-major and
 // dense; float32 except the weights. Returns 0, 1 for arguments that make no sense, 2 when memory is short.
@@ -211,14 +132,14 @@ PUBLIC int lowbit_multiply(int kernels, int format, const float* x, int64_t rows
                            int64_t channels, const float* scale, int64_t scales, const float* bias, float smallest,
                            float* y, int threads) {
   using namespace lowbit;
-  const Kernels* chosen = here(kernels);
+  const Set* chosen = set_here(kernels);
   const bool scaled = format == TERNARY || format == INT8;
   if (chosen == nullptr || format < 0 || format >= FORMATS || rows < 0 || k < 1 || k > (1 << 16) || channels < 0 ||
       threads < 1 || !(smallest > 0) || (!scaled && k % 32 != 0) || (scaled && scales != 1 && scales != channels))
     return 1;
   if (rows == 0 || channels == 0) return 0;
   Call call = {};
-  call.kernels = chosen;
+  call.kernels = chosen->products;
   call.weights = {weights, scale, scales, channels, k, format};
   call.x = x;
   call.bias = bias;

@@ -1,0 +1,63 @@
+// Which instruction sets this CPU has.
+#include "buffer.h"
+#include "kernels.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace lowbit {
+namespace {
+
+// Best first. A set is there where the compiler knew both of its files.
+#if defined(__x86_64__)
+const Set ALL[] = {
+#if defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_between_avx512)
+    {avx512vnni_kernels(), avx512_between(),
+     __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw")},
+#endif
+#if defined(LOWBIT_x86_avxvnni) && defined(LOWBIT_between_avx2)
+    {avxvnni_kernels(), avx2_between(),
+     __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+#endif
+#if defined(LOWBIT_x86_avx2) && defined(LOWBIT_between_avx2)
+    {avx2_kernels(), avx2_between(), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+#endif
+    {portable_kernels(), portable_between(), true},
+};
+#elif defined(__aarch64__)
+#if defined(__linux__)
+const bool DOTPROD = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+const bool I8MM = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+#else  // Apple: every M1 has dot products
+const bool DOTPROD = true, I8MM = false;
+#endif
+const Set ALL[] = {
+#if defined(LOWBIT_arm_i8mm) && defined(LOWBIT_between_neon)
+    {neon_i8mm_kernels(), neon_between(), I8MM},
+#endif
+#if defined(LOWBIT_arm_dotprod) && defined(LOWBIT_between_neon)
+    {neon_dotprod_kernels(), neon_between(), DOTPROD},
+#endif
+    {portable_kernels(), portable_between(), true},
+};
+#else
+const Set ALL[] = {{portable_kernels(), portable_between(), true}};
+#endif
+
+}  // namespace
+
+const Set* set_here(int index) {
+  for (const Set& each : ALL)
+    if (each.here && index-- == 0) return &each;
+  return nullptr;
+}
+
+}  // namespace lowbit
+
+// Name of the index-th set of kernels that this CPU can run, best first; null behind the last.
+extern "C" PUBLIC const char* lowbit_kernels(int index) {
+  const lowbit::Set* set = lowbit::set_here(index);
+  return set == nullptr ? nullptr : set->products->name;
+}
