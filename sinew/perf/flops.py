@@ -34,11 +34,13 @@ FUSED_ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
 )
 
-PRODUCTS: dict[str, Count] = {  # by ATen's names
+PRODUCTS: dict[str, Count] = {  # by ATen's names, and our own
     "mm": lambda args, _: _mm(args[0], args[1]),
     "addmm": lambda args, _: _mm(args[1], args[2]),
     "bmm": lambda args, _: _bmm(args[0], args[1]),
     "baddbmm": lambda args, _: _bmm(args[1], args[2]),
+    # [M, K] by rows of N channels in few bits; the precision is that of its activations
+    "lowbit_linear": lambda args, _: 2 * args[0].numel() * args[1].shape[0],
     "mv": lambda args, _: 2 * args[0].numel(),
     "convolution": lambda args, out: _convolution(out, args[1]),
     **dict.fromkeys(FUSED_ATTENTION, lambda args, _: _attention(*args[:3])),

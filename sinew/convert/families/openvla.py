@@ -115,6 +115,11 @@ def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
     path, options = checkpoint.path, checkpoint.options
     action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
     adapter = "action_queries.weight" in checkpoint.tensors
+    if not adapter and checkpoint["text_config"].get("model_type") == "qwen2":
+        raise ConvertError(
+            f"{path}: config.json names VLA-Adapter's Qwen2, and 'action_queries.weight' is missing: these are another"
+            " policy's weights"
+        )
     parallel = decodes_in_parallel(checkpoint, bool(action), bool(state), adapter)
     action_dim, state_dim = sizes(checkpoint, action, state)
     robot = robot_of(path, options, action_dim, state_dim, bool(action) or parallel)
