@@ -18,7 +18,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 CLIENTS := .venv-clients
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz test test-kernels test-all lint format bench gpu env clients clean
+.PHONY: help demo demo-full eval soak fuzz test test-kernels test-all lint format bench gpu env clients roles clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ clients: $(READY) ## LeRobot's own client, for the conformance test of its wire 
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r packages/clients.txt
 	$(BIN)/python -c '$(SITE)' > "$$($(CLIENTS)/bin/python -c '$(SITE)')/sinew.pth"
+
+roles: $(READY) ## wheels into empty environments, one per role, and the README's commands in them (minutes, 2 GB)
+	$(BIN)/python -m tests.roles
 
 $(READY): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

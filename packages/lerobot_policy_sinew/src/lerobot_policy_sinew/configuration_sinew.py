@@ -1,0 +1,59 @@
+"""The flags ``--policy.*`` of the type ``sinew``."""
+
+from dataclasses import dataclass, field
+
+from lerobot.configs.policies import PreTrainedConfig
+
+
+@PreTrainedConfig.register_subclass("sinew")
+@dataclass
+class SinewConfig(PreTrainedConfig):
+    """Where actions come from: ``address`` of a server, or ``bundle`` in this process.
+
+    cameras: LeRobot's camera -> the policy's, for those whose names differ. n_action_steps: rows of a chunk that are
+    executed before the next one is asked for; 0: all. seed: of the first chunk's noise, counted on from there;
+    negative: the policy draws it. timeout: seconds to wait for an answer. engine, compute: of a bundle, as
+    ``sinew.load`` has them.
+    """
+
+    address: str = ""
+    bundle: str = ""
+    engine: str = "auto"
+    compute: str = "auto"
+    cameras: dict[str, str] = field(default_factory=dict)
+    n_action_steps: int = 0
+    seed: int = -1
+    timeout: float = 10.0
+    device: str = "cpu"  # where LeRobot's own tensors are; what computes is elsewhere
+    push_to_hub: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if bool(self.address) == bool(self.bundle):
+            raise ValueError(
+                "policy: expected --policy.address=tcp://HOST:PORT of a Sinew server, or --policy.bundle=FILE, got "
+                + ("both" if self.address else "neither")
+            )
+        if self.n_action_steps < 0:
+            raise ValueError(f"policy.n_action_steps: expected 0 or more, got {self.n_action_steps}")
+
+    @property
+    def observation_delta_indices(self):
+        return None
+
+    @property
+    def action_delta_indices(self):
+        return None
+
+    @property
+    def reward_delta_indices(self):
+        return None
+
+    def get_optimizer_preset(self):
+        raise NotImplementedError("a policy of type sinew is served, not trained")
+
+    def get_scheduler_preset(self):
+        return None
+
+    def validate_features(self):
+        """Leave it to the policy, which knows its cameras and joints and names what does not fit."""

@@ -1,0 +1,107 @@
+"""``--env.type=sinew``: the simulated tasks of sinew-vla for LeRobot's evaluation."""
+
+from dataclasses import dataclass, field
+
+import gymnasium
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.envs.configs import EnvConfig
+from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
+
+NAMES = ("Blocks-v0", "BlocksShove-v0", "Pen-v0")
+
+
+@EnvConfig.register_subclass("sinew")
+@dataclass
+class SinewEnvConfig(EnvConfig):
+    """task: Blocks-v0, BlocksShove-v0 or Pen-v0. Features are those of the environment."""
+
+    task: str = "Blocks-v0"
+    fps: int = 20
+    features: dict[str, PolicyFeature] = field(default_factory=dict)
+    features_map: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.task not in NAMES:
+            raise ValueError(f"env.task: expected one of {', '.join(NAMES)}, got {self.task!r}")
+        env = Task(self.task)
+        self.fps = int(env.metadata["render_fps"])
+        pixels, state = env.observation_space["pixels"], env.observation_space["agent_pos"]
+        self.features = {ACTION: PolicyFeature(type=FeatureType.ACTION, shape=env.action_space.shape)}
+        self.features["agent_pos"] = PolicyFeature(type=FeatureType.STATE, shape=state.shape)
+        self.features_map = {ACTION: ACTION, "agent_pos": OBS_STATE}
+        for camera, box in pixels.items():
+            self.features[f"pixels/{camera}"] = PolicyFeature(type=FeatureType.VISUAL, shape=box.shape)
+            self.features_map[f"pixels/{camera}"] = f"{OBS_IMAGES}.{camera}"
+        env.close()
+
+    @property
+    def package_name(self):
+        return __name__
+
+    @property
+    def gym_id(self):
+        return f"lerobot_policy_sinew/{self.task}"
+
+    @property
+    def gym_kwargs(self):
+        return {}
+
+
+class Task(gymnasium.Env):
+    """A task of Sinew under the names that LeRobot's evaluation looks for.
+
+    LeRobot reads ``task_description`` and ``_max_episode_steps`` of the environment itself, so no wrapper of
+    gymnasium may stand before them: episodes end here.
+    """
+
+    def __init__(self, name: str, render_mode: str = "rgb_array"):
+        import sinew.sim  # noqa: F401 - registers the tasks
+
+        self._env = gymnasium.make(f"sinew/{name}", render_mode=render_mode)
+        self._max_episode_steps = self._env.spec.max_episode_steps
+        self.metadata, self.render_mode = self._env.metadata, render_mode
+        inner = self._env.observation_space
+        self.observation_space = gymnasium.spaces.Dict(
+            {"pixels": inner["images"], "agent_pos": inner["state"]}
+        )
+        self.action_space = self._env.action_space
+
+    @property
+    def task_description(self):
+        """The instruction of this episode."""
+        return self._env.unwrapped.task_description
+
+    @property
+    def task(self):
+        """The instruction of this episode."""
+        return self.task_description
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        observation, info = self._env.reset(seed=seed, options=options)
+        return self._seen(observation), {**info, "is_success": False}
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        info = {**info, "is_success": bool(info.get("is_success", terminated))}
+        return self._seen(observation), reward, terminated, truncated, info
+
+    def render(self):
+        return self._env.render()
+
+    def close(self):
+        self._env.close()
+
+    @staticmethod
+    def _seen(observation):
+        return {"pixels": observation["images"], "agent_pos": observation["state"]}
+
+
+for _name in NAMES:
+    gymnasium.register(
+        f"lerobot_policy_sinew/{_name}",
+        entry_point=f"{__name__}:Task",
+        kwargs={"name": _name},
+        order_enforce=False,
+        disable_env_checker=True,
+    )

@@ -1,0 +1,158 @@
+"""The policy: LeRobot's batches to Sinew's observations, chunks to actions."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
+
+from lerobot_policy_sinew.configuration_sinew import SinewConfig
+
+
+class Remote:
+    """Asks a server. spec: what it says about its policy."""
+
+    def __init__(self, config: SinewConfig):
+        from sinew_client import Client
+
+        self._client = Client(
+            config.address, timeout=config.timeout, api_key=os.environ.get("SINEW_API_KEY", "")
+        )
+        self.spec: Mapping[str, Any] = self._client.metadata()["policy"]
+
+    def infer(self, observation: dict[str, Any]) -> np.ndarray:
+        return self._client.infer(observation).actions
+
+    def reset(self, session: str) -> None:
+        self._client.reset(session)
+
+
+class Local:
+    """Computes in this process. spec: as a server would say it."""
+
+    def __init__(self, config: SinewConfig):
+        try:
+            import sinew
+        except ImportError as error:
+            raise ImportError(
+                f"--policy.bundle needs the package sinew-vla, and its import failed: {error}"
+            ) from error
+        self._policy = sinew.load(config.bundle, engine=config.engine, device=config.compute)
+        self.spec: Mapping[str, Any] = self._policy.spec.to_dict()
+
+    def infer(self, observation: dict[str, Any]) -> np.ndarray:
+        return self._policy.infer(observation).actions
+
+    def reset(self, session: str) -> None:
+        forget = getattr(self._policy, "reset", None)
+        if forget is not None:
+            forget(session)
+
+
+class SinewPolicy(PreTrainedPolicy):
+    """Actions of a Sinew policy under LeRobot's interface."""
+
+    config_class = SinewConfig
+    name = "sinew"
+
+    def __init__(self, config: SinewConfig, dataset_stats=None, dataset_meta=None):
+        super().__init__(config)
+        self.backend = Remote(config) if config.address else Local(config)
+        spec = self.backend.spec
+        dim = int(spec["action"]["dim"])
+        wanted = (config.output_features or {}).get(ACTION)
+        if wanted is not None and tuple(wanted.shape) != (dim,):
+            raise ValueError(
+                f"action: expected {wanted.shape} as the robot or environment takes it, got [{dim}] of {spec['name']}"
+            )
+        known = [camera["name"] for camera in spec["cameras"]]
+        strange = [camera for camera in config.cameras.values() if camera not in known]
+        if strange:
+            raise ValueError(
+                f"policy.cameras: expected cameras of {spec['name']}: {known}, got {strange[0]!r}"
+            )
+        self._queue: deque = deque()
+        self._asked = 0
+        self._sessions = 0
+        self.register_buffer("_anchor", torch.zeros(()), persistent=False)  # LeRobot asks where a policy is
+
+    def reset(self) -> None:
+        """Begin new episodes."""
+        self._queue.clear()
+        for index in range(self._sessions):
+            self.backend.reset(self._session(index))
+        self._sessions = 0
+
+    @torch.no_grad()
+    def predict_action_chunk(self, batch: dict[str, Any], noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the chunks for a batch of observations, float32 [B, H, action_dim] in world units.
+
+        batch: ``observation.images.CAMERA`` float in [0, 1] or uint8 [B, 3, height, width], ``observation.state``
+        [B, D], ``task``: instructions. noise: float [B, H, noise_dim].
+        """
+        if OBS_STATE not in batch:
+            raise ValueError(f"{OBS_STATE}: expected a tensor [B, D], got nothing")
+        states = batch[OBS_STATE].detach().cpu().numpy()
+        frames = {self._camera(key): _frames(key, value) for key, value in batch.items() if _is_image(key)}
+        tasks = batch.get("task") or ""
+        tasks = [tasks] * len(states) if isinstance(tasks, str) else list(tasks)
+        self._sessions = max(self._sessions, len(states))
+        chunks = []
+        for index, state in enumerate(states):
+            observation = {
+                "images": {camera: pixels[index] for camera, pixels in frames.items()},
+                "state": state,
+                "prompt": tasks[index],
+                "session": self._session(index),
+            }
+            if noise is not None:
+                observation["noise"] = noise[index].detach().cpu().numpy()
+            elif self.config.seed >= 0:
+                observation["seed"] = self.config.seed + self._asked
+            self._asked += 1
+            chunks.append(self.backend.infer(observation))
+        return torch.from_numpy(np.stack(chunks)).to(batch[OBS_STATE].device)
+
+    @torch.no_grad()
+    def select_action(self, batch: dict[str, Any], noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the next row of the running chunks, [B, action_dim]; ask for new ones when they are used up."""
+        if not self._queue:
+            chunks = self.predict_action_chunk(batch, noise)
+            rows = self.config.n_action_steps or chunks.shape[1]
+            self._queue.extend(chunks[:, :rows].unbind(1))
+        return self._queue.popleft()
+
+    def forward(self, batch):
+        raise NotImplementedError("a policy of type sinew is served, not trained")
+
+    def get_optim_params(self):
+        raise NotImplementedError("a policy of type sinew is served, not trained")
+
+    @staticmethod
+    def _session(index: int) -> str:
+        return f"lerobot-{os.getpid()}-{index}"
+
+    def _camera(self, key: str) -> str:
+        name = (
+            key[len(OBS_IMAGES) + 1 :] if key.startswith(OBS_IMAGES) else key[len(OBS_IMAGE) + 1 :] or "image"
+        )
+        return self.config.cameras.get(name, name)
+
+
+def _is_image(key: str) -> bool:
+    return key.startswith((f"{OBS_IMAGES}.", f"{OBS_IMAGE}.")) or key == OBS_IMAGE
+
+
+def _frames(key: str, value: torch.Tensor) -> np.ndarray:
+    """uint8 [B, height, width, 3]. LeRobot divides camera frames by 255; rounding gives them back exactly."""
+    if value.ndim != 4 or value.shape[1] != 3:
+        raise ValueError(f"{key}: expected [B, 3, height, width], got {list(value.shape)}")
+    if value.is_floating_point():
+        value = (value * 255).round().clamp(0, 255).to(torch.uint8)
+    return value.permute(0, 2, 3, 1).contiguous().cpu().numpy()
