@@ -184,6 +184,9 @@ class PolicySpec:
     n_action_steps: int = 0  # rows that upstream executes before it infers again; 0 where it does not say
     noise_rows: int = 0  # where the solver integrates more rows than the chunk has; 0: as many
     solver: Solver = FLOW
+    committed_rows: int = (
+        0  # most rows of a running chunk that the head was trained to continue; 0: it was not
+    )
 
     @property
     def noise_shape(self) -> tuple[int, int]:
@@ -216,7 +219,9 @@ class Observation:
               belongs to this frame; rows past R are not guided.
     delay:    rows that will have been executed when the answer arrives; they are kept as they are.
     horizon:  rows that will be executed before the next request; the guidance ends at min(H - horizon, R).
-    rtc:      one of :data:`RTC`; "guided" where ``previous`` is given. schedule: one of :data:`SCHEDULES`; "exp".
+    rtc:      one of :data:`RTC`; where ``previous`` is given, "trained" for a policy that was trained to continue
+              committed rows (it reads ``previous`` and ``delay`` alone), else "guided".
+    schedule: one of :data:`SCHEDULES`; "exp".
     beta:     the largest weight of the guidance; 5.
     """
 

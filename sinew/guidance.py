@@ -1,7 +1,8 @@
 """Real-time chunking: a solution that continues the chunk that is being executed.
 
 Black, Galliker and Levine 2025 (arXiv 2506.07339), algorithm 1 and equations 2 to 5; the variant without the Jacobian
-is LeRobot's; the ramp is Isaac-GR00T's. Written for any direction of time: with tau from 0 (noise) to 1 (actions),
+is LeRobot's; the ramp is Isaac-GR00T's; committed rows are Black, Ren, Equi and Levine 2025 (arXiv 2512.05964), for
+policies that were trained on them. Written for any direction of time: with tau from 0 (noise) to 1 (actions),
 tau = (t - start) / (end - start), and what a head gives is d x / d t.
 """
 
@@ -35,6 +36,8 @@ class Inpainting:
     jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
     """
 
+    committed = None
+
     def __init__(self, solver: Solver, target: Tensor, weights: Tensor, beta: float, jacobian: bool = True):
         self.solver, self.target, self.weights, self.beta = solver, target, weights, beta
         self.jacobian = jacobian
@@ -56,10 +59,13 @@ class Inpainting:
 
 
 class Ramp:
-    """Multiplies the velocity of every number by ``strength`` [B, H, A]: frozen rows stay, the next ones move less."""
+    """Multiplies the velocity of every number by ``strength`` [B, H, A]: frozen rows stay, the next ones move less.
 
-    def __init__(self, strength: Tensor):
-        self.strength = strength
+    committed: bool [B, H] where the head is told that the frozen rows are actions already, as it was in training.
+    """
+
+    def __init__(self, strength: Tensor, committed: Tensor | None = None):
+        self.strength, self.committed = strength, committed
 
     def __call__(self, act: Callable[[Tensor], Tensor], x: Tensor, step: Step) -> Tensor:
         return act(x) * self.strength
@@ -74,12 +80,12 @@ def guide(
     """
     kind, beta = wanted[0].kind, wanted[0].beta
     weights = torch.from_numpy(np.stack([each.weights for each in wanted])).to(device)
-    if kind == "ramp":
+    if kind in ("ramp", "trained"):
         started = noise.copy()
         for row, each in zip(started, wanted, strict=True):
             known = each.weights[: each.overlap] < 1.0
             row[: each.overlap][known] = each.target[: each.overlap][known]
-        return Ramp(weights), started
+        return Ramp(weights, (weights == 0).all(-1) if kind == "trained" else None), started
     target = torch.from_numpy(np.stack([each.target for each in wanted])).to(device)
     guided: Any = Inpainting(solver, target, weights, beta, kind == "guided")
     return guided, noise

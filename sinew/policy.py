@@ -97,6 +97,11 @@ class Policy:
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
         self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
         self.engine: Any = OFFERS[self.engine_name].open(bundle, self.choice.options)
+        model = getattr(self.engine, "model", None)
+        if self.spec.committed_rows and model is not None and not model.times_per_row:
+            raise BundleError(
+                f"spec.committed_rows: expected 0 for {self.spec.architecture}, whose head takes one time for all rows"
+            )
         self.device = self.engine.device
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None and hasattr(self.engine, "settle_threads")

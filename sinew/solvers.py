@@ -98,7 +98,12 @@ class Guidance(Protocol):
     ``act`` is the head at this step (its moment and context are bound), so ``torch.func.vjp(act, x)`` is the
     vector-Jacobian product that real-time chunking needs. An engine that is given a guidance runs without inference
     mode, whose tensors autograd refuses.
+
+    committed: bool [B, H], the rows whose time is the solver's end from the first step on, None for no such rows: an
+    engine gives the head a time per row.
     """
+
+    committed: Any
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...
 

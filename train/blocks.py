@@ -59,7 +59,7 @@ class BlocksTask:
         second = np.stack(
             [rng.integers(n, size=second_rows) for n in (len(COLORS), len(SIDES), len(PHRASINGS))], 1
         )
-        tokens, mask = self._instructions(np.concatenate([goals, second]), rng)
+        tokens, mask = self.instructions(np.concatenate([goals, second]), rng)
         both = np.concatenate([np.arange(rows), np.arange(second_rows)])
         return Batch(
             pixels=to_pixels(sample["images"]),
@@ -74,7 +74,7 @@ class BlocksTask:
             spots=torch.from_numpy(spots(sample["blocks"], sample["state"])),
         )
 
-    def _instructions(self, goals: np.ndarray, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def instructions(self, goals: np.ndarray, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """goals: int [B, 3], color, side, phrasing. In a third of the rows some words that name neither
         colour nor side become the unknown word, so that the policy does not lean on them."""
         tokens, mask = encode(

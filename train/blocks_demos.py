@@ -52,7 +52,7 @@ def record_episode(env: BlocksEnv, writer: ShardWriter, seed: int) -> None:
     for step in range(STEPS):
         changed = False
         if step in plan.switches:
-            env.switch_instruction(*_other_goal(env, rng), phrasing=int(rng.integers(len(PHRASINGS))))
+            env.switch_instruction(*other_goal(env, rng), phrasing=int(rng.integers(len(PHRASINGS))))
             changed = True
         if step in plan.shoves:
             env.shove(rng)
@@ -78,7 +78,7 @@ def record_episode(env: BlocksEnv, writer: ShardWriter, seed: int) -> None:
     writer.end_run()
 
 
-def _other_goal(env: BlocksEnv, rng: np.random.Generator) -> tuple[str, str]:
+def other_goal(env: BlocksEnv, rng: np.random.Generator) -> tuple[str, str]:
     goals = [(c, s) for c in COLORS for s in SIDES if f"{c}/{s}" != env.task]
     return goals[rng.integers(len(goals))]
 

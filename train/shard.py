@@ -63,6 +63,7 @@ class Shard:
             self._fields = {key: stored[key] for key in stored.files}
         shape = tuple(int(n) for n in self._fields.pop("image_shape"))
         self.run_end, self.run_done = self._fields.pop("run_end"), self._fields.pop("run_done")
+        self.episode = self._fields["episode"]
         self.images = np.memmap(folder / "images.bin", dtype=np.uint8, mode="r").reshape(-1, *shape)
 
     def __len__(self) -> int:

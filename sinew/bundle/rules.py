@@ -119,6 +119,8 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
         ),
         "spec.noise_dim: expected 0 where the solver starts from zeros, else the padded action dim": spec.noise_dim
         == (0 if spec.solver.noise == "zeros" else manifest.processing.padded_action_dim),
+        "spec.committed_rows: expected fewer than chunk_size, and solver euler": spec.committed_rows == 0
+        or (0 < spec.committed_rows < spec.chunk_size and spec.solver.kind == "euler"),
         "spec.n_action_steps: expected at most chunk_size": 0 <= spec.n_action_steps <= spec.chunk_size,
         f"spec.control_hz: expected actions per second, above 0 and at most {MAX_HZ:g}": spec.control_hz
         is None

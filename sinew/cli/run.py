@@ -92,6 +92,10 @@ def run(
             policy, unguided, connect = _connection(target, runs)
             if handover.partition(":")[0] == "rtc" and unguided:
                 raise SinewError(f"--handover rtc: {unguided}")
+            if handover == "rtc:trained" and not policy.get("committed_rows"):
+                raise SinewError(
+                    "--handover rtc:trained: this policy was not trained to continue committed rows"
+                )
             machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)

@@ -49,6 +49,9 @@ class Setting:
 
 
 IGNORE_SETTING = Setting(str, "keys of config.json to leave aside, separated by commas")
+COMMITTED_ROWS_SETTING = Setting(
+    int, "most rows of a running chunk that the head was trained to continue (training-time RTC)", 0, 10_000
+)
 SOLVER_STEPS_SETTING = Setting(int, "solver steps of a request that does not say how many", 1, 100)
 
 

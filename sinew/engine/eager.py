@@ -112,7 +112,7 @@ class EagerEngine:
                 lambda x, moment: model.act(x, moment, context),
                 torch.from_numpy(noise).to(self.device),
                 model.solver.steps(steps),
-                self.moments(steps),
+                self.moments(steps, guidance),
                 lambda: step_ms.append(clock.lap()),
                 guidance,
             )
@@ -139,9 +139,9 @@ class EagerEngine:
             found.head.append(as_array(last[0]))
             return found
 
-    def moments(self, steps: int) -> Iterable[torch.Tensor]:
-        """Return what each step takes from the time."""
-        return self.model.moments(steps)
+    def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[torch.Tensor]:
+        """Return what each step takes from the time, or from the times of its rows."""
+        return self.model.moments(steps, guidance.committed if guidance else None)
 
 
 class _StageClock:

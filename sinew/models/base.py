@@ -33,6 +33,7 @@ class Model(nn.Module):
         reference keeps them so.
     components: top-level module -> component of a precision recipe; modules that are not there belong to the head.
     solver: the family's own; a loaded model has its bundle's.
+    times_per_row: ``moment`` also takes times [B, H], and ``act`` its result: rows of a chunk at times of their own.
     """
 
     config_type: ClassVar[type]
@@ -43,6 +44,7 @@ class Model(nn.Module):
         "language": "language",
     }
     solver: Solver = FLOW
+    times_per_row: ClassVar[bool] = False
     config: Any
 
     @property
@@ -129,11 +131,20 @@ class Model(nn.Module):
     def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
         """Return the head's output, float32 [B, H, A], for x float32 [B, H, A]; its meaning is the solver's."""
 
-    def moments(self, steps: int) -> Iterator[Tensor]:
-        """Yield the moment of each step of a solution, each [1, ...], computed when it is asked for."""
+    def moments(self, steps: int, committed: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield the moment of each step of a solution, each [1, ...], computed when it is asked for.
+
+        committed: bool [B, H], the rows that are actions already, at the solver's end; their moments are [B, ...].
+        """
         device = next(self.parameters()).device
         for time in self.solver.times(steps):
-            yield self.moment(torch.full((1,), time, dtype=torch.float64, device=device))
+            if committed is None:
+                t = torch.full((1,), time, dtype=torch.float64, device=device)
+            else:
+                t = torch.where(
+                    committed, self.solver.end, torch.tensor(time, dtype=torch.float64, device=device)
+                )
+            yield self.moment(t)
 
 
 class Regression(Model):

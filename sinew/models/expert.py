@@ -76,6 +76,7 @@ class ExpertModel(Model):
         "action_time_mlp_in",
         "action_time_mlp_out",
     )
+    times_per_row = True
     vision: VisionTransformer
     expert: Any  # layers: Sequence of decoder layers; norm; dtype
     state_proj: Linear

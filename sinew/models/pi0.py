@@ -108,10 +108,12 @@ class PI0(ExpertModel):
     def prefix_depth(self) -> int:
         return len(self.expert.layers)
 
-    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C], pi0.5: [B, norms, 3C]
+    def moment(
+        self, t: Tensor
+    ) -> Tensor:  # [B] -> [B, C], pi0.5: [B, norms, 3C]; [B, H] -> [B, H, C], [B, norms, H, 3C]
         return self.embed_time(t)
 
-    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+    def embed_time(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
         width = self.config.expert.hidden_size
         return time_embedding(t, width, self.config.min_period, self.config.max_period)
 
@@ -162,11 +164,14 @@ class PI05(PI0):
     def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
         return self.action_in_proj(x)
 
-    def condition(self, t: Tensor) -> Tensor:  # [B] -> [B, C]
+    def condition(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
         return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.embed_time(t)))))
 
     def moment(self, t: Tensor) -> Tensor:
-        """The modulation of every norm, in the order in which they run: [B] -> [B, 2 * layers + 1, 3C]."""
+        """Return the modulation of every norm, in the order in which they run.
+
+        t [B] -> [B, 2 * layers + 1, 3C]; t [B, H] -> [B, 2 * layers + 1, H, 3C].
+        """
         condition = self.condition(t)
         norms = [norm for layer in self.expert.layers for norm in (layer.input_norm, layer.post_norm)]
         return torch.stack([norm.dense(condition) for norm in (*norms, self.expert.norm)], dim=1)

@@ -19,10 +19,10 @@ MAX_BETA = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """kind: "guided", "no-jacobian" or "ramp". target: float32 [rows, A] in model units.
+    """kind: "guided", "no-jacobian", "ramp" or "trained". target: float32 [rows, A] in model units.
 
-    weights: float32 [rows, A]; how strongly each number is pulled to the target, or for "ramp" how much of its
-    velocity it gets. overlap: rows that "ramp" starts from the target.
+    weights: float32 [rows, A]; how strongly each number is pulled to the target, or for "ramp" and "trained" how much
+    of its velocity it gets. overlap: rows that these two start from the target.
     """
 
     kind: str
@@ -72,10 +72,26 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
         or not 0 <= beta <= MAX_BETA
     ):
         raise ObservationError("beta", f"a number from 0 to {MAX_BETA:g}", repr(beta))
-    if observation.rtc == "trained":
+    if kind_of(observation, spec) == "trained":
+        _check_trained(observation, spec)
+
+
+def kind_of(observation: Observation, spec: PolicySpec) -> str:
+    """Return how ``previous`` is continued: as the observation says, else as the policy was trained."""
+    return observation.rtc or ("trained" if spec.committed_rows else "guided")
+
+
+def _check_trained(observation: Observation, spec: PolicySpec) -> None:
+    if not spec.committed_rows:
         raise ObservationError(
             "rtc", "guided, no-jacobian or ramp; this checkpoint was not trained on committed rows", "trained"
         )
+    for name in ("schedule", "beta"):
+        if (value := getattr(observation, name)) is not None:
+            raise ObservationError(name, "none beside rtc trained, which has nothing to weigh", repr(value))
+    if (delay := int(observation.delay or 0)) > spec.committed_rows:
+        expected = f"at most the {spec.committed_rows} rows that this checkpoint was trained to continue"
+        raise ObservationError("delay", expected, str(delay))
 
 
 def continuation(
@@ -91,7 +107,7 @@ def continuation(
     normalizer: of actions. steps: the recipe's changes of units after it, which are turned back here. state: the
     stepped state. width: of the model's action rows.
     """
-    kind = observation.rtc or "guided"
+    kind = kind_of(observation, spec)
     beta = BETA if observation.beta is None else float(observation.beta)
     if observation.previous is None or (beta == 0.0 and kind != "ramp"):
         return None
@@ -100,6 +116,11 @@ def continuation(
     end = min(spec.chunk_size - int(observation.horizon or 0), len(given))
     if kind == "ramp":
         per_row, free = ramp_strength(rows, delay, end), 1.0
+    elif kind == "trained":
+        end = min(delay, len(given))
+        if end == 0:
+            return None
+        per_row, free = (np.arange(rows) >= end).astype(np.float32), 1.0
     else:
         per_row, free = guidance_weights(rows, delay, end, observation.schedule or "exp"), 0.0
         if not per_row.any():
@@ -111,6 +132,8 @@ def continuation(
     target[: len(known), : normalizer.width] = known
     weights = np.full((rows, width), free, np.float32)
     weights[:, : normalizer.width] = per_row[:, None]
+    if kind == "trained":
+        weights[:end] = 0.0  # columns that pad the rows are part of what the head was trained to continue
     return Continuation(kind, target, weights, max(0, end), beta)
 
 

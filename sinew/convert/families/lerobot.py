@@ -298,6 +298,14 @@ class LeRobotCheckpoint:
             )
         return value
 
+    def committed_rows(self, chunk_size: int) -> int:
+        """Return the most rows of a running chunk that training put in front of a chunk; 0 where it did not.
+
+        LeRobot's ``rtc_training_max_delay``; ``--set committed_rows=N`` says it for files without that key.
+        """
+        asked = self.options.setting("committed_rows", self.config.get("rtc_training_max_delay", 0))
+        return self.size("rtc_training_max_delay", asked, low=0, high=chunk_size - 1)
+
     # ------------------------------------------------------------------ statistics
 
     def _mode(self, feature: str, kind: str) -> Any:

@@ -16,7 +16,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
 from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
 from sinew.convert.names import rename
-from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import ConvertError, PolicySpec
@@ -94,7 +94,7 @@ PI05 = Schema(
         "memory_frames",
         "memory_stride",
         "memory_temporal_attention_every",
-        "rtc_training_max_delay",  # of prefixes in training; a chunk without one is computed as ever
+        "rtc_training_max_delay",  # read by committed_rows
     ),
     steps={
         "relative_actions_processor": RELATIVE,
@@ -152,7 +152,11 @@ DEAD = (
 
 NAMES = ("pi0", "pi05")
 OPTIONS = ("tokenizer", "arch", "stats", "dataset")
-SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
+SETTINGS = {
+    "solver_steps": SOLVER_STEPS_SETTING,
+    "committed_rows": COMMITTED_ROWS_SETTING,
+    "ignore": IGNORE_SETTING,
+}
 
 
 def recognises(path: Path) -> bool:
@@ -192,6 +196,7 @@ def read(path: Path, options: Options) -> Conversion:
             max_prompt_tokens=checkpoint.max_tokens,
             control_hz=checkpoint.control_hz,
             n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
+            committed_rows=checkpoint.committed_rows(config.chunk_size),
         ),
         processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout),
         tokenizer=tokenizer.text,

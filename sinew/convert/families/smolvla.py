@@ -15,7 +15,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
 from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
 from sinew.convert.names import rename
-from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
@@ -61,7 +61,11 @@ def bundle_name(upstream: str) -> str:
 NAMES = ("smolvla",)
 OPTIONS = ("vlm", "tokenizer", "arch", "stats", "dataset")
 OURS = ("state_in_head", "rolling")  # options of our own training (train/egg.py); absent upstream
-SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
+SETTINGS = {
+    "solver_steps": SOLVER_STEPS_SETTING,
+    "committed_rows": COMMITTED_ROWS_SETTING,
+    "ignore": IGNORE_SETTING,
+}
 SCHEMA = Schema(
     defaults={  # LeRobot's configuration_smolvla.py, unchanged from its first version to 0.6
         "chunk_size": 50,
@@ -86,7 +90,7 @@ SCHEMA = Schema(
         "max_period": 4.0,
     },
     fixed={"n_obs_steps": 1, "adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
-    unread=("load_vlm_weights", *OURS),
+    unread=("load_vlm_weights", "rtc_training_max_delay", *OURS),  # the second: read by committed_rows
     steps={
         "smolvla_new_line_processor": Step({}, required=True),
         "tokenizer_processor": TOKENIZER,
@@ -225,6 +229,7 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: O
         resizes_frames=resizes,
         control_hz=checkpoint.control_hz,
         n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
+        committed_rows=checkpoint.committed_rows(config.chunk_size),
     )
 
 

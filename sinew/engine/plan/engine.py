@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sinew.engine.eager import EagerEngine
 from sinew.engine.plan import REWRITES, Plan
+from sinew.solvers import Guidance
 
 # The rewrites that pay under PyTorch on a CPU. Folding copies most weights out of the file for nothing that
 # the clock shows, and two products that are halves of one run faster apart (docs/plan.md has the numbers).
@@ -20,5 +21,7 @@ class PlannedEngine(EagerEngine):
         super().__init__(plan.model, device)
         self.plan = plan
 
-    def moments(self, steps: int) -> Iterable[Tensor]:
+    def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
+        if guidance is not None and guidance.committed is not None:
+            return self.plan.model.moments(steps, guidance.committed)
         return self.plan.schedule(steps)

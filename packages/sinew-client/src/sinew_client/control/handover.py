@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Any, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from sinew_client.control.blend import AGGREGATES, ENSEMBLE_DECAY, SCHEDULES, en
 from sinew_client.control.trajectory import Node, Trajectory
 
 METHODS = ("freeze", "naive", "aligned", "ensemble", "aggregate", "rtc")
-GUIDANCE = ("guided", "no-jacobian", "ramp", "trained")
+GUIDANCE = ("", "guided", "no-jacobian", "ramp", "trained")  # "": as the policy was trained, else guided
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Handover:
     method: str = "aligned"
     mix: str = "weighted_average"  # aggregate
     decay: float = ENSEMBLE_DECAY  # ensemble
-    guidance: str = "guided"  # rtc
+    guidance: str = ""  # rtc
     schedule: str = "exp"  # rtc
     beta: float = 5.0  # rtc
 
@@ -67,6 +67,15 @@ class Handover:
     def timed(self) -> bool:
         """Return True if rows belong to the time of their frame and not to that of their arrival."""
         return self.method not in ("freeze", "naive")
+
+    @property
+    def continuation(self) -> dict[str, Any]:
+        """Return the fields of a request that say how the running chunk is to be continued."""
+        if not self.guidance:
+            return {}
+        if self.guidance == "trained":  # which has nothing to weigh
+            return {"rtc": self.guidance}
+        return {"rtc": self.guidance, "schedule": self.schedule, "beta": self.beta}
 
     def merge(self, running: Trajectory, chunks: Sequence[Placed], step: int) -> list[Node]:
         """Return the rows from ``step`` on. chunks: those that are known, the newest last."""

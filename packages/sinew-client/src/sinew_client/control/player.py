@@ -82,9 +82,7 @@ class Player:
                     delay=delay,
                     # The guidance ends at H - horizon, and must not end before the last row that is executed.
                     horizon=max(0, min(max(self.rule.horizon(self.size), delay), self.size - delay)),
-                    rtc=self.handover.guidance,
-                    schedule=self.handover.schedule,
-                    beta=self.handover.beta,
+                    **self.handover.continuation,
                 )
         self.request, self._asked, self._again = Request(step, frame, state, fields), step, False
         return self.request
