@@ -36,8 +36,6 @@ class Inpainting:
     jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
     """
 
-    committed = None
-
     def __init__(self, solver: Solver, target: Tensor, weights: Tensor, beta: float, jacobian: bool = True):
         self.solver, self.target, self.weights, self.beta = solver, target, weights, beta
         self.jacobian = jacobian

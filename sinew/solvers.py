@@ -99,11 +99,9 @@ class Guidance(Protocol):
     vector-Jacobian product that real-time chunking needs. An engine that is given a guidance runs without inference
     mode, whose tensors autograd refuses.
 
-    committed: bool [B, H], the rows whose time is the solver's end from the first step on, None for no such rows: an
-    engine gives the head a time per row.
+    A guidance may have an attribute ``committed``, bool [B, H]: the rows whose time is the solver's end from the first
+    step on. An engine then gives the head a time per row.
     """
-
-    committed: Any
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...
 

@@ -141,7 +141,7 @@ class EagerEngine:
 
     def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[torch.Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""
-        return self.model.moments(steps, guidance.committed if guidance else None)
+        return self.model.moments(steps, getattr(guidance, "committed", None))
 
 
 class _StageClock:

@@ -149,6 +149,15 @@ def test_costs_and_trace(model):
 # ----------------------------------------------------------------------------- ONNX Runtime
 
 
+# An export each: the two that are least alike stand for the others.
+@pytest.mark.parametrize(
+    "model",
+    [
+        name if name in ("two towers", "every field") else pytest.param(name, marks=pytest.mark.slow)
+        for name in KINDS
+    ],
+    indirect=True,
+)
 def test_onnx_runtime(model, tmp_path: Path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -25,7 +25,10 @@ from sinew.solvers import FLOW
 from tests.golden import Golden, assert_parity
 
 BOUND = 1e-4  # of the action scale
-CASES = ["smolvla-2cam", pytest.param("pi0-2cam", marks=pytest.mark.slow), "pi05-2cam"]
+CASES = [
+    "smolvla-2cam",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("pi0-2cam", "pi05-2cam")),
+]
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -950,7 +950,9 @@ def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number)
     ("change", "text"),
     [
         (("--policy_type=smolvla", "--policy_type=act"), "policy_type: expected 'smolvla'"),
-        (("camera1:", "front:"), "expected cameras camera1, camera2"),
+        pytest.param(
+            ("camera1:", "front:"), "expected cameras camera1, camera2", marks=pytest.mark.slow
+        ),  # LeRobot's client takes its time
     ],
 )
 def test_the_real_robot_client_is_told_why_not(server, tmp_path, change, text, command_of_server):

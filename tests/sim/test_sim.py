@@ -81,7 +81,7 @@ def test_observation_is_the_runtimes_own(name):
 
 def test_blocks_expert_succeeds():
     env = make("sinew/Blocks-v0")
-    assert sum(play_blocks(env, seed)["is_success"] for seed in range(100)) >= 99
+    assert sum(play_blocks(env, seed)["is_success"] for seed in range(40)) >= 39
 
 
 def test_shove_is_recovered_from():
