@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument("--limit", type=int, help="control steps of an episode (else 400, pen 120)")
     parser.add_argument("--width", type=int, default=25, help="episodes beside each other")
+    parser.add_argument("--bundle", type=Path, help="another policy of the task; its points have a file of their own")
     parser.add_argument("--engine", default="plan")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--clock", action="store_true", help="in real time through a server's socket")
@@ -219,7 +220,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{arguments.task}{'-clock' * arguments.clock}.json"
+    other = f"-with-{arguments.bundle.stem}" if arguments.bundle else ""
+    path = arguments.out / f"{arguments.task}{other}{'-clock' * arguments.clock}.json"
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     if arguments.render:
         print(table(points))
@@ -227,7 +229,7 @@ def main() -> None:
         return
     task = dict(TASKS[arguments.task])
     task["limit"] = arguments.limit or task["limit"]
-    bundle = ASSETS / task["bundle"]
+    bundle = arguments.bundle or ASSETS / task["bundle"]
     with ExitStack() as stack:
         policy: SideBySide | Late
         if arguments.clock:
