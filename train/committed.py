@@ -161,13 +161,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--start", type=Path, default=ASSETS / "blocks.gguf", help="the bundle to go on from")
     parser.add_argument("--out", type=Path, default=Path("runs/blocks-rtc"))
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     demos = args.out / "demos"
     if not (demos / "frames.npz").exists():
         record_shard(demos, FIRST_EPISODE, args.episodes)
-    policy = load(ASSETS / "blocks.gguf", engine="eager")
+    policy = load(args.start, engine="eager")
     samples = Samples(demos, statistics_of(policy))
     train(policy, samples, args.out, args.cpu_seconds, args.rows, args.draws, args.learning_rate)
 
