@@ -93,6 +93,10 @@ def test_a_chunk_continues_committed_rows_as_the_paper_says(
     assert float(np.abs(got - expected).max()) < 1e-5
     np.testing.assert_allclose(got[:delay], previous[:delay], atol=1e-5)
     assert float(np.abs(plan.infer(asked).actions - got).max()) < 1e-4
+    other = ask(eager, previous=previous, delay=1, solver_steps=steps, seed=4)
+    together = eager.run_batch([eager.prepare(asked), eager.prepare(other)])
+    for found, alone in zip(together, (asked, other), strict=True):
+        assert float(np.abs(found.actions - eager.infer(alone).actions).max()) < 1e-5
     plain = ask(eager, previous=previous, delay=0, solver_steps=steps)
     assert np.array_equal(eager.infer(plain).actions, eager.infer(ask(eager, solver_steps=steps)).actions)
     assert not np.array_equal(eager.infer(plain).actions[delay:], got[delay:])
