@@ -209,7 +209,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument("--limit", type=int, help="control steps of an episode (else 400, pen 120)")
     parser.add_argument("--width", type=int, default=25, help="episodes beside each other")
-    parser.add_argument("--bundle", type=Path, help="another policy of the task; its points have a file of their own")
+    parser.add_argument(
+        "--bundle", type=Path, help="another policy of the task; its points have a file of their own"
+    )
     parser.add_argument("--engine", default="plan")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--clock", action="store_true", help="in real time through a server's socket")
