@@ -62,15 +62,18 @@ def convert(checkpoint: Path, bundle: Path) -> dict:
     return {"without_imports_s": round(time.perf_counter() - start, 1)}
 
 
-def infer(bundle: Path, dtype: str, runs: int) -> dict:
+def infer(bundle: Path, dtype: str, runs: int, engine: str = "eager") -> dict:
     import sinew
 
     start = time.perf_counter()
-    policy = sinew.load(bundle, "cpu", dtype, "eager")
+    policy = sinew.load(bundle, "cpu", dtype, engine)
     load_s = time.perf_counter() - start
     chunks = [policy.warm_up() for _ in range(runs)]
     return {
         "load_s": round(load_s, 2),
+        "precision": policy.precision_text,
+        "reason": policy.dtype_reason,
+        "threads": policy.threads,
         "weights_mib": policy.weights_nbytes >> 20,
         "first_ms": round(chunks[0].timing.total_ms),
         "later_ms": [round(chunk.timing.total_ms) for chunk in chunks[1:]],
@@ -81,13 +84,22 @@ def infer(bundle: Path, dtype: str, runs: int) -> dict:
     }
 
 
-def main(out: Path, /, *, architecture: Architecture = "pi0", dtype: str = "native", runs: int = 2) -> None:
+def main(
+    out: Path,
+    /,
+    *,
+    architecture: Architecture = "pi0",
+    dtype: str = "native",
+    engine: str = "eager",
+    runs: int = 2,
+) -> None:
     checkpoint, bundle = out / architecture, out / f"{architecture}.gguf"
-    results = {"architecture": architecture, "dtype": dtype}
-    if not (checkpoint / "model.safetensors").exists():
-        results["write"] = phase(write_pi_checkpoint, checkpoint, architecture)
-    results["convert"] = phase(convert, checkpoint, bundle)
-    results["infer"] = phase(infer, bundle, dtype, runs)
+    results: dict = {"architecture": architecture, "dtype": dtype, "engine": engine}
+    if not bundle.exists():
+        if not (checkpoint / "model.safetensors").exists():
+            results["write"] = phase(write_pi_checkpoint, checkpoint, architecture)
+        results["convert"] = phase(convert, checkpoint, bundle)
+    results["infer"] = phase(infer, bundle, dtype, runs, engine)
     print(json.dumps(results))
 
 

@@ -13,6 +13,10 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SYS = Path("/sys")
+HALF_UNITS = {
+    "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
+    "fp16": ("amx_fp16", "avx512_fp16", "asimdhp"),
+}  # flags of the Linux kernel
 WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # how OpenMP threads wait
 
 
@@ -143,10 +147,10 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def bfloat16_units() -> str | None:
-    """The instruction set that multiplies bfloat16 in hardware, or None."""
+def half_units(dtype: str) -> str | None:
+    """Return the instruction set that multiplies ``dtype`` ("bf16" or "fp16") in hardware, or None."""
     flags = cpu_flags()
-    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)
+    return next((name for name in HALF_UNITS[dtype] if name in flags), None)
 
 
 def may_have_cuda() -> bool:

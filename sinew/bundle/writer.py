@@ -147,6 +147,12 @@ def _write_header(
             writer.add_uint32(key, value)
         else:
             writer.add_string(key, value)
+    finish_header(writer, tensors)
+    return path.stat().st_size
+
+
+def finish_header(writer: GGUFWriter, tensors: Iterable[TensorSource]) -> None:
+    """Write the key-value pairs that ``writer`` holds and the infos of ``tensors``, and close the file."""
     for tensor in tensors:
         # The dtype argument only matters when raw_dtype is absent.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, tensor.type)
@@ -154,7 +160,6 @@ def _write_header(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    return path.stat().st_size
 
 
 def _pad(out: BinaryIO) -> None:

@@ -218,11 +218,11 @@ def simd() -> Check:
     import torch
 
     level = torch.backends.cpu.get_cpu_capability()
-    unit = machine.bfloat16_units()
+    unit = machine.half_units("bf16")
     advice = (
         f"bf16 in hardware ({unit}): --dtype bf16 is worth a `sinew bench`"
         if unit
-        else "no bf16 in hardware: keep --dtype fp32, half precision would be several times slower"
+        else "no bf16 in hardware: --dtype bf16 saves memory alone, its weights become fp32 as they are multiplied"
     )
     return Check("simd", "ok", f"{machine.cpu_model()}, torch uses {level}; {advice}")
 

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
-from sinew.bundle.writer import FileSlice, Progress, TensorSource
+from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.vlacpp import read
 from sinew.convert.families.vlacpp_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
@@ -192,12 +192,7 @@ def _write(path: Path, manifest: Manifest, tensors: list[TensorSource], progress
             writer.add_string(key, value)
         else:
             writer.add_float32(key, value)
-    for tensor in tensors:
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, tensor.type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
+    finish_header(writer, tensors)
     with open(path, "ab") as file:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))

@@ -1,4 +1,4 @@
-"""What every engine says of itself before it is opened. Needs no torch: a robot with graphs alone has none.
+"""The engines, and what each of them answers before it is opened. Needs no torch: a robot with graphs alone has none.
 
 An :class:`Offer` answers four questions by name of what is wrong: is the engine installed, does it fit the device,
 does it follow the bundle's recipe, is it proved for the bundle. :mod:`sinew.engine.choose` asks them.
@@ -25,9 +25,11 @@ TESTED = frozenset({"smolvla", "pi0", "pi05"})  # architectures with golden test
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What an engine is opened with. ``dtype``: fp32, bf16, fp16 or native. ``recipe``: whether to follow the bundle's.
+    """The options that an engine is opened with.
 
-    ``graphs``: the folder of an export; None for a bundle with weights.
+    ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
+    ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
+    weights stay while products are float32 (:func:`sinew.engine.storage.half_storage`), else empty.
     """
 
     device: str = "cpu"
@@ -36,6 +38,7 @@ class Options:
     providers: tuple[str, ...] = ()
     graphs: Path | None = None
     recipe: bool = True
+    storage: str = ""
 
 
 class Offer:

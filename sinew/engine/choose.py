@@ -1,4 +1,4 @@
-"""Which engine, device and precision run a bundle, and why. Imports torch only to ask it for a GPU."""
+"""Choose the engine, device and precision of a bundle, with reasons. Imports torch only to ask it for a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, dtype_word
 from sinew.engine.base import ENGINES, OFFERS, Offer, Options, followers, installed, recipe
 from sinew.engine.onnx.cache import cache_folder
+from sinew.engine.storage import half_storage, upcast_text
 
 ASKED = "asked for"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What will run a bundle. ``ignored``: the part of the bundle's recipe that was given up, on request."""
+    """The engine, device and precision that will run a bundle, with reasons.
+
+    ``ignored``: the part of the bundle's recipe that was given up, on request.
+    """
 
     engine: str
     engine_reason: str
@@ -30,12 +34,13 @@ class Choice:
 
     @property
     def precision_text(self) -> str:
-        """The precision of each component before anything is loaded, for reports."""
+        """Return the precision of each component before anything is loaded, for reports."""
+        wide = upcast_text(self.options.storage) if self.options.storage else self.options.dtype
         if self.ignored:
-            return f"{self.options.dtype} (the bundle's recipe is IGNORED: {self.ignored})"
+            return f"{wide} (the bundle's recipe is IGNORED: {self.ignored})"
         if not self.recipe:
-            return self.options.dtype
-        return ", ".join(f"{part} {self.recipe.get(part, self.options.dtype)}" for part in COMPONENTS)
+            return wide
+        return ", ".join(f"{part} {self.recipe.get(part, wide)}" for part in COMPONENTS)
 
 
 def choose(
@@ -64,8 +69,8 @@ def choose(
     options = Options(where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe)
 
     def opened(name: str) -> tuple[Options, str]:
-        chosen, why = choose_dtype(word, where, name)
-        return replace(options, dtype=chosen), why
+        chosen, storage, why = choose_precision(bundle, word, where, name)
+        return replace(options, dtype=chosen, storage=storage), why
 
     if named is not None:
         options, dtype_reason = opened(named)
@@ -134,6 +139,14 @@ def choose_dtype(dtype: str | None, device: str, engine: str = "eager") -> tuple
     if engine == "cuda":
         return "bf16", "what the kernels' tensor cores multiply; projections of the head stay fp32"
     return "native", "as stored in the bundle"
+
+
+def choose_precision(bundle: Bundle, dtype: str | None, device: str, engine: str) -> tuple[str, str, str]:
+    """Return the precision of the weights, the half precision in which they are stored while products are float32
+    ("" if they are not), and why."""
+    chosen, reason = choose_dtype(dtype, device, engine)
+    storage, why = half_storage(bundle, chosen, device, engine)
+    return chosen, storage, f"{reason}; {why}" if storage else reason
 
 
 def exported_graphs(bundle: Bundle) -> Path | None:

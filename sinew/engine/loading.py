@@ -1,4 +1,4 @@
-"""From a bundle's tensors to a model, and to the engines that run it under PyTorch."""
+"""Load a bundle's tensors into a model, and open the engines that run it under PyTorch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from sinew.engine.lowbit import KEPT, check_codes, place, stored_recipe, widen
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.layers.quantized import QuantizedLinear, width_of
+from sinew.layers.upcast import HALF, upcast_layer
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import Model
 from sinew.processing.normalize import Normalizer
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
     """Return the reference engine over the bundle's weights."""
     where = _device(options)
-    model = load_model(bundle, where, options.dtype)
+    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage))
     _say_widened(bundle, model, "eager")
     bundle.release(model.parameters())
     return EagerEngine(model, where)
@@ -44,7 +45,7 @@ def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
 def open_planned(bundle: Bundle, options: Options) -> PlannedEngine:
     """Return the engine of the rewritten model."""
     where = _device(options)
-    model = load_model(bundle, where, options.dtype)
+    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage))
     _say_widened(bundle, model, "plan")
     rewrites = ON_CPU if where.type == "cpu" else None
     engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
@@ -86,7 +87,7 @@ def _say_widened(bundle: Bundle, model: Model, engine: str) -> None:
 
 
 def _device(options: Options, available: bool = True) -> torch.device:
-    """The device, with the process told how many threads to use; None leaves PyTorch's one pool as it is."""
+    """Return the device, and set PyTorch's number of threads; None leaves its one pool as it is."""
     where = parse_device(options.device)
     if available:
         require_device(where)
@@ -135,7 +136,7 @@ def cuda_engine(
 
 
 def cuda_options(bundle: Bundle) -> CudaOptions:
-    """With the components in FP8 that the bundle's recipe names."""
+    """Return options with the components in FP8 that the bundle's recipe names."""
     from sinew.engine.cuda.options import CudaOptions
 
     recipe = bundle.manifest.quantization
@@ -176,10 +177,14 @@ def require_device(device: torch.device) -> None:
         raise SinewError(f"device {device}: this torch {torch.__version__} cannot use it: {reason}") from None
 
 
-def load_model(bundle: Bundle, device: torch.device, dtype: str, lowbit: bool = False) -> Model:
-    """The bundle's architecture with its weights; parameters are views of the memory map where they can be.
+def load_model(
+    bundle: Bundle, device: torch.device, dtype: str, lowbit: bool = False, upcast: bool = False
+) -> Model:
+    """Return the bundle's architecture with its weights; parameters are views of the memory map where they can be.
 
     lowbit: compute on low-bit weights as they are stored, which needs float32 around them; else they are widened.
+    upcast: compute in float32 throughout, and leave matrices in half precision where ``dtype`` or the bundle has them
+    so; "fp32" then means the numbers of float32 without its copies.
     """
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
@@ -216,7 +221,10 @@ def load_model(bundle: Bundle, device: torch.device, dtype: str, lowbit: bool = 
             state[name] = tensor.to(device)
             continue
         keep_wide = name.split(".")[0] in cls.float32_modules and word != "native"
-        target = tensor.dtype if word == "native" else torch.float32 if keep_wide else narrow
+        as_stored = word == "native" or (upcast and word == "fp32")
+        target = tensor.dtype if as_stored else torch.float32 if keep_wide else narrow
+        if upcast and target in HALF and not upcast_layer(model, name):
+            target = torch.float32
         state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
     if device.type == "cpu" and any(isinstance(module, QuantizedLinear) for module in model.modules()):
         extension()

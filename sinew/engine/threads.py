@@ -1,4 +1,4 @@
-"""How many threads a policy computes with, found by trying.
+"""Find by trying how many threads a policy computes fastest with.
 
 Threads that wait for each other either sleep, and waking them costs tens of microseconds per matrix product, or spin,
 and lose everything once another program wants a core. A policy of a few million parameters spends less on a product

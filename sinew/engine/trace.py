@@ -1,4 +1,4 @@
-"""What an engine computed between an observation and its actions, stage by stage, for comparisons."""
+"""Record the tensors of each stage between an observation and its actions, for comparisons of engines."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def named_arrays(context: Context) -> dict[str, np.ndarray]:
 
 
 def _key(entry: Any) -> str:
-    """A field's name, an index or a key, of one step of a path into a tree."""
+    """Return the field's name, index or key of one step of a path into a tree."""
     return str(next(getattr(entry, name) for name in ("name", "idx", "key") if hasattr(entry, name)))
 
 

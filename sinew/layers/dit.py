@@ -171,7 +171,7 @@ class DiT(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the stream of hidden states."""
-        return self.proj.weight.dtype
+        return self.proj.dtype
 
     def modulations(self, bucket: Tensor) -> Tensor:
         """Return what the time adds to every norm: bucket int64 [B] -> [B, layers + 1, 2C].

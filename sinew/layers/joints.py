@@ -1,4 +1,4 @@
-"""What blocks say of themselves to engines that rewrite them: which norms feed which linear layers."""
+"""Declare, for engines that rewrite blocks, which norms feed which linear layers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Linear(nn.Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """Return the dtype of the result."""
         return self.weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Embedding(nn.Embedding):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """Return the dtype of the rows."""
         return self.weight.dtype
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:

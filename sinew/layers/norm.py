@@ -40,7 +40,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class Modulation(NamedTuple):
-    """What an adaptive norm takes from its condition, each [B, 1, C]; [B, H, C] where rows have own times."""
+    """Scale, shift and gate of an adaptive norm, each [B, 1, C]; [B, H, C] where rows have own times."""
 
     scale: Tensor
     shift: Tensor

@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """Return the dtype of the result."""
         return torch.float32
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
@@ -72,7 +72,7 @@ class QuantizedEmbedding(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
+        """Return the dtype of the rows."""
         return torch.float32
 
     def forward(self, ids: Tensor) -> Tensor:  # [...] -> [..., C]
@@ -84,7 +84,7 @@ class QuantizedEmbedding(nn.Module):
         return made.view(*ids.shape, self.embedding_dim)
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
-        """As :meth:`Embedding.rows`."""
+        """Return what :meth:`Embedding.rows` does."""
         return self.forward(torch.tensor(ids, device=self.weight.device))
 
 

@@ -51,7 +51,7 @@ class ViTConfig:
 
 
 def position_rows(rows: int, cols: int, side: int) -> Tensor:
-    """Which row of a ``side * side`` position table each patch of a ``rows * cols`` grid reads, int64.
+    """Return the row of a ``side * side`` position table that each patch of a ``rows * cols`` grid reads, int64.
 
     The reference (SmolVLM) bucketises the fractional coordinate r / rows against boundaries k / side. In
     exact arithmetic that is floor(r * side / rows), which integers give exactly. In floating point the

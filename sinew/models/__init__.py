@@ -28,7 +28,7 @@ REGISTRY = {
 
 
 def model_class(architecture: str) -> type[Model]:
-    """The class behind an architecture name; imported on first use."""
+    """Return the class behind an architecture name; imported on first use."""
     target = REGISTRY.get(architecture)
     if target is None:
         raise BundleError(f"architecture {architecture!r} is not one of {', '.join(sorted(REGISTRY))}")
@@ -37,7 +37,7 @@ def model_class(architecture: str) -> type[Model]:
 
 
 def build_on_meta(architecture: str, config: Any) -> Model:
-    """The model without memory for its weights: for shapes, and to have weights assigned."""
+    """Return the model without memory for its weights: for shapes, and to have weights assigned."""
     with torch.device("meta"):
         return model_class(architecture)(config)
 
@@ -45,7 +45,7 @@ def build_on_meta(architecture: str, config: Any) -> Model:
 def misfit(
     model: Model, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
 ) -> str | None:
-    """What is wrong with a set of tensors (name -> shape) for ``model``, naming them; None if they fit.
+    """Return what is wrong with a set of tensors (name -> shape) for ``model``, naming them; None if they fit.
 
     ``aliases`` gives the names that the user knows, where these are not the model's.
     """

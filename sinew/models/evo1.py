@@ -86,7 +86,7 @@ class Evo1Config:
 
 
 class Context(NamedTuple):
-    """What the head's blocks read: keys and values of each, [B, K, H, D], and which rows, bool [B, 1, K]."""
+    """Keys and values of each block of the head, [B, K, H, D], and the mask of rows it may read, bool [B, 1, K]."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]

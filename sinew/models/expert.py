@@ -1,4 +1,4 @@
-"""What SmolVLA and pi share: an action expert that reads the keys and values of a language model's prefix."""
+"""The action expert of SmolVLA and pi, which reads the keys and values of a language model's prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sinew.models.base import Model
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """What the configurations of these models share. Sizes in tokens and dimensions."""
+    """The fields that the configurations of these models share. Sizes in tokens and dimensions."""
 
     vocab_size: int
     chunk_size: int
@@ -38,7 +38,7 @@ class FlowConfig:
 
 
 class Prefix(NamedTuple):
-    """What an observation leaves for the expert.
+    """The part of an observation that the expert reads.
 
     kv:    per expert layer, keys and values [B, P, Hkv, D] in the form in which that layer reads them.
     valid: bool [B, P], False where the prefix is padding.
@@ -54,7 +54,7 @@ class Prefix(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a step reads: the prefix, and where the expert's own tokens stand and what they see."""
+    """The context of a step: the prefix, and the positions and masks of the expert's own tokens."""
 
     kv: tuple[KeyValue, ...]
     rotations: tuple[Rotation, ...]
@@ -102,7 +102,7 @@ class ExpertModel(Model):
 
     @abstractmethod
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
-        """The vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C'], unscaled."""
+        """Turn the vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C'], unscaled."""
 
     @abstractmethod
     def prefix(
@@ -137,7 +137,7 @@ class ExpertModel(Model):
         return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
     def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
-        """The expert's last hidden states of the actions, [B, H, C] -> their velocity [B, H, A]."""
+        """Return the velocity [B, H, A] of the actions' last hidden states in the expert, [B, H, C]."""
         return self.action_out_proj(self.expert.norm(h, *modulation).float())
 
 

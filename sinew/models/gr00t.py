@@ -34,7 +34,7 @@ SOLVER = Solver(start=0.0, end=1.0)
 
 @dataclass(frozen=True)
 class Gr00tConfig:
-    """What all versions share. Sizes in tokens and dimensions.
+    """The fields that all versions share. Sizes in tokens and dimensions.
 
     image_token: the id of the placeholder; rows and cols: image tokens of one view.
     """

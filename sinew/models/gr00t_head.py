@@ -51,7 +51,7 @@ class HeadConfig:
 
 
 class Context(NamedTuple):
-    """What the head reads of one observation.
+    """The part of one observation that the head reads.
 
     prefix: tokens before the actions, [B, state and future tokens, D]. keys, values: of every block that reads
     features, [B, L, H, D] each. text, image: bool [B, 1, L], the rows that the two kinds of blocks read.
@@ -149,4 +149,4 @@ class Head(nn.Module):
         )
         kv = tuple(zip(context.keys, context.values, strict=True))
         out = self.dit(h, modulations.unflatten(1, (-1, 2 * config.dit.hidden_size)), kv, masks, own)
-        return self.action_decoder(out[:, -H:].to(self.action_decoder.fc1.weight.dtype)).float()
+        return self.action_decoder(out[:, -H:].to(self.action_decoder.fc1.dtype)).float()

@@ -118,7 +118,7 @@ class Towers(nn.Module):
 
 
 class PrismaticVLM(Regression):
-    """What the policies below share: towers, a language model, and views inside the prompt."""
+    """The base of the policies below: towers, a language model, and views inside the prompt."""
 
     def __init__(self, config: PrismaticConfig):
         super().__init__()
@@ -169,7 +169,7 @@ class PrismaticVLM(Regression):
 
 
 def last_row(x: Tensor, token_mask: Tensor, behind: int) -> Tensor:
-    """The row of the last prompt token, [B, 1, C], which may be followed by padding, and that by ``behind`` rows."""
+    """Return the row of the last prompt token, [B, 1, C]; padding may follow it, and ``behind`` rows follow that."""
     length = token_mask.shape[1]
     row = x.shape[1] - behind - 1 - (length - token_mask.sum(dim=1))  # [B]
     return x.gather(1, row[:, None, None].expand(-1, 1, x.shape[2]))

@@ -51,7 +51,7 @@ class Expert(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stream of hidden states; projections and norms around it may be wider."""
+        """Return the dtype of the stream of hidden states; projections and norms around it may be wider."""
         return self.layers[0].mlp.down_proj.dtype
 
 
@@ -130,7 +130,7 @@ class PI0(ExpertModel):
         return Context(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
-        """What the time adds to each layer's and the final norm's arguments: nothing in pi0."""
+        """Return what the time adds to the arguments of each layer and of the final norm: nothing in pi0."""
         return [()] * len(self.expert.layers), ()
 
     def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:

@@ -73,7 +73,7 @@ class SmolVLAConfig(FlowConfig):
         return self.language.num_layers // self.expert.num_layers
 
     def is_self_layer(self, index: int) -> bool:
-        """Whether the expert attends to itself at *language* layer ``index``."""
+        """Return True if the expert attends to itself at *language* layer ``index``."""
         return self.self_attn_every_n_layers > 0 and index % self.self_attn_every_n_layers == 0
 
 
@@ -91,7 +91,7 @@ class Expert(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stream of hidden states."""
+        """Return the dtype of the stream of hidden states."""
         return self.norm.dtype
 
 
@@ -163,7 +163,7 @@ class SmolVLA(ExpertModel):
         return Prefix(kv=self.expert_kv(cache), valid=valid, length=valid.sum(dim=1), state=token)
 
     def expert_kv(self, cache: list[KeyValue]) -> tuple[KeyValue, ...]:
-        """The prefix as each expert layer reads it.
+        """Return the prefix as each expert layer reads it.
 
         Cross layers re-project the language model's rotated keys and its values; no rotation follows. The
         result does not depend on the solver's time, so it is computed here, once.

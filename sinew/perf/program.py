@@ -31,7 +31,7 @@ from sinew.perf.precision import Precision, as_number_format, as_traced, by_stag
 from sinew.perf.trace import STAGES, Call, Trace, trace
 from sinew.policy import open_bundle
 
-PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1")
+PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1", "openvla-oft")
 PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
 PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
 LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
@@ -253,10 +253,11 @@ def _of_preset(
 def preset(name: str) -> Program:
     """Return a model at full size, from the configuration that its checkpoint carries; weights in fp32.
 
-    SmolVLA, pi0, pi0.5 and Evo-1 are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
+    SmolVLA, pi0, pi0.5, Evo-1 and OpenVLA-OFT are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
     """
-    if name in ("gr00t-n1.7", "evo1"):
-        return _groot(name) if name == "gr00t-n1.7" else _evo1(name)
+    others = {"gr00t-n1.7": _groot, "evo1": _evo1, "openvla-oft": _oft}
+    if name in others:
+        return others[name](name)
     config, record = _smolvla() if name == "smolvla" else _pi(name)
     model = build_on_meta(record["type"], config).eval().requires_grad_(False)
     side, steps = config.vision.image_size, record.get("num_inference_steps") or record["num_steps"]
@@ -286,6 +287,14 @@ def _evo1(name: str) -> Program:
 
     model = build_on_meta(name, evo1_config()).eval().requires_grad_(False)
     return Program(name, model, Shapes(2, SIDE, SIDE, PROMPT, STEPS))
+
+
+def _oft(name: str) -> Program:
+    """For LIBERO's two views."""
+    from sinew.presets.openvla_checkpoint import SIDE, VIEWS, WORDS, oft_config
+
+    model = build_on_meta("openvla_oft", oft_config()).eval().requires_grad_(False)
+    return Program(name, model, Shapes(VIEWS, SIDE, SIDE, WORDS, 1))
 
 
 def _pi(name: str) -> tuple[Any, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation
+from sinew.engine.storage import upcast_text
 from sinew.engine.trace import Trace
 from sinew.policy import Policy
 
@@ -23,7 +24,7 @@ BOUNDS = {
     "int8": {"vision": 2e-1, "prefix": 2e-1, "head": 3e-1, "actions": 3e-1},
 }
 RANK = ("fp32", "fp16", "bf16", "int8")
-LIKE = {"int8-rows": "int8", "fp8": "int8"}
+LIKE = {"int8-rows": "int8", "fp8": "int8"} | {upcast_text(half): half for half in ("bf16", "fp16")}
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sinew import load
+from sinew import load, machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
@@ -180,7 +180,8 @@ def test_wrong_devices_and_precisions_name_what_is_expected() -> None:
         load(PEN, "cpu", "int3")
 
 
-def test_the_reported_precision_is_what_is_loaded() -> None:
+def test_the_reported_precision_is_what_is_loaded(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "half_units", lambda dtype: "a test")
     assert load(PEN, "cpu", "bf16").precision["vision"] == "bf16"
     assert load(PEN, "cpu", "bfloat16").precision == load(PEN, "cpu", "bf16").precision
     assert load(PEN, "cpu").precision == {"vision": "fp32", "language": "fp32", "head": "fp32"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.onnx.export import ON_ONNX, export_graphs
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.policy import load
@@ -64,15 +62,4 @@ def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
 @pytest.mark.parametrize("name", CASES)
 def test_onnx_runtime(name, golden, evo1_bundle, tmp_path):
     case = open_case(golden, evo1_bundle, name)
-    image = case.policy.manifest.processing.image
-    export_graphs(
-        Plan.of(case.model, rewrites=ON_ONNX),
-        tmp_path,
-        architecture="evo1",
-        views=2,
-        height=image.height,
-        width=image.width,
-        steps=(STEPS,),
-    )
-    engine = OnnxEngine(tmp_path, threads=1, solver=case.policy.spec.solver)
-    check(engine.run(case.inputs(pixels=True), case.noise, STEPS)[0], case)
+    check(case.onnx(tmp_path, STEPS).run(case.inputs(pixels=True), case.noise, STEPS)[0], case)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.onnx.export import ON_ONNX, export_graphs
 from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.policy import Policy, load
@@ -60,18 +58,8 @@ def test_cuda_twins(case, kernels, steps):
 def test_onnx_runtime(name, golden, groot_bundle, tmp_path):
     g = Golden(golden / name)
     policy = load(groot_bundle(name), dtype="float32", engine="eager")
-    case, image = Case(policy, observation(g), g.numpy("noise")[0]), policy.manifest.processing.image
-    export_graphs(
-        Plan.of(case.model, rewrites=ON_ONNX),
-        tmp_path,
-        architecture=policy.spec.architecture,
-        views=2,
-        height=image.height,
-        width=image.width,
-        steps=(4,),
-    )
-    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    check(policy, engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+    case = Case(policy, observation(g), g.numpy("noise")[0])
+    check(policy, case.onnx(tmp_path, 4).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
 
 
 def test_rewrites_that_do_not_fit_say_so(case):

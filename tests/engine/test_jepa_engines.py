@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.onnx.export import ON_ONNX, export_graphs
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.policy import load
@@ -50,15 +48,4 @@ def test_cuda_twins(case, kernels):
 @pytest.mark.slow  # a minute of export
 def test_onnx_runtime(case, tmp_path):
     case, g = case
-    policy, image = case.policy, case.policy.manifest.processing.image
-    export_graphs(
-        Plan.of(case.model, rewrites=ON_ONNX),
-        tmp_path,
-        architecture=policy.spec.architecture,
-        views=2,
-        height=image.height,
-        width=image.width,
-        steps=(4,),
-    )
-    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    check(engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+    check(case.onnx(tmp_path, 4).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)

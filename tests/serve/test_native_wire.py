@@ -32,7 +32,8 @@ from sinew.core import (
 )
 from sinew.policy import load
 from sinew.serve.decode.frames import PixelBudget, compressed_frame, raw_frame
-from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, MAX_FIELDS, Header, Kind, NativeCodec
+from sinew.serve.decode.protobuf import MAX_FIELDS
+from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, Header, Kind, NativeCodec
 from tests.work import lines_of
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))  # of each property

@@ -164,7 +164,7 @@ def _model_config(parts: Parts, vlm: Record, tokenizer: TokenizerFiles, options:
 
 
 def _side(size: Any) -> int:
-    """A side, of a number or of a square's two."""
+    """Return the side of a square image, which configurations give as one number or as two equal ones."""
     sides = set(size) if isinstance(size, list) else {size}
     if len(sides) != 1 or not all(type(side) is int for side in sides):
         raise ConvertError(f"vision_config: expected a square, got {size!r}")

@@ -146,7 +146,7 @@ def _category(checkpoint: LeRobotCheckpoint) -> int:
 
 
 def _cut(found: Normalization, dim: int) -> Normalization:
-    """The statistics of the values that are there; those of padding keep zeros at zero."""
+    """Return statistics of the values that exist; those of padded dimensions map zero to zero."""
     short = [name for name, values in found.stats.items() if len(values) < dim]
     if short:
         raise ConvertError(

@@ -1,4 +1,4 @@
-"""What the two layouts of Evo-1 say, each in its way."""
+"""The fields that are read from both layouts of Evo-1 checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the head, and of the vectors that it reads and writes, padding included."""
+    """Sizes of the head and of the vectors that it reads and writes, padding included."""
 
     chunk: int
     state: int

@@ -39,7 +39,7 @@ def rename(
 
 
 def _first_token(found: dict[str, TensorSource], tower: str, lerobot: bool) -> None:
-    """The class token's position belongs to the class token here."""
+    """Add the class token's position to the class token itself: the model has no row for it."""
     names = ("cls_token", "position_embeddings") if lerobot else ("class_embedding", "position_embedding")
     keys = [f"{tower}embeddings.{name}" for name in names]
     if missing := [key for key in keys if key not in found]:
@@ -83,8 +83,11 @@ def _original_tower() -> tuple[Rule, ...]:
 
 
 def _connector(lerobot: bool, unshuffle: int) -> tuple[Rule, ...]:
-    """The connector here has a token's channels slowest and the patches of its square fastest; there it is the
-    other way round, so what reads them is put in that order."""
+    """Return the rules of the connector, with the columns of its weights reordered.
+
+    Our pixel unshuffle puts a token's channels slowest and the patches of its square fastest, upstream's the other way
+    round.
+    """
 
     def ordered(source: TensorSource) -> TensorSource:
         *before, width = source.shape

@@ -16,7 +16,7 @@ from sinew.layers.vit import ViTAttention
 
 
 class OneOperatorAttention(ViTAttention):
-    """For recording only: the operator has a name and a shape here, and no implementation."""
+    """An attention that is recorded as one operator, by name and shape, and cannot run under PyTorch."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [B, L, C] each -> [B, L, C]
         return torch.onnx.ops.symbolic(

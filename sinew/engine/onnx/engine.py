@@ -29,7 +29,7 @@ from sinew.solvers import Solver, solve
 
 @dataclass(frozen=True)
 class Device:
-    """What a policy says of where it runs; the part of ``torch.device`` that needs no torch."""
+    """The device of a policy, as text: the part of ``torch.device`` that needs no torch."""
 
     type: str
 
@@ -183,7 +183,7 @@ class OnnxEngine:
         return image_tokens, camera_mask
 
     def _act(self, reads: Sequence[Any], x: np.ndarray, moment: np.ndarray) -> Any:
-        """The step stage with everything bound that does not change during the solver's loop."""
+        """Bind to the step stage everything that does not change during the solver's loop."""
         session = self.sessions["step"]
         binding = session.io_binding()
         used = {node.name for node in session.get_inputs()}

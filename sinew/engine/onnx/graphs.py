@@ -1,4 +1,4 @@
-"""The folder that an export leaves and the engine runs: three graphs, their weights, the tables of moments."""
+"""The folder of an export: three graphs, their weights, the tables of moments, and the record ``graphs.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a bundle to the ONNX Runtime engine. Needs torch only where the graphs are not there yet."""
+"""Open a bundle in ONNX Runtime, exporting its graphs first where there are none; only the export needs torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
 
 
 def graphs_of(bundle: Bundle) -> Path:
-    """The folder of graphs beside the bundle, quantised as the bundle says; exported if it is not there."""
+    """Return the folder of graphs beside the bundle, quantised as its recipe says; export it if it is missing."""
     variant_here = variant(usable_bits(bundle))
     where = cache_folder(bundle.path, variant_here)
     return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder, where), variant_here)

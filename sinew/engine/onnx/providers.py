@@ -1,4 +1,4 @@
-"""Which execution providers of ONNX Runtime run a graph, and why those."""
+"""Execution providers of ONNX Runtime: those that are asked for, and those that a session really has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = {
 
 
 def runtime() -> Any:
-    """The onnxruntime package."""
+    """Return the onnxruntime package."""
     try:
         import onnxruntime
     except ImportError:
@@ -52,7 +52,7 @@ def choose(names: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
 
 
 def loaded(session: Any, wanted: Sequence[str]) -> list[str]:
-    """The providers that a session really has. ONNX Runtime leaves out one whose libraries do not load and
+    """Return the providers that a session really has. ONNX Runtime leaves out one whose libraries do not load and
     goes on; here that is an error."""
     found = session.get_providers()
     if lost := [name for name in wanted if name not in found]:

@@ -192,7 +192,7 @@ def _round_rows(x: str, to: str) -> list[Any]:
 
 
 def _product_of_rows(x: str, weight: str, out: str) -> list[Any]:
-    """The scales of columns are multiplied in by the product itself, those of rows behind it."""
+    """Return the nodes of a product that is dequantised: by columns in the kernel, by rows in a node behind it."""
     from onnx import helper
 
     operands = [

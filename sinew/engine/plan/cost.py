@@ -1,4 +1,4 @@
-"""What a rewrite saves per observation: the program before and after it, traced on tensors without memory.
+"""Compute what a rewrite saves per observation: the program before and after it, traced on tensors without memory.
 
 FLOPs are those of matrix products, convolutions and attention (two per multiply-add), as
 ``torch.utils.flop_counter`` counts them. Bytes are what the operators would move if each read its inputs
@@ -64,7 +64,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def on_meta(model: Model) -> Model:
-    """The model's shapes and dtypes without its memory."""
+    """Return the model's shapes and dtypes without its memory."""
     held = [*model.parameters(), *model.buffers()]
     empty: dict[int, Any] = {
         id(tensor): torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=False) for tensor in held
@@ -74,7 +74,7 @@ def on_meta(model: Model) -> Model:
 
 @torch.no_grad()  # not inference_mode: it would hand over composite operators whole
 def cost(plan: Plan, shapes: Shapes) -> Cost:
-    """Of one observation, on a plan over a meta model (:func:`on_meta`)."""
+    """Return the cost of one observation, on a plan over a meta model (:func:`on_meta`)."""
     model, inputs = plan.model, Inputs.example(plan.model, shapes)
     noise = torch.empty(1, *model.noise_shape, device=inputs.state.device)
     plan.moments(shapes.steps)  # a table is made once, not per observation
@@ -91,7 +91,7 @@ def cost(plan: Plan, shapes: Shapes) -> Cost:
 
 
 def savings(model: Model, names: Iterable[str], shapes: Shapes) -> tuple[Cost, dict[str, Cost]]:
-    """The cost without any rewrite, and what each of ``names`` takes off it, applied one after another."""
+    """Return the cost without any rewrite, and what each of ``names`` takes off it, applied one after another."""
     empty = on_meta(model)
     whole = before = cost(Plan.of(empty, rewrites=()), shapes)
     saved, done = {}, []

@@ -69,15 +69,15 @@ def pack(layers: Sequence[nn.Module]) -> Linear | str:
         if not linear_in_weight(layer):
             return f"{type(layer).__name__} is not linear in its weight"
     plain: Sequence[Any] = layers
-    if len({layer.weight.dtype for layer in plain}) > 1:
+    if len({(layer.weight.dtype, layer.dtype) for layer in plain}) > 1:
         return MIXED
     weight = joined([layer.weight for layer in plain])
     biases = [layer.bias for layer in plain]
     if all(bias is None for bias in biases):
-        return linear(weight)
+        return linear(weight, kind=type(plain[0]))
     # A fold can have given a bias to some of them only.
     wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
-    return linear(weight, torch.cat(wide))
+    return linear(weight, torch.cat(wide), type(plain[0]))
 
 
 def _pack_attention(module: Any, only_kv: bool) -> str | None:

@@ -81,7 +81,7 @@ class Plan:
 
     @torch.no_grad()
     def moments(self, steps: int) -> list[Tensor]:
-        """The table of the model's moments at each of the solver's times, each [1, ...]."""
+        """Return the table of the model's moments at each of the solver's times, each [1, ...]."""
         if steps not in self._tables:
             self._tables[steps] = list(self.model.moments(steps))
         return self._tables[steps]

@@ -15,7 +15,7 @@ NO_CACHE = "the head does not read the language model's keys and values"
 
 
 class KeyValueLayer(nn.Module):
-    """What is left of the last decoder layer: its norm, and the projections of keys and values."""
+    """The rest of the last decoder layer: its norm, and the projections of keys and values."""
 
     def __init__(self, layer: DecoderLayer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a rewrite is, what it reports, and the two ways in which rewrites change a model.
+"""Define rewrites, their reports, and the two means by which they change a model.
 
 A rewrite gets a twin of the loaded model: its own tree of modules, holding the same parameters. It may
 replace parameters and modules of the twin, and it may give a module another class (:func:`become`). The
@@ -28,7 +28,7 @@ Status = Literal["applied", "built in", "not applicable", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one rewrite. ``where``: the modules it changed; ``reason``: why it did or did not."""
+    """The outcome of one rewrite. ``where``: the modules it changed; ``reason``: why it did or did not."""
 
     name: str
     status: Status
@@ -49,7 +49,7 @@ class Rewrite:
 
 
 def twin(model: Model) -> Model:
-    """The same parameters in a module tree of their own."""
+    """Return the same parameters in a module tree of their own."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
@@ -84,10 +84,10 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = type(f"{kind.__name__}{cls.__name__}", bases, {}) if len(bases) > 1 else kind
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A linear layer of finished tensors; nothing is allocated."""
+def linear(weight: Tensor, bias: Tensor | None = None, kind: type[Linear] = Linear) -> Linear:
+    """Return a linear layer of class ``kind`` over finished tensors; nothing is allocated."""
     out_size, in_size = weight.shape
-    made = Linear(in_size, out_size, bias=bias is not None, device="meta")
+    made = kind(in_size, out_size, bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         made.bias = nn.Parameter(bias, requires_grad=False)

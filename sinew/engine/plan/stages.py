@@ -22,7 +22,7 @@ from sinew.models.base import Context, Model
 
 @dataclass(frozen=True)
 class Layout:
-    """How a context becomes a flat tuple of tensors and back. A tensor that it holds twice is there once.
+    """A context's flat tuple of tensors and the way back. A tensor that the context holds twice is in it once.
 
     names: of the tensors, "context.FIELD.INDEX...". leaves: for each leaf of the tree the tensor's place in the
     tuple, or the leaf itself where it is not a tensor.
@@ -68,7 +68,7 @@ class _Place:
 
 
 def _key(entry: Any) -> str:
-    """A field's name, an index or a key, of one step of a path into a tree."""
+    """Return the field's name, index or key of one step of a path into a tree."""
     for attribute in ("name", "idx", "key"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

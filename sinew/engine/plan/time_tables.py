@@ -1,4 +1,4 @@
-"""What depends on the solver's time alone: computed once per number of steps, then read from a table.
+"""Tabulate everything that depends on the solver's time alone, once per number of steps.
 
 The plan tables ``moment``; this file makes the moment hold as much as it can. pi0.5's already holds every
 norm's modulation. pi0 and SmolVLA mix the time into the action tokens by a linear layer over
@@ -40,8 +40,8 @@ def split_action_time(model: Any) -> None:
     for_actions, for_time = mix.weight.float().chunk(2, dim=1)  # [C, C] each: actions come first
     action_part = for_actions @ project.weight.float()
     bias = for_actions @ project.bias.float() + mix.bias.float()
-    model.action_part = linear(action_part.to(mix.weight.dtype))
-    model.time_part = linear(for_time.to(mix.weight.dtype).contiguous(), bias.to(mix.bias.dtype))
+    model.action_part = linear(action_part.to(mix.dtype))
+    model.time_part = linear(for_time.to(mix.dtype).contiguous(), bias.to(mix.bias.dtype))
     del model.action_in_proj, model.action_time_mlp_in
     become(model, SplitActionTime)
 

@@ -168,18 +168,22 @@ class ZeroMQWire:
             try:
                 count = peer.socket.recv_into(room)
             except BlockingIOError:
-                return
+                break
             except OSError:
                 count = 0
             if not count:
                 self.close(peer, "")
                 return
             framing.take(count)
+            if framing.left:
+                continue
             self._handle(peer)
             if peer.closed or peer.paused or peer.unsent > MAX_UNSENT:
                 return
             if count < len(room) and framing.between:
                 return  # all there was, as a rule
+        if framing.left:  # in the middle of a frame: the ledger hears how much is there
+            self._handle(peer)
 
     def _handle(self, peer: Peer) -> None:
         """Take the messages that are there."""

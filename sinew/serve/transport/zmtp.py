@@ -59,7 +59,9 @@ class Framing:
         self._input = memoryview(bytearray(INPUT))
         self._start = self._end = 0  # what of the input is not understood yet
         self._flags = 0
-        self._left = 0  # bytes of the present frame that are still to come
+        self.left = (
+            0  # bytes of the present frame that are still to come: until then ``next`` has nothing to say
+        )
         self._body: memoryview | None = None  # of the present frame; None where it is dropped
         self._filled = 0
         self._frames: list[Frame] = []
@@ -73,18 +75,18 @@ class Framing:
     @property
     def between(self) -> bool:
         """Nothing of a message, or of the handshake, has come yet."""
-        return self.ready and not self._count and not self._left and self._start == self._end
+        return self.ready and not self._count and not self.left and self._start == self._end
 
     @property
     def pending(self) -> bool:
         """There are bytes that ``next`` has not looked at, or that wait for more."""
-        return self._start != self._end or bool(self._filled and not self._left)
+        return self._start != self._end or bool(self._filled and not self.left)
 
     def room(self) -> memoryview:
         """Where the next bytes go. Empty only while ``next`` has something to say."""
-        if self._left:
+        if self.left:
             if self._body is None:
-                return _DROPPED[: min(self._left, len(_DROPPED))]
+                return _DROPPED[: min(self.left, len(_DROPPED))]
             return self._body[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
@@ -96,15 +98,15 @@ class Framing:
 
     def take(self, count: int) -> None:
         """So many bytes have come."""
-        if self._left:
-            self._left -= count
+        if self.left:
+            self.left -= count
             self._filled += count
         else:
             self._end += count
 
     def next(self) -> Message | None:
         """The next whole message, if it is there. Raises :class:`ZmtpError`."""
-        while not self._left:
+        while not self.left:
             if self._filled:  # a frame that came in pieces has come to its end
                 message = self._end_frame(self._body)
             elif not self._greeted:
@@ -115,7 +117,7 @@ class Framing:
                 begun = self._begin_frame()
                 if not begun:
                     return None
-                if self._left:
+                if self.left:
                     return None
                 message = self._end_frame(self._body)
             if message is not None:
@@ -168,7 +170,7 @@ class Framing:
         here = min(size, self._end - self._start)
         part = self._input[self._start : self._start + here]
         self._start += here
-        self._left, self._filled = size - here, here
+        self.left, self._filled = size - here, here
         if not keep:
             self._body = None
         elif here == size:

@@ -25,7 +25,7 @@ from sinew_client.schema import Image, PredictRequest, PredictResponse
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
-from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, fields, packed
+from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, packed
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.streams import Streams
@@ -33,10 +33,9 @@ from sinew.serve.wires.streams import Streams
 Payload = bytes | memoryview
 
 # Beside images a request holds a state, a noise matrix and text: kilobytes. A packed byte may become
-# four or more in memory and an empty sub-message dozens, hence both limits. Fields are walked on the wire's one
-# loop, and before the key is known: a request has some fifteen beside its images and their names.
+# four or more in memory and an empty sub-message dozens, hence this limit and that of fields, which are walked on
+# the wire's one loop, and before the key is known.
 MAX_BYTES_BESIDE_IMAGES = 1 << 20
-MAX_FIELDS = 512
 MAX_NAME = 128  # characters of a camera's name
 MAX_KEY = 4096  # bytes
 MAX_ERROR_TEXT = 1000
@@ -60,6 +59,9 @@ class Kind(IntEnum):
     RESET = 3
     STREAM = 4
     STREAM_END = 5
+
+
+_KINDS = frozenset(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,14 @@ class NativeCodec:
         """Look a request over without parsing it. Never raises: a refusal is in the header."""
         kind, request_id, session, native, error = 0, 0, "", False, None
         deadline_ms, api_key = None, ""
-        count, images, beside = 0, 0, 0
-        buffer = memoryview(payload)
+        images, beside = 0, 0
+        buffer, found = memoryview(payload), list[Field]()
         try:
-            for number, wire_type, value, start, end in fields(buffer):
-                count += 1
+            fields(buffer, found)
+        except RequestError as refusal:
+            error = refusal  # unless a field before says more
+        try:
+            for number, wire_type, value, start, end in found:
                 if number == _FIELD["images"]:
                     images += 1
                 else:
@@ -127,15 +132,15 @@ class NativeCodec:
                     (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
                 elif number == _FIELD["precomputed_img_emb"]:
                     raise RequestError("precomputed_img_emb: not supported; send images")
-                if count > MAX_FIELDS:
-                    raise RequestError(f"request: expected at most {MAX_FIELDS} fields, got more")
+            if error is not None:
+                raise error
             if images > MAX_IMAGES:
                 raise RequestError(f"images: expected at most {MAX_IMAGES}, got {images}")
             if beside > MAX_BYTES_BESIDE_IMAGES:
                 raise RequestError(
                     f"request: expected at most {MAX_BYTES_BESIDE_IMAGES} bytes beside images, got {beside}"
                 )
-            if kind not in list(Kind):
+            if kind not in _KINDS:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
         except RequestError as refusal:
             kind, error = Kind.INFER, refusal

@@ -7,16 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 import sinew
+from sinew import machine
 from sinew.core import Observation
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.graphs import Recorded, Recorder
 from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.export import ON_ONNX, export_graphs
 from sinew.engine.plan import Plan
 from sinew.models.base import Model
 from sinew.policy import Policy, load
@@ -58,6 +62,20 @@ class Case:
             recorder=recorder,
         )
 
+    def onnx(self, directory: Path, steps: int) -> OnnxEngine:
+        """Export the planned model for two views into ``directory`` and open it in ONNX Runtime."""
+        spec, image = self.policy.spec, self.policy.manifest.processing.image
+        export_graphs(
+            Plan.of(self.model, rewrites=ON_ONNX),
+            directory,
+            architecture=spec.architecture,
+            views=2,
+            height=image.height,
+            width=image.width,
+            steps=(steps,),
+        )
+        return OnnxEngine(directory, threads=1, solver=spec.solver)
+
     def gap(self, engine: CudaEngine, inputs: ModelInputs | None = None, steps: int = 10) -> float:
         """Largest difference between eager and ``engine``, in units of the action scale."""
         pixels = None if inputs is None else self.prepared(inputs)
@@ -79,11 +97,9 @@ class Case:
 
 def golden_case(directory: Path, bundle: Callable[[str], Path], name: str, dtype: str = "float32") -> Case:
     g = Golden(directory / name)
-    return Case(
-        load(bundle(name), dtype=dtype, device="cpu", engine="eager", allow_missing_cameras=True),
-        Observation.from_mapping(g.observation()),
-        g.numpy("noise")[0],
-    )
+    with mock.patch.object(machine, "half_units", return_value="the twins'"):  # as a GPU has them
+        policy = load(bundle(name), dtype=dtype, device="cpu", engine="eager", allow_missing_cameras=True)
+    return Case(policy, Observation.from_mapping(g.observation()), g.numpy("noise")[0])
 
 
 def asset_case(name: str) -> Case:

@@ -1,0 +1,42 @@
+"""Decide, in this one place, whether weights stay in half precision while a CPU computes in float32, and say why."""
+
+from __future__ import annotations
+
+from gguf import GGMLQuantizationType as Type
+
+from sinew import machine
+from sinew.bundle import Bundle
+
+GIB = 1 << 30
+WORDS = {Type.BF16: "bf16", Type.F16: "fp16"}
+ENGINES = frozenset({"eager", "plan"})  # those whose products on a CPU are PyTorch's
+ROOM = GIB  # for activations and the program itself
+
+
+def half_storage(bundle: Bundle, dtype: str, device: str, engine: str) -> tuple[str, str]:
+    """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
+
+    Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and where
+    fp32 was chosen and a copy of all weights fits the memory that is available now.
+    """
+    stored = {name: info for name, info in bundle.infos.items() if info.type in WORDS}
+    words = sorted({WORDS[info.type] for info in stored.values()}) if dtype in ("fp32", "native") else [dtype]
+    if device.partition(":")[0] != "cpu" or engine not in ENGINES or not bundle.infos or not words:
+        return "", ""
+    kind = "+".join(words)
+    if dtype == "fp32":
+        copies, available = 2 * sum(info.nbytes for info in stored.values()), machine.memory()[1]
+        if copies + ROOM <= available:
+            return "", ""
+        reason = f"{copies / GIB:.1f} GiB of fp32 copies do not fit the {available / GIB:.1f} GiB available"
+    else:
+        words = [word for word in words if not machine.half_units(word)]
+        if not words:
+            return "", ""
+        reason = f"this CPU has no {' or '.join(words)} products"
+    return kind, f"{reason}: weights stay {kind} and become fp32 block by block as they are multiplied"
+
+
+def upcast_text(kind: str) -> str:
+    """Return the name, for reports, of float32 arithmetic on weights of precision ``kind``."""
+    return f"fp32 ({kind} weights)"

@@ -1,0 +1,112 @@
+"""Linear layers and tables whose weights stay in half precision while the arithmetic is float32.
+
+For CPUs without half-precision products, where float32 is several times faster, and for policies whose float32 weights
+do not fit the memory. A block of rows becomes float32, which rounds nothing, just before it is multiplied: no more
+than one block of copies exists, and the weights stay in the file's memory map.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.linear import Embedding, Linear
+
+HALF = (torch.bfloat16, torch.float16)
+BLOCK = 1 << 20  # weights, 4 MiB in float32: they stay in the last cache between the copy and the product
+ROWS = 256  # of a block at least, because each product packs all of x
+_scratch = threading.local()
+
+
+class UpcastLinear(Linear):
+    """``x W^T + b`` in float32 of a weight in half precision."""
+
+    linear_in_weight = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the result."""
+        return torch.float32
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> float32 [..., N]
+        bias = None if self.bias is None else self.bias.float()
+        if x.device.type != "cpu":  # shapes alone, on the meta device
+            return F.linear(x.float(), self.weight.float(), bias)
+        rows = x.float().reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled() and rows.requires_grad:
+            out = _Product.apply(rows, self.weight)
+        else:
+            out = product(rows, self.weight)
+        if bias is not None:
+            out = out + bias if out.requires_grad else out.add_(bias)
+        return out.view(*x.shape[:-1], -1)
+
+
+class UpcastEmbedding(Embedding):
+    """A table in half precision whose rows are read as float32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the rows."""
+        return torch.float32
+
+    def rows(self, ids: tuple[int, ...]) -> Tensor:
+        return super().rows(ids).float()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).float()
+
+
+class _Product(torch.autograd.Function):
+    """:func:`product` with a gradient for ``x``, so that guidance keeps no float32 weights for its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return product(gradient.contiguous(), weight.t()), None
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x W^T`` as float32 [M, N], for x float32 [M, K] and W [N, K] in half precision."""
+    count, width = weight.shape
+    rows = max(ROWS, BLOCK // width)
+    out = x.new_empty(len(x), count)
+    scratch = _buffer(min(rows, count) * width)
+    for start in range(0, count, rows):
+        part = weight[start : start + rows]
+        wide = scratch[: part.numel()].view(part.shape).copy_(part)
+        torch.mm(x, wide.t(), out=out[:, start : start + rows])
+    return out
+
+
+def _buffer(size: int) -> Tensor:
+    """Return float32 memory of at least ``size`` numbers, this thread's own."""
+    found = getattr(_scratch, "tensor", None)
+    if found is None or found.numel() < size:
+        with torch.inference_mode(False):  # or only inference mode could write to it later
+            found = _scratch.tensor = torch.empty(size)
+    return found
+
+
+def upcast_layer(model: nn.Module, name: str) -> bool:
+    """Let the layer whose weight is the parameter ``name`` compute in float32 of a weight in half precision.
+
+    Returns whether it can. Of the tables only a language model's stays in half precision: it is read by its rows
+    alone, where models add others whole.
+    """
+    module, _, part = name.rpartition(".")
+    layer = model.get_submodule(module) if part == "weight" else None
+    if type(layer) is Linear:
+        layer.__class__ = UpcastLinear
+    elif type(layer) is Embedding and module.endswith("embed_tokens"):
+        layer.__class__ = UpcastEmbedding
+    return isinstance(layer, (UpcastLinear, UpcastEmbedding))
