@@ -47,15 +47,13 @@ class InUse:
         self.path = Path(path)
         self._number = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._number)
-        self._found = self._look()
-
-    def _look(self) -> tuple[int, int]:
         found = os.fstat(self._number)
-        return found.st_size, found.st_mtime_ns
+        self._found = found.st_size, found.st_mtime_ns
 
     def problem(self) -> str | None:
         """Return a sentence if the file was written to or truncated since it was opened, else None; costs one fstat."""
-        size, changed = self._look()
+        found = os.fstat(self._number)
+        size, changed = found.st_size, found.st_mtime_ns
         if size < self._found[0]:
             what = f"was truncated from {self._found[0]} to {size} bytes"
         elif size > self._found[0]:

@@ -148,7 +148,7 @@ def write_openvla_checkpoint(out: Path, files: Path, config: OFTConfig | None = 
     record["text_config"] = text
     (out / "config.json").write_text(json.dumps(record))
     plans = list(tensors(config))
-    where = {}
+    where: dict[str, str] = {}
     for number in (1, 2, 3):
         shard, file = plans[number - 1 :: 3], f"model-{number:05}-of-00003.safetensors"
         write_tensors(out / file, shard, {}, {"format": "pt"})

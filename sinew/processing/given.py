@@ -51,9 +51,7 @@ def observation(given: Observation | Mapping[str, Any], spec: PolicySpec) -> Obs
 
 def _plain(given: Observation) -> bool:
     """True for an observation as wires make them."""
-    return type(given.state) is np.ndarray and all(
-        type(frame) is np.ndarray for frame in given.images.values()
-    )
+    return {np.ndarray}.issuperset(map(type, (given.state, *given.images.values())))
 
 
 def _converted(given: Observation, names: Mapping[str, str]) -> Observation:

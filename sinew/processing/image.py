@@ -56,8 +56,8 @@ def _group(frame: np.ndarray, recipe: ImageRecipe, first: int) -> np.ndarray:
     """The three channels from ``first`` on: float32 [3, recipe.height, recipe.width]."""
     if recipe.resize == "letterbox" and recipe.interpolation == "pil_bilinear":
         frame = letterbox_pil(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8), recipe)
-    numbers = (recipe.mean[first : first + 3], recipe.std[first : first + 3])
-    mean, std = (np.asarray(v, np.float32)[:, None, None] for v in numbers)
+    mean = np.asarray(recipe.mean[first : first + 3], np.float32)[:, None, None]
+    std = np.asarray(recipe.std[first : first + 3], np.float32)[:, None, None]
     if recipe.resize == "letterbox":
         return letterbox(frame, recipe, mean, std)
     return normalized(to_planes(frame), mean, std)

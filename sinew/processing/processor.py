@@ -148,8 +148,7 @@ class Processor:
         padded: bool,
         pixels: bool,
     ) -> ModelInputs:
-        named = (camera.name for camera in self.spec.cameras if camera.name in observation.images)
-        raw = tuple(observation.images[name] for name in named)
+        raw = tuple([observation.images[c.name] for c in self.spec.cameras if c.name in observation.images])
         present = len(raw)
         if pixels or padded or any(frame.dtype != np.uint8 for frame in raw):
             frames, raw = [prepare_frame(frame, self.recipe.image) for frame in raw], ()

@@ -63,12 +63,15 @@ class Safety:
             if step.kind not in _MONOTONE:
                 for bound, end in ((self._action_low, -np.inf), (self._action_high, np.inf)):
                     bound[..., list(step.dims)] = end
+        relative = any(step.reads for step in self._recipe.action_steps)
+        whole = (self._spec.chunk_size, self._spec.action.dim)
+        self._fixed = None if relative else self._allowed(whole)  # the same for every state
 
     def check(self, observation: Observation) -> tuple[str, ...]:
         """Return warnings about a state unlike those of the training data. Raises ObservationError for one that cannot
         be meant, or such noise, and for what is too old. What has no form is left to the policy's own check."""
         self._check_age(observation)
-        noise = _numbers(observation.noise)
+        noise = None if observation.noise is None else _numbers(observation.noise)
         if noise is not None:
             largest = float(np.abs(noise).max(initial=0))
             if MAX_NOISE < largest < np.inf:  # the policy's own check tells of what is not finite
@@ -95,20 +98,15 @@ class Safety:
         """Return the chunk, its actions within the limits. Raises UnsafeActionError, or ObservationError for one that
         grew too old meanwhile."""
         self._check_age(observation)
-        state = self._state(observation)
-        if self.mode == "off" or state is None:
+        if self.mode == "off":
             return chunk
-        rows, dim = chunk.actions.shape
-        low, high = (
-            apply_steps(
-                np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, (rows, dim))),
-                self._recipe.action_steps,
-                state,
-            )
-            for bound in (self._action_low, self._action_high)
-        )
-        low, high = np.fmin(low, high), np.fmax(low, high)
-        low, high = np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+        if self._fixed is not None and self._fixed[0].shape == chunk.actions.shape:
+            low, high = self._fixed
+        else:
+            state = self._state(observation)
+            if state is None:
+                return chunk
+            low, high = self._allowed(chunk.actions.shape, state)
         outside = np.argwhere((chunk.actions < low) | (chunk.actions > high))
         if not outside.size:
             return chunk
@@ -122,19 +120,27 @@ class Safety:
         actions = np.clip(chunk.actions, low, high).astype(np.float32)
         return replace(chunk, actions=actions, warnings=(*chunk.warnings, f"clamped: {text}"))
 
+    def _allowed(
+        self, shape: tuple[int, int], state: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lowest and the highest number of each row and dimension of a chunk [rows, D]."""
+        steps, rows = self._recipe.action_steps, shape[0]
+        ends = []
+        for bound in (self._action_low, self._action_high):
+            full = np.array(np.broadcast_to(bound[..., :rows, :] if bound.ndim == 2 else bound, shape))
+            ends.append(apply_steps(full, steps, state))
+        low, high = np.fmin(*ends), np.fmax(*ends)
+        return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
     def limits(self) -> dict[str, list[float | None]] | None:
         """Return ``low`` and ``high`` of each action dimension in world units, None where one has no limit.
 
         This is what a server states as ``action.limits`` and what a robot's guard clips to. None if nothing is
         enforced, or if actions are relative to the state, so that their limits move with it.
         """
-        if self.mode == "off" or any(step.reads for step in self._recipe.action_steps):
+        if self.mode == "off" or self._fixed is None:
             return None
-        ends = []
-        for bound in (self._action_low, self._action_high):
-            rows = np.atleast_2d(bound)
-            ends.append(apply_steps(rows.copy(), self._recipe.action_steps, np.zeros(self._spec.state.dim)))
-        low, high = np.fmin(*ends).min(axis=0), np.fmax(*ends).max(axis=0)
+        low, high = self._fixed[0].min(axis=0), self._fixed[1].max(axis=0)
         return {
             name: [float(x) if np.isfinite(x) else None for x in values]
             for name, values in (("low", low), ("high", high))
@@ -142,8 +148,10 @@ class Safety:
 
     def _check_age(self, observation: Observation) -> None:
         """Raise ObservationError for an observation of long ago, or of a clock that goes before this one."""
+        if self._max_age is None:
+            return
         taken = _numbers(observation.time)
-        if self._max_age is None or taken is None or taken.ndim:
+        if taken is None or taken.ndim:
             return
         age = time.time() - float(taken)
         if not -self._max_age <= age <= self._max_age:  # NaN too

@@ -38,7 +38,8 @@ def test_a_tiny_one_converts_and_runs(tmp_path: Path) -> None:
 
 
 def test_the_published_one_has_seven_and_a_half_billion_numbers() -> None:
+    """7.54 in the published file, which has SigLIP's pooling head too; nothing reads that."""
     config = oft_config()
-    assert sum(plan.elements for plan in tensors(config)) == 7_541_237_184
+    assert sum(plan.elements for plan in tensors(config)) == 7_525_994_480
     model = build_on_meta("openvla_oft", config)
     assert 7.3e9 < sum(parameter.numel() for parameter in model.parameters()) < 7.6e9

@@ -108,8 +108,10 @@ class ZeroMQWire:
     def _patience(self) -> float | None:
         """Seconds until there is something to do although nobody sends."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
-        if any(each.since is not None for each in self._ledger.open):
-            times.append(SWEEP_S)
+        for each in self._ledger.open:
+            if each.since is not None:
+                times.append(SWEEP_S)
+                break
         return max(0.0, min(times)) if times else None
 
     def _step(self, timeout_s: float | None) -> None:

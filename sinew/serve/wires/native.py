@@ -259,13 +259,13 @@ class NativeCodec:
 
     def encode(self, header: Header, chunks: Sequence[ActionChunk], server_ms: float) -> bytes:
         (chunk,) = chunks
-        timing = chunk.timing
+        timing, head_ms = chunk.timing, chunk.timing.head_ms
         reply = PredictResponse(
             request_id=header.request_id,
             latency_ms_total=timing.total_ms,
-            latency_ms_inference=timing.prefix_ms + timing.head_ms,
+            latency_ms_inference=timing.prefix_ms + head_ms,
             latency_ms_prefill=timing.prefix_ms,
-            latency_ms_denoise=timing.head_ms,
+            latency_ms_denoise=head_ms,
             latency_ms_vision=timing.vision_ms,
             session=chunk.session,
             seed=chunk.seed,
