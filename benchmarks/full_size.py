@@ -4,8 +4,7 @@
 
 Each family takes twice its weights of disk (7.5 billion numbers of OpenVLA: 31 GB), freed before the next one unless
 they are kept. The copy beside the conversion is of the checkpoint's own bytes, on the same disk, right before it.
-``--runs 0`` runs nothing; families that do not fit 24 GiB or have no bfloat16 product to run on are converted only,
-unless they are named. The last line is JSON.
+``--runs 0`` runs nothing; families that do not fit 24 GiB are converted only, unless they are named. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.families import FAMILIES
-from benchmarks.inflate import inflate
+from benchmarks.inflate import FIXTURES, inflate
 
-PRESETS = ("smolvla", "pi0", "pi05", "groot-n17")
+PRESETS = ("smolvla", "pi0", "pi05", "groot-n17", "openvla-oft")
 MIB = 1 << 20
 
 
@@ -84,6 +83,10 @@ def write(name: str, out: Path) -> dict[str, Any]:
         from sinew.presets.groot_checkpoint import write_groot_checkpoint
 
         write_groot_checkpoint(out / "checkpoint")
+    elif name == "openvla-oft":
+        from sinew.presets.openvla_checkpoint import write_openvla_checkpoint
+
+        write_openvla_checkpoint(out / "checkpoint", FIXTURES / "openvla-oft" / "checkpoint")
     else:
         from sinew.presets.pi_checkpoint import write_pi_checkpoint
 
@@ -133,6 +136,7 @@ def infer(bundle: Path, dtype: str, engine: str, runs: int) -> dict[str, Any]:
     chunks = [policy.warm_up() for _ in range(runs)]
     timing = chunks[-1].timing
     return {
+        "precision": f"{policy.precision_text}: {policy.dtype_reason}",
         "load_s": round(load_s, 2),
         "weights_mib": policy.weights_nbytes >> 20,
         "first_ms": round(chunks[0].timing.total_ms),
@@ -188,7 +192,7 @@ def main(
     runs: int = 1,
     keep: bool = False,
 ) -> None:
-    """only: families, of smolvla, pi0, pi05, groot-n17 and those of benchmarks/families.py. engines: that run each."""
+    """only: families, of smolvla, pi0, pi05, groot-n17, openvla-oft and those of benchmarks/families.py. engines: that run each."""
     unknown = [name for name in only or () if name not in (*PRESETS, *FAMILIES)]
     if unknown:
         raise SystemExit(f"--only {unknown[0]}: expected {', '.join((*PRESETS, *FAMILIES))}")

@@ -35,9 +35,7 @@ def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
                 if byte < 0x80:
                     break
             else:
-                raise RequestError(
-                    f"request parse failed: a number longer than ten bytes at byte {at - 10}"
-                )
+                raise RequestError(f"request parse failed: a number longer than ten bytes at byte {at - 10}")
             if numbers[0] & 7 not in (VARINT, BYTES):
                 break
         tag, value = numbers
