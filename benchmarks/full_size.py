@@ -4,7 +4,8 @@
 
 Each family takes twice its weights of disk (7.5 billion numbers of OpenVLA: 31 GB), freed before the next one unless
 they are kept. The copy beside the conversion is of the checkpoint's own bytes, on the same disk, right before it.
-``--runs 0`` runs nothing; families that do not fit 24 GiB are converted only, unless they are named. The last line is JSON.
+``--runs 0`` runs nothing; families that do not fit 24 GiB are converted only, unless they are named. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def main(
     runs: int = 1,
     keep: bool = False,
 ) -> None:
-    """only: families, of smolvla, pi0, pi05, groot-n17, openvla-oft and those of benchmarks/families.py. engines: that run each."""
+    """only: families, of ``PRESETS`` and those of benchmarks/families.py. engines: that run each."""
     unknown = [name for name in only or () if name not in (*PRESETS, *FAMILIES)]
     if unknown:
         raise SystemExit(f"--only {unknown[0]}: expected {', '.join((*PRESETS, *FAMILIES))}")
