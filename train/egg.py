@@ -95,8 +95,8 @@ class EggTask:
         )
 
     def evaluate(self, actor: Actor, seeds: Sequence[int]) -> list[Episode]:
-        """Play with a new chunk at every step, which no machine computes in time: what the weights know."""
-        return run_episodes(actor, lambda: gymnasium.make("sinew/Egg-v0", max_episode_steps=360), seeds, 1)
+        """Play with a new chunk at every other step, which no machine computes in time: what the weights know."""
+        return run_episodes(actor, lambda: gymnasium.make("sinew/Egg-v0", max_episode_steps=360), seeds, 2)
 
 
 def drawn_states(rng: np.random.Generator, there: bool, count: int) -> np.ndarray:
@@ -136,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     recipe = Recipe(
-        args.cpu_seconds, rows=12, ranks=args.ranks, seed=args.seed, second_rows=0, ema=0.995, evaluations=1, episodes=8
+        args.cpu_seconds, rows=12, ranks=args.ranks, seed=args.seed, second_rows=0, ema=0.995, evaluations=1, episodes=4
     )  # fmt: skip
     (args.out / ".meet").unlink(missing_ok=True)
     multiprocessing.spawn(_run, (8, recipe, args.out), nprocs=args.ranks)

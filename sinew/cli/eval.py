@@ -48,6 +48,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     replan: str | None = None,
     latency: str | None = None,
     handover: str | None = None,
+    stream: str | None = None,
     motion: str | None = None,
     future: Annotated[bool, Parameter(negative="")] = False,
     solver_steps: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
@@ -83,6 +84,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
         handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
             as in aggregate:average or rtc:guided:exp:5 (docs/control.md).
+        stream: PREFIX:HEAD[:GUIDANCE], milliseconds of simulated time that the two loops of a stream take; instead of
+            chunks. guidance of whole chunks: guided, no-jacobian, ramp or none (docs/stream.md).
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ... (docs/control.md).
         future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.
@@ -129,6 +132,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     else:
         first = SEED if seed is None else seed
         count = EPISODES if episodes is None else episodes
+    if stream is not None and (realtime or held is not None):
+        raise SinewError("--stream: expected simulated time and no gate; `sinew stream` runs by the clock")
     if realtime and (latency is not None or any(text.startswith("latency") for text in sweep or ())):
         raise SinewError("--latency is simulated; with --realtime the latency is what it is")
     try:
@@ -147,6 +152,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         runs.ignore_recipe,
         cameras.rename,
         cameras.allow_missing_cameras,
+        stream or "",
     )
     if runs.provider:
         raise SinewError(
@@ -324,6 +330,7 @@ def _run(
     try:
         from sinew.eval import campaign
         from sinew.eval.report.report import document
+        from sinew.eval.streaming import reactions
     except ModuleNotFoundError as error:
         raise MissingPackageError("evaluation", error.name or "mujoco") from None
     errors = terminal.console(stderr=True)
@@ -347,6 +354,12 @@ def _run(
         )
     command = shlex.join(["sinew", *sys.argv[1:]])
     report = document(task, control_hz, variants, results, workers=workers, command=command)
+    for entry, episodes in zip(report["variants"], results, strict=True):
+        if found := reactions(episodes):
+            entry["reactions_ms"] = found
+            errors.print(
+                f"{entry['label']}: reactions in ms {json.dumps(found)}", markup=False, soft_wrap=True
+            )
     return {**report, "episodes": results}
 
 

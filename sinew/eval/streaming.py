@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.control import Stopped
 from sinew_client.control.pace import Pace
+from sinew_client.control.reaction import LOOPS, histogram
+from sinew_client.control.report import percentiles
 from sinew_client.control.stream import StreamLoop
 from sinew_client.streams import StreamWindow
 
@@ -132,7 +134,7 @@ class EnvRobot:
         return self.adapter.observation(self._raw)["state"]
 
     def look(self) -> dict[str, Any] | None:
-        age = float(self.info.get("frame_age", 0.0))
+        age = float(self.info.get("camera_age", self.info.get("frame_age", 0.0)))
         taken = round(self.steps / self.adapter.control_hz - age, 6)
         if self._frame == taken:
             return None
@@ -196,3 +198,13 @@ def run_stream_episode(
         wall_s=round(time.perf_counter() - begun, 4),
         reactions_ms=reactions,
     )
+
+
+def reactions(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return p50, p95, p99, max and a histogram of the milliseconds that each loop of a stream took to react."""
+    found: dict[str, Any] = {}
+    for name in LOOPS:
+        values = [each for episode in episodes for each in episode.reactions_ms.get(name, ())]
+        if values:
+            found[name] = {**percentiles(values), "count": len(values), "histogram": histogram(values)}
+    return found

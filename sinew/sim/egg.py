@@ -2,12 +2,13 @@
 
 An egg rolls between two jaws at a moment that nobody foresees. The jaws close at 0.2 m/s; the egg's thickness lies
 along the camera's line of sight, so no picture tells when they will touch it. From the touch on the force grows by
-0.4 N per control step, and at 10 N the shell breaks: 25 ms. A camera of 30 frames a second that is two frames late
+1.7 N per control step, and at 10 N the shell breaks: 25 ms. A camera of 30 frames a second that is two frames late
 knows of it when it is over; a force sensor knows at once. numpy alone, everything is analytic.
 
 Observation: ``images`` {"front"}, ``state`` float32 [2]: opening of the jaws (1 is 80 mm) and force (1 is 10 N),
 the two numbers of the high-rate sensor; ``prompt``. Action float32 [1]: speed of the jaws, 1 closes at 0.2 m/s, -1
-opens. One step is 1/240 s. ``info["frame_age"]``: seconds since the newest frame was exposed.
+opens. One step is 1/240 s. ``info["camera_age"]``: seconds since the newest frame was exposed; a chunk counts its
+rows from the state, which is fresh, and not from that frame.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class EggEnv(gymnasium.Env):
             "task": self.task,
             "step": self.step_count,
             "outcome": self.outcome,
-            "frame_age": self.time - self.frame_time,
+            "camera_age": self.time - self.frame_time,
             "time": self.time,
             "stimuli": {"image": self.arrival, "sensor": self.contact},
         }
@@ -145,7 +146,7 @@ class EggEnv(gymnasium.Env):
         there = self.frame_time >= self.arrival
         if getattr(self, "_drawn", None) != (there, self.look):
             self._frame, self._drawn = picture(there, self.look, self.image_size), (there, self.look)
-        return {"images": {"front": self._frame}, "state": self.sample, "prompt": PROMPT}
+        return {"images": {"front": self._frame.copy()}, "state": self.sample.copy(), "prompt": PROMPT}
 
     def render(self) -> np.ndarray:
         return picture(self.time >= self.arrival, self.look, self.render_size)

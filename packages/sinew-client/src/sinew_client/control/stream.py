@@ -250,8 +250,10 @@ class StreamLoop:
             self._hold(step, verdict.reason, taken=True)
             return
         self.reason = ""
+        self.reactions.add(
+            self._time(step), about.sample_time, about.frame_time
+        )  # before: acting may take its time
         self.robot.act(verdict.row)
-        self.reactions.add(self._time(step), about.sample_time, about.frame_time)
 
     def _hold(self, step: int, reason: str, taken: bool = False) -> None:
         if not taken:

@@ -1,0 +1,122 @@
+"""How often the head runs beside prefixes: the table of sequential against concurrent of Ma et al. 2025, section 6.1.
+
+    python -m benchmarks.streams BUNDLE --seconds 5 [--threads 1,1] [--runs 10]
+
+Three rounds on one machine, taken in turn: one prefix and so many head runs one after the other; prefixes and head
+runs back to back on two threads, each with its own pool; head runs alone. A run of the head is one evaluation, with
+the state renewed where the head reads it. Nothing is paced, so the rates are the most that this machine gives; cpu_ms
+is the time of the calling thread alone, which a busy machine changes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sinew_client.control.report import percentiles
+
+import sinew
+from sinew import machine
+from sinew.engine.halves import Halves
+
+
+class Rounds:
+    """One policy, its two halves as calls without arguments."""
+
+    def __init__(self, bundle: Path, engine: str):
+        self.policy = sinew.load(bundle, engine=engine, threads=1)
+        self.policy.warm_up()
+        self.halves = Halves(self.policy.engine)
+        self.prepared = self.policy.prepare(self.policy.dummy_observation())
+        self.context = self.halves.read(self.prepared.inputs)
+        self.times = np.full(len(self.prepared.noise), self.policy.spec.solver.start)
+
+    def prefix(self) -> None:
+        self.context = self.halves.read(self.prepared.inputs)
+
+    def head(self) -> None:
+        context = self.halves.renew(self.context, self.prepared.inputs.state)
+        self.halves.evaluate(context, self.prepared.noise, self.times)
+
+
+Found = list[tuple[float, float]]  # seconds by the clock and of the thread, of each call
+
+
+def timed(call: Callable[[], None], seconds: float, threads: int, found: Found) -> None:
+    """Call back to back for so many seconds, and note how long each call took."""
+    torch.set_num_threads(threads)
+    end = time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < end:
+        spent = time.thread_time()
+        call()
+        found.append((time.perf_counter() - begun, time.thread_time() - spent))
+
+
+def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int) -> dict[str, Any]:
+    def one_after_the_other() -> None:
+        rounds.prefix()
+        for _ in range(runs):
+            rounds.head()
+
+    sequential: Found = []
+    timed(one_after_the_other, seconds, threads[0], sequential)
+    slow: Found = []
+    fast: Found = []
+    both = [
+        threading.Thread(target=timed, args=(rounds.prefix, seconds, threads[0], slow)),
+        threading.Thread(target=timed, args=(rounds.head, seconds, threads[1], fast)),
+    ]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    alone: Found = []
+    timed(rounds.head, seconds, threads[1], alone)
+
+    def told(values: Found) -> dict[str, Any]:
+        clock, cpu = zip(*values, strict=True)
+        return {
+            "hz": round(len(values) / seconds, 2),
+            "ms": percentiles(1e3 * value for value in clock),
+            "cpu_ms": percentiles(1e3 * value for value in cpu),
+        }
+
+    return {
+        "sequential": {"heads_per_prefix": runs, **told(sequential)},
+        "concurrent_prefix": told(slow),
+        "concurrent_head": told(fast),
+        "head_alone": told(alone),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--engine", default="eager")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--threads", default="1,1")
+    parser.add_argument("--runs", type=int, default=10)
+    args = parser.parse_args()
+    slow, _, fast = args.threads.partition(",")
+    rounds = Rounds(args.bundle, args.engine)
+    found = measure(rounds, args.seconds, (int(slow), int(fast or slow)), args.runs)
+    about = {
+        "bundle": args.bundle.name,
+        "engine": args.engine,
+        "threads": args.threads,
+        "hardware": machine.cpu_model(),
+    }
+    print(json.dumps({**about, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The egg's physics, its expert, and the policy that streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+
+import sinew.sim  # noqa: F401 - registers the environments
+from sinew.cli import main
+from sinew.core import SinewError
+from sinew.eval.adapters import make_env
+from sinew.eval.runner import Conduct
+from sinew.eval.streaming import Costs, run_stream_episode
+from sinew.policy import load
+from sinew.sim.egg import CONTROL_HZ, CRUSH, SPEED, STIFFNESS, EggEnv, act
+from train.egg import ROWS, EggTask, drawn_states, out_of_date
+
+BUNDLE = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "egg.gguf"
+
+
+def play(seed: int, reaction: int) -> EggEnv:
+    """Play the expert with commands that are ``reaction`` steps old."""
+    env = EggEnv(image_size=16)
+    env.reset(seed=seed)
+    commands = [np.zeros(1, np.float32)] * reaction
+    done = False
+    while not done:
+        commands.append(act(env))
+        *_, done, _, _ = env.step(commands[-1 - reaction])
+    return env
+
+
+def test_only_a_fast_reaction_holds_the_egg() -> None:
+    breaks_within = CRUSH / STIFFNESS / (SPEED / CONTROL_HZ)  # steps from the touch
+    assert breaks_within == pytest.approx(6.0)
+    assert [play(seed, 1).outcome for seed in range(20)] == ["held"] * 20
+    assert [play(seed, 7).outcome for seed in range(20)] == ["crushed"] * 20
+
+
+def test_the_touch_is_felt_and_not_seen() -> None:
+    env = gymnasium.make("sinew/Egg-v0", image_size=16).unwrapped
+    frames, forces = set(), []
+    env.reset(seed=1)
+    done = False
+    while not done:
+        observation, _, done, _, info = env.step(act(env))
+        frames.add(observation["images"]["front"].tobytes())
+        forces.append(float(observation["state"][1]) * CRUSH)
+    assert len(frames) == 2  # without the egg, and with it
+    assert info["camera_age"] >= 2 / 30 - 1e-9
+    touched = int(np.argmax(np.array(forces) > 0.5)) + 1
+    assert touched / CONTROL_HZ - info["stimuli"]["sensor"] <= 2 / CONTROL_HZ
+    assert env.opening < env.width
+    with pytest.raises(ValueError, match="camera_fps"):
+        EggEnv(camera_fps=50)
+    with pytest.raises(ValueError, match="options"):
+        env.reset(options={"width": 40})
+
+
+def test_moments_for_training_are_of_the_task() -> None:
+    rng = np.random.default_rng(0)
+    batch = EggTask(4).batch(rng, 6, 0)
+    assert batch.states is not None
+    assert batch.chunks is not None
+    assert batch.chunks.shape == (6, 4, ROWS, 1)
+    assert set(batch.chunks.unique().tolist()) <= {-1.0, 1.0}  # stop or close
+    states = drawn_states(rng, True, 2000)
+    felt = states[:, 1] * CRUSH > 0.5
+    assert 0.3 < felt.mean() < 0.6
+    plans = out_of_date(rng, np.ones((40, 50, ROWS), np.float32))
+    assert 0.4 < (plans[..., 0] < 1).mean() < 0.6
+
+
+def test_the_policy_streams() -> None:
+    env, adapter = make_env("sinew/Egg-v0", "", None)
+    policy = load(BUNDLE, engine="eager", threads=1)
+    episode = run_stream_episode(env, adapter, policy, Conduct(), 5000, Costs.parse("33:2.1"))
+    assert episode.success
+    assert episode.misses == 0
+    assert episode.reactions_ms["sensor"][0] <= 2e3 / CONTROL_HZ  # two runs of the head
+    again = run_stream_episode(env, adapter, policy, Conduct(), 5000, Costs.parse("33:2.1"))
+    assert (again.steps, again.reactions_ms) == (episode.steps, episode.reactions_ms)
+
+
+def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--env",
+        "sinew/Egg-v0",
+        "--engine",
+        "eager",
+        "--episodes",
+        "1",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    chunks = ["--latency", "27.3ms", "--replan", "1", "--solver-steps", "2"]
+    assert main(["eval", str(BUNDLE), *flags, *chunks, "--compare", "stream=33:2.1"]) == 0
+    first, second = json.loads(capsys.readouterr().out.splitlines()[-1])["variants"]
+    assert (first["wins"], second["wins"]) == (0, 1)
+    assert second["reactions_ms"]["image"]["count"] == 1
+    assert "reactions_ms" not in first
+    assert main(["eval", str(BUNDLE), *flags, "--stream", "fast"]) == 1
+    assert "stream: expected PREFIX:HEAD" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "33", "33:x", "33:2:nothing", "-1:2", "1:2:3:4"])
+def test_costs_that_are_none(text: str) -> None:
+    with pytest.raises(SinewError, match="^stream: expected PREFIX:HEAD"):
+        Costs.parse(text)
