@@ -134,6 +134,7 @@ def infer(bundle: Path, dtype: str, engine: str, runs: int) -> dict[str, Any]:
     start = time.perf_counter()
     policy = sinew.load(bundle, "cpu", dtype, engine)
     load_s = time.perf_counter() - start
+    loaded = rss()
     chunks = [policy.warm_up() for _ in range(runs)]
     timing = chunks[-1].timing
     return {
@@ -143,6 +144,7 @@ def infer(bundle: Path, dtype: str, engine: str, runs: int) -> dict[str, Any]:
         "first_ms": round(chunks[0].timing.total_ms),
         "later_ms": [round(chunk.timing.total_ms) for chunk in chunks[1:]],
         "vision_prefix_head_ms": [round(getattr(timing, k)) for k in ("vision_ms", "prefix_ms", "head_ms")],
+        "rss_loaded_mib": loaded,
         "rss_mib": rss(),
     }
 
@@ -210,7 +212,8 @@ def main(
             shutil.rmtree(home)
         if runs and (only or name not in FAMILIES or FAMILIES[name].run):
             for engine in engines or ["eager"]:
-                result["infer"][engine] = phase(infer, bundle, dtype, engine, runs)
+                precision = "float32" if engine == "cpu" else dtype  # its only one around low-bit weights
+                result["infer"][engine] = phase(infer, bundle, precision, engine, runs)
         if not keep:
             bundle.unlink()
         results[name] = result

@@ -53,7 +53,7 @@ def run(
     """Latency by component on one or more machines, from the traced program.
 
     Args:
-        source: as of `sinew infer`, or smolvla, pi0, pi0.5, gr00t-n1.7, evo1 or openvla-oft at their published size.
+        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
         hardware: names of machines, repeatable; thor, rtx4090 and h200 if absent. `sinew perf machines` lists them.
         cameras: views; the policy's own if absent, as for the next four.
         prompt_tokens: length of the prompt.
@@ -163,7 +163,7 @@ def need(
 
     Args:
         rate: chunks per second.
-        model: as of `sinew infer`, or smolvla, pi0, pi0.5, gr00t-n1.7, evo1 or openvla-oft.
+        model: as of `sinew infer`, or a family's preset, smolvla to vla-jepa.
         cameras: views; the policy's own if absent, as for the next three.
         prompt_tokens: length of the prompt.
         chunk: actions per chunk.

@@ -31,7 +31,7 @@ def fleet(
     From the calibrated model (`sinew perf calibrate`), and with --measure from batches that are timed here too.
 
     Args:
-        source: as of `sinew infer`; smolvla, pi0, pi0.5, gr00t-n1.7 or evo1 without --measure too.
+        source: as of `sinew infer`; a family's preset, smolvla to vla-jepa, without --measure too.
         hz: requests per second of each robot.
         deadline_ms: from a robot's frame to its answer.
         max_batch: as of `sinew serve`.

@@ -41,7 +41,7 @@ def fit(
     """Does a policy fit a board's memory, and how much can be asked of it there? Exit code 1 if it does not.
 
     Args:
-        source: as of `sinew infer`, or smolvla, pi0, pi0.5, gr00t-n1.7, evo1 or openvla-oft at their published size.
+        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
         memory_gib: the board's memory.
         system_gib: what the operating system and other programs take.
         cameras: views; the policy's own number if absent, as for the next two.
@@ -116,7 +116,7 @@ def calibrate(
     """Measure this machine and a policy's stages on it; later predictions and `sinew bench` use what is found.
 
     Args:
-        source: as of `sinew infer`, or smolvla, pi0, pi0.5, gr00t-n1.7, evo1 or openvla-oft with random weights.
+        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, with random weights.
         threads: for compute; chosen from the cores of this process if absent.
         dtype: compute type.
         engine: whose stages to measure; for others than eager the source is a bundle.
@@ -156,7 +156,7 @@ def predict(
     """What an engine will take on this machine, with an error band. Needs `sinew perf calibrate` first.
 
     Args:
-        source: as of `sinew infer`, or smolvla, pi0, pi0.5, gr00t-n1.7, evo1 or openvla-oft at their published size.
+        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
         threads: for compute, as calibrated; chosen from the cores of this process if absent.
         cameras: views; the policy's own number if absent, as for the next three.
         prompt_tokens: length of the prompt.

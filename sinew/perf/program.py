@@ -30,8 +30,9 @@ from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import Precision, as_number_format, as_traced, by_stage
 from sinew.perf.trace import STAGES, Call, Trace, trace
 from sinew.policy import open_bundle
+from sinew.presets.published import PUBLISHED
 
-PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1", "openvla-oft")
+PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1", "openvla-oft", *PUBLISHED)
 PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
 PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
 LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
@@ -255,6 +256,10 @@ def preset(name: str) -> Program:
 
     SmolVLA, pi0, pi0.5, Evo-1 and OpenVLA-OFT are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
     """
+    if name in PUBLISHED:
+        found = PUBLISHED[name]()
+        model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
+        return Program(name, model, Shapes(found.views, found.side, found.side, found.tokens, found.steps))
     others = {"gr00t-n1.7": _groot, "evo1": _evo1, "openvla-oft": _oft}
     if name in others:
         return others[name](name)
