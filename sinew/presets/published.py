@@ -18,6 +18,7 @@ from sinew.models.gr00t import Gr00tEagleConfig
 from sinew.models.gr00t_head import HeadConfig
 from sinew.models.jepa import JepaConfig
 from sinew.models.openvla import OFTConfig, OpenVLAConfig
+from sinew.presets.openvla_checkpoint import oft_config
 
 
 class Published(NamedTuple):
@@ -103,19 +104,13 @@ def _jepa() -> Published:
     return Published("vla_jepa", config, 2, 256, 2 * (64 + 2) + 24 + 32 + 25 + WORDS, 4)
 
 
-def _towers() -> tuple[ViTConfig, ViTConfig]:
-    """DINOv2 L with registers and SigLIP so400m, without the last blocks, which nothing reads."""
-    shared: dict[str, Any] = {"image_size": 224, "patch_size": 14, "norm_eps": 1e-6, "final_norm": False}
-    dino = ViTConfig(1024, 4096, 23, 16, **shared, activation="gelu", prefix_tokens=5, layer_scale=True)
-    return dino, ViTConfig(1152, 4304, 26, 16, **shared, activation="gelu")
-
-
 def _openvla() -> Published:
+    oft = oft_config()
     config = OpenVLAConfig(
-        vision=_towers(),
-        projector=(4 * 2176, 4096),
-        language=DecoderConfig(4096, 11008, 32, 32, 32, 128, norm_eps=1e-6, rope_theta=1e4),
-        vocab_size=32064,
+        vision=oft.vision,
+        projector=oft.projector,
+        language=oft.language,
+        vocab_size=oft.vocab_size,
         chunk_size=1,
         max_action_dim=7,
     )
@@ -123,9 +118,10 @@ def _openvla() -> Published:
 
 
 def _adapter() -> Published:
+    oft = oft_config()
     config = AdapterConfig(
-        vision=_towers(),
-        projector=(4 * 2176, 896),
+        vision=oft.vision,
+        projector=(oft.projector[0], 896),
         language=DecoderConfig(896, 4864, 24, 14, 2, 64, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True),
         vocab_size=151936,
         chunk_size=8,
