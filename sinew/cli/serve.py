@@ -9,19 +9,17 @@ import sys
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 
-from sinew import __version__, machine
-from sinew.cli.infer import running
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
+from sinew.cli.serve_policy import Change, changer, loader, replayer, stand
 from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import Listen, reachable
 from sinew.serve.wires import open_wires, parse
-from sinew.sources import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +27,11 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
     from sinew.serve.recorder import Recorder
     from sinew.serve.replay import Replay
+    from sinew.serve.scheduler import Scheduler
     from sinew.serve.service import Wire
 
 logger = logging.getLogger(__name__)
 
-CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe")  # what decides how a bundle is run
 KEY_VARIABLE = "SINEW_API_KEY"
 
 
@@ -46,6 +44,7 @@ class Bounds:
         queue: requests that may wait for the running one, of one client two of them; more are refused as busy.
         max_batch: requests of several robots that are computed at once where they fit together (docs/fleet.md): a
             number, or auto, which measures at the start what pays. With 1 no answer depends on who else asks.
+        memory_gib: of the weights of all policies in memory, while one is exchanged for another (docs/fleet.md).
         max_connections: open at once, for each wire.
         max_megapixels: of one request, all frames together; 16 times the policy's cameras, at least 16, if absent.
         stuck_s: a request that computes for longer makes the server unhealthy, and after twice the time it exits
@@ -59,6 +58,7 @@ class Bounds:
 
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
     max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1
+    memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     max_connections: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 256
     max_megapixels: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     stuck_s: Annotated[float, Parameter(validator=validators.Number(gte=0))] = STUCK_S
@@ -131,10 +131,11 @@ def serve(
         listen = replaced(listen, dashboard=shown)
         options = runs.keywords() | cameras.keywords()
         make = (
-            _loader(bundle, options, threads)
+            loader(bundle, options, threads)
             if replay is None
-            else _replayer(replay, bundle, cameras, runs, replay_latency == "recorded")
+            else replayer(replay, bundle, cameras, runs, replay_latency == "recorded")
         )
+        change = None if replay is not None or bundle is None else changer(bundle, options, threads, bounds)
         wires = open_wires(parse(wire or ()), listen)
         process = Process(wires)
         finished = True
@@ -152,6 +153,7 @@ def serve(
                     api_key,
                     deadline_ms,
                     recorder,
+                    change,
                 )
             if recorder is not None:
                 recorder.close()
@@ -167,51 +169,6 @@ def serve(
         return 0 if process.hopeless is None else HOPELESS
 
 
-def _loader(bundle: Path | None, options: dict[str, Any], threads: int | None) -> Callable[[], Policy]:
-    """Find mistakes in flags and file before ports are taken and torch is imported; what is returned loads the policy.
-    ``options``: of ``sinew.load``."""
-    from sinew.bundle.rename import rename_cameras
-    from sinew.engine.choose import choose
-    from sinew.policy import open_bundle
-
-    if bundle is None:
-        raise SinewError("expected a bundle, or --replay RECORDS")
-    found = resolve(bundle)
-    opened = open_bundle(found)
-    rename_cameras(opened.manifest.spec, options["rename"])
-    choose(opened, **{name: options[name] for name in CHOSEN})
-
-    def load() -> Policy:
-        import sinew
-
-        logger.info("loading %s", found)
-        return sinew.load(found, threads=threads, **options)
-
-    return load
-
-
-def _replayer(
-    records: Path, bundle: Path | None, cameras: Cameras, runs: Runs, latency: bool
-) -> Callable[[], Replay]:
-    """Read the recording; imports no torch."""
-    from sinew.bundle.rename import rename_cameras
-    from sinew.policy import open_bundle
-    from sinew.serve.replay import Replay
-
-    if runs != RUNS:
-        raise SinewError(
-            "--replay: engine, provider, device and dtype compute, and a replay computes nothing"
-        )
-    if bundle is None and cameras.rename:
-        raise SinewError("--rename: expected the bundle beside --replay, which knows its cameras")
-    manifest = None
-    if bundle is not None:
-        manifest = open_bundle(bundle).manifest
-        manifest = replaced(manifest, spec=rename_cameras(manifest.spec, cameras.keywords()["rename"]))
-    made = Replay(records, manifest, latency=latency, allow_missing_cameras=cameras.allow_missing_cameras)
-    return lambda: made
-
-
 def _load_and_run(
     process: Process,
     make: Callable[[], Policy | Replay],
@@ -219,76 +176,41 @@ def _load_and_run(
     api_key: str,
     deadline_ms: float | None,
     recorder: Recorder | None,
+    change: Change,
 ) -> bool:
     """Returns False when a thread is still inside the model."""
-    scheduler = None
+    supervisor = Supervisor(bounds.stuck_s)
+    begun: list[Scheduler] = []
     try:
-        from sinew.policy import Policy
         from sinew.serve.dashboard.feed import Feed
-        from sinew.serve.safety import Safety
-        from sinew.serve.scheduler import Scheduler
         from sinew.serve.service import Service
 
         addresses = ", ".join(wire.address for wire in process.wires)
         logger.info("listening on %s", addresses)
         policy = make()
-        scheduler = Scheduler(
-            policy,
-            queue_size=bounds.queue,
-            supervisor=Supervisor(bounds.stuck_s),
-            max_batch=None if bounds.max_batch == "auto" else bounds.max_batch,
-        )
-        scheduler.supervisor.watch(policy.problem)  # of the files whose weights are mapped
-        scheduler.start()
-        logger.info("%s", running(policy))
-        about = describe(policy)
-        if scheduler.batcher is not None:
-            about["server"] |= scheduler.batcher.describe()
-            logger.info("batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
-        safety = None  # what a recording holds was sent to a robot before
-        if isinstance(policy, Policy):
-            logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
-            limits = bounds.action_limits, bounds.action_margin, bounds.state_margin, bounds.max_age
-            safety = Safety(policy.processor, *limits)
-            about["policy"]["action"]["limits"] = safety.limits()
+        standing = stand(policy, bounds, supervisor, begun)
         service = Service(
-            scheduler,
+            standing.scheduler,
             policy.spec,
-            about,
+            standing.metadata,
             padded_state_dim=policy.padded_state_dim,
             padded_action_dim=policy.padded_action_dim,
             api_key=api_key,
             deadline_ms=deadline_ms,
             recorder=recorder,
-            safety=safety,
+            safety=standing.safety,
             feed=Feed(policy.image_recipe),
             max_pixels=None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
         )
+        if change is not None:
+            service.swapper = change(service, supervisor)
         wires = tuple(process.wires)
         return process.run(service, lambda: _say(ready_text(policy, wires)))
     except KeyboardInterrupt:
         logger.info("stopped before the server was ready")
-        if scheduler is None:
-            return True
-        scheduler.stop()
-        return scheduler.join(GRACE_S)
-
-
-def describe(policy: Policy | Replay) -> dict[str, Any]:
-    """What the server says about itself and the policy."""
-    return {
-        "server": {
-            "name": "sinew",
-            "version": __version__,
-            **policy.describe(),
-            "threads": policy.threads,
-            "threads_reason": policy.threads_reason,
-            "hardware": machine.cpu_model(),
-        },
-        "policy": policy.spec.to_dict(),
-        "padded_state_dim": policy.padded_state_dim,
-        "padded_action_dim": policy.padded_action_dim,
-    }
+        for scheduler in begun:
+            scheduler.stop()
+        return all(scheduler.join(GRACE_S) for scheduler in begun)
 
 
 def ready_text(policy: Policy | Replay, wires: Sequence[Wire]) -> str:

@@ -53,10 +53,15 @@ class Process:
                 break
         logger.info("stopping: cancelling the running request and refusing the others")
         service.stopping()
-        service.scheduler.stop()
-        finished = service.scheduler.join(GRACE_S)
+        schedulers = service.schedulers
+        finished = True
+        for scheduler in schedulers:
+            scheduler.stop()
+        for scheduler in schedulers:
+            finished &= scheduler.join(GRACE_S)
         if not finished:
-            service.scheduler.give_up()
+            for scheduler in schedulers:
+                scheduler.give_up()
         self.close()
         return finished
 

@@ -51,6 +51,7 @@ class Job:
         "deadline",
         "decode",
         "decode_s",
+        "home",
         "kind",
         "on_done",
         "prepared",
@@ -71,6 +72,7 @@ class Job:
         self.session = session
         self.deadline = deadline
         self.client = client
+        self.home: Any = None  # the scheduler that it was given to
         self.accepted = time.perf_counter()
         self.begun: float | None = None
         self.decode_s = 0.0

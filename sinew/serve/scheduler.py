@@ -32,6 +32,7 @@ from sinew.serve.turns import Turns
 logger = logging.getLogger(__name__)
 
 PER_CLIENT = 2  # jobs of one client that may wait
+DRAIN_S = 0.01  # between two looks at what is left
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
 
 
@@ -70,7 +71,7 @@ class Scheduler:
         self._count = 0  # of all of them
         self._newest: dict[Hashable, Job] = {}  # the waiting job of each session that has one
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
-        self._stopping = False
+        self._stopping = self._draining = False
         self._running: list[Job] = []
         self._decoding: set[Job] = set()
         self._warm = threading.Event()
@@ -108,9 +109,10 @@ class Scheduler:
         Raises BusyError or ShuttingDownError, and then does not call ``on_done``.
         """
         job = Job(decode, on_done, session, deadline, client)
+        job.home = self
         displaced = None
         with self._lock:
-            if self._stopping:
+            if self._stopping or self._draining:
                 raise ShuttingDownError
             older = self._newest.get(session) if session is not None else None
             if older is None:
@@ -160,6 +162,27 @@ class Scheduler:
         """Now: waiting, running. Since the start: served, failed, busy, superseded, late, and batches: inferences."""
         with self._lock:
             return {"waiting": self._count, "running": bool(self._running), **self._counts}
+
+    def drain(self) -> None:
+        """Refuse new jobs, answer those that are here, and end. Returns when that is done."""
+        with self._lock:
+            self._draining = True
+        while not self._stopping:
+            self.expire()
+            with self._lock:
+                if not (self._count or self._running or self._decoding):
+                    break
+            time.sleep(DRAIN_S)
+        self.stop()
+        for thread in self._threads:
+            thread.join()
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Take what this scheduler and its policy say of themselves out of the server's health."""
+        for check in (self._problem, getattr(self.policy, "problem", None)):
+            if check is not None:
+                self.supervisor.forget(check)
 
     def stop(self) -> None:
         """Refuse new jobs, fail the waiting ones, cancel the running one. Returns at once; see ``join``."""

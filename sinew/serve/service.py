@@ -92,14 +92,16 @@ class Service:
         safety: Safety | None = None,
         feed: Feed | None = None,
     ):
-        self.scheduler = scheduler
         self.supervisor = scheduler.supervisor
         self.spec = spec
         self.metadata = metadata
         self.padded_state_dim = padded_state_dim
         self.padded_action_dim = padded_action_dim
         self.deadline_ms = deadline_ms
-        self.metrics = Metrics(scheduler.stats, lambda: not self.problems(), metadata)
+        self._schedulers = [scheduler]  # the last one stands; those before it answer what they have
+        self._past: dict[str, int] = {}  # counts of those that have ended
+        self.swapper: Any = None  # exchanges the policy (serve/swap.py); None: nothing does
+        self.metrics = Metrics(self.stats, lambda: not self.problems(), metadata)
         self.feed = feed or Feed()
         self._max_pixels = max_pixels or pixel_limit(spec)
         self._quiet: dict[str, Quiet] = {}
@@ -118,16 +120,17 @@ class Service:
         deadline = None if wait_ms is None else inference.arrived + wait_ms / 1e3
         seen: list[Observation] = []
         warnings: list[str] = []
+        scheduler, safety = self.scheduler, self._safety  # of the policy that stands now
 
         def decode(check: Check) -> Observation:
             observation = inference.decode(self.budget(check))
             seen.append(observation)
-            if self._safety is not None:
-                warnings.extend(self._safety.check(observation))
+            if safety is not None:
+                warnings.extend(safety.check(observation))
             return observation
 
         def done(outcome: Outcome) -> None:
-            outcome = self._safe(outcome, seen, warnings)
+            outcome = _safe(safety, outcome, seen, warnings)
             self._account(inference, outcome, deadline, seen)
             if self._recorder is not None and seen:
                 self._recorder.put(inference.wire, inference.session, seen[0], outcome)
@@ -140,9 +143,14 @@ class Service:
             if wait_ms is not None and not wait_ms > 0:
                 raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
             self.check_session(inference.session)
-            if (stuck := self.scheduler.stuck()) is not None:
+            if (stuck := scheduler.stuck()) is not None:
                 raise UnhealthyError(stuck)
-            job = self.scheduler.submit(decode, done, session=session, deadline=deadline, client=connection)
+            try:
+                job = scheduler.submit(decode, done, session=session, deadline=deadline, client=connection)
+            except ShuttingDownError:
+                if scheduler is self.scheduler:
+                    raise
+                return self.submit(inference, on_done)  # the policy was exchanged meanwhile
         except SinewError as error:
             self._account(inference, error, deadline)
             raise
@@ -167,7 +175,7 @@ class Service:
         try:
             return await future
         except asyncio.CancelledError:
-            self.scheduler.cancel(job)
+            self.cancel(job)
             raise
 
     def budget(self, check: Check) -> PixelBudget:
@@ -176,7 +184,7 @@ class Service:
 
     def cancel(self, job: Job) -> None:
         """The client of this job has left."""
-        self.scheduler.cancel(job)
+        job.home.cancel(job)
 
     def state_range(self) -> dict[str, list[float | None]] | None:
         """Return ``low`` and ``high`` of each state dimension in the training data, where it is known."""
@@ -188,6 +196,41 @@ class Service:
         self.check_session(session)
         if (forget := getattr(self.scheduler.policy, "reset", None)) is not None:
             forget(session)
+
+    # ------------------------------------------------------------------------- the policy that stands
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Return the one that takes requests."""
+        return self._schedulers[-1]
+
+    @property
+    def schedulers(self) -> Sequence[Scheduler]:
+        """Return all that have something to answer, the standing one last."""
+        return tuple(self._schedulers)
+
+    def exchange(
+        self, scheduler: Scheduler, spec: PolicySpec, metadata: dict[str, Any], safety: Safety | None
+    ) -> Scheduler:
+        """Give the requests that come from now on to ``scheduler``; return the one before, which is to be drained."""
+        old = self.scheduler
+        self._safety, self.spec, self.metadata = safety, spec, metadata
+        self._schedulers.append(scheduler)
+        return old
+
+    def retired(self, scheduler: Scheduler) -> None:
+        """Note that a scheduler has answered its last; its counts stay."""
+        for name, count in scheduler.stats().items():
+            self._past[name] = self._past.get(name, 0) + int(count)
+        self._schedulers.remove(scheduler)
+
+    def stats(self) -> dict[str, int | bool]:
+        """Return :meth:`Scheduler.stats` over all policies that stood since the start."""
+        found: dict[str, int | bool] = dict(self._past)
+        for scheduler in self.schedulers:
+            for name, count in scheduler.stats().items():
+                found[name] = count if name not in found else found[name] + count
+        return found
 
     # ------------------------------------------------------------------------- everything else
 
@@ -215,7 +258,7 @@ class Service:
             "status": "stopping" if self._stopping else "unhealthy" if problems else "ok",
             "problems": problems,
             "uptime_s": round(time.monotonic() - self._started, 3),
-            **self.scheduler.stats(),
+            **self.stats(),
             **({} if self._recorder is None else {"recorder": self._recorder.stats()}),
         }
 
@@ -225,7 +268,8 @@ class Service:
 
     def tend(self) -> None:
         """Answer requests whose deadline has passed; to be called now and then."""
-        self.scheduler.expire()
+        for scheduler in list(self._schedulers):
+            scheduler.expire()
 
     def stopping(self) -> None:
         """From now on ``health`` says so."""
@@ -243,17 +287,6 @@ class Service:
         except SinewError as error:
             self.refused(wire, client, error)
             raise
-
-    def _safe(self, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:
-        """The outcome as it may be sent to a robot."""
-        if self._safety is None or not isinstance(outcome, ActionChunk):
-            return outcome
-        if warnings:
-            outcome = replace(outcome, warnings=(*outcome.warnings, *warnings))
-        try:
-            return self._safety.enforce(outcome, seen[0])
-        except SinewError as error:
-            return error
 
     @staticmethod
     def check_session(name: str) -> None:
@@ -303,6 +336,18 @@ class Wire(Protocol):
 
     def guide(self, spec: PolicySpec) -> Sequence[str]:
         """A program in lines that runs as it is and asks this server for one chunk, with the field's own client."""
+
+
+def _safe(safety: Safety | None, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:
+    """Return the outcome as it may be sent to a robot."""
+    if safety is None or not isinstance(outcome, ActionChunk):
+        return outcome
+    if warnings:
+        outcome = replace(outcome, warnings=(*outcome.warnings, *warnings))
+    try:
+        return safety.enforce(outcome, seen[0])
+    except SinewError as error:
+        return error
 
 
 def printable(error: SinewError) -> str:

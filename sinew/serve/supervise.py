@@ -40,11 +40,16 @@ class Supervisor:
         """Ask ``check`` with each ``problems``: a sentence if something is wrong, or None. It must not block."""
         self._checks.append(check)
 
+    def forget(self, check: Callable[[], str | None]) -> None:
+        """Ask ``check`` no more."""
+        if check in self._checks:
+            self._checks.remove(check)
+
     def problems(self) -> list[str]:
         """What keeps this server from answering, a sentence each; empty while all is well."""
         with self._lock:
             found = list(self._dead)
-        found += [problem for check in self._checks if (problem := check()) is not None]
+        found += [problem for check in list(self._checks) if (problem := check()) is not None]
         if not found:
             self._since = None
         elif self._since is None:

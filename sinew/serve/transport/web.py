@@ -22,6 +22,7 @@ from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.dashboard.routes import Dashboard, Handler
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.service import Inference, Service
+from sinew.serve.transport import admin
 from sinew.serve.transport.connections import Connection, Connections
 from sinew.serve.transport.ledger import HELD_REQUESTS, REQUEST_S
 from sinew.serve.transport.listen import Listen
@@ -93,6 +94,7 @@ class WebServer:
             app.router.add_get("/v1/metadata", self._guarded(self._metadata))
             app.router.add_post("/v1/actions", self._guarded(self._actions))
             app.router.add_post("/act", self._guarded(self._act))
+            admin.add(self._service, self._guarded, app.router)
         if self._listen.dashboard:
             shown = Dashboard(self._service, self._guarded, self._actions, self._ended)
             self._page = shown.add(app.router, at_root=not self._kind)

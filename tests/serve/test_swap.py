@@ -1,0 +1,188 @@
+"""The policy of a running server is exchanged: every request is answered, by the policy that stood when it came."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from sinew_client import Client
+
+from sinew.core import ActionChunk, BundleError, BusyError, Observation, RequestError
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.swap import Standing, Swapper
+from sinew.serve.transport.admin import _is_loopback
+from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
+
+
+class Other(Puppet):
+    """Answers with 100 more."""
+
+    def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+        chunk = super().run(observation, cancel=cancel)
+        return replace(chunk, actions=chunk.actions + 100)
+
+
+@contextlib.contextmanager
+def exchanging(
+    tmp_path: Path, wires=("native",), budget: int | None = None, **options
+) -> Iterator[SimpleNamespace]:
+    """A desk whose policy can be exchanged for the files of ``tmp_path``: their names say which puppet they are."""
+    for name in ("first", "other", "wide"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    opened: list[Scheduler] = []
+    with desk(wires, **options) as at:
+
+        def find(source: str) -> Path:
+            if not (tmp_path / source).exists():
+                raise BundleError(f"{source}: no such file or folder")
+            return tmp_path / source
+
+        def open_source(source: str) -> Standing:
+            puppet = Puppet() if source == "first" else Other()
+            if source == "wide":
+                puppet.spec = replace(SPEC, chunk_size=9)
+            scheduler = Scheduler(puppet, supervisor=at.service.supervisor)
+            scheduler.start()
+            opened.append(scheduler)
+            return Standing(scheduler, {"policy": puppet.spec.to_dict(), "name": source}, None)
+
+        at.swapper = at.service.swapper = Swapper(at.service, open_source, find, "first", budget)
+        at.opened_schedulers = opened
+        try:
+            yield at
+        finally:
+            for scheduler in opened:
+                scheduler.stop()
+                assert scheduler.join(WAIT_S)
+
+
+def test_requests_on_their_way_are_answered_by_the_policy_that_they_came_to(tmp_path):
+    with exchanging(tmp_path) as at, Client(at.native, timeout=WAIT_S) as held, Client(at.native) as client:
+        found: list = []
+        asking = threading.Thread(target=lambda: found.append(held.infer({**GOOD, "prompt": "wait"})))
+        asking.start()
+        until(lambda: at.scheduler.stats()["running"])
+        told: list = []
+        changing = threading.Thread(target=lambda: told.append(at.swapper.swap("other")))
+        changing.start()
+        until(lambda: at.service.scheduler is not at.scheduler)
+        assert client.infer(GOOD, timeout=WAIT_S).actions[0, 0] == 100  # beside the one that still runs
+        assert client.metadata()["name"] == "other"
+        with pytest.raises(BusyError, match="another exchange"):
+            at.swapper.swap("first")
+        at.puppet.release.set()
+        asking.join(WAIT_S)
+        changing.join(WAIT_S)
+        assert found[0].actions[0, 0] == 0
+        assert told[0].keys() == {"policy", "load_s", "drain_s"}
+        assert len(at.service.schedulers) == 1
+        health = client.health()
+        assert (health["served"], health["running"], health["status"]) == (2, False, "ok")
+
+
+def test_a_client_that_leaves_the_old_policy(tmp_path):
+    with exchanging(tmp_path) as at:
+        client = Client(at.native, timeout=WAIT_S)
+        asking = threading.Thread(target=lambda: _ask_in_vain(client))
+        asking.start()
+        until(lambda: at.scheduler.stats()["running"])
+        changing = threading.Thread(target=lambda: at.swapper.swap("other"))
+        changing.start()
+        until(lambda: at.service.scheduler is not at.scheduler)
+        (job,) = at.scheduler._running
+        at.service.cancel(job)  # the one that holds the old policy back
+        changing.join(WAIT_S)
+        asking.join(WAIT_S)
+        assert not changing.is_alive()
+        client.close()
+
+
+def _ask_in_vain(client: Client) -> None:
+    with contextlib.suppress(Exception):
+        client.infer({**GOOD, "prompt": "wait"})
+
+
+def test_none_is_lost_under_load(tmp_path):
+    with exchanging(tmp_path) as at:
+        answers: list[float] = []
+        stop = threading.Event()
+
+        def robot(number: int) -> None:
+            with Client(at.native, timeout=WAIT_S) as client:
+                while not stop.is_set():
+                    answers.append(
+                        client.infer({**GOOD, "state": np.full(2, number)}).actions[0, 0] % 100 - number
+                    )
+
+        robots = [threading.Thread(target=robot, args=(number,)) for number in range(4)]
+        for each in robots:
+            each.start()
+        for source in ("other", "first", "other"):
+            before = len(answers)
+            at.swapper.swap(source)
+            until(lambda before=before: len(answers) > before + 8)
+        stop.set()
+        for each in robots:
+            each.join(WAIT_S)
+        stats = at.service.stats()
+        assert (stats["served"], stats["failed"]) == (len(answers), 0)
+        assert not np.any(answers)
+
+
+def test_what_does_not_fit_leaves_the_old_policy(tmp_path):
+    with exchanging(tmp_path, budget=1999) as at, Client(at.native, timeout=WAIT_S) as client:
+        with pytest.raises(
+            RequestError, match="source: expected weights of at most 0 MiB beside those that stand"
+        ):
+            at.swapper.swap("other")
+        at.swapper._budget = 2000
+        with pytest.raises(RequestError, match="chunk_size: expected 3, as the policy that stands, got 9"):
+            at.swapper.swap("wide")
+        assert not at.opened_schedulers[0].join(0.0) or not at.opened_schedulers[0].stats()["running"]
+        with pytest.raises(BundleError, match="no such file"):
+            at.swapper.swap("missing")
+        assert client.infer(GOOD).actions[0, 0] == 0
+        assert client.health()["status"] == "ok"
+        at.swapper.swap("other")
+        assert client.infer(GOOD).actions[0, 0] == 100
+
+
+def post(address: str, body: bytes, key: str = "") -> tuple[int, dict]:
+    request = urllib.request.Request(
+        address.replace("ws", "http", 1) + "/v1/policy", body, {"X-API-Key": key} if key else {}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_over_http_with_the_key(tmp_path):
+    with exchanging(tmp_path, ("web",), api_key="secret") as at:
+        good = b'{"source": "other"}'
+        assert post(at.web, good)[0] == post(at.web, good, "another")[0] == 401
+        for body in (b"", b"[]", b'{"source": 3}', b'{"source": ""}', b"[" * 9999):
+            assert post(at.web, body, "secret")[0] == 400
+        status, told = post(at.web, good, "secret")
+        assert (status, told["policy"]) == (200, "puppet")
+        at.service.swapper = None
+        assert "does not exchange" in post(at.web, good, "secret")[1]["error"]["message"]
+
+
+def test_never_without_a_key(tmp_path):
+    with exchanging(tmp_path, ("web",)) as at:
+        assert post(at.web, b'{"source": "other"}')[0] == 401
+    assert _is_loopback("127.0.0.1")
+    assert _is_loopback("::1")
+    for address in (None, "", "192.0.2.1", "localhost.evil"):
+        assert not _is_loopback(address)
