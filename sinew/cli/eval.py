@@ -241,6 +241,8 @@ def _settled(variant: Variant) -> Variant:
         return replaced(variant, device="cpu")
     if variant.target == EXPERT:
         return replaced(variant, device="cpu")
+    if variant.stream and variant.engine is None:
+        variant = replaced(variant, engine="plan")  # the fastest that can run its two halves at once
     choice = chosen(variant)
     return replaced(variant, engine=choice.engine, device=choice.options.device)
 

@@ -30,6 +30,7 @@ from sinew.sources import is_server
 log = logging.getLogger(__name__)
 
 SCHEMA = "sinew.stream/1"
+HALVED = ("eager", "plan", "cpu")  # engines whose two halves share no buffers
 
 
 def stream(
@@ -131,6 +132,11 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
         with Client(target, timeout=10.0) as client:
             served = client.metadata()
+        if served["server"].get("engine") not in HALVED:
+            raise SinewError(
+                f"stream: expected engine {' or '.join(HALVED)} at {target} (sinew serve --engine plan), got"
+                f" {served['server'].get('engine')}"
+            )
 
         def remote(rate: float, session: str, options: dict[str, Any], _prompt: str) -> StreamLink:
             return StreamLink(target, rate, session, options=options)
@@ -142,7 +148,11 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
     from sinew.stream import LocalLink, Session, StreamSettings
 
     with progress.task(f"loading {target}"):
-        local = load(target, **runs.keywords())
+        asked = runs.keywords()
+        if runs.engine == "auto":
+            asked["engine"] = "plan"
+            log.info("engine plan: the fastest that can run prefix and head at the same time")
+        local = load(target, **asked)
         if reason := unstreamable(local.engine):
             raise SinewError(f"stream: {reason}")
         local.warm_up()

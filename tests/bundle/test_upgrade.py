@@ -49,9 +49,9 @@ def test_a_bundle_of_format_1_computes_the_same_bits(case, golden, smolvla_bundl
     assert np.array_equal(then.infer(observation).actions, now.infer(observation).actions)
 
 
-def test_the_policies_in_the_package_are_of_format_1():
-    for path in ASSETS.glob("*.gguf"):
-        bundle = Bundle(path)
+def test_the_oldest_policies_in_the_package_are_of_format_1():
+    for name in ("blocks", "pen"):
+        bundle = Bundle(ASSETS / f"{name}.gguf")
         assert bundle.file.metadata[KEY_VERSION] == 1
         assert '"family"' in bundle.file.metadata["sinew.config"]
         assert "family" not in bundle.manifest.config["language"]
