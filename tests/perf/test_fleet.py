@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sinew.cli import main
 from sinew.core import SinewError
 from sinew.perf.fleet import batched, between, most_robots, play
 from sinew.perf.program import Program
@@ -55,6 +56,13 @@ def test_batches_serve_more_robots():
 def test_sizes_between_measured_ones():
     seconds = between({1: 1.0, 4: 2.5})
     assert [seconds(n) for n in (1, 2, 4, 8)] == [1.0, 1.5, 2.5, 5.0]
+
+
+def test_the_verb_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["perf", "fleet", str(BLOCKS), "--threads", "1"]) == 1
+    wanted = f"not calibrated for 1 threads: sinew perf calibrate {BLOCKS} --threads 1 --engine plan"
+    assert wanted in " ".join(capsys.readouterr().err.split())
 
 
 def test_impossible_numbers():
