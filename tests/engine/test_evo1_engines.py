@@ -58,6 +58,7 @@ def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
 
 
 @pytest.mark.proves(engine="onnx")
+@pytest.mark.timeout(1200)  # a busy machine
 @pytest.mark.slow  # an export takes half a minute; the stand-ins of test_contract.py are the fast case
 @pytest.mark.parametrize("name", CASES)
 def test_onnx_runtime(name, golden, evo1_bundle, tmp_path):

@@ -49,6 +49,7 @@ def test_cuda_twins(case, kernels, steps):
 
 
 @pytest.mark.proves(engine="onnx")
+@pytest.mark.timeout(1200)  # a busy machine
 @pytest.mark.parametrize(
     "name",
     [

@@ -46,6 +46,7 @@ def test_cuda_twins(case, kernels):
 
 @pytest.mark.proves(engine="onnx", family="VLA-JEPA")
 @pytest.mark.slow  # a minute of export
+@pytest.mark.timeout(1200)
 def test_onnx_runtime(case, tmp_path):
     case, g = case
     check(case.onnx(tmp_path, 4).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
