@@ -300,8 +300,9 @@ class Policy:
 
     def check_files(self) -> None:
         """Raise :class:`BundleError` if a file of weights was written to or truncated since it was loaded."""
-        if problem := self.problem():
-            raise BundleError(problem)
+        for file in self._files:
+            if problem := file.problem():
+                raise BundleError(problem)
 
     def warm_up(self) -> ActionChunk:
         """Inference on grey frames: pages the weights in, lets torch allocate and pick its kernels, records the CUDA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,14 +42,12 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
         """Return one observation as a batch of one."""
-        batch = cls.stacked(inputs, device)
-        return cls(*(tensor[None] for tensor in batch))
+        return cls._make([tensor[None] for tensor in cls.stacked(inputs, device)])
 
     @classmethod
     def stacked(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
         """Return observations that have a batch axis already (:func:`sinew.processing.stack`)."""
-        arrays: list[Any] = [getattr(inputs, name) for name in cls._fields]
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls._make([torch.from_numpy(getattr(inputs, name)).to(device) for name in cls._fields])
 
     @classmethod
     def example(cls, model: Model, shapes: Shapes, device: torch.device | str | None = None) -> Inputs:

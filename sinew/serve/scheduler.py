@@ -20,6 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 
 from sinew.core import BusyError, CancelledError, Observation, SinewError
 from sinew.serve.batching import Batcher
@@ -235,7 +236,7 @@ class Scheduler:
 
     def _decode(self, job: Job) -> None:
         start = job.begun = time.perf_counter()
-        job.prepared = self.policy.prepare(job.decode(lambda: self._raise_if_abandoned(job)))
+        job.prepared = self.policy.prepare(job.decode(partial(self._raise_if_abandoned, job)))
         job.decode_s = time.perf_counter() - start
         if self.batcher is not None and self.batcher.limit > 1:
             job.kind = self.policy.batch_key(job.prepared)  # type: ignore[attr-defined]

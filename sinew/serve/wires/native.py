@@ -202,10 +202,13 @@ class NativeCodec:
 
     def _continuation(self, request: Any) -> dict[str, Any]:
         """Return the fields of real-time chunking that are there."""
-        found: dict[str, Any] = {
-            name: getattr(request, name) for name in ("delay", "horizon", "beta") if request.HasField(name)
-        }
-        found |= {name: getattr(request, name) for name in ("rtc", "schedule") if getattr(request, name)}
+        found: dict[str, Any] = {}
+        for name in ("delay", "horizon", "beta"):
+            if request.HasField(name):
+                found[name] = getattr(request, name)
+        for name in ("rtc", "schedule"):
+            if value := getattr(request, name):
+                found[name] = value
         if count := len(request.previous):
             dim = self.spec.action.dim
             if count % dim:
