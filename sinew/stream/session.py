@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew.core import RTC, Observation, ObservationError, SinewError
-from sinew.engine.halves import Halves, unstreamable
+from sinew.engine.base import installed
 from sinew.stream.windows import Chunks, Rolling, Window
 
 if TYPE_CHECKING:
@@ -102,6 +102,12 @@ class Session:
         prompt: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ):
+        if not installed("torch"):
+            raise SinewError(
+                "stream: expected engine eager or plan, which need torch, and it is not installed"
+            )
+        from sinew.engine.halves import Halves, unstreamable  # here: who serves graphs has no torch
+
         if reason := unstreamable(policy.engine):
             raise SinewError(f"stream: {reason}")
         self.policy, self.settings, self.prompt, self._clock = policy, settings, prompt, clock

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sinew_client.control import Node, Trajectory
 
 from sinew.core import Observation, SinewError
-from sinew.engine.halves import Halves
 from sinew.processing import Processor
 from sinew.processing.continuation import continuation
+
+if TYPE_CHECKING:
+    from sinew.engine.halves import Halves
 
 ROLLING = "gradual flow matching"
 CHUNKS = "whole chunks"
