@@ -84,8 +84,17 @@ def run(
     console.print(_component_table(source, records))
     gib = memory_report(program).weights_nbytes / 2**30
     console.print(
-        f"weights, tables included: {gib:.2f} GiB; every operator at its best, nothing else counted"
+        f"weights, tables included: {gib:.2f} GiB; every operator at its best, nothing else counted",
+        soft_wrap=True,
     )
+    for machine, record in zip(machines, records, strict=True):
+        device: Literal["cpu", "cuda"] = "cpu" if machine.name == "cpu" else "cuda"
+        missing = memory_report(program, device).total - machine.free_bytes
+        record["fits"] = missing <= 0
+        if missing > 0:
+            why = f"`sinew perf fit {source} --hardware {machine.name}` says what takes it"
+            warning = f"{machine.title}: does not fit its memory, {missing / 2**20:,.0f} MiB too much; {why}"
+            console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
     if plot is not None:
         formats = {operator.compute_dtype for part in parts for operator in part.operators}
         plots.roofline(machines, timings, plot, formats)

@@ -28,8 +28,9 @@ def fit(
     source: str,
     /,
     *,
-    memory_gib: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 8.0,
-    system_gib: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 2.5,
+    hardware: str = "",
+    memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    system_gib: Annotated[float | None, Parameter(validator=validators.Number(gte=0))] = None,
     cameras: Positive = None,
     prompt_tokens: Positive = None,
     chunk: Positive = None,
@@ -42,8 +43,9 @@ def fit(
 
     Args:
         source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
-        memory_gib: the board's memory.
-        system_gib: what the operating system and other programs take.
+        hardware: name of a machine of `sinew perf machines`, whose memory is meant; orin-nano if nothing is said.
+        memory_gib: the board's memory, in place of the machine's.
+        system_gib: what the operating system and other programs take, in place of the machine's.
         cameras: views; the policy's own number if absent, as for the next two.
         prompt_tokens: length of the prompt.
         chunk: actions per chunk.
@@ -52,8 +54,12 @@ def fit(
         device: which allowance for runtime and libraries to add.
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
     """
+    from sinew.perf.hardware import load_hardware
     from sinew.perf.memory import fits
 
+    board = load_hardware(hardware or "orin-nano")
+    memory_gib = board.memory_gib if memory_gib is None else memory_gib
+    system_gib = board.system_gib if system_gib is None else system_gib
     found = fits(
         source,
         round(memory_gib * 2**30),

@@ -40,6 +40,11 @@ class Hardware:
         return self.peak[min(wider, key=lambda name: BITS[name])]
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes of memory that the system leaves."""
+        return round((self.memory_gib - self.system_gib) * 2**30)
+
+    @property
     def balance(self) -> float:
         """Operations per byte at which computing takes as long as moving, in half precision."""
         return self.peak_flops("bf16") / self.bandwidth

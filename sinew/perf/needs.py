@@ -76,7 +76,7 @@ def needs(
             narrowest = narrow.split("/")[0]
             if "bf16" not in machine.peak or (narrowest == "fp8" and narrowest not in machine.peak):
                 continue
-            if total / 2**30 > machine.memory_gib - machine.system_gib:
+            if total > machine.free_bytes:
                 continue
             if (reached := reach(parts, machine, rate_hz, efficiency)) is not None:
                 found.append(Reached(machine.name, machine.title, name, *reached))

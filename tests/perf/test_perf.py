@@ -395,6 +395,24 @@ def test_perf_run(capsys, tmp_path):
     assert (tmp_path / "roof.png").stat().st_size > 10_000
 
 
+def test_perf_run_warns_where_fit_refuses(capsys, tmp_path):
+    bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "blocks.gguf"
+    boards = tmp_path / "boards.toml"
+    boards.write_text("[small]\npeak = { bf16 = 1e12, fp32 = 1e12 }\nbandwidth = 1e10\nmemory_gib = 0.5\n")
+    options = ("--hardware", "small", "--hardware", "orin-nano", "--data", boards)
+    assert main(["perf", "run", str(bundle), *map(str, options)]) == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert {m["machine"]: m["fits"] for m in json.loads(last)["machines"]} == {
+        "small": False,
+        "orin-nano": True,
+    }
+    assert [line.split(",")[0] for line in shown if "MiB too much" in line] == [
+        "small: does not fit its memory"
+    ]
+    assert run(capsys, "fit", bundle, "--no-search", "--hardware", "orin-nano")[0] == 0
+    assert run(capsys, "fit", bundle, "--no-search", "--memory-gib", 0.5, "--system-gib", 0)[0] == 1
+
+
 def test_perf_run_depends_on_what_is_asked(capsys):
     def ms(*options: object) -> float:
         return run(capsys, "run", "smolvla", "--hardware", "h200", *options)[1]["machines"][0]["ms"]

@@ -1,0 +1,111 @@
+"""Engines side by side over one policy in float32 and in few bits, in rounds of one process, by CPU time.
+
+python benchmarks/low_bit.py BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx QUANTISED]
+
+Every round runs each engine once, in an order that turns; a ratio is to eager of the same round. CPU seconds of the
+process, all threads together: they do not see who else has the cores, but they do see a neighbour on the other thread
+of a core. LOWBIT are bundles that `sinew quantize --engine cpu` made of BUNDLE; "between in PyTorch" runs the first of
+them without the compiled attention and activations. Peak memory comes from a process of its own per engine,
+which infers once. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sinew import machine
+
+machine.limit_spinning()  # before torch
+
+import numpy as np  # noqa: E402
+
+from sinew.cli.bench import PROMPT, make_observation  # noqa: E402
+from sinew.engine.cpu import between, extension  # noqa: E402
+from sinew.policy import Policy, load  # noqa: E402
+
+
+def once(policy: Policy, observation: dict[str, Any]) -> tuple[float, np.ndarray]:
+    begin = time.process_time()
+    actions = policy.infer({**observation, "seed": 0}).actions
+    return time.process_time() - begin, actions
+
+
+def peak(path: Path, engine: str, threads: int) -> int:
+    """Return the peak of resident memory in MiB of a process that loads the bundle and infers once."""
+    command = [sys.executable, __file__, str(path), "--peak-of", engine, "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("lowbit", type=Path, nargs="*")
+    parser.add_argument("--engines", nargs="+", default=["eager", "plan"], help="of BUNDLE, eager first")
+    parser.add_argument("--onnx", type=Path, action="append", default=[], help="also with engine onnx")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peak-of", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--no-peaks", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.peak_of:
+        policy = load(arguments.bundle, engine=arguments.peak_of, dtype="fp32", threads=arguments.threads)
+        policy.infer(make_observation(policy.spec, None, PROMPT, None))
+        print(machine.resident_bytes()["peak"] >> 20)
+        return
+    sides = {name: (arguments.bundle, name) for name in arguments.engines}
+    sides |= {f"onnx {path.stem}": (path, "onnx") for path in arguments.onnx}
+    sides |= {f"cpu {path.stem}": (path, "cpu") for path in arguments.lowbit}
+    peaks = {}
+    if not arguments.no_peaks:
+        peaks = {name: peak(*side, arguments.threads) for name, side in sides.items()}
+    policies = {
+        name: load(path, engine=engine, dtype="fp32", threads=arguments.threads)
+        for name, (path, engine) in sides.items()
+    }
+    twin = f"cpu {arguments.lowbit[0].stem}, between in PyTorch" if arguments.lowbit else ""
+    if twin:
+        policies[twin] = policies[f"cpu {arguments.lowbit[0].stem}"]
+    observation = make_observation(policies["eager"].spec, None, PROMPT, None)
+    seconds: dict[str, list[float]] = {name: [] for name in policies}
+    chunks = {}
+    order = list(policies)
+    for index in range(arguments.rounds + 1):
+        for name in order[index % len(order) :] + order[: index % len(order)]:
+            between.install(between.TWINS if name == twin else extension().between)
+            took, chunks[name] = once(policies[name], observation)
+            if index:  # the first warms up
+                seconds[name].append(took)
+                print(f"round {index}  {name:44} {took:7.2f} CPU s", flush=True)
+    rows = {}
+    for name, taken in seconds.items():
+        ratios = [mine / eager for mine, eager in zip(taken, seconds["eager"], strict=True)]
+        error = np.linalg.norm(chunks[name] - chunks["eager"]) / np.linalg.norm(chunks["eager"])
+        rows[name] = {
+            "cpu_seconds": [round(value, 2) for value in taken],
+            "to_eager": round(statistics.median(ratios), 3),
+            "to_eager_range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "chunk_error": float(f"{error:.3g}"),
+            "peak_mib": peaks.get(name),
+        }
+        print(f"{name:44} {rows[name]}")
+    record = {
+        "hardware": machine.cpu_model(),
+        "kernels": extension().kernels,
+        "threads": arguments.threads,
+        "load_average": os.getloadavg()[0],
+        "engines": rows,
+    }
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
