@@ -1,9 +1,9 @@
-"""Attention and activations of engine cpu against PyTorch's, one thread, paired: alternating rounds, CPU time of the thread.
+"""Attention and activations of engine cpu against PyTorch's: one thread, alternating rounds, CPU time of the thread.
 
 python benchmarks/cpu_between.py [--rounds 15]
 
-Shapes are SmolVLA's: a view of 1024 patches, the language model's prefix, one step of the head. Ratios are medians of the
-rounds' own. The last line is JSON.
+Shapes are SmolVLA's: a view of 1024 patches, the language model's prefix, one step of the head. Ratios are medians of
+the rounds' own. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,20 +37,20 @@ def seconds(call: Callable[[], object]) -> float:
     return time.thread_time() - begin
 
 
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 def sides() -> dict[str, dict[str, Callable[[], object]]]:
     found = extension().between
     made: dict[str, dict[str, Callable[[], object]]] = {}
     for name, (Lq, Lk, H, Hkv, D) in ATTENTION.items():
         q, k, v = torch.randn(1, Lq, H, D), torch.randn(1, Lk, Hkv, D), torch.randn(1, Lk, Hkv, D)
         mask = None if name == "vision" else torch.ones(1, Lq, Lk, dtype=torch.bool)
-        theirs: Callable[[], object] = lambda q=q, k=k, v=v, m=mask: attend_twin(q, k, v, m)
+        theirs = partial(attend_twin, q, k, v, mask)
         if name == "vision":
-            turned = [t.transpose(1, 2) for t in (q, k, v)]
-            theirs = lambda t=turned: F.scaled_dot_product_attention(*t).transpose(1, 2).flatten(2)
-        made[f"attention, {name}"] = {
-            "torch": theirs,
-            "ours": lambda q=q, k=k, v=v, m=mask: found.attend(q, k, v, m),
-        }
+            theirs = partial(_flash, *(t.transpose(1, 2) for t in (q, k, v)))
+        made[f"attention, {name}"] = {"torch": theirs, "ours": partial(found.attend, q, k, v, mask)}
     x, gate, up = torch.randn(1024, 3072), torch.randn(256, 2560), torch.randn(256, 2560)
     made["GELU, vision"] = {
         "torch": lambda: F.gelu(x, approximate="tanh"),

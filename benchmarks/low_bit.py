@@ -4,9 +4,8 @@ python benchmarks/low_bit.py BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx
 
 Every round runs each engine once, in an order that turns; a ratio is to eager of the same round. CPU seconds of the
 process, all threads together: they do not see who else has the cores, but they do see a neighbour on the other thread
-of a core. LOWBIT are bundles that `sinew quantize --engine cpu` made of BUNDLE; "between in PyTorch" runs the first of
-them without the compiled attention and activations. Peak memory comes from a process of its own per engine,
-which infers once. The last line is JSON.
+of a core. LOWBIT are bundles that `sinew quantize --engine cpu` made of BUNDLE. Peak memory comes from a process of its
+own per engine, which infers once. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ machine.limit_spinning()  # before torch
 import numpy as np  # noqa: E402
 
 from sinew.cli.bench import PROMPT, make_observation  # noqa: E402
-from sinew.engine.cpu import between, extension  # noqa: E402
+from sinew.engine.cpu import extension  # noqa: E402
 from sinew.policy import Policy, load  # noqa: E402
 
 
@@ -71,16 +70,12 @@ def main() -> None:
         name: load(path, engine=engine, dtype="fp32", threads=arguments.threads)
         for name, (path, engine) in sides.items()
     }
-    twin = f"cpu {arguments.lowbit[0].stem}, between in PyTorch" if arguments.lowbit else ""
-    if twin:
-        policies[twin] = policies[f"cpu {arguments.lowbit[0].stem}"]
     observation = make_observation(policies["eager"].spec, None, PROMPT, None)
     seconds: dict[str, list[float]] = {name: [] for name in policies}
     chunks = {}
     order = list(policies)
     for index in range(arguments.rounds + 1):
         for name in order[index % len(order) :] + order[: index % len(order)]:
-            between.install(between.TWINS if name == twin else extension().between)
             took, chunks[name] = once(policies[name], observation)
             if index:  # the first warms up
                 seconds[name].append(took)

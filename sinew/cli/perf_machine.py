@@ -35,7 +35,7 @@ def fit(
     prompt_tokens: Positive = None,
     chunk: Positive = None,
     dtype: str | None = None,
-    engine: Literal["eager", "plan"] = "eager",
+    engine: Literal["eager", "plan", "cpu"] = "eager",
     device: Literal["cpu", "cuda"] = "cuda",
     search: bool = True,
 ) -> int:
@@ -50,7 +50,7 @@ def fit(
         prompt_tokens: length of the prompt.
         chunk: actions per chunk.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bf16//int8; as stored if absent.
-        engine: eager, or with the rewrites of the plan.
+        engine: eager, with the rewrites of the plan, or cpu: over low-bit weights as the bundle stores them.
         device: which allowance for runtime and libraries to add.
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
     """

@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from torch import nn
 
+from sinew.bundle.quant import WEIGHT
 from sinew.core import SinewError
 from sinew.engine.example import Shapes
 from sinew.perf.precision import SMALL_BITS, bits, dtype_name
 from sinew.perf.program import LIMITS, Engine, Program
 from sinew.perf.trace import Block, Trace
+from sinew.policy import open_bundle
 
 Device = Literal["cpu", "cuda"]
 
@@ -141,18 +143,22 @@ def fits(
     chunk: int | None = None,
     steps: int | None = None,
     dtypes: str | Mapping[str, str] | None = None,
-    engine: Engine = "eager",
+    engine: Engine | Literal["cpu"] = "eager",
     device: Device = "cpu",
     runtime: int | None = None,
     search: bool = True,
 ) -> Fit:
     """Does ``source`` run in ``memory`` bytes of which the system takes ``system``? And what is the most?
 
-    Arguments up to ``engine`` as in :meth:`Program.load`. ``search=False`` leaves ``largest`` empty; with it
-    each axis takes about ten traces of half a second.
+    Arguments up to ``engine`` as in :meth:`Program.load`; engine "cpu" is the plan over a bundle's low-bit weights as
+    they are stored. ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of half a
+    second.
     """
     if not 0 <= system < memory:
         raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
+    stored = stored_weights(Path(source)) if engine == "cpu" else None
+    if stored is not None and dtypes is not None:
+        raise SinewError(f"dtype: engine cpu computes on what the bundle stores, got {dtypes!r}")
     program = Program.load(
         source,
         cameras=cameras,
@@ -160,9 +166,14 @@ def fits(
         chunk=chunk,
         steps=steps,
         dtypes=dtypes,
-        engine=engine,
+        engine="plan" if engine == "cpu" else engine,
     )
-    report = memory_report(program, device, runtime)
+
+    def asked(program: Program) -> MemoryReport:
+        report = memory_report(program, device, runtime)
+        return report if stored is None else replace(report, weights=stored)
+
+    report = asked(program)
     largest = {}
     if search:
         shapes = program.shapes
@@ -170,8 +181,7 @@ def fits(
         for axis, argument in AXES.items():
 
             def excess(value: int, argument: str = argument) -> int:
-                asked = memory_report(program.at(**{argument: value}), device, runtime)
-                return asked.total - (memory - system)
+                return asked(program.at(**{argument: value})).total - (memory - system)
 
             largest[axis] = largest_fitting(excess, LIMITS[argument], asked_for[argument])
     return Fit(report, memory, system, largest)
@@ -224,6 +234,23 @@ def weights(program: Program) -> tuple[Weights, ...]:
         Weights(component, dtype, count, -(-count * bits(dtype) // 8))
         for (component, dtype), count in counts.items()
     )
+
+
+def stored_weights(path: Path) -> tuple[Weights, ...]:
+    """The tensors of a bundle with low-bit weights by component and stored type: mapped from the file, not copied."""
+    bundle = open_bundle(path)
+    if not bundle.lowbit:
+        raise SinewError(f"{path}: engine cpu runs bundles with low-bit weights: `sinew quantize` makes one")
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    for name, info in bundle.infos.items():
+        module = name.removesuffix(WEIGHT)
+        stored = bundle.lowbit.get(module) if name.endswith(WEIGHT) else None
+        key = name.split(".")[0], stored or info.type.name.lower()
+        parameters, nbytes = counts.get(key, (0, 0))
+        # Ternary words hold 16 weights each; rows are padded to 64.
+        count = math.prod(info.shape) * (16 if stored == "ternary" else 1)
+        counts[key] = parameters + count, nbytes + info.nbytes
+    return tuple(Weights(component, kind, *found) for (component, kind), found in counts.items())
 
 
 def _format(program: Program, name: str, stored: str, readers: Mapping) -> str:

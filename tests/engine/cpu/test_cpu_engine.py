@@ -20,6 +20,7 @@ from sinew.core import BundleError, SinewError
 from sinew.engine.cpu import extension
 from sinew.layers import lowbit
 from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from sinew.perf.memory import fits
 from sinew.policy import load
 from tests.golden import Golden
 
@@ -149,6 +150,22 @@ def test_quantize_stores_and_measures(case, tmp_path, capsys) -> None:
     assert main(["inspect", str(out)]) == 0
     assert "Q4_0" in capsys.readouterr().out
     assert main(["quantize", str(out), *arguments[2:-1], str(tmp_path / "again.gguf")]) != 0  # twice
+
+
+def test_memory_is_priced_as_it_is_stored(smolvla_bundle, tmp_path) -> None:
+    path = smolvla_bundle("smolvla-2cam")
+    small = stored(path, RECIPES["mixed"], tmp_path / "small.gguf")
+    report = fits(small, 2**33, engine="cpu", search=False).report
+    infos = Bundle(small).infos
+    assert report.weights_nbytes == sum(info.nbytes for info in infos.values())
+    assert {row.dtype for row in report.weights} >= {"int8", "q4_0", "f32"}
+    widened = fits(small, 2**33, engine="plan", search=False).report
+    assert report.peaks == widened.peaks
+    assert report.total < widened.total
+    with pytest.raises(SinewError, match="engine cpu runs bundles with low-bit weights"):
+        fits(path, 2**33, engine="cpu")
+    with pytest.raises(SinewError, match="computes on what the bundle stores, got 'int4'"):
+        fits(small, 2**33, engine="cpu", dtypes="int4")
 
 
 def test_a_float_bundle_and_half_precision_are_refused(case, tmp_path) -> None:
