@@ -103,7 +103,7 @@ def stream(
             stack.callback(link.close)
             try:
                 loop = StreamLoop(
-                    Watching(machine, camera_hz, float(rate)), link, float(rate), dim, prompt, fusion,
+                    Watching(machine, camera_hz), link, float(rate), dim, prompt, fusion,
                     found.to_dict() if found is not None else None, stale,
                 )  # fmt: skip
             except ValueError as error:

@@ -113,7 +113,7 @@ class Arm:
 def test_what_the_view_and_the_report_show() -> None:
     arm, link, clock = Arm(), Replayed(), [0.0]
     pace = Pace(0.01, now=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    loop = StreamLoop(Watching(arm, 25.0, 100.0), link, 100.0, 1, "go", pace=pace)
+    loop = StreamLoop(Watching(arm, 25.0, lambda: clock[0]), link, 100.0, 1, "go", pace=pace)
     report = loop.run(40)
     assert (arm.rows, arm.seen) == (39, 40)  # the first tick had nothing yet
     assert [images is not None for _, images in link.sent[:5]] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol
@@ -68,14 +69,13 @@ class Watching:
     """Makes a :class:`StreamRobot` of a :class:`~sinew_client.control.loop.Robot`: every tick its state, and its frames
     ``camera_hz`` times a second. A robot with a method ``sense`` is asked for that instead of an observation."""
 
-    def __init__(self, robot: Any, camera_hz: float, rate: float):
-        self.robot, self._every = robot, max(1, round(rate / camera_hz))
-        self._tick = -1
+    def __init__(self, robot: Any, camera_hz: float, now: Callable[[], float] = time.monotonic):
+        self.robot, self._period, self._now = robot, 1.0 / camera_hz, now
+        self._due = float("-inf")  # when the next frame is to go out
         self._seen: Mapping[str, Any] | None = None
         self.act, self.hold = robot.act, robot.hold
 
     def sense(self) -> np.ndarray:
-        self._tick += 1
         self._seen = None
         if hasattr(self.robot, "sense"):
             return self.robot.sense()
@@ -83,8 +83,11 @@ class Watching:
         return self._seen["state"]
 
     def look(self) -> Mapping[str, Any] | None:
-        if self._tick % self._every:
+        now = self._now()
+        if now < self._due - 1e-6:
             return None
+        following = self._due + self._period
+        self._due = following if following > now else now + self._period  # what was missed is not made up for
         return self._seen if self._seen is not None else self.robot.observe()
 
 
