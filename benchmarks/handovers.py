@@ -227,7 +227,7 @@ def main() -> None:
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     if arguments.render:
         print(table(points))
-        figure(points, arguments.render / f"{arguments.task}_handovers.png", arguments.task)
+        figure(points, arguments.render / f"{path.stem}_handovers.png", path.stem)
         return
     task = dict(TASKS[arguments.task])
     task["limit"] = arguments.limit or task["limit"]
