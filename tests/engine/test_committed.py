@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import sinew.sim  # noqa: F401 - registers the environments
 from sinew.convert import convert
 from sinew.core import BundleError, ConvertError, Observation, ObservationError
 from sinew.engine.example import Inputs
@@ -116,6 +117,23 @@ def test_what_a_policy_was_not_trained_for_is_refused(
     other = load(smolvla_bundle("smolvla-2cam"), engine="eager", threads=1)
     with pytest.raises(ObservationError, match="was not trained on committed rows"):
         other.check(ask(other, previous=previous, delay=1, rtc="trained"))
+
+
+def test_the_embedded_policy_continues_what_it_committed_to() -> None:
+    """Rows that the policy would not have chosen itself are kept, and what follows depends on them."""
+    policy = load(
+        Path(__file__).parents[2] / "sinew" / "assets" / "blocks-rtc.gguf", engine="plan", threads=1
+    )
+    assert policy.spec.committed_rows == 12
+    env = pytest.importorskip("gymnasium").make("sinew/Blocks-v0")
+    seen, _ = env.reset(seed=1)
+    left, right = (np.tile(np.float32([move, 0.0, 0.0, 1.0]), (8, 1)) for move in (-1.0, 1.0))
+    after = []
+    for previous in (left, right):
+        actions = policy.infer({**seen, "seed": 0, "previous": previous, "delay": 8}).actions
+        np.testing.assert_allclose(actions[:8], previous, atol=1e-4)
+        after.append(actions[8:20])
+    assert float(np.abs(after[0] - after[1]).max()) > 0.1
 
 
 def test_converters_read_what_lerobot_trained(golden: Path, tmp_path: Path) -> None:
