@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -52,13 +53,17 @@ def exported(
     smolvla_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Path], Path]:
     """Copies the first SmolVLA bundle with its ONNX graphs beside it into an empty folder: ``exported(folder)`` returns
-    the bundle's path. An export takes longer than most tests, so it happens once per session."""
-    home = tmp_path_factory.mktemp("exported")
+    the bundle's path. An export takes longer than most tests, so it happens once per run, for all of its workers."""
+    base = tmp_path_factory.getbasetemp()
+    home = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "exported"
 
     def copy(folder: Path) -> Path:
-        if not any(home.iterdir()):
-            shutil.copyfile(smolvla_bundle("smolvla-2cam"), home / "policy.gguf")
-            load(home / "policy.gguf", engine="onnx")
+        home.mkdir(exist_ok=True)
+        with (home.parent / "exported.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not any(home.iterdir()):
+                shutil.copyfile(smolvla_bundle("smolvla-2cam"), home / "policy.gguf")
+                load(home / "policy.gguf", engine="onnx")
         shutil.copytree(home, folder, dirs_exist_ok=True)
         return folder / "policy.gguf"
 

@@ -62,9 +62,9 @@ def stream(
 
     Args:
         target: address of a server (tcp://host:port), or what is loaded here: a bundle, a checkpoint, a name of the
-        hub. robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold, and sense where the state
-        alone is
-            cheaper) or lerobot:TYPE.
+            hub.
+        robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold, and sense where the state alone
+            is cheaper) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
         prompt: the instruction.

@@ -44,7 +44,7 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
     for owner, name in (
         (processor, "check_frame"),
         (processor, "prepare_frame"),
-        (Processor, "_state"),
+        (Processor, "state"),
         (Processor, "_noise"),
         (Normalizer, "normalize"),
         (Normalizer, "unnormalize"),
@@ -56,7 +56,7 @@ def test_every_step_runs_once_for_a_request(policy, observation, monkeypatch):
     assert calls == {
         "check_frame": views,
         "prepare_frame": views,
-        "_state": 1,
+        "state": 1,
         "_noise": 1,
         "normalize": 1,
         "unnormalize": 1,

@@ -422,11 +422,15 @@ def test_a_signal_of_a_broken_pipe(server):
 def test_signals_that_end_a_server(tmp_path):
     """During an inference. The first two in order, the third by the system's rule; nothing keeps the ports."""
     ends = {signal.SIGTERM: 0, signal.SIGINT: 0, signal.SIGHUP: -signal.SIGHUP}
+    before = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # under nohup it is ignored, and children inherit that
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ends)) as pool:
 
         def start(_number: int) -> Any:
             return ServerProcess(tmp_path, PEN, "--wire", "native:0", "--threads", 1)
 
+        stack.callback(signal.signal, signal.SIGHUP, before)
         servers = dict(zip(ends, pool.map(start, ends), strict=True))  # at once: each imports torch
         for number, other in servers.items():
             stack.callback(other.close)

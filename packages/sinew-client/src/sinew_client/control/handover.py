@@ -54,7 +54,9 @@ class Handover:
             ("schedule", self.schedule, SCHEDULES),
         ):
             if value not in known:
-                raise ValueError("{}: expected one of {}, got {!r}".format(name, ", ".join(known), value))
+                raise ValueError(
+                    "{}: expected one of {}, got {!r}".format(name, ", ".join(filter(None, known)), value)
+                )
         if not self.beta >= 0.0:
             raise ValueError(f"beta: expected a number >= 0, got {self.beta}")
 
