@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from gguf import GGMLQuantizationType as Type
+from typing import TYPE_CHECKING
 
 from sinew import machine
-from sinew.bundle import Bundle
+
+if TYPE_CHECKING:  # the CUDA engine runs where there is no gguf package
+    from sinew.bundle import Bundle
 
 GIB = 1 << 30
-WORDS = {Type.BF16: "bf16", Type.F16: "fp16"}
+WORDS = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
 ENGINES = frozenset({"eager", "plan"})  # those whose products on a CPU are PyTorch's
 ROOM = GIB  # for activations and the program itself
 
@@ -19,8 +21,12 @@ def half_storage(bundle: Bundle, dtype: str, device: str, engine: str) -> tuple[
     Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and where
     fp32 was chosen and a copy of all weights fits the memory that is available now.
     """
-    stored = {name: info for name, info in bundle.infos.items() if info.type in WORDS}
-    words = sorted({WORDS[info.type] for info in stored.values()}) if dtype in ("fp32", "native") else [dtype]
+    stored = {name: info for name, info in bundle.infos.items() if info.type.name in WORDS}
+    words = (
+        sorted({WORDS[info.type.name] for info in stored.values()})
+        if dtype in ("fp32", "native")
+        else [dtype]
+    )
     if device.partition(":")[0] != "cpu" or engine not in ENGINES or not bundle.infos or not words:
         return "", ""
     kind = "+".join(words)
