@@ -945,14 +945,13 @@ def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number)
     assert list(halves[1].glob("*.npz"))  # it came back, and did not live on what it had
 
 
+@pytest.mark.slow  # LeRobot's client takes its time
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         (("--policy_type=smolvla", "--policy_type=act"), "policy_type: expected 'smolvla'"),
-        pytest.param(
-            ("camera1:", "front:"), "expected cameras camera1, camera2", marks=pytest.mark.slow
-        ),  # LeRobot's client takes its time
+        (("camera1:", "front:"), "expected cameras camera1, camera2"),
     ],
 )
 def test_the_real_robot_client_is_told_why_not(server, tmp_path, change, text, command_of_server):
