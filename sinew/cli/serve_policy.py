@@ -1,4 +1,4 @@
-"""What ``sinew serve`` runs: a policy or a recording, found before ports are taken, loaded after."""
+"""Open what ``sinew serve`` runs: a policy or a recording, found before ports are taken, loaded after."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def changer(
 
 
 def describe(policy: Policy | Replay) -> dict[str, Any]:
-    """What the server says about itself and the policy."""
+    """Return the server's metadata: itself and the policy, ready for JSON."""
     return {
         "server": {
             "name": "sinew",

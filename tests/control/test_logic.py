@@ -147,6 +147,8 @@ def test_a_chunk_after_a_stop_starts_where_the_robot_stands() -> None:
         ("aggregate:median", "aggregate: expected one of weighted_average"),
         ("ensemble:x", "ensemble: expected a number"),
         ("rtc:soft", "rtc: expected one of guided"),
+        ("rtc::zeros:5", "rtc: expected one of guided"),  # settings of no method would be dropped
+        ("rtc:trained:zeros", "rtc:trained has nothing to weigh"),
         ("rtc:guided:cosine", "schedule: expected one of exp"),
         ("rtc:guided:exp:-1", "beta: expected a number >= 0"),
         ("rtc:guided:exp:nan", "beta: expected a number >= 0"),

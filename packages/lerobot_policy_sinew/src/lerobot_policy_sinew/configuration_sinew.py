@@ -8,7 +8,7 @@ from lerobot.configs.policies import PreTrainedConfig
 @PreTrainedConfig.register_subclass("sinew")
 @dataclass
 class SinewConfig(PreTrainedConfig):
-    """Where actions come from: ``address`` of a server, or ``bundle`` in this process.
+    """The source of actions: ``address`` of a server, or ``bundle`` in this process.
 
     cameras: LeRobot's camera -> the policy's, for those whose names differ. n_action_steps: rows of a chunk that are
     executed before the next one is asked for; 0: all. seed: of the first chunk's noise, counted on from there;

@@ -110,6 +110,12 @@ def parse_handover(text: str) -> Handover:
         return Handover(method, mix=rest[0])
     if method == "rtc" and rest:
         guidance, schedule, beta = _three(rest)
+        if guidance not in GUIDANCE[1:]:
+            raise ValueError("rtc: expected one of {}, got {!r}".format(", ".join(GUIDANCE[1:]), guidance))
+        if guidance == "trained" and len(rest) > 1:
+            raise ValueError(
+                f"handover: rtc:trained has nothing to weigh and takes no settings, got {text!r}"
+            )
         return Handover(
             method,
             guidance=guidance,

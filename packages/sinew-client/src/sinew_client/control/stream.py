@@ -32,7 +32,7 @@ NO_WINDOW, OUT_OF_NODES, OLD_FRAME, NOT_FINITE = (
 
 
 class StreamRobot(Protocol):
-    """What a stream asks of a robot. Every method is called from one thread and should return well within a tick."""
+    """The methods that a stream calls on a robot, all from one thread; each should return well within a tick."""
 
     def sense(self) -> np.ndarray:
         """Return the state, float [S]: the numbers of the sensors that are fast."""
@@ -49,7 +49,7 @@ class StreamRobot(Protocol):
 
 
 class LinkProtocol(Protocol):
-    """What carries a stream: :class:`sinew_client.streams.StreamLink`, or the same thing without a socket."""
+    """The transport of a stream: :class:`sinew_client.streams.StreamLink`, or the same thing without a socket."""
 
     label: str
 
