@@ -24,6 +24,7 @@ def inspect(
     *,
     tensors: Annotated[bool, Parameter(negative="")] = False,
     plan: Annotated[bool, Parameter(negative="")] = False,
+    flops: Annotated[bool, Parameter(negative="")] = False,
     dtype: str | None = None,
 ) -> int:
     """Print what a bundle holds. Reads the header alone, so it is fast for any size. --json has every tensor too.
@@ -32,6 +33,7 @@ def inspect(
         bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
         tensors: list every tensor, not only the totals per component.
         plan: list instead what the rewrites of the plan do to this model, and what they save.
+        flops: add parameters, bytes and FLOPs of an observation by stage, as `sinew perf` traces them; needs PyTorch.
         dtype: compute type that the plan is for; the CPU's default if absent.
     """
     from sinew.policy import open_bundle
@@ -45,7 +47,13 @@ def inspect(
         terminal.emit(record)
     else:
         show(opened, tensors)
-        terminal.emit(describe(opened))
+        record = describe(opened)
+        if flops:
+            from sinew.cli.inspect_cost import cost_record, show_cost
+
+            record["cost"] = cost_record(opened)
+            show_cost(record["cost"])
+        terminal.emit(record)
     return 0
 
 
@@ -203,7 +211,7 @@ def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:
         groups[t.name.split(".")[0]].append(t)
     groups["total"] = list(bundle.infos.values())
     for component, members in groups.items():
-        parameters = sum(_parameters(bundle, t) for t in members)
+        parameters = sum(parameters_of(bundle, t) for t in members)
         types = "+".join(sorted({t.type.name for t in members}))
         megabytes = f"{sum(t.nbytes for t in members) / 1e6:.1f}"
         shown = f"{errors[component]:.1e}" if component in errors else ""
@@ -211,8 +219,8 @@ def tensor_table(bundle: Bundle, all_tensors: bool) -> Any:
     return table
 
 
-def _parameters(bundle: Bundle, info: TensorInfo) -> int:
-    """Weights that a tensor holds: of ternary ones 16 in each element, of scales none."""
+def parameters_of(bundle: Bundle, info: TensorInfo) -> int:
+    """Return how many weights a tensor holds: of ternary ones 16 in each element, of scales none."""
     from sinew.bundle.quant import SCALE
 
     module, _, part = info.name.rpartition(".")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
 from sinew.engine.eager import EagerEngine
 from sinew.engine.example import Shapes
@@ -218,12 +219,15 @@ def of_bundle(path: Path) -> Program:
         raise SinewError(
             f"{error}; expected one of {', '.join(PRESETS)}, or what `sinew serve` takes"
         ) from None
+    return of_opened(bundle)
+
+
+def of_opened(bundle: Bundle) -> Program:
+    """The program of an opened bundle. Raises :class:`SinewError` for the head of exported graphs."""
     if not bundle.infos:
-        raise SinewError(f"{path}: expected a bundle with weights, got the head of exported graphs")
+        raise SinewError(f"{bundle.path}: expected a bundle with weights, got the head of exported graphs")
     model = load_model(bundle, torch.device("meta"), "native").eval().requires_grad_(False)
-    spec, image = bundle.manifest.spec, bundle.manifest.processing.image
-    shapes = Shapes(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
-    return Program(spec.name, model, shapes)
+    return Program(bundle.manifest.spec.name, model, Shapes.of(bundle.manifest))
 
 
 def of_model(model: Model, shapes: Shapes, name: str = "model") -> Program:

@@ -1,0 +1,54 @@
+"""``sinew inspect``: what an observation costs is what ``sinew perf`` traces, and what the file holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinew.bundle import Bundle
+from sinew.cli import main
+from sinew.perf.program import Program
+
+
+def inspected(bundle: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["inspect", str(bundle), "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("case", ["smolvla-2cam", "bitvla"])
+def test_the_cost_is_the_tracers(smolvla_bundle, openvla_bundle, capsys, case):
+    path = (smolvla_bundle if case.startswith("smolvla") else openvla_bundle)(case)
+    bundle, cost = Bundle(path), inspected(path, capsys, "--flops")["cost"]
+    program = Program.load(path)
+    wanted = {c.name: c.repeats * sum(o.flops * o.count for o in c.operators) for c in program.components()}
+    assert {name: stage["flops"] for name, stage in cost["stages"].items() if name in wanted} == wanted
+    assert cost["flops"] == sum(wanted.values()) > 1e6
+    assert sum(stage["bytes"] for stage in cost["stages"].values()) == sum(
+        t.nbytes for t in bundle.infos.values()
+    )
+    parameters = sum(stage["parameters"] for stage in cost["stages"].values())
+    if case == "bitvla":  # two bits each, and a row is filled up to whole words
+        assert parameters > sum(p.numel() for p in program.model.parameters())
+    else:
+        assert parameters == sum(t.numel() for t in program.model.state_dict().values())
+    assert cost["stages"]["head"]["runs"] == bundle.manifest.spec.solver_steps
+
+
+def test_the_table(smolvla_bundle, capsys):
+    bundle = smolvla_bundle("smolvla-2cam")
+    cost = inspected(bundle, capsys, "--flops")["cost"]
+    assert main(["inspect", str(bundle), "--flops"]) == 0
+    text = capsys.readouterr().out
+    for name, stage in cost["stages"].items():
+        assert re.search(
+            rf"^{name} +{stage['parameters']:,} .* {stage['flops'] / 1e9:.3f} *$", text, re.MULTILINE
+        )
+    assert "2 views" in text
+
+
+def test_it_is_counted_on_request(smolvla_bundle, capsys):
+    assert "cost" not in inspected(smolvla_bundle("smolvla-2cam"), capsys)
