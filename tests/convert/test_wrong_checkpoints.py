@@ -129,12 +129,3 @@ def test_an_adapter_alone(broken, case):
     message = refused(path, given)
     assert "adapter" in message, message
     assert "merge" in message, message
-
-
-def test_lerobots_fine_tunes_of_n17(broken):
-    path, given = broken("groot-n15")
-    file = path / "policy_preprocessor.json"
-    text = file.read_text().replace("groot_pack_inputs_v3", "groot_n1_7_pack_inputs_v1")
-    file.unlink()
-    file.write_text(text)
-    assert "a LeRobot fine-tune of GR00T N1.7 (groot_n1_7_pack_inputs_v1)" in refused(path, given)

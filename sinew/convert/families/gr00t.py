@@ -1,4 +1,4 @@
-"""GR00T checkpoints -> bundles: N1.5, N1.6 and N1.7 in NVIDIA's layout, N1.5 fine-tunes in LeRobot's.
+"""GR00T checkpoints -> bundles: N1.5, N1.6 and N1.7 in NVIDIA's layout, fine-tunes of N1.5 and N1.7 in LeRobot's.
 
 NVIDIA's folder holds config.json, sharded weights and, from N1.6 on, processor_config.json, statistics.json and
 embodiment_id.json. What the vision-language model is made of (widths, tokenizer, chat template, image processor)
@@ -13,11 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import gr00t_eagle, gr00t_qwen
+from sinew.convert.families import gr00t_eagle, gr00t_n17_lerobot, gr00t_qwen
 from sinew.convert.families.gr00t_files import is_lerobot, model_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options, Setting
-from sinew.convert.read.files import read_json
-from sinew.core import ConvertError
 
 NAMES = ("Gr00tN1d7", "Gr00tN1d6", "gr00t_n1_5", "groot")
 OPTIONS = ("vlm", "base", "tokenizer", "embodiment")
@@ -41,17 +39,6 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    if is_lerobot(path) and (found := _newer_steps(path)):
-        raise ConvertError(
-            f"{path}: a LeRobot fine-tune of GR00T N1.7 ({found[0]}), of which N1.5's alone are supported; give N1.7 in"
-            " NVIDIA's layout, with processor_config.json, statistics.json and embodiment_id.json"
-        )
+    if is_lerobot(path) and gr00t_n17_lerobot.recognises(path):
+        return gr00t_qwen.assemble(gr00t_n17_lerobot.LeRobotFiles(path, options))
     return READERS.get(str(model_type(path)), gr00t_eagle).read(path, options)
-
-
-def _newer_steps(path: Path) -> list[str]:
-    """Names of the processor's steps that LeRobot has for N1.7 only."""
-    file = path / "policy_preprocessor.json"
-    steps = read_json(file).get("steps") if file.is_file() else None
-    names = [str(step.get("registry_name")) for step in steps or () if isinstance(step, dict)]
-    return [name for name in names if name.startswith("groot_n1_7")]

@@ -23,14 +23,14 @@ from sinew.convert.families.gr00t_files import (
     qwen3,
     specification,
     token_prompt,
+    untied,
 )
 from sinew.convert.families.gr00t_images import image_recipe
-from sinew.convert.families.gr00t_vectors import read_vectors
 from sinew.convert.families.gr00t_weights import head_rules, language_rules, siglip_rules
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
-from sinew.core import CameraSpec, ConvertError
+from sinew.core import ConvertError
 from sinew.layers.vit import ViTConfig
 from sinew.models.gr00t import Gr00tEagleConfig
 
@@ -46,7 +46,7 @@ def read(path: Path, options: Options) -> Conversion:
     preprocessor = Record(eagle_dir / "preprocessor_config.json")
     if model_type(path) == "Gr00tN1d6":
         processor = Record(eagle_dir / "processor_config.json")
-        parts = n16(NvidiaFiles(path, options), options, eagle, preprocessor, processor)
+        parts = n16(NvidiaFiles(path, options), eagle, preprocessor, processor)
     else:
         parts = gr00t_n15.read(path, options, preprocessor)
     return assemble(path.name, options, eagle_dir, eagle, parts)
@@ -56,18 +56,13 @@ def _assets(path: Path) -> tuple[str, str]:
     return str(Record(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2")), "--vlm"
 
 
-def n16(
-    files: NvidiaFiles, options: Options, eagle: Record, preprocessor: Record, eagle_processor: Record
-) -> Parts:
+def n16(files: NvidiaFiles, eagle: Record, preprocessor: Record, eagle_processor: Record) -> Parts:
     """Return the parts of N1.6. Raises :class:`ConvertError`."""
     area = eagle_processor["pixels_per_token"]
     unit = round(area**0.5)
     smallest, largest = (tokens * area for tokens in PIXEL_BOUNDS)
     grid = ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method="pil_bicubic")
-    image, frames = image_recipe(files.processor, preprocessor, grid, options)
-    modalities = files.modalities
-    modalities.only_now("video")
-    modalities.only_now("state")
+    image, frames = image_recipe(files, preprocessor, grid)
     vision = eagle.part("vision_config")
     if vision.get("use_rope", True):
         raise ConvertError(f"{eagle.path}: vision_config.use_rope: expected false")
@@ -80,10 +75,10 @@ def n16(
         tensors=files.weights[0],
         files=files.files,
         embodiment=files.embodiment,
-        cameras=[CameraSpec(key, *frames) for key in modalities.keys("video")],
-        vectors=read_vectors(modalities, files.processor.content),
+        cameras=files.cameras(frames),
+        vectors=files.vectors,
         image=image,
-        language=modalities.keys("language")[0],
+        language=files.language,
         text_first=True,
         generate=False,
         formal=bool(files.processor.get("formalize_language", True)),
@@ -121,12 +116,8 @@ def assemble(name: str, options: Options, eagle_dir: Path, eagle: Record, parts:
         vision=tower,
         unshuffle=unshuffle,
     )
-    tensors = dict(parts.tensors)
     lm = parts.backbone.replace("\\", "") + "language_model."
-    head, table = f"{lm}lm_head.weight", f"{lm}model.embed_tokens.weight"
-    if table not in tensors and head in tensors:  # tied; which of the two a writer keeps differs
-        tensors[table] = tensors[head]
-    tensors.pop(head, None)
+    tensors = untied(parts.tensors, f"{lm}lm_head.weight", f"{lm}model.embed_tokens.weight")
     rules = (
         *head_rules(parts.embodiment.number),
         *language_rules(parts.backbone + r"language_model\.model\.", language.num_layers),

@@ -11,7 +11,7 @@ from typing import Any
 from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.gr00t_vectors import Modalities, Vectors
+from sinew.convert.families.gr00t_vectors import Modalities, Vectors, read_vectors
 from sinew.convert.options import Options
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_weights
@@ -108,9 +108,16 @@ class Parts:
 
 
 class NvidiaFiles:
-    """A folder of N1.6 or N1.7 as NVIDIA writes it. format: of N1.7, for the provenance."""
+    """A folder of N1.6 or N1.7 as NVIDIA writes it.
+
+    format: of N1.7, for the provenance. transforms: whose image transforms without albumentations. frames: height and
+    width of the cameras' frames, where the files say them. notes: what was assumed.
+    """
 
     format = "gr00t-n1.7"
+    transforms = "nvidia"
+    frames: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: Options):
         self.path, self.options = path, options
@@ -157,6 +164,22 @@ class NvidiaFiles:
         return Modalities(record.content, self._statistics[tag], tag, self.processor.path)
 
     @property
+    def language(self) -> str:
+        """The instruction's key on the GR00T wire."""
+        return self.modalities.keys("language")[0]
+
+    def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
+        """Return the cameras in the model's order, with frames of this height and width."""
+        self.modalities.only_now("video")
+        return [CameraSpec(key, *frames) for key in self.modalities.keys("video")]
+
+    @cached_property
+    def vectors(self) -> Vectors:
+        """State and action with their normalisation."""
+        self.modalities.only_now("state")
+        return read_vectors(self.modalities, self.processor.content)
+
+    @property
     def files(self) -> list[Path]:
         """The files that a bundle takes from this folder."""
         names = ("config.json", "processor_config.json", "statistics.json", "embodiment_id.json")
@@ -172,6 +195,16 @@ def nvidia_weights(path: Path) -> tuple[dict[str, TensorSource], list[Path]]:
     """Return a folder's tensors under NVIDIA's names (LeRobot puts a prefix before them), and their files."""
     tensors, files = read_weights(path)
     return {name.removeprefix(LEROBOT_PREFIX): source for name, source in tensors.items()}, files
+
+
+def untied(tensors: Mapping[str, TensorSource], head: str, table: str) -> dict[str, TensorSource]:
+    """Return ``tensors`` with the embedding ``table`` and without ``head``, which is tied to it: of the two names a
+    writer keeps one, and which differs between writers."""
+    found = dict(tensors)
+    source = found.pop(head, None)
+    if source is not None:
+        found.setdefault(table, source)
+    return found
 
 
 def choose(asked: str, known: Sequence[str], numbers: Mapping[str, Any], where: Path) -> Embodiment:

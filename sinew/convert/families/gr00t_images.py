@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
-from sinew.convert.families.gr00t_files import Record
+from sinew.convert.families.gr00t_files import NvidiaFiles, Record
 from sinew.convert.options import Options
 from sinew.core import ConvertError
 from sinew.processing.steps import size_after
@@ -18,16 +18,14 @@ from sinew.processing.steps import size_after
 DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # of the processors' signatures, where the key is absent
 
 
-def image_recipe(
-    processor: Record, vision: Record, grid: ImageStep, options: Options
-) -> tuple[ImageRecipe, tuple[int, int]]:
+def image_recipe(files: NvidiaFiles, vision: Record, grid: ImageStep) -> tuple[ImageRecipe, tuple[int, int]]:
     """Return the recipe of N1.6 and N1.7, and height and width of the frames that it is made for.
 
-    processor: ``processor_kwargs``; vision: the image processor's preprocessor_config.json; grid: its own resize,
-    behind the geometric steps. Raises ConvertError
-    where the files leave the geometry open.
+    vision: the image processor's preprocessor_config.json; grid: its own resize, behind the geometric steps. Raises
+    ConvertError where the files leave the geometry open.
     """
-    frames = frame_size(options)
+    processor, options = files.processor, files.options
+    frames = frame_size(options) or files.frames
     squared = options.setting("letterbox", processor.get("letter_box_transform"))
     target, crop = processor.get("image_target_size"), processor.get("image_crop_size")
     edge = processor.content.get("shortest_image_edge", DEFAULT_EDGE) or (target or [0])[0]
@@ -44,7 +42,8 @@ def image_recipe(
         frames = _decide(frames, squared, edge)
         steps = (ImageStep("square"), *steps) if squared else steps
     else:
-        steps = _without_albumentations(processor, edge, fraction, squared, options)
+        transforms = options.setting("transforms", files.transforms)
+        steps = _without_albumentations(processor, edge, fraction, squared, transforms)
         frames = frames or (edge, edge)
     return with_grid(steps, frames, grid, vision), frames
 
@@ -67,10 +66,10 @@ def _decide(frames: tuple[int, int] | None, squared: bool | None, edge: int) -> 
 
 
 def _without_albumentations(
-    processor: Record, edge: int, fraction: float, squared: bool | None, options: Options
+    processor: Record, edge: int, fraction: float, squared: bool | None, transforms: str
 ) -> tuple[ImageStep, ...]:
     target, crop = processor.get("image_target_size"), processor.get("image_crop_size")
-    if options.setting("transforms", "nvidia") == "lerobot":
+    if transforms == "lerobot":
         cropped, final = round(edge * fraction), (target or [edge, edge])
         steps = (
             ImageStep("resize", height=edge, width=edge, method="bicubic"),

@@ -236,9 +236,9 @@ def _lerobot(path: Path, options: Options) -> Found:
     numbers: Mapping[str, Any] = settings.get("embodiment_mapping") or {}
     asked = options.embodiment or str(settings.get("embodiment_tag", "new_embodiment"))
     embodiment = choose(asked, list(numbers), numbers, path / "policy_preprocessor.json")
-    state = _statistics(path, pack, "observation.state")
-    action = _statistics(path, unpack, "action")
-    cameras = sorted(checkpoint.cameras, key=lambda camera: camera.name)
+    state = bounds(path, pack, "observation.state")
+    action = bounds(path, unpack, "action")
+    cameras = [camera for _, camera in sorted(zip(checkpoint.slots, checkpoint.cameras, strict=True))]
     vectors = vectors_of((part("state", *state),), (part("actions", *action),), checkpoint["chunk_size"])
     files = [path / "config.json", *sorted(path.glob("policy_*processor*"))]
     return embodiment, cameras, vectors, files, tuple(checkpoint.notes)
@@ -248,7 +248,8 @@ def part(name: str, low: np.ndarray, high: np.ndarray) -> VectorPart:
     return VectorPart(name, len(low), min_max(low, high, clip=False))
 
 
-def _statistics(path: Path, step: Mapping[str, Any], feature: str) -> tuple[np.ndarray, np.ndarray]:
+def bounds(path: Path, step: Mapping[str, Any], feature: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least and largest values of a feature, float32 [D] each, from a step's file of statistics."""
     file = step.get("state_file")
     sources = read_safetensors(path / Path(file).name) if isinstance(file, str) else {}
     found = [sources.get(f"{feature}.{name}") for name in ("min", "max")]

@@ -18,15 +18,15 @@ from sinew.convert.families.gr00t_files import (
     token_prompt,
 )
 from sinew.convert.families.gr00t_images import image_recipe
-from sinew.convert.families.gr00t_vectors import read_vectors
 from sinew.convert.families.gr00t_weights import head_rules, language_rules, qwen_vision_rules
 from sinew.convert.options import Options
 from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
-from sinew.core import CameraSpec, ConvertError
+from sinew.core import ConvertError
 from sinew.layers.qwen_vit import QwenViTConfig
 from sinew.layers.vit import ViTConfig
 from sinew.models.gr00t import Gr00tQwenConfig
+from sinew.processing.steps import size_after
 
 ARCHITECTURE = "gr00t_n1_7"
 BACKBONE = r"backbone\.model\.model\."
@@ -57,18 +57,21 @@ def assemble(files: NvidiaFiles) -> Conversion:
         raise ConvertError(
             f"{config.path}: state_history_length: expected 1, got {config['state_history_length']}"
         )
-    modalities = files.modalities
-    modalities.only_now("video")
-    modalities.only_now("state")
     tower = vision_config(vision)
 
     preprocessor = Record(vlm_dir / "preprocessor_config.json")
     unit = tower.patch_size * tower.merge
     grid = grid_step(preprocessor, unit, "bicubic")
-    image, frames = image_recipe(processor, preprocessor, grid, options)
+    image, frames = image_recipe(files, preprocessor, grid)
     rows, cols = image.height // unit, image.width // unit
 
-    cameras = [CameraSpec(key, *frames) for key in modalities.keys("video")]
+    cameras = files.cameras(frames)
+    for camera in cameras:
+        if (size := size_after(image, camera.height, camera.width)) != (image.height, image.width):
+            raise ConvertError(
+                f"{processor.path}: expected frames of all cameras to become {image.height}x{image.width}, got"
+                f" {size[0]}x{size[1]} of {camera.name!r}, whose frames are {camera.height}x{camera.width}"
+            )
     tokenizer = load_tokenizer(
         [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
     )
@@ -87,7 +90,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
         bool(processor.get("formalize_language", True)),
     )
 
-    vectors = read_vectors(modalities, processor.content)
+    vectors = files.vectors
     model = model_config(config, vlm, rows, cols)
     tensors, _ = files.weights
     rules = (
@@ -107,7 +110,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
             config,
             options,
             prompt,
-            modalities.keys("language")[0],
+            files.language,
             files.embodiment.tag,
             DEFAULT_TASK,
         ),
@@ -116,6 +119,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
         tensors=apply(tensors, rules),
         dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
         sources=[*files.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
+        notes=files.notes,
     )
 
 

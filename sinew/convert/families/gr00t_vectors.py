@@ -5,7 +5,7 @@ Source: Isaac-GR00T ``gr00t/data/state_action/state_action_processor.py`` and ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,14 @@ class Modalities:
         return found
 
 
-def read_vectors(modalities: Modalities, settings: Mapping[str, Any]) -> Vectors:
-    """Return the vectors of an embodiment. ``settings``: the processor's own (``processor_kwargs``)."""
+def read_vectors(
+    modalities: Modalities, settings: Mapping[str, Any], same: Callable[..., Any] = np.isclose
+) -> Vectors:
+    """Return the vectors of an embodiment.
+
+    settings: the processor's own (``processor_kwargs``). same: upstream's test for a state's value that is constant,
+    of its bounds: ``np.isclose`` in NVIDIA's code, ``np.equal`` in LeRobot's.
+    """
     bounds = ("q01", "q99") if settings.get("use_percentiles") else ("min", "max")
     sin_cos = modalities.listed("state", "sin_cos_embedding_keys")
     if not settings.get("apply_sincos_state_encoding"):
@@ -122,7 +128,7 @@ def read_vectors(modalities: Modalities, settings: Mapping[str, Any]) -> Vectors
         elif key in mean_std:
             part = VectorPart(key, dim, standard(*modalities.stats("state", key, ("mean", "std"))))
         else:
-            equal = np.isclose(high, low)  # upstream's own test for a constant
+            equal = same(high, low)
             part = VectorPart(key, dim, min_max(low, np.where(equal, low, high), clip))
         state_parts.append(part)
 

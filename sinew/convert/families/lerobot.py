@@ -232,6 +232,12 @@ class LeRobotCheckpoint:
         return tuple(cameras)
 
     @property
+    def slots(self) -> tuple[str, ...]:
+        """Return the names that the model has for ``cameras``, in the same order."""
+        names = map(_short, self._features("input_features", "VISUAL"))
+        return tuple(name for name in names if not name.startswith("empty_camera_"))
+
+    @property
     def _rename_map(self) -> dict[str, str]:
         """A slot's name -> the robot's name for it, both without their prefixes."""
         table = self.pipelines.config(PRE, "rename_observations_processor").get("rename_map") or {}

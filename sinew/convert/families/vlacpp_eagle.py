@@ -81,7 +81,7 @@ def read(file: VlacppFile, options: Options) -> Conversion:
     else:
         processor = Record(folder / "processor_config.json")
         files = VlacppNvidia(file, options, N16, EAGLE["gr00t_n1_6"])
-        parts = gr00t_eagle.n16(files, options, eagle, preprocessor, processor)
+        parts = gr00t_eagle.n16(files, eagle, preprocessor, processor)
         eagle = _with_table(file, eagle, parts)
     return gr00t_eagle.assemble(file.path.stem, options, folder, eagle, parts)
 
