@@ -97,3 +97,10 @@ def pack_ternary(values: np.ndarray) -> np.ndarray:
     spread = (padded + 1).astype(np.uint8).reshape(channels, -1, 4, 16)
     packed = spread[:, :, 0] | spread[:, :, 1] << 2 | spread[:, :, 2] << 4 | spread[:, :, 3] << 6
     return packed.reshape(channels, -1)
+
+
+def unpack_ternary(stored: np.ndarray, k: int) -> np.ndarray:
+    """Stored rows of k weights, of any type -> weights -1, 0 and 1, int8 [channels, k]."""
+    packed = np.ascontiguousarray(stored).view(np.uint8).reshape(len(stored), -1, 1, 16)
+    spread = packed >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3  # [channels, k / 64, 4, 16]
+    return spread.reshape(len(stored), -1)[:, :k].astype(np.int8) - 1

@@ -18,7 +18,8 @@ def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = N
     """Write a folder that runs without torch (graphs for ONNX Runtime, recipes, tokenizer), or vla.cpp's file.
 
     `sinew.load`, `sinew serve`, `sinew infer` and `sinew bench` take the folder in place of a bundle. vla.cpp's GGUF
-    holds the weights, sizes and statistics of a SmolVLA, pi0 or pi0.5; its clients bring the tokenizer.
+    holds the weights, sizes and statistics of a SmolVLA, pi0, pi0.5, OpenVLA-OFT, VLA-Adapter, BitVLA or Evo-1; its
+    clients bring the tokenizer.
 
     Args:
         bundle: as of `sinew infer`; one from `sinew quantize` gives quantised graphs.

@@ -164,6 +164,13 @@ def join(*sources: TensorSource, axis: int = 0) -> TensorSource:
     return moved(lambda *parts: np.concatenate(parts, axis), *sources, shape=shape)
 
 
+def fuse(found: dict[str, TensorSource], prefix: str) -> None:
+    """Join queries, keys and values below ``prefix`` in place: ``q_proj``, ``k_proj``, ``v_proj`` become ``qkv``."""
+    for name in [name for name in found if name.startswith(prefix) and ".q_proj." in name]:
+        parts = [found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        found[name.replace(".q_proj.", ".qkv.")] = join(*parts)
+
+
 @dataclass(frozen=True)
 class Rule:
     """Tensors whose whole name matches ``pattern`` become ``names`` (templates of ``re.Match.expand``).

@@ -1,7 +1,9 @@
-"""Writing a bundle as vla.cpp's GGUF, for the families whose files are known to the last tensor: SmolVLA, pi0, pi0.5.
+"""Writing a bundle as vla.cpp's GGUF, for the families whose files hold all of their policy: SmolVLA, pi0, pi0.5,
+OpenVLA-OFT, VLA-Adapter, BitVLA and Evo-1.
 
 The file holds weights, sizes and statistics; images, prompt and tokenizer stay with vla.cpp's client. What is written
-is read back by our own importer before it is published, and a bundle of which that gives another policy is refused.
+is read back by our own importer before it is published, and a bundle of which that gives another policy is refused, as
+are families whose file could not be told from another policy's (``REFUSED``).
 Source: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py`` (commit b18873d) and what ``src/models`` reads of it.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -21,6 +24,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
+from sinew.convert import vlacpp_export_bitvla, vlacpp_export_evo1, vlacpp_export_prismatic
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.vlacpp import read
 from sinew.convert.families.vlacpp_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
@@ -28,10 +32,20 @@ from sinew.convert.options import Options
 from sinew.convert.tensors import computed, constant
 from sinew.core import ConvertError
 
-ARCHITECTURES = ("smolvla", "pi0", "pi05")
+_MODULES = (vlacpp_export_prismatic, vlacpp_export_bitvla, vlacpp_export_evo1)
+FAMILIES = {name: module for module in _MODULES for name in module.ARCHITECTURES}
+ARCHITECTURES = ("smolvla", "pi0", "pi05", *FAMILIES)
+_EMBODIMENTS = "its file holds the weights of all embodiments, a bundle those of one"
+REFUSED = {
+    "gr00t_n1_5": _EMBODIMENTS,
+    "gr00t_n1_6": _EMBODIMENTS,
+    "gr00t_n1_7": _EMBODIMENTS,
+    "vla_jepa": "its file has no place for statistics, without which actions have no units",
+    "openvla": "it has no such architecture",
+}
 ALIGNMENT = 32  # GGUF's own
 STORED = (GGMLQuantizationType.F32, GGMLQuantizationType.BF16)
-_PARTS = {ours: theirs for theirs, ours in PARTS.items()}
+_LETTERS = {ours: theirs for theirs, ours in PARTS.items()}
 _WHOLE = {ours: theirs for theirs, ours in WHOLE.items()}
 # Some of our names stand for two of theirs.
 _TOWER = {"norm": "post_ln", "attn.o_proj": "attn_o"}
@@ -55,21 +69,39 @@ def export_vlacpp(bundle: Bundle, out: Path, progress: Progress | None = None) -
     """
     manifest = bundle.manifest
     if manifest.architecture not in ARCHITECTURES:
+        why = REFUSED.get(manifest.architecture)
         raise ConvertError(
             f"{bundle.path}: architecture {manifest.architecture!r}: vla.cpp's files are written for"
-            f" {', '.join(ARCHITECTURES)} only"
+            f" {', '.join(ARCHITECTURES)} only{f'; {why}' if why else ''}"
         )
     if out.exists():
         raise ConvertError(f"{out}: expected a new file, got one that is there")
-    tensors = [*_weights(bundle), *_statistics(manifest)]
+    family = FAMILIES.get(manifest.architecture)
+    if family is not None:
+        tensors, keys = _of_family(family, bundle), family.keys(bundle)
+    else:
+        tensors, keys = [*_weights(bundle), *_statistics(manifest)], _keys(manifest)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name[:64]}.", dir=out.parent) as folder:
         partial, tokenizer = Path(folder) / "vla.gguf", Path(folder) / "tokenizer.json"
-        _write(partial, manifest, tensors, progress)
+        _write(partial, manifest.architecture, keys, tensors, progress)
         tokenizer.write_text(manifest.tokenizer, encoding="utf-8")
         names = tuple(camera.name for camera in manifest.spec.cameras)
-        _compare(manifest, read(partial, Options(tokenizer=tokenizer, cameras=names)), bundle.path)
+        given = family.beside(bundle, Path(folder)) if family else {}
+        found = read(partial, Options(tokenizer=tokenizer, cameras=names, **given))
+        _compare(manifest, found, bundle.path)
         os.replace(partial, out)
+
+
+def _of_family(family: ModuleType, bundle: Bundle) -> list[TensorSource]:
+    """The tensors of a family with a module of its own. Raises :class:`ConvertError` for one without a name."""
+    stored = {source.name: source for source in _stored(bundle, family.PACKED)}
+    made = family.renamed(bundle, dict(stored))
+    if left := [name for name in made if name in stored and name != "action_queries.weight"]:
+        raise ConvertError(
+            f"{bundle.path}: tensor {left[0]!r}: vla.cpp's {bundle.manifest.architecture} has no name for it"
+        )
+    return [replace(source, name=name) for name, source in made.items()]
 
 
 def vlacpp_name(name: str, architecture: str) -> str:
@@ -84,32 +116,37 @@ def _renamed(name: str) -> str:
     part, _, rest = name.partition(".")
     if part == "connector":
         return name.replace("connector.proj", "mm.fc") if rest.startswith("proj.") else f"mm.proj.{rest}"
-    if part not in _PARTS:
+    if part not in _LETTERS:
         return name
     own = _TOWER if part == "vision" else _DECODER
     leaves = {ours: theirs for theirs, ours in LEAVES.items()} | own
     stem, _, end = rest.replace(".dense.", ".").rpartition(".")
     if stem.startswith("layers."):
         _, number, leaf = stem.split(".", 2)
-        return f"{_PARTS[part]}.blk.{number}.{leaves.get(leaf, leaf)}.{end}"
-    return f"{_PARTS[part]}.{leaves.get(stem, stem)}.{end}"
+        return f"{_LETTERS[part]}.blk.{number}.{leaves.get(leaf, leaf)}.{end}"
+    return f"{_LETTERS[part]}.{leaves.get(stem, stem)}.{end}"
 
 
-def _weights(bundle: Bundle) -> Iterator[TensorSource]:
-    """The tensors under vla.cpp's names; its small ones of the tower are float32."""
-    architecture = bundle.manifest.architecture
+def _stored(bundle: Bundle, packed: tuple[GGMLQuantizationType, ...] = ()) -> Iterator[TensorSource]:
+    """The tensors under their own names. Raises :class:`ConvertError` for one in few bits, other than ``packed``."""
     for name, info in bundle.infos.items():
-        if info.type not in STORED:
+        if info.type not in (*STORED, *packed):
             raise ConvertError(
                 f"{bundle.path}: tensor {name!r}: expected F32 or BF16, got {info.type.name}; export the bundle that"
                 " it was quantised from"
             )
         data = FileSlice(bundle.path, info.offset, info.nbytes)
-        source = TensorSource(vlacpp_name(name, architecture), info.shape, info.type, info.nbytes, data)
+        yield TensorSource(name, info.shape, info.type, info.nbytes, data)
+
+
+def _weights(bundle: Bundle) -> Iterator[TensorSource]:
+    """The tensors under vla.cpp's names; its small ones of the tower are float32."""
+    for stored in _stored(bundle):
+        source = replace(stored, name=vlacpp_name(stored.name, bundle.manifest.architecture))
         small = source.name.startswith("vit.") and (
-            len(info.shape) == 1 or "patch_embd" in source.name or "pos_embd" in source.name
+            len(source.shape) == 1 or "patch_embd" in source.name or "pos_embd" in source.name
         )
-        if info.type is GGMLQuantizationType.BF16 and (small or source.name == "mm.proj.bias"):
+        if source.type is GGMLQuantizationType.BF16 and (small or source.name == "mm.proj.bias"):
             source = computed(lambda x: x, source)
         yield source
 
@@ -176,11 +213,12 @@ def _keys(manifest: Manifest) -> dict[str, Any]:
     return keys
 
 
-def _write(path: Path, manifest: Manifest, tensors: list[TensorSource], progress: Progress | None) -> None:
-    kind = manifest.architecture
+def _write(
+    path: Path, kind: str, keys: dict[str, Any], tensors: list[TensorSource], progress: Progress | None
+) -> None:
     writer = GGUFWriter(path, kind)
     writer.add_string(f"{kind}.architecture", kind)
-    for name, value in _keys(manifest).items():
+    for name, value in keys.items():
         key = f"{kind}.{name}"
         if isinstance(value, tuple):
             writer.add_float64(key, float(value[0]))

@@ -8,18 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFWriter
 
 from sinew.bundle import Bundle
 from sinew.bundle.gguf_file import GGUFFile
+from sinew.bundle.writer import FileSlice, TensorSource
 from sinew.cli import main
 from sinew.convert import convert
+from sinew.convert.tensors import read_array
 from sinew.convert.vlacpp_export import export_vlacpp
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
+from tests.conftest import EVO1
 from tests.convert.test_groot import TAG
 from tests.convert.vlacpp_families import write_prismatic, write_qwen
 from tests.convert.vlacpp_file import write_vlacpp, write_vlacpp_pi
+from tests.convert.vlacpp_rest import write_evo1
 from tests.golden import Golden, assert_parity
 
 MARKER = 454  # of the fixture's tokenizer
@@ -165,6 +170,53 @@ def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, cas
     np.testing.assert_array_equal(first, second)  # fmt: skip
 
 
+@pytest.mark.parametrize("case", ["openvla-oft", "vla-adapter", "evo1-mint"])
+def test_exported_families_come_back_the_same(golden, openvla_bundle, evo1_bundle, tmp_path, case):
+    """And they hold what vla.cpp's own converters write of the checkpoints, under the same names."""
+    evo1, home = case == "evo1-mint", golden / case
+    ours = Bundle((evo1_bundle if evo1 else openvla_bundle)(case))
+    export_vlacpp(ours, tmp_path / "theirs.gguf")
+    reference = tmp_path / "reference.gguf"
+    if evo1:
+        write_evo1(home, reference, EVO1[case]["stats_key"])
+    else:
+        write_prismatic(home, reference)
+    exported, wanted = GGUFFile(tmp_path / "theirs.gguf"), GGUFFile(reference)
+    assert exported.tensors.keys() == wanted.tensors.keys()
+    found, theirs = ({name: values(file, name) for name in file.tensors} for file in (exported, wanted))
+    if evo1:  # the class token and its position, of which a bundle holds the sum
+        for tensors in (found, theirs):
+            tensors["vit.pos_embd"][0, 0] += tensors.pop("vit.class_embd")[0, 0]
+    for name in theirs:
+        assert found[name].shape == theirs[name].shape, name
+        if exported.tensors[name].type is not wanted.tensors[name].type and not evo1:
+            found[name] = (
+                torch.from_numpy(found[name]).bfloat16().float().numpy()
+            )  # as vla.cpp's converter rounds
+        np.testing.assert_array_equal(found[name], theirs[name], err_msg=name)
+    differ = {key for key, value in wanted.metadata.items() if exported.metadata[key] != value}
+    assert differ == (
+        {"evo1.num_inference_timesteps"} if evo1 else {f"{ours.manifest.architecture}.statistics_json"}
+    )
+    (tmp_path / "tokenizer.json").write_text(ours.manifest.tokenizer)
+    cameras = tuple(camera.name for camera in ours.manifest.spec.cameras)
+    given = {"vlm": home / "vlm"} if evo1 else {"tokenizer": tmp_path}
+    back = Bundle(convert(tmp_path / "theirs.gguf", tmp_path / "back.gguf", cameras=cameras, **given))
+    assert back.manifest.config == ours.manifest.config
+    assert back.manifest.processing.action == ours.manifest.processing.action
+    assert back.manifest.processing.action_parts == ours.manifest.processing.action_parts
+    assert back.manifest.processing.state == ours.manifest.processing.state
+    assert back.infos.keys() == ours.infos.keys()
+    for name in ours.infos:
+        assert torch.equal(back.tensor(name).float(), ours.tensor(name).float()), name
+
+
+def values(file: GGUFFile, name: str) -> np.ndarray:
+    info = file.tensors[name]
+    data = FileSlice(file.path, info.offset, info.nbytes)
+    return read_array(TensorSource(name, info.shape, info.type, info.nbytes, data)).copy()
+
+
 def content(file: GGUFFile, name: str) -> bytes:
     info = file.tensors[name]
     return bytes(file.map[info.offset : info.offset + info.nbytes])
@@ -172,7 +224,8 @@ def content(file: GGUFFile, name: str) -> bytes:
 
 def test_what_vlacpp_has_no_place_for_is_refused(groot_bundle, smolvla_bundle, tmp_path):
     with pytest.raises(
-        ConvertError, match="'gr00t_n1_5': vla.cpp's files are written for smolvla, pi0, pi05 only"
+        ConvertError,
+        match="'gr00t_n1_5': vla.cpp's files are written for smolvla, .* only; .* all embodiments",
     ):
         export_vlacpp(Bundle(groot_bundle("groot-n15")), tmp_path / "theirs.gguf")
     bundle = Bundle(smolvla_bundle("smolvla-2cam"))

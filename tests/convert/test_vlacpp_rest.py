@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from sinew.bundle import Bundle
 from sinew.bundle.gguf_file import GGUFFile
 from sinew.convert import convert
+from sinew.convert.vlacpp_export import export_vlacpp
 from sinew.core import ConvertError
 from tests.conftest import EVO1
 from tests.convert.vlacpp_rest import _weights, write_bitvla, write_eagle, write_evo1
@@ -135,6 +136,29 @@ def test_bitvla(bitvla, tmp_path):
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
         else:
             assert torch.equal(found, wanted), name
+
+
+def test_an_exported_bitvla_comes_back_the_same(bitvla, golden, openvla_bundle, tmp_path):
+    """Every byte of every tile is what vla.cpp's converter writes."""
+    ours = Bundle(convert(bitvla, tmp_path / "ours.gguf"))
+    export_vlacpp(ours, tmp_path / "theirs.gguf")
+    exported, wanted = GGUFFile(tmp_path / "theirs.gguf"), GGUFFile(write_bitvla(bitvla, tmp_path / "w.gguf"))
+    assert exported.tensors.keys() == wanted.tensors.keys()
+    for name, info in wanted.tensors.items():
+        found = exported.tensors[name]
+        assert (found.shape, found.type) == (info.shape, info.type), name
+        if not name.endswith(".scale"):  # a mean that is summed in another order
+            both = (f.map[i.offset : i.offset + i.nbytes] for f, i in ((exported, found), (wanted, info)))
+            assert bytes(next(both)) == bytes(next(both)), name
+    differ = {key for key, value in wanted.metadata.items() if exported.metadata[key] != value}
+    assert differ == {"bitvla.statistics_json", "bitvla.preprocessor_config_json"}
+    back = Bundle(convert(tmp_path / "theirs.gguf", tmp_path / "back.gguf", tokenizer=bitvla))
+    assert (back.manifest.config, back.lowbit) == (ours.manifest.config, ours.lowbit)
+    assert back.manifest.processing == ours.manifest.processing
+    for name in ours.infos:
+        assert torch.equal(back.tensor(name), ours.tensor(name)), name
+    with pytest.raises(ConvertError, match="16 rows at a time: expected a multiple, got 108"):
+        export_vlacpp(Bundle(openvla_bundle("bitvla")), tmp_path / "other.gguf")
 
 
 def test_bitvla_files_that_are_not_understood(bitvla, golden, tmp_path):

@@ -19,8 +19,8 @@ from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import bitvla
-from sinew.convert.families.prismatic import PrismaticCheckpoint
 from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile
+from sinew.convert.families.vlacpp_prismatic import HEAD_RULES, VlacppCheckpoint
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, Transformed, apply, read_elements, reshape, rows
 from sinew.convert.tokenizer_files import load_tokenizer
@@ -31,7 +31,6 @@ NAMES = ("vla.cpp GGUF of bitvla",)
 OPTIONS = ("tokenizer", "stats_key", "cameras")
 SETTINGS = bitvla.SETTINGS
 ROWS, COLUMNS = 16, 128  # of a tile
-HEAD, STATE = "action_head/", "proprio_projector/"
 TOWER, LANGUAGE = "vision_tower.vision_model.", "language_model.model."
 TOKENS = {"image_id": bitvla.VIEWS, "proprio_id": bitvla.STATE_TOKEN, "stop_id": bitvla.STOP}
 
@@ -50,6 +49,15 @@ def untiled(data: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     if values.min(initial=0) < -1:
         raise ConvertError("a ternary matrix of the file has a code 0, which stands for no weight")
     return values
+
+
+def tiled(values: np.ndarray) -> np.ndarray:
+    """Return the bytes, int8, of -1, 0 and 1 [channels, k]: the inverse of :func:`untiled`."""
+    channels, k = values.shape
+    padded = np.full((channels, -(-k // COLUMNS) * COLUMNS), 2, np.uint8)
+    padded[:, :k] = values + 2
+    codes = padded.reshape(channels // ROWS, 2, 8, -1, 4, 2, 4, 4).transpose(0, 3, 4, 1, 5, 2, 7, 6)
+    return (codes << (2 * np.arange(4, dtype=np.uint8))).sum(-1, dtype=np.uint8).reshape(-1).view(np.int8)
 
 
 def ternary(
@@ -73,13 +81,12 @@ def ternary(
     return transform
 
 
-class VlacppBitnet(PrismaticCheckpoint):
-    """A file under the names and the configuration of upstream's directory; matrices are packed rows with scales."""
+class VlacppBitnet(VlacppCheckpoint):
+    """A file with the configuration of upstream's directory; matrices are packed rows with scales."""
 
-    format = FORMAT
+    chunk = "action.num_actions_chunk"
 
     def __init__(self, file: VlacppFile, options: Options):
-        self.path, self.options, self.files = file.path, options, [file.path]
         n = file.integer
         text = {
             "hidden_size": n("lm.hidden"),
@@ -113,23 +120,7 @@ class VlacppBitnet(PrismaticCheckpoint):
         }
         self._image = file.record("preprocessor_config_json")
         self.ids = {name: n(f"tokens.{name}") for name in TOKENS}
-        found = apply(file.tensors, rules(text, vision, n("lm.head_dim")))
-        self._parts = {
-            part: {key.removeprefix(part): t for key, t in found.items() if key.startswith(part)}
-            for part in (HEAD, STATE)
-        }
-        self._weights = {key: t for key, t in found.items() if not key.startswith((HEAD, STATE))}
-
-    @property
-    def name(self) -> str:
-        return self.path.stem
-
-    @property
-    def tensors(self) -> dict[str, TensorSource]:  # type: ignore[override]
-        return self._weights
-
-    def part(self, name: str) -> dict[str, TensorSource]:
-        return self._parts[f"{name}/"]
+        super().__init__(file, options, apply(file.tensors, rules(text, vision, n("lm.head_dim"))))
 
     def preprocessor(self) -> tuple[Path, Any]:
         return self.path, self._image
@@ -148,11 +139,7 @@ def rules(text: dict[str, Any], vision: dict[str, Any], head_dim: int) -> list[R
         Rule(r"lm\.blk\.(\d+)\.attn_sub_norm\.weight", (f"{layer}self_attn.attn_sub_norm.weight",)),
         Rule(r"lm\.blk\.(\d+)\.ffn_sub_norm\.weight", (f"{layer}mlp.ffn_sub_norm.weight",)),
         Rule(r"mm\.(linear_[12]\..*)", (r"multi_modal_projector.\1",)),
-        Rule(r"aex\.proprio\.(.*)", (rf"{STATE}\1",)),
-        Rule(r"aex\.head\.ln([12])\.(.*)", (rf"{HEAD}model.layer_norm\1.\2",)),
-        Rule(r"aex\.head\.(fc[12]\..*)", (rf"{HEAD}model.\1",)),
-        Rule(r"aex\.head\.blk\.(\d+)\.ln\.(.*)", (rf"{HEAD}model.mlp_resnet_blocks.\1.ffn.0.\2",)),
-        Rule(r"aex\.head\.blk\.(\d+)\.fc\.(.*)", (rf"{HEAD}model.mlp_resnet_blocks.\1.ffn.1.\2",)),
+        *HEAD_RULES,
         Rule(
             r"vit\.patch_embd\.weight",
             (f"{TOWER}embeddings.patch_embedding.weight",),
@@ -208,11 +195,8 @@ def _matrix(own: str, to: tuple[str, ...], shape: tuple[int, int]) -> list[Rule]
 
 def read(file: VlacppFile, options: Options) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
-    if options.tokenizer is None:
-        raise ConvertError(
-            f"{file.path}: vla.cpp files hold no tokenizer; give the checkpoint's with --tokenizer FILE_OR_DIR"
-        )
     checkpoint = VlacppBitnet(file, options)
+    assert options.tokenizer is not None
     tokenizer = load_tokenizer([options.tokenizer], "see --tokenizer")
     for name, text in TOKENS.items():
         if (got := tokenizer.token_id(text)) != checkpoint.ids[name]:

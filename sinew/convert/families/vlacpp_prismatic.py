@@ -48,6 +48,13 @@ def _tower(letter: str, name: str) -> list[Rule]:
     ]
 
 
+HEAD_RULES = [  # of the regression head and of the state's projector
+    Rule(r"aex\.proprio\.(.*)", (rf"{STATE}\1",)),
+    Rule(r"aex\.head\.ln([12])" + _LINEAR, (rf"{HEAD}model.layer_norm\1.\2",)),
+    Rule(r"aex\.head\.fc([12])" + _LINEAR, (rf"{HEAD}model.fc\1.\2",)),
+    Rule(r"aex\.head\.blk\.(\d+)\.(?:ffn_)?ln" + _LINEAR, (rf"{_RES}ffn.0.\2",)),
+    Rule(r"aex\.head\.blk\.(\d+)\.(?:(?:ffn_)?lin|fc)" + _LINEAR, (rf"{_RES}ffn.1.\2",)),
+]
 RULES = [
     *(rule for letter, name in TOWERS.items() for rule in _tower(letter, name)),
     Rule(r"vis\.proj\.(.*)", (r"projector.\1",)),
@@ -57,30 +64,54 @@ RULES = [
     Rule(r"lm\.blk\.(\d+)\.ffn_norm\.weight", (f"{_LAYER}post_attention_layernorm.weight",)),
     Rule(r"lm\.blk\.(\d+)\.attn_([qkvo])" + _LINEAR, (rf"{_LAYER}self_attn.\2_proj.\3",)),
     Rule(r"lm\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", (rf"{_LAYER}mlp.\2_proj.weight",)),
-    Rule(r"aex\.proprio\.(.*)", (rf"{STATE}\1",)),
-    Rule(r"aex\.head\.ln([12])" + _LINEAR, (rf"{HEAD}model.layer_norm\1.\2",)),
-    Rule(r"aex\.head\.fc([12])" + _LINEAR, (rf"{HEAD}model.fc\1.\2",)),
-    Rule(r"aex\.head\.blk\.(\d+)\.(?:ffn_)?ln" + _LINEAR, (rf"{_RES}ffn.0.\2",)),
-    Rule(r"aex\.head\.blk\.(\d+)\.(?:ffn_)?lin" + _LINEAR, (rf"{_RES}ffn.1.\2",)),
+    *HEAD_RULES,
     Rule(r"aex\.head\.blk\.(\d+)\.gating", (f"{_RES}gating_factor",)),
     Rule(r"aex\.head\.blk\.(\d+)\.(.*)", (rf"{_RES}\2",)),
 ]
 
 
-class VlacppPrismatic(PrismaticCheckpoint):
-    """A file under the names and the configuration of upstream's directory. It has no block that nothing reads."""
+class VlacppCheckpoint(PrismaticCheckpoint):
+    """A file's tensors under the names of upstream's directory, those of the head and the state's projector apart.
+
+    chunk: the key of the number of actions, which older files do not have.
+    """
 
     format = FORMAT
-    spare_blocks = 0
+    chunk = "action.chunk"
 
-    def __init__(self, file: VlacppFile, options: Options):
+    def __init__(self, file: VlacppFile, options: Options, found: dict[str, TensorSource]):
+        if options.tokenizer is None:
+            raise ConvertError(
+                f"{file.path}: vla.cpp files hold no tokenizer; give the checkpoint's with --tokenizer FILE_OR_DIR"
+            )
+        if f"{file.architecture}.{self.chunk}" in file.metadata:
+            options = replace(options, settings={"chunk": file.integer(self.chunk), **options.settings})
         self.path, self.options, self.files = file.path, options, [file.path]
-        found = apply(file.tensors, RULES)
         self._parts = {
             part: {key.removeprefix(part): t for key, t in found.items() if key.startswith(part)}
             for part in (HEAD, STATE)
         }
         self._weights = {key: t for key, t in found.items() if not key.startswith((HEAD, STATE))}
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def tensors(self) -> dict[str, TensorSource]:  # type: ignore[override]
+        return self._weights
+
+    def part(self, name: str) -> dict[str, TensorSource]:
+        return self._parts[f"{name}/"]
+
+
+class VlacppPrismatic(VlacppCheckpoint):
+    """A file with the configuration of upstream's directory. It has no block that nothing reads."""
+
+    spare_blocks = 0
+
+    def __init__(self, file: VlacppFile, options: Options):
+        super().__init__(file, options, apply(file.tensors, RULES))
         side = file.integer("vit.image_size")
         qwen = file.architecture == "vla_adapter"
         self.config = {
@@ -105,27 +136,12 @@ class VlacppPrismatic(PrismaticCheckpoint):
             if (got := file.integer(f"vit.{tower}.heads")) != heads:
                 raise ConvertError(f"{file.path}: vit.{tower}.heads: expected {heads}, got {got}")
 
-    @property
-    def name(self) -> str:
-        return self.path.stem
-
-    @property
-    def tensors(self) -> dict[str, TensorSource]:  # type: ignore[override]
-        return self._weights
-
-    def part(self, name: str) -> dict[str, TensorSource]:
-        return self._parts[f"{name}/"]
-
     def preprocessor(self) -> tuple[Path, Any]:
         return self.path, {"tvf_normalize_params": NORMALIZE}
 
 
 def read(file: VlacppFile, options: Options) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
-    if options.tokenizer is None:
-        raise ConvertError(
-            f"{file.path}: vla.cpp files hold no tokenizer; give the checkpoint's with --tokenizer FILE_OR_DIR"
-        )
     conversion = openvla.assemble(VlacppPrismatic(file, options))
     note = (
         "mean and std of the pixels: the published checkpoints', as in vla.cpp's code; not in the source file"
