@@ -50,13 +50,16 @@ HEAD = """# What is proved of which family
 Rendered by `python -m tests.proofs` from `docs/proofs.json`, which a run of the tests marked `proves` wrote. A cell
 holds the precisions (of engines) or a tick (of wires) for which a test passed; below is which. An empty cell is not
 proved by a test with that family's own fixture; a wire serves any family, and an engine says itself what it refuses.
-`cuda twins` are the kernels' twins and the graph's program on a CPU; what ran on a GPU is in [gpu.md](gpu.md). BitVLA's
-weights are ternary everywhere.
+`cuda twins` are the kernels' twins and the graph's program on a CPU; what ran on a GPU is in [gpu.md](gpu.md). A star:
+by a slow test alone, which `make test` leaves out (an export takes minutes). BitVLA's weights are ternary everywhere.
 """
 
 
-def claims(item: Any) -> list[tuple[str, str, str, str]]:
-    """Return (family, column, precision, test) of a collected test's marks."""
+Claim = tuple[str, str, str, str, str]
+
+
+def claims(item: Any) -> list[Claim]:
+    """Return (family, column, precision, test, "slow" or "") of a collected test's marks."""
     found = []
     for mark in item.iter_markers("proves"):
         case = item.name.partition("[")[2].rstrip("]")
@@ -70,7 +73,8 @@ def claims(item: Any) -> list[tuple[str, str, str, str]]:
         engine = "cuda twins" if engine == "cuda" else engine  # on a machine without a GPU
         columns = (engine,) if engine else (wires,) if isinstance(wires, str) else wires
         precision = mark.kwargs.get("precision", "fp32") if engine else ""
-        found += [(family, column, precision, item.nodeid.partition("[")[0]) for column in columns]
+        test, speed = item.nodeid.partition("[")[0], "slow" if item.get_closest_marker("slow") else ""
+        found += [(family, column, precision, test, speed) for column in columns]
     return found
 
 
@@ -91,6 +95,10 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         known = {tuple(row) for row in json.loads(self.path.read_text())} if self.path.exists() else set()
+        made = {claim for claims_ in self.claims.values() for claim in claims_}
+        tests = {claim[:4] for claim in made}
+        # of these tests, what is no longer claimed: one that has become slow
+        known = {claim for claim in known if claim in made or claim[:4] not in tests}
         known -= {claim for claim, passed in self.passed.items() if not passed}
         known |= {claim for claim, passed in self.passed.items() if passed}
         self.path.write_text(json.dumps(sorted(known), indent=0) + "\n")
@@ -119,13 +127,15 @@ def render(rows: list[list[str]]) -> str:
     for family in FAMILIES.values():
         cells = []
         for column in COLUMNS:
-            here = {precision for f, c, precision, _ in rows if (f, c) == (family, column)}
-            cells.append(", ".join(sorted(here)) if column in ENGINES else "✓" if here else "")
+            here = [(precision, speed) for f, c, precision, _, speed in rows if (f, c) == (family, column)]
+            fast = {precision for precision, speed in here if not speed}
+            named = {precision + ("" if precision in fast else "*") for precision, _ in here}
+            cells.append(", ".join(sorted(named)) if column in ENGINES else "✓" if here else "")
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     lines += ["", "## By which test", "", "| test | proves |", "|---|---|"]
     for test in sorted({row[3] for row in rows}):
         parts: dict[str, list[str]] = {}
-        for family, column, precision, name in rows:
+        for family, column, precision, name, _ in rows:
             if name == test:
                 parts.setdefault(f"{column} {precision}".strip(), []).append(family)
         text = "; ".join(f"{what}: {', '.join(dict.fromkeys(who))}" for what, who in sorted(parts.items()))

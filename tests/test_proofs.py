@@ -18,7 +18,7 @@ def test_the_record_is_of_the_marks():
     rows, marks = json.loads(RECORD.read_text()), marked()
     assert len(marks) > 20
     recorded: dict[str, set[str]] = {}
-    for family, column, _precision, test in rows:
+    for family, column, _precision, test, _speed in rows:
         assert family in FAMILIES.values()
         assert column in COLUMNS
         recorded.setdefault(test, set()).add(column)
