@@ -20,8 +20,9 @@ from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.perf_fleet import fleet
 from sinew.cli.perf_machine import calibrate, fit, predict
-from sinew.cli.perf_options import Positive, Rate, dtypes
+from sinew.cli.perf_options import Asked, Rate, dtypes
 from sinew.cli.perf_scenario import scenario
+from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
     from sinew.perf.hardware import Hardware
@@ -39,10 +40,7 @@ def run(
     /,
     *,
     hardware: Annotated[list[str] | None, Parameter(negative="")] = None,
-    cameras: Positive = None,
-    prompt_tokens: Positive = None,
-    chunk: Positive = None,
-    steps: Positive = None,
+    request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
     traffic: Literal["fused", "unfused"] = "fused",
     engine: Literal["eager", "plan"] = "plan",
@@ -55,10 +53,6 @@ def run(
     Args:
         source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
         hardware: names of machines, repeatable; thor, rtx4090 and h200 if absent. `sinew perf machines` lists them.
-        cameras: views; the policy's own if absent, as for the next four.
-        prompt_tokens: length of the prompt.
-        chunk: actions per chunk.
-        steps: of the solver.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
         traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
         engine: eager, or with the rewrites of the plan.
@@ -74,9 +68,8 @@ def run(
     from sinew.perf.program import Program
     from sinew.perf.roofline import timing
 
-    shape = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
     with progress.task(f"tracing {source}"):
-        program = Program.load(source, **shape, dtypes=dtypes(dtype), engine=engine)
+        program = Program.load(source, request, dtypes=dtypes(dtype), engine=engine)
         parts = program.components(traffic)
     timings = {machine.name: [timing(part, machine) for part in parts] for machine in machines}
     records = [_record(machine, timings[machine.name]) for machine in machines]
@@ -161,10 +154,7 @@ def need(
     *,
     rate: Rate,
     model: str = "pi0.5",
-    cameras: Positive = None,
-    prompt_tokens: Positive = None,
-    chunk: Positive = None,
-    steps: Positive = None,
+    request: Asked = AS_THE_POLICY,
     efficiency: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 0.7,
     data: Path | None = None,
 ) -> int:
@@ -173,18 +163,13 @@ def need(
     Args:
         rate: chunks per second.
         model: as of `sinew infer`, or a family's preset, smolvla to vla-jepa.
-        cameras: views; the policy's own if absent, as for the next three.
-        prompt_tokens: length of the prompt.
-        chunk: actions per chunk.
-        steps: of the solver, at most.
         efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
         data: a file with more machines.
     """
     from sinew.perf.hardware import hardware
     from sinew.perf.needs import needs
 
-    shape = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
-    found = [asdict(row) for row in needs(model, hardware(data), rate, efficiency, **shape)]
+    found = [asdict(row) for row in needs(model, hardware(data), rate, efficiency, request)]
     table = Table(title=f"{model} at {rate:g} Hz with {efficiency:.0%} of the roofline")
     for name in ("machine", "precision", "solver steps at most", "rate with them, Hz"):
         table.add_column(name, justify="left" if name in ("machine", "precision") else "right")

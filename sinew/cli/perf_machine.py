@@ -15,13 +15,13 @@ from rich.table import Table
 
 from sinew import machine
 from sinew.cli import terminal
+from sinew.cli.perf_options import Asked, Positive
 from sinew.core import SinewError
+from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
     from sinew.perf.machine.fit import Calibration
     from sinew.perf.memory import Fit
-
-Positive = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 
 
 def fit(
@@ -31,9 +31,7 @@ def fit(
     hardware: str = "",
     memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     system_gib: Annotated[float | None, Parameter(validator=validators.Number(gte=0))] = None,
-    cameras: Positive = None,
-    prompt_tokens: Positive = None,
-    chunk: Positive = None,
+    request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
     engine: Literal["eager", "plan", "cpu"] = "eager",
     device: Literal["cpu", "cuda"] = "cuda",
@@ -46,9 +44,6 @@ def fit(
         hardware: name of a machine of `sinew perf machines`, whose memory is meant; orin-nano if nothing is said.
         memory_gib: the board's memory, in place of the machine's.
         system_gib: what the operating system and other programs take, in place of the machine's.
-        cameras: views; the policy's own number if absent, as for the next two.
-        prompt_tokens: length of the prompt.
-        chunk: actions per chunk.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bf16//int8; as stored if absent.
         engine: eager, with the rewrites of the plan, or cpu: over low-bit weights as the bundle stores them.
         device: which allowance for runtime and libraries to add.
@@ -64,9 +59,7 @@ def fit(
         source,
         round(memory_gib * 2**30),
         round(system_gib * 2**30),
-        cameras=cameras,
-        prompt_tokens=prompt_tokens,
-        chunk=chunk,
+        request,
         dtypes=dtype,
         engine=engine,
         device=device,
@@ -151,10 +144,7 @@ def predict(
     /,
     *,
     threads: Positive = None,
-    cameras: Positive = None,
-    prompt_tokens: Positive = None,
-    chunk: Positive = None,
-    steps: Positive = None,
+    request: Asked = AS_THE_POLICY,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     engine: Literal["eager", "plan", "onnx"] = "eager",
     directory: Path | None = None,
@@ -164,10 +154,6 @@ def predict(
     Args:
         source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
         threads: for compute, as calibrated; chosen from the cores of this process if absent.
-        cameras: views; the policy's own number if absent, as for the next three.
-        prompt_tokens: length of the prompt.
-        chunk: actions per chunk.
-        steps: of the solver.
         dtype: compute type, as calibrated.
         engine: as calibrated.
         directory: where the calibration is stored; $XDG_CONFIG_HOME/sinew/calibration if absent.
@@ -183,10 +169,7 @@ def predict(
         raise SinewError(f"not calibrated for {count} threads: {command}")
     program = Program.load(
         source,
-        cameras=cameras,
-        prompt_tokens=prompt_tokens,
-        chunk=chunk,
-        steps=steps,
+        request,
         dtypes=dtype,
         engine="eager" if engine == "eager" else "plan",
     )

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.table import Table
 
 from sinew.cli import terminal
 from sinew.cli.perf_options import Positive, Rate, dtypes
+
+if TYPE_CHECKING:
+    from sinew.perf.program import Program
 
 
 def scenario(
@@ -48,13 +51,14 @@ def scenario(
     """
     from sinew.perf import events, plots, scenarios
     from sinew.perf.hardware import load_hardware, load_network
-    from sinew.perf.program import components
+    from sinew.perf.program import Program
     from sinew.perf.roofline import timing
 
-    parts = components(source, dtypes=dtypes(dtype), engine="plan")
+    program = Program.load(source, dtypes=dtypes(dtype), engine="plan")
+    parts = program.components()
     far, near = load_hardware(server, data), load_hardware(device, data)
     route = [load_network(name, links) for name in network or ("wifi7",)]
-    size, cache, chunk = _payload(source, codec)
+    size, cache, chunk = _payload(source, program, codec)
     there, here = ([timing(part, machine).seconds for part in parts] for machine in (far, near))
     every = replan or max(1, chunk // 2)
     ways = " + ".join(link.title for link in route)
@@ -129,14 +133,13 @@ def scenario(
     return 0
 
 
-def _payload(source: str, codec: Literal["raw", "jpeg", "float32"]) -> tuple[Any, int, int]:
-    """(payload, bytes of the prefix's keys and values, chunk) of a policy."""
+def _payload(source: str, program: Program, codec: Literal["raw", "jpeg", "float32"]) -> tuple[Any, int, int]:
+    """Return (payload, bytes of the prefix's keys and values, chunk) of a policy."""
     from sinew.core import CameraSpec, PolicySpec, VectorSpec
     from sinew.perf.memory import memory_report
-    from sinew.perf.program import PRESETS, Program
+    from sinew.perf.program import PRESETS
     from sinew.perf.scenarios import payload
 
-    program = Program.load(source)
     shapes = program.shapes
     cache, chunk = memory_report(program).cache, program.model.config.chunk_size
     if source not in PRESETS:

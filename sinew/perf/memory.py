@@ -20,7 +20,8 @@ from sinew.bundle.quant import WEIGHT
 from sinew.core import SinewError
 from sinew.engine.example import Shapes
 from sinew.perf.precision import SMALL_BITS, bits, dtype_name
-from sinew.perf.program import LIMITS, Engine, Program
+from sinew.perf.program import Engine, Program
+from sinew.perf.request import AS_THE_POLICY, LIMITS, Request
 from sinew.perf.trace import Block, Trace
 from sinew.policy import open_bundle
 
@@ -137,11 +138,8 @@ def fits(
     source: str | Path,
     memory: int,
     system: int = 0,
+    request: Request = AS_THE_POLICY,
     *,
-    cameras: int | None = None,
-    prompt_tokens: int | None = None,
-    chunk: int | None = None,
-    steps: int | None = None,
     dtypes: str | Mapping[str, str] | None = None,
     engine: Engine | Literal["cpu"] = "eager",
     device: Device = "cpu",
@@ -150,9 +148,9 @@ def fits(
 ) -> Fit:
     """Does ``source`` run in ``memory`` bytes of which the system takes ``system``? And what is the most?
 
-    Arguments up to ``engine`` as in :meth:`Program.load`; engine "cpu" is the plan over a bundle's low-bit weights as
-    they are stored. ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of half a
-    second.
+    ``request``, ``dtypes`` and ``engine`` as in :meth:`Program.load`; engine "cpu" is the plan over a bundle's low-bit
+    weights as they are stored. ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of
+    half a second.
     """
     if not 0 <= system < memory:
         raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
@@ -161,10 +159,7 @@ def fits(
         raise SinewError(f"dtype: engine cpu computes on what the bundle stores, got {dtypes!r}")
     program = Program.load(
         source,
-        cameras=cameras,
-        prompt_tokens=prompt_tokens,
-        chunk=chunk,
-        steps=steps,
+        request,
         dtypes=dtypes,
         engine="plan" if engine == "cpu" else engine,
     )
@@ -181,7 +176,7 @@ def fits(
         for axis, argument in AXES.items():
 
             def excess(value: int, argument: str = argument) -> int:
-                return asked(program.at(**{argument: value})).total - (memory - system)
+                return asked(program.at(Request(**{argument: value}))).total - (memory - system)
 
             largest[axis] = largest_fitting(excess, LIMITS[argument], asked_for[argument])
     return Fit(report, memory, system, largest)

@@ -9,6 +9,7 @@ from sinew.perf.hardware import Hardware
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component
 from sinew.perf.program import Program
+from sinew.perf.request import AS_THE_POLICY, Request
 from sinew.perf.roofline import timing
 
 # Vision and language in each; the action expert, whose steps add up errors, stays in bf16.
@@ -50,13 +51,9 @@ def needs(
     machines: Mapping[str, Hardware],
     rate_hz: float,
     efficiency: float,
-    *,
-    cameras: int | None = None,
-    prompt_tokens: int | None = None,
-    chunk: int | None = None,
-    steps: int | None = None,
+    request: Request = AS_THE_POLICY,
 ) -> list[Reached]:
-    """By machine and precision, what reaches the rate and fits the memory that the system leaves.
+    """Return, by machine and precision, what reaches the rate and fits the memory that the system leaves.
 
     Machines without a half-precision rate are left out, and those without an FP8 rate for FP8.
     """
@@ -64,10 +61,7 @@ def needs(
     for name, narrow in PRECISIONS.items():
         program = Program.load(
             source,
-            cameras=cameras,
-            prompt_tokens=prompt_tokens,
-            chunk=chunk,
-            steps=steps,
+            request,
             dtypes={"vision": narrow, "language": narrow, "head": "bf16"},
             engine="plan",
         )

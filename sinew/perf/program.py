@@ -28,7 +28,8 @@ from sinew.engine.plan.engine import PlannedEngine
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.perf.operators import Component, Operator, Residency, Tensor
-from sinew.perf.precision import Precision, as_number_format, as_traced, by_stage
+from sinew.perf.precision import STAGE_OF, Precision, as_number_format, as_traced, by_stage, dtype_name
+from sinew.perf.request import AS_THE_POLICY, Request
 from sinew.perf.trace import STAGES, Call, Trace, trace
 from sinew.policy import open_bundle
 from sinew.presets.published import PUBLISHED
@@ -36,7 +37,6 @@ from sinew.presets.published import PUBLISHED
 PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1", "openvla-oft", *PUBLISHED)
 PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
 PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
-LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
 
 Traffic = Literal["fused", "unfused"]
 Engine = Literal["eager", "plan"]
@@ -53,58 +53,46 @@ class Program:
     precision: Mapping[str, Precision] | None = None
     engine: Engine = "eager"
     prepared: Plan | None = None  # by an engine that already runs one
+    like: Program | None = None  # the same calls under other labels, which has the trace
 
     @classmethod
     def load(
         cls,
         source: str | Path,
+        request: Request = AS_THE_POLICY,
         *,
-        cameras: int | None = None,
-        prompt_tokens: int | None = None,
-        chunk: int | None = None,
-        steps: int | None = None,
         dtypes: str | Mapping[str, str] | None = None,
         engine: Engine = "eager",
     ) -> Program:
-        """``source``: a bundle's path, or one of ``PRESETS`` at its published size.
+        """Return the program of ``source``, a bundle's path or one of ``PRESETS`` at its published size.
 
-        What is not given is the policy's own: all its cameras, its longest prompt, its chunk and steps.
         dtypes: see :func:`sinew.perf.precision.by_stage`; None is what the bundle stores, and bf16 for
         presets. engine: "plan" is with all rewrites; on a CPU the planned engine leaves some out
         (:data:`sinew.engine.plan.engine.ON_CPU`), and :func:`of_engine` traces what runs there.
         Raises :class:`SinewError` for what is not there.
         """
-        given = {"cameras": cameras, "prompt_tokens": prompt_tokens, "chunk": chunk, "steps": steps}
-        for name, value in given.items():
-            if value is not None and not 1 <= value <= LIMITS[name]:
-                raise SinewError(f"{name}: expected 1 to {LIMITS[name]}, got {value}")
         if engine not in ("eager", "plan"):
             raise SinewError(f"engine {engine!r} is not one of eager, plan")
-        shapes = (cameras, prompt_tokens, chunk, steps)
         if str(source) not in PRESETS:
-            return replace(of_bundle(Path(source)), engine=engine).cast(dtypes).at(*shapes)
+            return replace(of_bundle(Path(source)), engine=engine).cast(dtypes).at(request)
         dtypes = dtypes or PRESET_DTYPE
         return _of_preset(
-            str(source), shapes, dtypes if isinstance(dtypes, str) else tuple(dtypes.items()), engine
+            str(source), request, dtypes if isinstance(dtypes, str) else tuple(dtypes.items()), engine
         )
 
-    def at(
-        self,
-        cameras: int | None = None,
-        prompt_tokens: int | None = None,
-        chunk: int | None = None,
-        steps: int | None = None,
-    ) -> Program:
-        """The same program asked for other shapes."""
-        old = self.shapes
+    def at(self, request: Request) -> Program:
+        """Return the same program asked for other sizes."""
         shapes = replace(
-            old, views=cameras or old.views, tokens=prompt_tokens or old.tokens, steps=steps or old.steps
+            self.shapes,
+            views=request.cameras or self.shapes.views,
+            tokens=request.prompt_tokens or self.shapes.tokens,
+            steps=request.steps or self.shapes.steps,
         )
         model = self.model
-        if chunk is not None and chunk != model.config.chunk_size:
+        if request.chunk is not None and request.chunk != model.config.chunk_size:
             model = on_meta(model)
-            model.config = replace(model.config, chunk_size=chunk)
-        return replace(self, model=model, shapes=shapes)
+            model.config = replace(model.config, chunk_size=request.chunk)
+        return replace(self, model=model, shapes=shapes, like=None)
 
     def cast(self, dtypes: str | Mapping[str, str] | None) -> Program:
         """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
@@ -118,7 +106,7 @@ class Program:
             stream = precision[read_by.get(name, "prefix")].stream
             state[name] = tensor.to(torch.float32 if wide else stream)
         model.load_state_dict(state, assign=True)
-        return replace(self, model=model.requires_grad_(False), precision=precision)
+        return replace(self, model=model.requires_grad_(False), precision=precision, like=None)
 
     @cached_property
     def read_by(self) -> dict[str, str]:
@@ -131,6 +119,8 @@ class Program:
     def plan(self) -> Plan | None:
         if self.prepared is not None:
             return self.prepared
+        if self.like is not None:
+            return self.like.plan
         return Plan.of(self.model, self.shapes.steps) if self.engine == "plan" else None
 
     @property
@@ -140,7 +130,7 @@ class Program:
 
     @cached_property
     def trace(self) -> Trace:
-        return trace(self.model, self.shapes, self.plan)
+        return trace(self.model, self.shapes, self.plan) if self.like is None else self.like.trace
 
     def precision_of(self, call: Call) -> Precision:
         return as_traced(call) if self.precision is None else self.precision[call.stage]
@@ -178,30 +168,6 @@ class Program:
             tensors.append(Tensor(operand.elements * repeats, dtype, residency, kind))
         compute = as_number_format(precision.compute(call, fused))[0]
         return Operator(call.name, call.flops, tuple(tensors), compute, stage=call.stage)
-
-
-def components(
-    source: str | Path,
-    cameras: int | None = None,
-    prompt_tokens: int | None = None,
-    chunk: int | None = None,
-    steps: int | None = None,
-    dtypes: str | Mapping[str, str] | None = None,
-    *,
-    traffic: Traffic = "fused",
-    engine: Engine = "eager",
-) -> list[Component]:
-    """Vision, prefix and head of a bundle or a preset; arguments as in :meth:`Program.load`."""
-    program = Program.load(
-        source,
-        cameras=cameras,
-        prompt_tokens=prompt_tokens,
-        chunk=chunk,
-        steps=steps,
-        dtypes=dtypes,
-        engine=engine,
-    )
-    return program.components(traffic)
 
 
 def _repeats(stage: str, found: Trace) -> int:
@@ -246,12 +212,20 @@ def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
 @lru_cache(maxsize=8)  # a trace takes seconds, and `needs` and `scenarios` ask for the same programs again
 def _of_preset(
     name: str,
-    shapes: tuple[int | None, ...],
+    request: Request,
     dtypes: str | tuple[tuple[str, str], ...],
     engine: Engine,
 ) -> Program:
-    program = replace(preset(name).cast(dtypes if isinstance(dtypes, str) else dict(dtypes)), engine=engine)
-    return program.at(*shapes)
+    """Formats whose products run in the same floats differ in labels alone: they share one trace."""
+    precision = by_stage(dtypes if isinstance(dtypes, str) else dict(dtypes))
+    floats = tuple((part, dtype_name(precision[stage].stream)) for part, stage in STAGE_OF.items())
+    traced = _in_floats(name, request, floats, engine)
+    return replace(traced, precision=precision, like=traced)
+
+
+@lru_cache(maxsize=8)
+def _in_floats(name: str, request: Request, floats: tuple[tuple[str, str], ...], engine: Engine) -> Program:
+    return replace(preset(name).cast(dict(floats)), engine=engine).at(request)
 
 
 @lru_cache

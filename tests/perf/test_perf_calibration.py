@@ -23,10 +23,11 @@ from sinew.perf.machine import fit as calibration
 from sinew.perf.machine import measure
 from sinew.perf.machine.calibrate import calibrate, random_weights
 from sinew.perf.machine.fit import FACTORS, Sample
-from sinew.perf.machine.measure import Request, Speeds, StageTime
+from sinew.perf.machine.measure import Sizes, Speeds, StageTime
 from sinew.perf.machine.measure_engine import measure_engine, seconds_by_stage
 from sinew.perf.memory import fits, largest_fitting, memory_report, peaks
-from sinew.perf.program import LIMITS, Program, components, of_model
+from sinew.perf.program import Program, of_model
+from sinew.perf.request import LIMITS, Request
 from sinew.perf.trace import STAGES, trace
 from sinew.presets import golden
 from sinew.processing import ModelInputs
@@ -93,7 +94,13 @@ def test_a_small_cache_is_smaller() -> None:
 
 def test_pi0_on_an_eight_gigabyte_board() -> None:
     """8 GiB of which the system takes 2.5: not as published, but with four-bit weights."""
-    board = {"memory": 8 << 30, "system": 5 << 29, "device": "cuda", "cameras": 2, "search": False}
+    board = {
+        "memory": 8 << 30,
+        "system": 5 << 29,
+        "request": Request(cameras=2),
+        "device": "cuda",
+        "search": False,
+    }
     wide, narrow = fits("pi0", **board), fits("pi0", **board, dtypes="int4//int8")
     assert not wide.fits
     assert wide.headroom < 0
@@ -109,9 +116,11 @@ def test_the_largest_request_is_the_last_that_fits() -> None:
     for axis, argument in (("chunk", "chunk"), ("cameras", "cameras"), ("context", "prompt_tokens")):
         most = found.largest[axis]
         assert most > 1
-        assert fits(golden.BUNDLE, **board, **{argument: most}, search=False).fits
+        assert fits(golden.BUNDLE, **board, request=Request(**{argument: most}), search=False).fits
         if most < LIMITS[argument]:
-            assert not fits(golden.BUNDLE, **board, **{argument: most + 1}, search=False).fits
+            assert not fits(
+                golden.BUNDLE, **board, request=Request(**{argument: most + 1}), search=False
+            ).fits
     assert found.largest["chunk"] < LIMITS["chunk"]
     assert fits(golden.BUNDLE, 200_000_000).largest == {"chunk": 0, "cameras": 0, "context": 0}
 
@@ -148,8 +157,8 @@ def measured_samples(noise: float = 0.0) -> list[Sample]:
     program = Program.load("smolvla", dtypes="fp32")
     rng = np.random.default_rng(0)
     samples = []
-    for request in (Request(1, 8, 12), Request(2, 16, 50), Request(1, 48, 200), Request(3, 48, 400)):
-        for component in program.at(request.views, request.tokens, request.chunk).components("unfused"):
+    for request in (Sizes(1, 8, 12), Sizes(2, 16, 50), Sizes(1, 48, 200), Sizes(3, 48, 400)):
+        for component in program.at(request.request).components("unfused"):
             work = calibration.work(component)
             seconds = calibration.seconds_of(work, SPEEDS, TRUTH) * (1 + noise * rng.uniform(-1, 1))
             samples.append(Sample(StageTime("smolvla", component.name, request, seconds, 0.0, 1, 0.0), work))
@@ -168,7 +177,7 @@ def test_a_fit_predicts_what_it_has_not_seen() -> None:
     fitted = calibration.fit(measured_samples(noise=0.05), SPEEDS)
     assert 0.01 < fitted.band < 0.2
     for source, bound in (("smolvla", fitted.band), ("pi0", 0.15)):
-        for component in components(source, 2, 30, 75, dtypes="fp32", traffic="unfused"):
+        for component in Program.load(source, Request(2, 30, 75), dtypes="fp32").components("unfused"):
             truth = component.repeats * calibration.seconds_of(calibration.work(component), SPEEDS, TRUTH)
             predicted = fitted.predict(component)
             assert predicted.seconds == pytest.approx(truth, rel=bound)
@@ -283,9 +292,9 @@ def test_what_an_engine_cannot_be_asked_is_named(quick: Path) -> None:
     policy = load(golden.BUNDLE, threads=1)
     chunk, cameras = policy.spec.chunk_size, len(policy.spec.cameras)
     with pytest.raises(SinewError, match=f"chunk: expected {chunk}, got 7"):
-        measure_engine(policy, [Request(1, 4, 7)])
+        measure_engine(policy, [Sizes(1, 4, 7)])
     with pytest.raises(SinewError, match=f"views: expected 1 to {cameras}, got 9"):
-        measure_engine(policy, [Request(9, 4, chunk)])
+        measure_engine(policy, [Sizes(9, 4, chunk)])
     with pytest.raises(SinewError, match="does not tell their times"):
         seconds_by_stage([Timing(total_ms=3.0)])
 
@@ -315,7 +324,7 @@ def test_calibrate_then_predict(quick: Path, capsys: pytest.CaptureFixture) -> N
     assert json.loads(last)["path"].startswith(str(quick))
     for word in ("GFLOP/s", "GB/s", "us per operator", "band of predictions"):
         assert word in "\n".join(report)
-    assert perf_machine.predict("smolvla", threads=1, steps=4) == 0
+    assert perf_machine.predict("smolvla", threads=1, request=Request(steps=4)) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     for stage in STAGES:
         row = document["stages_ms"][stage]

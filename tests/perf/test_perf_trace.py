@@ -14,7 +14,8 @@ from sinew.models.base import Model
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
 from sinew.perf.precision import Precision
-from sinew.perf.program import PRESETS, Program, components, of_model
+from sinew.perf.program import PRESETS, Program, of_model
+from sinew.perf.request import Request
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
 from sinew.presets import golden
@@ -25,7 +26,7 @@ CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2
 
 @pytest.fixture(scope="module")
 def pi0() -> Program:
-    return Program.load("pi0", cameras=CAMERAS, prompt_tokens=TOKENS)
+    return Program.load("pi0", Request(CAMERAS, TOKENS))
 
 
 def by_name(component: Component) -> dict[str, int]:
@@ -187,7 +188,7 @@ COUNTED = [name if name not in PUBLISHED else pytest.param(name, marks=pytest.ma
 
 @pytest.mark.parametrize("name", [name for name in COUNTED if "bitvla" not in str(name)])
 def test_flops_are_torchs_on_meta(name: str) -> None:
-    program = Program.load(name, cameras=2, prompt_tokens=20)
+    program = Program.load(name, Request(2, 20))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         run(program.model, program.shapes)
     traced = sum(program.trace.flops(stage) for stage in STAGES)
@@ -214,14 +215,12 @@ def test_flops_are_torchs_on_a_real_model() -> None:
 
 
 def test_components_repeat_as_the_request_says() -> None:
-    found = components("pi0", cameras=4, prompt_tokens=100, chunk=63, steps=7)
+    found = Program.load("pi0", Request(4, 100, 63, 7)).components()
     assert [(c.name, c.repeats) for c in found] == [("vision", 1), ("prefix", 1), ("head", 7)]
 
 
 def test_requests_scale_as_their_shapes_say() -> None:
-    small, large = (
-        components("smolvla", cameras=n, prompt_tokens=16, chunk=c) for n, c in ((1, 25), (4, 50))
-    )
+    small, large = (Program.load("smolvla", Request(n, 16, c)).components() for n, c in ((1, 25), (4, 50)))
     flops = [[sum(by_name(c).values()) for c in cs] for cs in (small, large)]
     assert flops[1][0] == 4 * flops[0][0]
     mlp = "expert.layers.*.mlp.up_proj"
@@ -231,9 +230,7 @@ def test_requests_scale_as_their_shapes_say() -> None:
 
 
 def test_unfused_traffic_has_every_operator() -> None:
-    fused, unfused = (
-        components("smolvla", cameras=1, prompt_tokens=16, traffic=t) for t in ("fused", "unfused")
-    )
+    fused, unfused = (Program.load("smolvla", Request(1, 16)).components(t) for t in ("fused", "unfused"))
     for one, all_ in zip(fused, unfused, strict=True):
         assert sum(by_name(one).values()) == sum(by_name(all_).values())
         assert {t.residency for o in all_.operators for t in o.tensors} == {Residency.HBM}
@@ -246,7 +243,7 @@ def test_unfused_traffic_has_every_operator() -> None:
 
 def test_precision_of_each_stage() -> None:
     dtypes = {"vision": "int8/int8", "language": "int4", "head": "bf16//int8"}
-    vision, language, action = components("pi0", cameras=1, prompt_tokens=8, dtypes=dtypes)
+    vision, language, action = Program.load("pi0", Request(1, 8), dtypes=dtypes).components()
 
     def formats(component: Component, name: str) -> tuple[list[tuple[str, str]], str]:
         operator = next(o for o in component.operators if o.name == name)
@@ -267,9 +264,9 @@ def test_precision_of_each_stage() -> None:
 
 
 def test_a_bundle_is_traced_as_it_is_stored() -> None:
-    found = components(golden.BUNDLE)
+    found = Program.load(golden.BUNDLE).components()
     assert {t.dtype for c in found for o in c.operators for t in o.tensors if t.kind == "weight"} == {"fp32"}
-    narrow = components(golden.BUNDLE, dtypes="bf16")
+    narrow = Program.load(golden.BUNDLE, dtypes="bf16").components()
     assert "bf16" in {t.dtype for c in narrow for o in c.operators for t in o.tensors}
 
 
@@ -277,16 +274,21 @@ def test_a_bundle_is_traced_as_it_is_stored() -> None:
     ("arguments", "message"),
     [
         ({"source": "pi7"}, "expected one of smolvla, pi0, pi0.5, .*, or what"),
-        ({"source": "pi0", "cameras": 0}, "cameras: expected 1 to 64, got 0"),
         ({"source": "pi0", "dtypes": "int7"}, "expected one of fp32, .*, got 'int7'"),
         ({"source": "pi0", "dtypes": {"eyes": "int8"}}, "dtype: expected components of vision, .*, got eyes"),
-        ({"source": "pi0", "traffic": "magic"}, "traffic 'magic' is not one of fused, unfused"),
         ({"source": "pi0", "engine": "warp"}, "engine 'warp' is not one of eager, plan"),
     ],
 )
 def test_bad_requests_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(SinewError, match=message):
-        components(**arguments)
+        Program.load(**arguments)
+
+
+def test_sizes_and_traffic_are_checked(pi0: Program) -> None:
+    with pytest.raises(SinewError, match="cameras: expected 1 to 64, got 0"):
+        Request(cameras=0)
+    with pytest.raises(SinewError, match="traffic 'magic' is not one of fused, unfused"):
+        pi0.components("magic")  # type: ignore[arg-type]
 
 
 def test_precision_texts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sinew.perf.program import Program, preset
+from sinew.perf.request import Request
 from sinew.presets.published import PUBLISHED
 
 # Numbers that a bundle holds, by hand: towers, language model, table of tokens and head. A part that is missing or has
@@ -27,7 +28,7 @@ def test_sizes(name):
 def test_products_of_ternary_weights_count():
     """Two FLOPs for each weight and row, whatever its bits: the language model's, for one view and twenty tokens."""
     assert "bitvla" in PUBLISHED
-    trace = Program.load("bitvla", cameras=1, prompt_tokens=20).trace
+    trace = Program.load("bitvla", Request(1, 20)).trace
     d, f, keys, layers = 2560, 6912, 640, 30
     rows = 256 + 1 + 20 + 56 + 1  # patches, state, prompt, slots of the chunk, stop
     weights = layers * (2 * d * d + 2 * d * keys + 3 * d * f)

@@ -14,7 +14,7 @@ from sinew.engine.plan.cost import on_meta
 from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
 from sinew.perf.machine.fit import Calibration, Sample, work
-from sinew.perf.machine.measure import DTYPES, Request, StageTime, measure_speeds, measure_stages
+from sinew.perf.machine.measure import DTYPES, Sizes, StageTime, measure_speeds, measure_stages
 from sinew.perf.machine.measure_engine import measure_engine, requests_of
 from sinew.perf.program import PRESETS, Program, of_model, preset
 from sinew.perf.trace import STAGES
@@ -30,7 +30,7 @@ def calibrate(
     dtype: str = "fp32",
     engine: str = "eager",
     runs: int = 3,
-    requests: Sequence[Request] | None = None,
+    requests: Sequence[Sizes] | None = None,
     report: Report | None = None,
 ) -> tuple[Calibration, Path]:
     """Measure ``source`` (a bundle, or a preset with random weights) on the CPU; fit, store, and say where.
@@ -65,7 +65,7 @@ def calibrate(
         torch.set_num_threads(before)
 
 
-def measure_samples(model: Model, program: Program, requests: Sequence[Request], runs: int) -> list[Sample]:
+def measure_samples(model: Model, program: Program, requests: Sequence[Sizes], runs: int) -> list[Sample]:
     """``program``: of the same model. Stages that two requests share are one sample."""
     shapes = program.shapes
     return with_work(
@@ -78,7 +78,7 @@ def engine_samples(
     engine: str,
     dtype: str,
     threads: int,
-    requests: Sequence[Request] | None,
+    requests: Sequence[Sizes] | None,
     runs: int,
     say: Report,
 ) -> list[Sample]:
@@ -98,25 +98,24 @@ def with_work(times: Sequence[StageTime], program: Program) -> list[Sample]:
     """Measured times beside the operators that the eager engine ran in them."""
     works = {
         request: {
-            component.name: work(component)
-            for component in program.at(request.views, request.tokens, request.chunk).components("unfused")
+            component.name: work(component) for component in program.at(request.request).components("unfused")
         }
         for request in dict.fromkeys(time.request for time in times)
     }
     return [Sample(time, works[time.request][time.stage]) for time in times]
 
 
-def default_requests(program: Program) -> list[Request]:
+def default_requests(program: Program) -> list[Sizes]:
     """The policy's own request, and others around it that tell rows, products and overheads apart."""
     views, chunk = program.shapes.views, program.model.config.chunk_size
     longest = program.shapes.tokens
     return list(
         dict.fromkeys(
             (
-                Request(views, min(16, longest), chunk),
-                Request(1, min(8, longest), max(1, chunk // 4)),
-                Request(1, longest, 2 * chunk),
-                Request(views, longest, 4 * chunk),
+                Sizes(views, min(16, longest), chunk),
+                Sizes(1, min(8, longest), max(1, chunk // 4)),
+                Sizes(1, longest, 2 * chunk),
+                Sizes(views, longest, 4 * chunk),
             )
         )
     )

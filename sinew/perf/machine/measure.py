@@ -22,6 +22,7 @@ import torch
 from sinew import machine
 from sinew.core import SinewError
 from sinew.models.base import Model
+from sinew.perf.request import Request
 from sinew.solvers import solve
 
 GEMM_SIZE = 2048
@@ -45,12 +46,16 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The shapes of one observation: views, prompt tokens, rows of the action chunk."""
+class Sizes:
+    """The sizes of one observation that is measured: views, prompt tokens, rows of the action chunk."""
 
     views: int
     tokens: int
     chunk: int
+
+    @property
+    def request(self) -> Request:
+        return Request(self.views, self.tokens, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class StageTime:
 
     model: str
     stage: str
-    request: Request
+    request: Sizes
     seconds: float
     spread: float
     runs: int
@@ -92,7 +97,7 @@ def measure_speeds(dtypes: Iterable[str] = ("fp32",), device: str = "cpu", runs:
 
 
 def measure_stages(
-    model: Model, name: str, requests: Iterable[Request], size: tuple[int, int], runs: int = 3
+    model: Model, name: str, requests: Iterable[Sizes], size: tuple[int, int], runs: int = 3
 ) -> list[StageTime]:
     """Median seconds of vision, prefix and one step of the head for each request, after one run to warm up.
 
@@ -117,7 +122,7 @@ def measure_stages(
     return found
 
 
-def _same(stage: str, one: Request, other: Request) -> bool:
+def _same(stage: str, one: Sizes, other: Sizes) -> bool:
     """Return True if two requests ask a stage for the same work."""
     if stage == "vision":
         return one.views == other.views
@@ -127,7 +132,7 @@ def _same(stage: str, one: Request, other: Request) -> bool:
 
 
 def _stages(
-    model: Model, request: Request, size: tuple[int, int], device: torch.device
+    model: Model, request: Sizes, size: tuple[int, int], device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The stages in order, each as a call; a stage must have run before the next is asked for."""
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,35 @@
+"""What a prediction asks of a policy: the sizes of one observation and of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from sinew.core import SinewError
+
+LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The sizes of one request; None is the policy's own: all cameras, its longest prompt, its chunk and steps.
+
+    Attributes:
+        cameras: views of an observation; the policy's own number if absent, as for the next three.
+        prompt_tokens: length of the prompt.
+        chunk: actions per chunk.
+        steps: of the solver.
+    """
+
+    cameras: int | None = None
+    prompt_tokens: int | None = None
+    chunk: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise :class:`SinewError` for a size below 1 or beyond ``LIMITS``."""
+        for name, value in asdict(self).items():
+            if value is not None and not 1 <= value <= LIMITS[name]:
+                raise SinewError(f"{name}: expected 1 to {LIMITS[name]}, got {value}")
+
+
+AS_THE_POLICY = Request()
