@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import typing
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import docstring_parser
 import numpy as np
@@ -35,6 +37,19 @@ def sinew(*arguments: object, script: bool = False, **environment: str) -> subpr
         timeout=120,
         env={**os.environ, "COLUMNS": "200", **environment},
     )
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """The same in this process, which has imported torch already: returns returncode, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
 
 
 def assert_one_error_line(code: int, stdout: str, stderr: str, *parts: str) -> None:
@@ -75,8 +90,8 @@ def test_the_installed_script_starts() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_of_every_verb(verb: str) -> None:
-    result = sinew(verb, "--help")
+def test_help_of_every_verb(here, verb: str) -> None:
+    result = here(verb, "--help")
     assert result.returncode == 0, result.stderr
     assert f"sinew {verb}" in result.stdout
     assert result.stderr == ""
@@ -100,11 +115,11 @@ def described(what: object) -> set[str]:
     return {entry.arg_name for entry in docstring.params if entry.description}
 
 
-def test_top_level_help_and_version() -> None:
-    result = sinew("--help")
+def test_top_level_help_and_version(here) -> None:
+    result = here("--help")
     assert result.returncode == 0
     assert all(verb in result.stdout for verb in VERBS)
-    assert sinew("--version").stdout.strip() == __version__
+    assert here("--version").stdout.strip() == __version__
 
 
 @pytest.mark.parametrize(
@@ -122,8 +137,8 @@ def test_unknown_verb() -> None:
     assert result.stderr == "error: unknown verb 'serv': did you mean 'serve'?\n"
 
 
-def test_bad_option_is_a_usage_error() -> None:
-    result = sinew("bench", "x.gguf", "--runs", "0")
+def test_bad_option_is_a_usage_error(here) -> None:
+    result = here("bench", "x.gguf", "--runs", "0")
     assert result.returncode == 2
     assert result.stdout == ""
     assert "--runs" in result.stderr
@@ -132,9 +147,9 @@ def test_bad_option_is_a_usage_error() -> None:
 # ----------------------------------------------------------------------------- errors
 
 
-def test_error_is_one_line_without_traceback(tmp_path: Path) -> None:
+def test_error_is_one_line_without_traceback(here, tmp_path: Path) -> None:
     missing = tmp_path / "missing.gguf"
-    result = sinew("bench", missing)
+    result = here("bench", missing)
     assert_one_error_line(result.returncode, result.stdout, result.stderr, "missing.gguf")
 
 
@@ -193,9 +208,9 @@ def test_infer_json_is_what_the_policy_returns(smolvla_bundle, pictures: list[st
     np.testing.assert_allclose(np.array(document["actions"]), expected.actions, atol=1e-5)
 
 
-def test_infer_table_shows_every_action(smolvla_bundle, pictures: list[str]) -> None:
+def test_infer_table_shows_every_action(here, smolvla_bundle, pictures: list[str]) -> None:
     bundle = smolvla_bundle("smolvla-2cam")
-    result = sinew(
+    result = here(
         "infer", bundle, *image_flags(pictures), "--state", STATE, "--prompt", "go", "--solver-steps", 2
     )
     assert result.returncode == 0, result.stderr
@@ -296,10 +311,10 @@ def test_doctor_passes_here_and_says_why(smolvla_bundle) -> None:
     assert all(check["advice"] for check in document["checks"] if check["status"] != "ok")
 
 
-def test_doctor_fails_on_a_broken_bundle(tmp_path: Path) -> None:
+def test_doctor_fails_on_a_broken_bundle(here, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"not a bundle")
-    result = sinew("doctor", broken)
+    result = here("doctor", broken)
     assert result.returncode == 1
     assert "fail" in result.stdout
     assert "broken.gguf" in result.stdout
@@ -319,10 +334,10 @@ def test_a_check_that_breaks_is_reported() -> None:
 # ----------------------------------------------------------------------------- demo
 
 
-def test_full_size_demo_end_to_end_with_a_tiny_policy(tmp_path: Path) -> None:
+def test_full_size_demo_end_to_end_with_a_tiny_policy(here, tmp_path: Path) -> None:
     result = sinew("demo", "--full-size", "--tiny", "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     for words in ("checkpoint", "ready on tcp://127.0.0.1:", "joint 5", "round trip", "stopped cleanly"):
         assert words in result.stdout
-    again = sinew("demo", "--full-size", "--tiny", "--out", tmp_path, "--prepare")
+    again = here("demo", "--full-size", "--tiny", "--out", tmp_path, "--prepare")
     assert "from an earlier run" in again.stdout

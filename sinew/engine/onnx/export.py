@@ -81,17 +81,23 @@ def export_graphs(
     axes: dict[str, Any] = dict(zip(given, (None, None, length, length, None), strict=True))
     _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)
     prefix = Dim("prefix", min=2, max=1 << 15)
-    tables = {count: plan.moments(count) for count in steps}
-    sample = (torch.zeros(1, *model.noise_shape), next(iter(tables.values()))[0], *read(*inputs))
+    sample = (torch.zeros(1, *model.noise_shape), plan.moments(next(iter(steps)))[0], *read(*inputs))
     growing = tuple(g and {g[0]: prefix + g[1] if g[1] else prefix} for g in grows)
     axes = {"x": None, "moment": None, "tensors": growing}
     given = ["x", "moment", *reads]
     _write(step, sample, axes, given, ["output"], directory / "step.onnx", component)
-    for count, table in tables.items():
-        np.save(table_path(directory, count), torch.cat(table).float().numpy(), allow_pickle=False)
+    write_tables(plan, directory, steps)
     record = GraphSet(architecture, views, reads, tuple(steps), plan.applied)
     record.save(directory)  # last: a folder without it is an interrupted export
     return record
+
+
+@torch.no_grad()
+def write_tables(plan: Plan, directory: Path, steps: Sequence[int]) -> None:
+    """Write the moments of each number of solver steps, a row per step."""
+    for count in steps:
+        table = torch.cat(plan.moments(count)).float().numpy()
+        np.save(table_path(directory, count), table, allow_pickle=False)
 
 
 def _write(
