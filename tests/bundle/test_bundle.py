@@ -302,7 +302,7 @@ fuzz = settings(
 )
 
 
-@settings(fuzz, max_examples=20)  # each loads a policy
+@settings(fuzz, max_examples=12)  # each loads a policy
 @given(data=st.data())
 def test_a_damaged_header_is_a_bundle_or_an_error(path, tmp_path, data):
     """Flip bytes anywhere before the weights: the file loads, or says why not. Nothing else happens."""

@@ -19,7 +19,6 @@ from sinew.perf.request import Request
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
 from sinew.presets import golden
-from sinew.presets.published import PUBLISHED
 
 CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2602.18397
 
@@ -183,7 +182,8 @@ FUSED_ON_CPU = {  # torch counts the fused attention of GPUs and leaves out that
 
 
 # Torch counts no product of few bits, and the others are made of the same layers.
-COUNTED = [name if name not in PUBLISHED else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
+QUICK = ("smolvla", "pi0", "pi0.5", "openvla-oft")
+COUNTED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
 
 
 @pytest.mark.parametrize("name", [name for name in COUNTED if "bitvla" not in str(name)])
