@@ -18,7 +18,7 @@ from sinew.cli.serve_policy import Change, changer, loader, replayer, stand
 from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import STUCK_S, Supervisor
-from sinew.serve.transport.listen import Listen, reachable
+from sinew.serve.transport.listen import ARRIVAL_S, Listen, reachable
 from sinew.serve.wires import open_wires, parse
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Bounds:
             number, or auto, which measures at the start what pays. With 1 no answer depends on who else asks.
         memory_gib: of the weights of all policies in memory, while one is exchanged for another (docs/fleet.md).
         max_connections: open at once, for each wire.
+        arrival_s: seconds from a request's first byte to its last; then the connection ends (lerobot: 10 of its own).
         max_megapixels: of one request, all frames together; 16 times the policy's cameras, at least 16, if absent.
         stuck_s: a request that computes for longer makes the server unhealthy, and after twice the time it exits
             with code 70; 0: never.
@@ -60,6 +61,7 @@ class Bounds:
     max_batch: Annotated[int, Parameter(validator=validators.Number(gte=1))] | Literal["auto"] = 1
     memory_gib: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     max_connections: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 256
+    arrival_s: Annotated[float, Parameter(validator=validators.Number(gt=0))] = ARRIVAL_S
     max_megapixels: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     stuck_s: Annotated[float, Parameter(validator=validators.Number(gte=0))] = STUCK_S
     action_limits: Literal["refuse", "clamp", "off"] = "refuse"
@@ -120,6 +122,7 @@ def serve(
         listen = Listen(
             host=host,
             max_connections=bounds.max_connections,
+            arrival_s=bounds.arrival_s,
             tls_cert=tls_cert,
             tls_key=tls_key,
             origins=bounds.allow_origin,

@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 HELD_REQUESTS = 8  # of the greatest size: what all connections together may hold of unanswered requests
 STRANGERS_SHARE = 4  # a part of that for those that never sent a request that was taken: one in so many
-REQUEST_S = 10.0  # from a request's first byte to its last; a client that is slower is no robot's
 STRANGER_IDLE_S = (
     1.0  # a full server closes who was silent for so long and never sent a request that was taken,
 )
@@ -59,7 +58,7 @@ class Ledger:
         limit: int,
         limit_bytes: int,
         close: Callable[[Account, str], None],
-        limit_s: float = REQUEST_S,
+        limit_s: float,
     ):
         self.name = name
         self.limit = limit

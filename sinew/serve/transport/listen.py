@@ -11,6 +11,8 @@ from pathlib import Path
 
 from sinew.core import SinewError
 
+ARRIVAL_S = 10.0  # who is slower is no robot
+
 
 class AddressError(SinewError):
     """The address to listen on is in use or not this machine's."""
@@ -22,7 +24,8 @@ class AddressError(SinewError):
 class Listen:
     """host: an address of this machine; the default is reachable from this machine only. port: 0 picks a free one.
 
-    max_message_bytes: of one request. max_connections: open at once, where the wire can tell.
+    max_message_bytes: of one request. max_connections: open at once, where the wire can tell. arrival_s: seconds from a
+        request's first byte to its last, beyond which its connection is closed.
     tls_cert, tls_key: PEM files, for the wires that can (openpi, http, lerobot).
     origins: of web pages that may send requests to the web wires, as browsers write them (https://host:port).
     dashboard: show a page at / of the web wires.
@@ -32,6 +35,7 @@ class Listen:
     port: int = 0
     max_message_bytes: int = 64 << 20
     max_connections: int = 256
+    arrival_s: float = ARRIVAL_S
     tls_cert: Path | None = None
     tls_key: Path | None = None
     origins: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport import admin
 from sinew.serve.transport.connections import Connection, Connections
-from sinew.serve.transport.ledger import HELD_REQUESTS, REQUEST_S
+from sinew.serve.transport.ledger import HELD_REQUESTS
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.origin import refuse_web_pages
 from sinew.serve.wires import http
@@ -111,14 +111,14 @@ class WebServer:
         await runner.setup()
         listen = self._listen
         connections = Connections(
-            self.name, listen.max_connections, HELD_REQUESTS * listen.max_message_bytes, REQUEST_S
+            self.name, listen.max_connections, HELD_REQUESTS * listen.max_message_bytes, listen.arrival_s
         )
         watch = asyncio.create_task(connections.watch())
         server = await self._loop.create_server(
             lambda: connections.accept(_protocol(runner)),
             sock=self._socket,
             ssl=self._tls,
-            ssl_handshake_timeout=REQUEST_S if self._tls else None,
+            ssl_handshake_timeout=listen.arrival_s if self._tls else None,
         )
         ready.set()
         await self._ended.wait()

@@ -56,7 +56,11 @@ class ZeroMQWire:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._ledger = Ledger(
-            self.name, listen.max_connections, HELD_REQUESTS * self._limit, self._close_account
+            self.name,
+            listen.max_connections,
+            HELD_REQUESTS * self._limit,
+            self._close_account,
+            listen.arrival_s,
         )
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
