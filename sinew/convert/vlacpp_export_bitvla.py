@@ -40,14 +40,9 @@ RULES = [
     Rule(_VIEW + r"attn\.([qkvo])_proj" + _PARTS, (rf"{_TO_VIEW}attn_\2.\3",)),
     Rule(_VIEW + r"mlp\.(fc[12])" + _PARTS, (rf"{_TO_VIEW}\2.\3",)),
     *(Rule(rf"vision\.projector\.layers\.{n}" + _PARTS, (rf"mm.linear_{n + 1}.\1",)) for n in range(2)),
-    Rule(r"language\.embed_tokens\.weight", ("token_embd.weight",)),
-    Rule(r"language\.norm\.weight", ("lm.output_norm.weight",)),
-    Rule(_WORDS + r"input_norm\.weight", (f"{_TO_WORDS}attn_norm.weight",)),
-    Rule(_WORDS + r"post_norm\.weight", (f"{_TO_WORDS}ffn_norm.weight",)),
     Rule(_WORDS + r"attn\.o_norm\.weight", (f"{_TO_WORDS}attn_sub_norm.weight",)),
     Rule(_WORDS + r"mlp\.norm\.weight", (f"{_TO_WORDS}ffn_sub_norm.weight",)),
-    Rule(_WORDS + r"attn\.([qkvo])_proj" + _PARTS, (rf"{_TO_WORDS}attn_\2.\3",)),
-    Rule(_WORDS + r"mlp\.(gate_up|down)_proj" + _PARTS, (rf"{_TO_WORDS}ffn_\2.\3",)),
+    *vlacpp_export_prismatic.language_rules("lm"),
     *vlacpp_export_prismatic.head_rules("ln", "fc"),
 ]
 

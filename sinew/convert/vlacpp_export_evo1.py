@@ -17,13 +17,14 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.families.evo1_original import VECTOR
 from sinew.convert.families.vlacpp_evo1 import STATISTICS
 from sinew.convert.tensors import Rule, apply, computed, constant, fuse, moved, reshape
+from sinew.convert.vlacpp_export_prismatic import language_rules
 from sinew.core import ConvertError
 
 ARCHITECTURES = ("evo1",)
 PACKED = ()
 CONNECTOR_EPS = 1e-5  # torch's default
-_VIEW, _WORDS, _BLOCK = r"vit.blk.\1.", r"vlm.blk.\1.", r"aex.blk.\1."
-_TOWER, _LANGUAGE, _HEAD = r"vision\.layers\.(\d+)\.", r"language\.layers\.(\d+)\.", r"head\.layers\.(\d+)\."
+_VIEW, _BLOCK = r"vit.blk.\1.", r"aex.blk.\1."
+_TOWER, _HEAD = r"vision\.layers\.(\d+)\.", r"head\.layers\.(\d+)\."
 
 
 def _table(source: TensorSource) -> TensorSource:  # [rows, C] -> [1, rows, C]
@@ -48,12 +49,7 @@ def _rules(unshuffle: int) -> list[Rule]:
         Rule(r"connector\.norm\.(.*)", (r"mm.ln.\1",), ordered),
         Rule(r"connector\.fc1\.weight", ("mm.fc1.weight",), ordered),
         Rule(r"connector\.(fc1\.bias|fc2\..*)", (r"mm.\1",)),
-        Rule(r"language\.embed_tokens\.weight", ("token_embd.weight",)),
-        Rule(r"language\.norm\.weight", ("vlm.output_norm.weight",)),
-        Rule(_LANGUAGE + r"input_norm\.weight", (f"{_WORDS}attn_norm.weight",)),
-        Rule(_LANGUAGE + r"post_norm\.weight", (f"{_WORDS}ffn_norm.weight",)),
-        Rule(_LANGUAGE + r"attn\.([qkvo])_proj\.(.*)", (rf"{_WORDS}attn_\2.\3",)),
-        Rule(_LANGUAGE + r"mlp\.(gate|up|down)_proj\.weight", (rf"{_WORDS}ffn_\2.weight",)),
+        *language_rules("vlm"),
         Rule(r"head\.action_encoder\.fc([123])\.(.*)", (encoder,)),
         Rule(r"head\.action_encoder\.position_embedding\.weight", ("aex.ae.pos_enc",), _table),
         Rule(r"head\.time_embedding\.weight", ("aex.time_pos_enc",), _table),

@@ -20,7 +20,7 @@ from sinew.layers import bridge, regression_head
 ARCHITECTURES = ("openvla_oft", "vla_adapter")
 PACKED = ()  # types of tensors beside float32 and bfloat16
 _LINEAR = r"\.(weight|bias)"
-_LAYER, _BLOCK = r"lm.blk.\1.", r"aex.head.blk.\1."
+_BLOCK = r"aex.head.blk.\1."
 
 
 def _first(source: TensorSource) -> tuple[TensorSource, TensorSource]:
@@ -49,6 +49,19 @@ def _tower(index: int, letter: str) -> list[Rule]:
     ]
 
 
+def language_rules(prefix: str) -> list[Rule]:
+    """Return the rules of a language model, whose names begin with ``prefix`` there; gate and up may be one."""
+    old, to = r"language\.layers\.(\d+)\.", rf"{prefix}.blk.\1."
+    return [
+        Rule(r"language\.embed_tokens\.weight", ("token_embd.weight",)),
+        Rule(r"language\.norm\.weight", (f"{prefix}.output_norm.weight",)),
+        Rule(old + r"input_norm\.weight", (f"{to}attn_norm.weight",)),
+        Rule(old + r"post_norm\.weight", (f"{to}ffn_norm.weight",)),
+        Rule(old + r"attn\.([qkvo])_proj\.(weight|bias|scale)", (rf"{to}attn_\2.\3",)),
+        Rule(old + r"mlp\.(gate|up|down|gate_up)_proj\.(weight|scale)", (rf"{to}ffn_\2.\3",)),
+    ]
+
+
 def head_rules(norm: str, linear: str) -> list[Rule]:
     """Return the rules of the head and the state's projector. norm, linear: vla.cpp's names of the parts of a block."""
     ends = {"norm_in": "ln1", "proj_in": "fc1", "norm_out": "ln2", "proj_out": "fc2"}
@@ -63,17 +76,12 @@ def head_rules(norm: str, linear: str) -> list[Rule]:
 
 def _rules(adapter: bool) -> list[Rule]:
     norm, linear = ("ffn_ln", "ffn_lin") if adapter else ("ln", "lin")
-    words, block = r"language\.layers\.(\d+)\.", r"head\.blocks\.(\d+)\."
+    block = r"head\.blocks\.(\d+)\."
     return [
         *_tower(0, "d"),
         *_tower(1, "s"),
         *(Rule(rf"vision\.projector\.layers\.{n}" + _LINEAR, (rf"vis.proj.fc{n + 1}.\1",)) for n in range(3)),
-        Rule(r"language\.embed_tokens\.weight", ("token_embd.weight",)),
-        Rule(r"language\.norm\.weight", ("lm.output_norm.weight",)),
-        Rule(words + r"input_norm\.weight", (f"{_LAYER}attn_norm.weight",)),
-        Rule(words + r"post_norm\.weight", (f"{_LAYER}ffn_norm.weight",)),
-        Rule(words + r"attn\.([qkvo])_proj" + _LINEAR, (rf"{_LAYER}attn_\2.\3",)),
-        Rule(words + r"mlp\.(gate|up|down)_proj\.weight", (rf"{_LAYER}ffn_\2.weight",)),
+        *language_rules("lm"),
         *head_rules(norm, linear),
         Rule(block + "gate", (f"{_BLOCK}gating",)),
         Rule(block + "([kv])_query" + _LINEAR, (rf"{_BLOCK}\2_adapter.\3",)),

@@ -16,11 +16,10 @@ import numpy as np
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import gr00t_eagle, gr00t_n15
 from sinew.convert.families.gr00t_files import Parts, Record, choose
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile
+from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
 from sinew.convert.families.vlacpp_qwen import (
     SETTINGS,
     VlacppNvidia,
-    decoder_rules,
     head_record,
     head_rules,
 )

@@ -12,7 +12,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import evo1, evo1_original
 from sinew.convert.families.evo1_parts import Parts, Sizes
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile
+from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, apply, read_array
 from sinew.core import CameraSpec, ConvertError, VectorSpec
@@ -22,11 +22,7 @@ NAMES = ("vla.cpp GGUF of evo1",)
 OPTIONS = ("vlm", "tokenizer", "cameras")
 SETTINGS = {name: evo1.SETTINGS[name] for name in ("solver_steps", "masked_rows")}
 _TOWER, _LANGUAGE = "embedder.model.vision_model.", "embedder.model.language_model.model."
-_LAYER, _WORDS, _BLOCK = (
-    rf"{_TOWER}encoder.layers.\1.",
-    rf"{_LANGUAGE}layers.\1.",
-    r"action_head.transformer_blocks.\1.",
-)
+_LAYER, _BLOCK = rf"{_TOWER}encoder.layers.\1.", r"action_head.transformer_blocks.\1."
 RULES = [
     Rule(r"vit\.patch_embd\.(.*)", (rf"{_TOWER}embeddings.patch_embedding.\1",)),
     Rule(r"vit\.class_embd", (f"{_TOWER}embeddings.class_embedding",)),
@@ -38,12 +34,7 @@ RULES = [
         Rule(rf"mm\.{old}\.(.*)", (rf"embedder.model.mlp1.{new}.\1",))
         for old, new in (("ln", 0), ("fc1", 1), ("fc2", 3))
     ),
-    Rule(r"token_embd\.weight", (f"{_LANGUAGE}embed_tokens.weight",)),
-    Rule(r"vlm\.output_norm\.weight", (f"{_LANGUAGE}norm.weight",)),
-    Rule(r"vlm\.blk\.(\d+)\.attn_norm\.weight", (f"{_WORDS}input_layernorm.weight",)),
-    Rule(r"vlm\.blk\.(\d+)\.ffn_norm\.weight", (f"{_WORDS}post_attention_layernorm.weight",)),
-    Rule(r"vlm\.blk\.(\d+)\.attn_([qkvo])\.(.*)", (rf"{_WORDS}self_attn.\2_proj.\3",)),
-    Rule(r"vlm\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", (rf"{_WORDS}mlp.\2_proj.weight",)),
+    *decoder_rules(_LANGUAGE),
     Rule(r"aex\.ae\.(W[123])\.(.*)", (r"action_head.action_encoder.\1.linear.\2",)),
     Rule(r"aex\.ae\.pos_enc", ("action_head.action_encoder.pos_encoding.pe",)),
     Rule(r"aex\.time_pos_enc", ("action_head.time_pos_enc.pe",)),

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 from sinew.bundle.gguf_file import GGUFFile
 from sinew.bundle.schema import KEY_ARCHITECTURE, KEY_VERSION
 from sinew.bundle.writer import FileSlice, TensorSource
+from sinew.convert.tensors import Rule
 from sinew.core import BundleError, ConvertError
 
 FORMAT = "vla.cpp-gguf"
@@ -75,3 +76,17 @@ class VlacppFile:
                 f"{self.path}: {self.architecture}.{name}: expected a JSON object, got {str(value)[:40]!r}"
             )
         return found
+
+
+def decoder_rules(to: str, prefix: str = "vlm") -> list[Rule]:
+    """Return the rules of a language model: what its names begin with, and upstream's names after ``to``."""
+    old, layer = rf"{prefix}\.blk\.(\d+)\.", rf"{to}layers.\1."
+    return [
+        Rule(r"token_embd\.weight", (f"{to}embed_tokens.weight",)),
+        Rule(rf"{prefix}\.output_norm\.weight", (f"{to}norm.weight",)),
+        Rule(old + r"attn_norm\.weight", (f"{layer}input_layernorm.weight",)),
+        Rule(old + r"ffn_norm\.weight", (f"{layer}post_attention_layernorm.weight",)),
+        Rule(old + r"attn_([qkvo])\.(weight|bias)", (rf"{layer}self_attn.\2_proj.\3",)),
+        Rule(old + r"attn_([qk])_norm\.weight", (rf"{layer}self_attn.\2_norm.weight",)),
+        Rule(old + r"ffn_(gate|up|down)\.weight", (rf"{layer}mlp.\2_proj.weight",)),
+    ]

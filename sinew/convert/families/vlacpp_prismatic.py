@@ -15,7 +15,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import openvla
 from sinew.convert.families.prismatic import HEADS, PrismaticCheckpoint
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile
+from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, apply
 from sinew.core import ConvertError
@@ -29,7 +29,6 @@ NORMALIZE = [  # as published checkpoints store it: rounded to bfloat16
     {"mean": [0.5] * 3, "std": [0.5] * 3},
 ]
 HEAD, STATE = "action_head/", "proprio_projector/"
-_BLOCK, _LAYER = r"vision_backbone.\1.blocks.\2.", r"language_model.model.layers.\1."
 _LINEAR, _RES = r"\.(weight|bias)", r"action_head/model.mlp_resnet_blocks.\1."
 TOWERS = {"d": "featurizer", "s": "fused_featurizer"}
 
@@ -58,12 +57,7 @@ HEAD_RULES = [  # of the regression head and of the state's projector
 RULES = [
     *(rule for letter, name in TOWERS.items() for rule in _tower(letter, name)),
     Rule(r"vis\.proj\.(.*)", (r"projector.\1",)),
-    Rule(r"token_embd\.weight", ("language_model.model.embed_tokens.weight",)),
-    Rule(r"lm\.output_norm\.weight", ("language_model.model.norm.weight",)),
-    Rule(r"lm\.blk\.(\d+)\.attn_norm\.weight", (f"{_LAYER}input_layernorm.weight",)),
-    Rule(r"lm\.blk\.(\d+)\.ffn_norm\.weight", (f"{_LAYER}post_attention_layernorm.weight",)),
-    Rule(r"lm\.blk\.(\d+)\.attn_([qkvo])" + _LINEAR, (rf"{_LAYER}self_attn.\2_proj.\3",)),
-    Rule(r"lm\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", (rf"{_LAYER}mlp.\2_proj.weight",)),
+    *decoder_rules("language_model.model.", "lm"),
     *HEAD_RULES,
     Rule(r"aex\.head\.blk\.(\d+)\.gating", (f"{_RES}gating_factor",)),
     Rule(r"aex\.head\.blk\.(\d+)\.(.*)", (rf"{_RES}\2",)),

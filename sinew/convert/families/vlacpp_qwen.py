@@ -18,7 +18,7 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.families import gr00t, gr00t_qwen, vla_jepa
 from sinew.convert.families.gr00t_files import NvidiaFiles, Record
 from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile
+from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
 from sinew.convert.tensors import Rule, apply, reshape
 from sinew.core import ConvertError
@@ -36,20 +36,6 @@ READ_BY = {  # of OPTIONS and SETTINGS, those of one architecture only
 COSMOS = "nvidia/Cosmos-Reason2-2B"  # N1.7's model_name
 FRAME = 256  # pixels: the side of LIBERO's frames; others are resized
 RESIZE = [224, 224]  # of published VLA-JEPA checkpoints; vla.cpp expects what comes out of it
-
-
-def decoder_rules(to: str) -> list[Rule]:
-    """Return the rules of a language model, under upstream's names after ``to``."""
-    layer = rf"{to}layers.\1."
-    return [
-        Rule(r"token_embd\.weight", (f"{to}embed_tokens.weight",)),
-        Rule(r"vlm\.output_norm\.weight", (f"{to}norm.weight",)),
-        Rule(r"vlm\.blk\.(\d+)\.attn_norm\.weight", (f"{layer}input_layernorm.weight",)),
-        Rule(r"vlm\.blk\.(\d+)\.ffn_norm\.weight", (f"{layer}post_attention_layernorm.weight",)),
-        Rule(r"vlm\.blk\.(\d+)\.attn_([qkvo])\.weight", (rf"{layer}self_attn.\2_proj.weight",)),
-        Rule(r"vlm\.blk\.(\d+)\.attn_([qk])_norm\.weight", (rf"{layer}self_attn.\2_norm.weight",)),
-        Rule(r"vlm\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", (rf"{layer}mlp.\2_proj.weight",)),
-    ]
 
 
 def _tower(to: str, file: VlacppFile) -> list[Rule]:
