@@ -36,9 +36,7 @@ ARRIVAL_S = 5  # of a request, the largest here on a busy machine
 def server(tmp_path_factory) -> Iterator[ServerProcess]:
     port = free_port()
     wires = ("--wire", f"openpi:{port}", "--wire", f"http:{port}", "--arrival-s", ARRIVAL_S)
-    running = ServerProcess(
-        tmp_path_factory.mktemp("attacks"), BUNDLE, *wires, "--threads", 1, "--arrival-s", ARRIVAL_S
-    )
+    running = ServerProcess(tmp_path_factory.mktemp("attacks"), BUNDLE, *wires, "--threads", 1)
     running.http = running.address.replace("ws", "http")
     try:
         yield running
