@@ -83,11 +83,13 @@ EXTRAS = {
     "onnx": "onnx-export",
     "onnxruntime": "onnx",
     "onnxscript": "onnx-export",
+    "ray": "ray",
     "safetensors": "torch",
     "sentencepiece": "sentencepiece",
     "skimage": "demo",
     "tensorstore": "jax",
     "torch": "torch",
+    "yaml": "ray",
 }
 
 

@@ -27,6 +27,7 @@ VERBS = {
     "tune": "Find the fastest tiles for a bundle on this GPU.",
     "export": "Write a folder that runs without torch, or vla.cpp's file.",
     "serve": "Serve a bundle over the network.",
+    "fleet": "Serve policies on replicas of a Ray cluster.",
     "top": "Show what a server does, in the terminal.",
     "client": "Send observations to a server and print a latency table.",
     "mcap": "Write a recording for Foxglove or PlotJuggler.",
@@ -52,7 +53,7 @@ FUNCTIONS = {
     "pull": "hub:pull",
     "push": "hub:push",
 }  # others are named as their file
-GROUPS = {"perf"}  # verbs with commands of their own
+GROUPS = {"fleet", "perf"}  # verbs with commands of their own
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 

@@ -9,12 +9,13 @@ import sys
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
-from sinew.cli.serve_policy import Change, changer, loader, replayer, stand
+from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
 from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import STUCK_S, Supervisor
@@ -22,9 +23,10 @@ from sinew.serve.transport.listen import ARRIVAL_S, Listen, reachable
 from sinew.serve.wires import open_wires, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sinew.policy import Policy
+    from sinew.serve.fleet.remote import RemotePolicy
     from sinew.serve.recorder import Recorder
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
@@ -44,7 +46,8 @@ class Bounds:
         queue: requests that may wait for the running one, of one client two of them; more are refused as busy.
         max_batch: requests of several robots that are computed at once where they fit together (docs/fleet.md): a
             number, or auto, which measures at the start what pays. With 1 no answer depends on who else asks.
-        memory_gib: of the weights of all policies in memory, while one is exchanged for another (docs/fleet.md).
+        memory_gib: of all policies in memory together, by `sinew perf fit`'s model; one that does not fit beside the
+            others is not loaded. The machine's memory if absent (docs/fleet.md).
         max_connections: open at once, for each wire.
         arrival_s: seconds from a request's first byte to its last; then the connection ends (lerobot: 10 of its own).
         max_megapixels: of one request, all frames together; 16 times the policy's cameras, at least 16, if absent.
@@ -77,6 +80,7 @@ def serve(
     *,
     replay: Path | None = None,
     replay_latency: Literal["recorded", "none"] = "recorded",
+    policy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     wire: Annotated[list[str] | None, Parameter(negative="")] = None,
     host: str = "127.0.0.1",
     cameras: Cameras = CAMERAS,
@@ -102,6 +106,7 @@ def serve(
         replay: folder that --record wrote: answer with its chunks, session by session, in order. Nothing is computed,
             and every reply says so. A bundle beside it gives names, units and checks; its weights are not read.
         replay_latency: recorded: take as long as the recorded inferences did; none: answer at once.
+        policy: NAME=SOURCE, repeatable: further policies, which clients ask by name (HOST:PORT/NAME, or docs/fleet.md).
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
             lerobot (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
@@ -115,7 +120,7 @@ def serve(
         dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
         verbose: log more.
     """
-    _set_up_logs(verbose)
+    set_up_logs(verbose)
     with _access_log(access_log):
         raise_descriptor_limit()
         tell_of_crashes()
@@ -138,13 +143,22 @@ def serve(
             if replay is None
             else replayer(replay, bundle, cameras, runs, replay_latency == "recorded")
         )
-        change = None if replay is not None or bundle is None else changer(bundle, options, threads, bounds)
+        more = parse_policies(policy)
+        if more and replay is not None:
+            raise SinewError("--policy: a recording is replayed alone")
+        for source in more.values():
+            loader(Path(source), options, threads)
+        change = (
+            None
+            if replay is not None or bundle is None
+            else changer(bundle, options, threads, bounds, bounds.memory_gib)
+        )
         wires = open_wires(parse(wire or ()), listen)
         process = Process(wires)
         finished = True
         try:
             if not listen.is_loopback:
-                _warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
+                warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
             from sinew.serve.recorder import Recorder
 
             recorder = Recorder(record) if record is not None else None
@@ -157,6 +171,7 @@ def serve(
                     deadline_ms,
                     recorder,
                     change,
+                    more,
                 )
             if recorder is not None:
                 recorder.close()
@@ -179,19 +194,23 @@ def _load_and_run(
     api_key: str,
     deadline_ms: float | None,
     recorder: Recorder | None,
-    change: Change,
+    change: Change | None,
+    more: dict[str, str],
 ) -> bool:
     """Returns False when a thread is still inside the model."""
     supervisor = Supervisor(bounds.stuck_s)
     begun: list[Scheduler] = []
     try:
         from sinew.serve.dashboard.feed import Feed
+        from sinew.serve.lane import Lane
+        from sinew.serve.opening import stand
         from sinew.serve.service import Service
 
         addresses = ", ".join(wire.address for wire in process.wires)
         logger.info("listening on %s", addresses)
         policy = make()
-        standing = stand(policy, bounds, supervisor, begun)
+        lane = Lane()
+        standing = stand(policy, bounds, supervisor, lane, begun)
         service = Service(
             standing.scheduler,
             policy.spec,
@@ -203,12 +222,14 @@ def _load_and_run(
             recorder=recorder,
             safety=standing.safety,
             feed=Feed(policy.image_recipe),
-            max_pixels=None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
+            max_pixels=standing.max_pixels,
         )
         if change is not None:
-            service.swapper = change(service, supervisor)
+            service.swapper = change(service, supervisor, lane, begun)
+            for name, source in more.items():
+                service.swapper.load(name, source)
         wires = tuple(process.wires)
-        return process.run(service, lambda: _say(ready_text(policy, wires)))
+        return process.run(service, lambda: say(ready_text(policy, wires, more)))
     except KeyboardInterrupt:
         logger.info("stopped before the server was ready")
         for scheduler in begun:
@@ -216,7 +237,9 @@ def _load_and_run(
         return all(scheduler.join(GRACE_S) for scheduler in begun)
 
 
-def ready_text(policy: Policy | Replay, wires: Sequence[Wire]) -> str:
+def ready_text(
+    policy: Policy | Replay | RemotePolicy, wires: Sequence[Wire], more: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
     spec, about = policy.spec, policy.describe()
     sizes = "other sizes are resized" if spec.resizes_frames else "exactly this size"
@@ -230,6 +253,7 @@ def ready_text(policy: Policy | Replay, wires: Sequence[Wire]) -> str:
         *(f"  {'cameras' if index == 0 else '':7}  {camera}" for index, camera in enumerate(cameras)),
         f"  state    {_vector(spec.state)}",
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
+        *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
     ]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
@@ -257,7 +281,7 @@ def api_key_of(path: Path | None) -> str:
     return key
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Print to standard output; whoever read it may have gone, which is no reason to stop serving."""
     try:
         sys.stdout.write(f"{text}\n")  # at once: PYTHONUNBUFFERED makes two of what print writes
@@ -267,7 +291,7 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
 
 
-def _warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> None:
+def warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> None:
     if not key:
         logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
     plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]
@@ -275,7 +299,7 @@ def _warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) ->
         logger.warning("frames, actions and keys travel unencrypted on %s", ", ".join(plain))
 
 
-def _set_up_logs(verbose: bool) -> None:
+def set_up_logs(verbose: bool) -> None:
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
-from sinew import __version__, machine
-from sinew.cli.infer import running
+from sinew import machine
 from sinew.cli.options import RUNS, Cameras, Runs
 from sinew.core import SinewError
 from sinew.serve.supervise import Supervisor
@@ -17,36 +16,20 @@ from sinew.sources import resolve
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
+    from sinew.serve.lane import Lane
+    from sinew.serve.opening import Limits
+    from sinew.serve.policies import Standing
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
     from sinew.serve.service import Service
-    from sinew.serve.swap import Standing, Swapper
+    from sinew.serve.swap import Need, Swapper
 
 logger = logging.getLogger(__name__)
 
 CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe")  # what decides how a bundle is run
-Change = (
-    Callable[["Service", Supervisor], "Swapper"] | None
-)  # makes what exchanges the policy; None: nothing does
-
-
-class Limits(Protocol):
-    """The flags of ``sinew serve`` that a policy's scheduler and safety take."""
-
-    @property
-    def queue(self) -> int: ...
-    @property
-    def max_batch(self) -> int | Literal["auto"]: ...
-    @property
-    def action_limits(self) -> str: ...
-    @property
-    def action_margin(self) -> float: ...
-    @property
-    def state_margin(self) -> float: ...
-    @property
-    def max_age(self) -> float | None: ...
-    @property
-    def memory_gib(self) -> float | None: ...
+# Makes what loads, exchanges and unloads policies.
+Change = Callable[["Service", Supervisor, "Lane", "list[Scheduler]"], "Swapper"]
+RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
 
 
 def loader(bundle: Path | None, options: dict[str, Any], threads: int | None) -> Callable[[], Policy]:
@@ -94,76 +77,74 @@ def replayer(
     return lambda: made
 
 
-def stand(
-    policy: Policy | Replay, bounds: Limits, supervisor: Supervisor, begun: list[Scheduler] | None = None
-) -> Standing:
-    """Return the policy behind a scheduler, warm, with what a server says of it.
-
-    begun: gets the scheduler before it is started, for whoever interrupts that.
-    """
-    from sinew.policy import Policy
-    from sinew.serve.safety import Safety
-    from sinew.serve.scheduler import Scheduler
-    from sinew.serve.swap import Standing
-
-    scheduler = Scheduler(
-        policy,
-        queue_size=bounds.queue,
-        supervisor=supervisor,
-        max_batch=None if bounds.max_batch == "auto" else bounds.max_batch,
-    )
-    if begun is not None:
-        begun.append(scheduler)
-    supervisor.watch(policy.problem)  # of the files whose weights are mapped
-    try:
-        scheduler.start()
-    except BaseException:
-        scheduler.stop()
-        scheduler.unwatch()
-        raise
-    logger.info("%s", running(policy))
-    about = describe(policy)
-    if scheduler.batcher is not None:
-        about["server"] |= scheduler.batcher.describe()
-        logger.info("batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
-    safety = None  # what a recording holds was sent to a robot before
-    if isinstance(policy, Policy):
-        logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
-        limits = bounds.action_limits, bounds.action_margin, bounds.state_margin, bounds.max_age
-        safety = Safety(policy.processor, *limits)
-        about["policy"]["action"]["limits"] = safety.limits()
-    return Standing(scheduler, about, safety)
-
-
 def changer(
-    bundle: Path, options: dict[str, Any], threads: int | None, bounds: Limits
-) -> Callable[[Service, Supervisor], Swapper]:
-    """Return what lets a server exchange its policy for another, run with the same flags."""
+    bundle: Path, options: dict[str, Any], threads: int | None, bounds: Limits, memory_gib: float | None
+) -> Change:
+    """Return what lets a server load, exchange and unload policies, run with the same flags."""
 
-    def make(service: Service, supervisor: Supervisor) -> Swapper:
+    def make(service: Service, supervisor: Supervisor, lane: Lane, begun: list[Scheduler]) -> Swapper:
+        from sinew.serve.batching import LARGEST
+        from sinew.serve.opening import stand
         from sinew.serve.swap import Swapper
 
         def open_source(source: str) -> Standing:
-            return stand(loader(Path(source), options, threads)(), bounds, supervisor)
+            return stand(loader(Path(source), options, threads)(), bounds, supervisor, lane, begun)
 
-        budget = None if bounds.memory_gib is None else int(bounds.memory_gib * 2**30)
-        return Swapper(service, open_source, resolve, str(bundle), budget)
+        batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
+        budget, why = memory_budget(memory_gib, options)
+        return Swapper(
+            service, open_source, lambda source: memory_need(source, options, batch), str(bundle), budget, why
+        )
 
     return make
 
 
-def describe(policy: Policy | Replay) -> dict[str, Any]:
-    """Return the server's metadata: itself and the policy, ready for JSON."""
-    return {
-        "server": {
-            "name": "sinew",
-            "version": __version__,
-            **policy.describe(),
-            "threads": policy.threads,
-            "threads_reason": policy.threads_reason,
-            "hardware": machine.cpu_model(),
-        },
-        "policy": policy.spec.to_dict(),
-        "padded_state_dim": policy.padded_state_dim,
-        "padded_action_dim": policy.padded_action_dim,
-    }
+def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | None, str]:
+    """Return the bytes that policies may take together and where the number comes from; None: no limit is known.
+
+    Without ``gib`` it is what the machine or the cgroup has, less the runtime's own; a GPU's is left to its allocator.
+    """
+    if gib is not None:
+        return int(gib * 2**30), f"--memory-gib {gib:g}"
+    if str(options["device"]).startswith("cuda") or (options["device"] == "auto" and machine.may_have_cuda()):
+        return None, "a GPU"
+    return machine.memory()[0] - RUNTIME_BYTES, "this machine's memory"
+
+
+def memory_need(source: str, options: dict[str, Any], batch: int) -> Need:
+    """Return what a policy takes with the engine that will run it (:mod:`sinew.perf.memory`), in batches of ``batch``.
+
+    Without torch, which that model traces with, it is the size of the files. Loads no weights.
+    """
+    from sinew.engine.choose import choose
+    from sinew.policy import open_bundle
+    from sinew.serve.swap import Need
+
+    found = resolve(source)
+    choice = choose(open_bundle(found), **{name: options[name] for name in CHOSEN})
+    try:
+        from sinew.perf.memory import fits
+    except ModuleNotFoundError:
+        files = found.rglob("*") if found.is_dir() else [found]
+        return Need(sum(file.stat().st_size for file in files if file.is_file()))
+    engine: Any = choice.engine if choice.engine in ("eager", "cpu") else "plan"
+    dtype = None if engine == "cpu" or choice.options.dtype == "native" else choice.options.dtype
+    device: Any = "cuda" if choice.engine == "cuda" else "cpu"
+    report = fits(found, 1 << 62, dtypes=dtype, engine=engine, device=device, runtime=0, search=False).report
+    return Need(report.weights_nbytes, batch * report.peak.nbytes + report.workspace)
+
+
+def parse_policies(given: Sequence[str]) -> dict[str, str]:
+    """Return name -> source of ``NAME=SOURCE``. Raises :class:`SinewError` for what is none, or names one twice."""
+    from sinew.serve.policies import DEFAULT, check_name
+
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, source = text.partition("=")
+        if not (equals and source):
+            raise SinewError(f"--policy {text}: expected NAME=SOURCE")
+        check_name(name)
+        if name in found or name == DEFAULT:
+            raise SinewError(f"--policy {text}: {name} is another policy's name")
+        found[name] = source
+    return found

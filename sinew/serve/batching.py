@@ -168,10 +168,13 @@ class Batcher:
         """Return the largest batch and why, ready for JSON."""
         return {"max_batch": self.limit, "max_batch_reason": self.reason}
 
-    def members(self, first: Job, waiting: Sequence[Job], now: float) -> list[Job]:
+    def members(
+        self, first: Job, waiting: Sequence[Job], now: float, beside: Sequence[Job] = ()
+    ) -> list[Job]:
         """Return the jobs to compute at once, ``first`` before the others in the order of their turns.
 
-        waiting: what is ready beside it, in the order in which it would be taken.
+        waiting: what is ready beside it, in the order in which it would be taken. beside: jobs of other policies, whose
+        turn comes after this inference; they are taken to cost what ``first`` does, and their deadlines count.
         """
         kind = first.kind
         alone = self.costs.surely(kind, 1)
@@ -182,7 +185,7 @@ class Batcher:
         best, least = [first], self._sum(line, [first])
         for size in range(2, len(fit) + 1):
             chosen = fit[:size]
-            if self._breaks(line, chosen, now):
+            if self._breaks([first, *beside, *waiting], chosen, now):
                 continue
             if not self.costs.measured(kind, size):  # what it costs is found out by doing it
                 return chosen

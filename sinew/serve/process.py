@@ -53,7 +53,7 @@ class Process:
                 break
         logger.info("stopping: cancelling the running request and refusing the others")
         service.stopping()
-        schedulers = service.schedulers
+        schedulers = service.policies.schedulers
         finished = True
         for scheduler in schedulers:
             scheduler.stop()

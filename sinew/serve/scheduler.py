@@ -16,6 +16,7 @@ that has none takes the place of the newest job of the one that has most.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -25,6 +26,8 @@ from functools import partial
 from sinew.core import BusyError, CancelledError, Observation, SinewError
 from sinew.serve.batching import Batcher
 from sinew.serve.compute import Computer, RunnablePolicy
+from sinew.serve.lane import Lane
+from sinew.serve.places import Places
 from sinew.serve.quiet import Quiet
 from sinew.serve.request import Check, DeadlineError, Job, Outcome, ShuttingDownError, SupersededError
 from sinew.serve.supervise import Supervisor
@@ -43,6 +46,8 @@ class Scheduler:
     queue_size: jobs that may wait, beside the one that runs; a further one is refused with BusyError.
     max_batch: most jobs of one inference, where the policy can; None measures at the start what pays.
     per_client: of one client. supervisor: keeps the threads alive, and is told what is wrong here.
+    lane: where the schedulers of several policies take turns; None: this one computes whenever it can.
+    workers: inferences at once, of a policy that computes elsewhere and only waits here.
     """
 
     def __init__(
@@ -53,28 +58,28 @@ class Scheduler:
         per_client: int = PER_CLIENT,
         supervisor: Supervisor | None = None,
         max_batch: int | None = 1,
+        lane: Lane | None = None,
+        workers: int = 1,
     ):
-        for name, number in (("queue_size", queue_size), ("max_batch", max_batch)):
+        for name, number in (("queue_size", queue_size), ("max_batch", max_batch), ("workers", workers)):
             if number is not None and number < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
         self.batcher = None if max_batch == 1 else Batcher(max_batch)
         costs = None if self.batcher is None else self.batcher.costs
         self._computer = Computer(policy, self._raise_if_abandoned, self._presentable, costs)
         self.policy = policy
-        self.queue_size = queue_size
-        self.per_client = per_client
+        self._lane, self._workers = lane, workers
         self.supervisor = supervisor or Supervisor()
         self._quiet = Quiet(logger)
         self._received: Turns[Job] = Turns()
         self._ready: Turns[Job] = Turns(key=lambda job: job.accepted)
         self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
-        self._waiting: dict[Hashable, list[Job]] = {}  # by client
-        self._count = 0  # of all of them
-        self._newest: dict[Hashable, Job] = {}  # the waiting job of each session that has one
+        self._places = Places(queue_size, per_client)
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = self._draining = False
         self._running: list[Job] = []
         self._decoding: set[Job] = set()
+        self._warming = threading.Lock()  # taken by the thread that does it, for good
         self._warm = threading.Event()
         self._warm_up_error: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -84,12 +89,15 @@ class Scheduler:
         """Start the threads and warm the policy up, on the thread that will run it: thread pools and
         captured graphs belong to a thread. Raises what the warm-up raised."""
         loops = [(f"sinew-decode-{number}", self._decode_loop) for number in range(DECODERS)]
-        for name, loop in [*loops, ("sinew-infer", self._infer_loop)]:
+        loops += [(f"sinew-infer-{n}" if n else "sinew-infer", self._infer_loop) for n in range(self._workers)]
+        for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
         while not self._warm.wait(0.2):  # a timeout, so that signal handlers run meanwhile
             pass
         if self._warm_up_error is not None:
             raise self._warm_up_error
+        if self._lane is not None:
+            self._lane.join(self, self._ready.order)
 
     def submit(
         self,
@@ -115,17 +123,14 @@ class Scheduler:
         with self._lock:
             if self._stopping or self._draining:
                 raise ShuttingDownError
-            older = self._newest.get(session) if session is not None else None
+            older = self._places.newest(session)
             if older is None:
                 displaced = self._make_place(client)
             else:
                 self._leave(older)
                 self._counts["superseded"] += 1
-            if session is not None:
-                self._newest[session] = job
-            idle = not self._count and not self._running
-            self._waiting.setdefault(client, []).append(job)
-            self._count += 1
+            idle = not self._places.count and not self._running
+            self._places.enter(job)
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
             (self._ready if idle else self._received).put(client, job)
         if older is not None:
@@ -146,12 +151,7 @@ class Scheduler:
         """Answer the waiting jobs whose deadline has passed: their turn may never come."""
         now = time.perf_counter()
         with self._lock:
-            late = [
-                job
-                for jobs in self._waiting.values()
-                for job in jobs
-                if job.deadline is not None and now > job.deadline
-            ]
+            late = [job for job in self._places if job.deadline is not None and now > job.deadline]
             for job in late:
                 self._leave(job)
             self._counts["late"] += len(late)
@@ -162,7 +162,7 @@ class Scheduler:
     def stats(self) -> dict[str, int | bool]:
         """Now: waiting, running. Since the start: served, failed, busy, superseded, late, and batches: inferences."""
         with self._lock:
-            return {"waiting": self._count, "running": bool(self._running), **self._counts}
+            return {"waiting": self._places.count, "running": bool(self._running), **self._counts}
 
     def drain(self) -> None:
         """Refuse new jobs, answer those that are here, and end. Returns when that is done."""
@@ -171,7 +171,7 @@ class Scheduler:
         while not self._stopping:
             self.expire()
             with self._lock:
-                if not (self._count or self._running or self._decoding):
+                if not (self._places.count or self._running or self._decoding):
                     break
             time.sleep(DRAIN_S)
         self.stop()
@@ -181,6 +181,8 @@ class Scheduler:
 
     def unwatch(self) -> None:
         """Take what this scheduler and its policy say of themselves out of the server's health."""
+        if self._lane is not None:
+            self._lane.leave(self)
         for check in (self._problem, getattr(self.policy, "problem", None)):
             if check is not None:
                 self.supervisor.forget(check)
@@ -194,7 +196,7 @@ class Scheduler:
             busy = [*self._decoding, *self._running]
         for job in busy:
             job.cancel.set()
-        for queue, threads in ((self._received, DECODERS), (self._ready, 1)):
+        for queue, threads in ((self._received, DECODERS), (self._ready, self._workers)):
             for job in queue.drain():
                 self._abandon(job, ShuttingDownError())
             queue.end(threads)
@@ -207,9 +209,9 @@ class Scheduler:
         return not any(thread.is_alive() for thread in self._threads)
 
     def give_up(self) -> None:
-        """After ``stop``: answer what is still decoded or computed, without waiting for its end."""
+        """After ``stop``: answer what is still decoded or computed, or waits for that, without waiting for its end."""
         with self._lock:
-            busy = [*self._decoding, *self._running]
+            busy = [*self._decoding, *self._running, *self._places]
         for job in busy:
             self._finish(job, ShuttingDownError())
 
@@ -242,46 +244,61 @@ class Scheduler:
             job.kind = self.policy.batch_key(job.prepared)  # type: ignore[attr-defined]
 
     def _infer_loop(self) -> None:
-        if not self._warm.is_set():
-            try:
-                self.policy.warm_up()
-                if self.batcher is not None:
-                    self.batcher.calibrate(self.policy)  # type: ignore[arg-type]
-            except BaseException as error:  # noqa: BLE001 - raised again by start()
-                self._warm_up_error = error
-                return
-            finally:
-                self._warm.set()
+        self._warm_up()
+        if self._warm_up_error is not None:
+            return
         while (job := self._ready.get()) is not None:
-            if not self._begin(job):
-                del job
-                continue
-            outcomes: list[Outcome] = []
-            try:
-                outcomes = self._run(job)
-            finally:  # also when this thread is ended: all that had begun are answered
-                with self._lock:
-                    jobs, self._running = self._running, []
-                    outcomes = outcomes or [SinewError("internal error") for _ in jobs]
-                    self._counts["batches"] += 1
-                    for outcome in outcomes:
-                        self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
-                        self._counts["late"] += isinstance(outcome, DeadlineError)
-                for each, outcome in zip(jobs, outcomes, strict=True):
-                    self._finish(each, outcome)
-            del job, jobs, outcomes, each, outcome
+            with self._lane or contextlib.nullcontext():
+                # What was first may have been replaced while others computed; its successor has the place in the lane.
+                jobs: list[Job] = []
+                while job is not None and not self._begin(job, jobs):
+                    job = self._ready.next()
+                if job is not None:
+                    self._answer(job, jobs)
+            job, jobs = None, []  # keeps no frames until the next one comes
 
-    def _begin(self, job: Job) -> bool:
-        """Take a job from the waiting ones to the running ones; False if it waits no more."""
+    def _warm_up(self) -> None:
+        """Warm the policy up on the first thread that comes here; the others wait for it."""
+        if not self._warming.acquire(blocking=False):
+            self._warm.wait()
+            return
+        try:
+            self.policy.warm_up()
+            if self.batcher is not None:
+                self.batcher.calibrate(self.policy)  # type: ignore[arg-type]
+        except BaseException as error:  # noqa: BLE001 - raised again by start()
+            self._warm_up_error = error
+        finally:
+            self._warm.set()
+
+    def _answer(self, first: Job, jobs: list[Job]) -> None:
+        """Compute a job that has begun and what joins it. jobs: those that have, which grow."""
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = self._run(first, jobs)
+        finally:  # also when this thread is ended: all that had begun are answered
+            with self._lock:
+                outcomes = outcomes or [SinewError("internal error") for _ in jobs]
+                self._running = [job for job in self._running if job not in jobs]
+                self._counts["batches"] += 1
+                for outcome in outcomes:
+                    self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
+                    self._counts["late"] += isinstance(outcome, DeadlineError)
+            for each, outcome in zip(jobs, outcomes, strict=True):
+                self._finish(each, outcome)
+
+    def _begin(self, job: Job, jobs: list[Job]) -> bool:
+        """Take a job from the waiting ones to the running ones, and to ``jobs``; False if it waits no more."""
         with self._lock:
             wanted = self._leave(job)  # or superseded, cancelled, failed by stop()
             if wanted:
+                jobs.append(job)
                 self._running.append(job)
                 job.begun = time.perf_counter()
         return wanted
 
-    def _run(self, first: Job) -> list[Outcome]:
-        """Compute a job, and with it what waits and may share its inference: the outcomes of the running jobs."""
+    def _run(self, first: Job, jobs: list[Job]) -> list[Outcome]:
+        """Compute a job, and with it what waits and may share its inference, which joins ``jobs``: their outcomes."""
         try:
             self._raise_if_abandoned(first)
             if first.prepared is None:
@@ -292,18 +309,12 @@ class Scheduler:
                 raise DeadlineError(f"the deadline passed {late:.1f} ms before the request's turn came")
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return [self._presentable(error)]
-        return self._computer.compute(self._together(first, now))
-
-    def _together(self, first: Job, now: float) -> list[Job]:
-        """Return ``first`` and the waiting jobs that are computed with it, which have begun."""
-        if self.batcher is None or first.kind is None:
-            return [first]
-        jobs = [first]
-        for job in self.batcher.members(first, self._ready.order(), now)[1:]:
-            if self._begin(job):
-                self._ready.took(job.client)
-                jobs.append(job)
-        return jobs
+        if self.batcher is not None and first.kind is not None:
+            beside = [] if self._lane is None else self._lane.beside(self)
+            for job in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
+                if self._begin(job, jobs):
+                    self._ready.took(job.client)
+        return self._computer.compute(jobs)
 
     def _raise_if_abandoned(self, job: Job) -> None:
         if self._stopping:
@@ -317,32 +328,20 @@ class Scheduler:
 
     def _make_place(self, client: Hashable | None) -> Job | None:
         """With the lock held. Returns the job that has to go for a new one of this client. Raises BusyError."""
-        mine = len(self._waiting.get(client, ()))
-        if client is not None and mine >= self.per_client:
+        try:
+            job = self._places.room(client)
+        except BusyError:
             self._counts["busy"] += 1
-            raise BusyError(f"{mine} requests of this client wait, and no client may have more")
-        if self._count < self.queue_size:
-            return None
-        most = max(self._waiting.values(), key=len)
-        self._counts["busy"] += 1
-        if client is None or mine or len(most) < 2:
-            raise BusyError(f"the queue is full: {self._count} requests wait")
-        job = most[-1]
-        self._leave(job)
+            raise
+        if job is not None:
+            self._counts["busy"] += 1
+            self._leave(job)
         return job
 
     def _leave(self, job: Job) -> bool:
         """Count a job out of the waiting ones; False if it was not among them. With the lock held."""
-        if not job.waiting:
+        if not self._places.leave(job):
             return False
-        job.waiting = False
-        self._count -= 1
-        jobs = self._waiting[job.client]
-        jobs.remove(job)
-        if not jobs:
-            del self._waiting[job.client]
-        if self._newest.get(job.session) is job:
-            del self._newest[job.session]
         # What has left keeps no memory: its turn may come late, or never.
         _ = self._received.remove(job.client, job) or self._ready.remove(job.client, job)
         return True

@@ -1,4 +1,4 @@
-"""What every wire talks to: one policy behind one scheduler, with keys, deadlines, metrics and a recorder.
+"""What every wire talks to: policies behind their schedulers, with keys, deadlines, metrics and a recorder.
 
 A wire owns its sockets and its codec. It hands over an :class:`Inference` and gets a chunk or an error
 back; health, metadata, authentication, what is counted, logged and recorded are the same for all of them.
@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.dashboard.feed import Feed
-from sinew.serve.decode.frames import PixelBudget, pixel_limit
+from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
+from sinew.serve.policies import DEFAULT, Policies, Standing
 from sinew.serve.quiet import Quiet
 from sinew.serve.recorder import Recorder
 from sinew.serve.request import Check, Job, Outcome, ShuttingDownError
@@ -55,7 +56,7 @@ class Inference:
     session: the client's name for its episode; requests of one session replace each other while they wait, if
         they are of one ``owner`` too (None: the connection). Empty: none.
     deadline_ms: from ``arrived`` on; a request whose turn comes later is not computed.
-    arrived: ``time.perf_counter()`` when the last byte was there.
+    arrived: ``time.perf_counter()`` when the last byte was there. policy: which one is to answer; "": the first.
     """
 
     wire: str
@@ -66,15 +67,16 @@ class Inference:
     arrived: float = field(default_factory=time.perf_counter)
     connection: Hashable | None = None
     owner: Hashable | None = None
+    policy: str = ""
 
 
 class Service:
-    """One policy for all wires. Every method may be called from any thread.
+    """The policies for all wires. Every method may be called from any thread.
 
-    metadata: what the server says about itself and the policy, ready for JSON.
+    scheduler, spec, metadata, padded_state_dim, padded_action_dim, max_pixels, safety: of the first policy, as of
+    :class:`Standing`. More are put into ``policies``.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
-    max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
-    safety: limits of states and actions; None: none. feed: what the dashboard shows.
+    feed: what the dashboard shows, of the first policy.
     """
 
     def __init__(
@@ -93,21 +95,16 @@ class Service:
         feed: Feed | None = None,
     ):
         self.supervisor = scheduler.supervisor
-        self.spec = spec
-        self.metadata = metadata
-        self.padded_state_dim = padded_state_dim
-        self.padded_action_dim = padded_action_dim
+        self.policies = Policies(
+            Standing(scheduler, spec, metadata, safety, padded_state_dim, padded_action_dim, max_pixels)
+        )
         self.deadline_ms = deadline_ms
-        self._schedulers = [scheduler]  # the last one stands; those before it answer what they have
-        self._past: dict[str, int] = {}  # counts of those that have ended
-        self.swapper: Any = None  # exchanges the policy (serve/swap.py); None: nothing does
-        self.metrics = Metrics(self.stats, lambda: not self.problems(), metadata)
+        self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
+        self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), metadata)
         self.feed = feed or Feed()
-        self._max_pixels = max_pixels or pixel_limit(spec)
         self._quiet: dict[str, Quiet] = {}
         self._api_key = api_key
         self._recorder = recorder
-        self._safety = safety
         self._started = time.monotonic()
         self._stopping = False
 
@@ -118,45 +115,59 @@ class Service:
         not block. Raises BusyError, ShuttingDownError or RequestError, and then does not call it."""
         wait_ms = self.deadline_ms if inference.deadline_ms is None else inference.deadline_ms
         deadline = None if wait_ms is None else inference.arrived + wait_ms / 1e3
-        seen: list[Observation] = []
-        warnings: list[str] = []
-        scheduler, safety = self.scheduler, self._safety  # of the policy that stands now
-
-        def decode(check: Check) -> Observation:
-            observation = inference.decode(self.budget(check))
-            seen.append(observation)
-            if safety is not None:
-                warnings.extend(safety.check(observation))
-            return observation
-
-        def done(outcome: Outcome) -> None:
-            outcome = _safe(safety, outcome, seen, warnings)
-            self._account(inference, outcome, deadline, seen)
-            if self._recorder is not None and seen:
-                self._recorder.put(inference.wire, inference.session, seen[0], outcome)
-            on_done(outcome)
-
         connection = inference.connection if inference.connection is not None else inference.client
         owner = connection if inference.owner is None else inference.owner
         session = (inference.wire, owner, inference.session) if inference.session else None
+        job = None
         try:
             if wait_ms is not None and not wait_ms > 0:
                 raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
             self.check_session(inference.session)
-            if (stuck := scheduler.stuck()) is not None:
-                raise UnhealthyError(stuck)
-            try:
-                job = scheduler.submit(decode, done, session=session, deadline=deadline, client=connection)
-            except ShuttingDownError:
-                if scheduler is self.scheduler:
-                    raise
-                return self.submit(inference, on_done)  # the policy was exchanged meanwhile
+            while job is None:
+                standing = self.policies.get(inference.policy)
+                if (stuck := standing.scheduler.stuck()) is not None:
+                    raise UnhealthyError(stuck)
+                decode, done = self._around(inference, standing, deadline, on_done)
+                try:
+                    job = standing.scheduler.submit(
+                        decode, done, session=session, deadline=deadline, client=connection
+                    )
+                except ShuttingDownError:  # or was the policy exchanged meanwhile?
+                    if standing is self.policies.get(inference.policy):
+                        raise
         except SinewError as error:
             self._account(inference, error, deadline)
             raise
         if session is not None:
             self.metrics.session(session)
         return job
+
+    def _around(
+        self,
+        inference: Inference,
+        standing: Standing,
+        deadline: float | None,
+        on_done: Callable[[Outcome], None],
+    ) -> tuple[Callable[[Check], Observation], Callable[[Outcome], None]]:
+        """Return what decodes the observation, and what takes the outcome: within limits, counted, recorded."""
+        seen: list[Observation] = []
+        warnings: list[str] = []
+
+        def decode(check: Check) -> Observation:
+            observation = inference.decode(PixelBudget(standing.pixels, check))
+            seen.append(observation)
+            if standing.safety is not None:
+                warnings.extend(standing.safety.check(observation))
+            return observation
+
+        def done(outcome: Outcome) -> None:
+            outcome = _safe(standing.safety, outcome, seen, warnings)
+            self._account(inference, outcome, deadline, seen)
+            if self._recorder is not None and seen:
+                self._recorder.put(inference.wire, inference.session, seen[0], outcome)
+            on_done(outcome)
+
+        return decode, done
 
     async def infer(self, inference: Inference) -> ActionChunk:
         """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
@@ -178,59 +189,41 @@ class Service:
             self.cancel(job)
             raise
 
-    def budget(self, check: Check) -> PixelBudget:
-        """What one request may decode to. check: raises once nobody waits for it."""
-        return PixelBudget(self._max_pixels, check)
-
     def cancel(self, job: Job) -> None:
         """The client of this job has left."""
         job.home.cancel(job)
 
-    def state_range(self) -> dict[str, list[float | None]] | None:
-        """Return ``low`` and ``high`` of each state dimension in the training data, where it is known."""
-        return None if self._safety is None else self._safety.state_range()
-
-    def reset(self, session: str = "") -> None:
+    def reset(self, session: str = "", policy: str = "") -> None:
         """A new episode begins: a policy that keeps state between requests forgets the session's.
-        Raises RequestError for a name that is too long."""
+        Raises RequestError for a name that is too long, UnknownPolicyError."""
         self.check_session(session)
-        if (forget := getattr(self.scheduler.policy, "reset", None)) is not None:
+        if (forget := getattr(self.policies.get(policy).scheduler.policy, "reset", None)) is not None:
             forget(session)
 
-    # ------------------------------------------------------------------------- the policy that stands
+    # ------------------------------------------------------------------------- the first policy
 
     @property
     def scheduler(self) -> Scheduler:
-        """Return the one that takes requests."""
-        return self._schedulers[-1]
+        """Return the one that takes requests which name no policy."""
+        return self.policies.get().scheduler
 
     @property
-    def schedulers(self) -> Sequence[Scheduler]:
-        """Return all that have something to answer, the standing one last."""
-        return tuple(self._schedulers)
+    def spec(self) -> PolicySpec:
+        """Return what the first policy reads and writes."""
+        return self.policies.get().spec
 
-    def exchange(
-        self, scheduler: Scheduler, spec: PolicySpec, metadata: dict[str, Any], safety: Safety | None
-    ) -> Scheduler:
-        """Give the requests that come from now on to ``scheduler``; return the one before, which is to be drained."""
-        old = self.scheduler
-        self._safety, self.spec, self.metadata = safety, spec, metadata
-        self._schedulers.append(scheduler)
-        return old
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return what the server says about itself and the first policy."""
+        return self.about()
 
-    def retired(self, scheduler: Scheduler) -> None:
-        """Note that a scheduler has answered its last; its counts stay."""
-        for name, count in scheduler.stats().items():
-            self._past[name] = self._past.get(name, 0) + int(count)
-        self._schedulers.remove(scheduler)
+    def about(self, policy: str = "") -> dict[str, Any]:
+        """Return what the server says about itself and a policy, with the names of all where there are several.
 
-    def stats(self) -> dict[str, int | bool]:
-        """Return :meth:`Scheduler.stats` over all policies that stood since the start."""
-        found: dict[str, int | bool] = dict(self._past)
-        for scheduler in self.schedulers:
-            for name, count in scheduler.stats().items():
-                found[name] = count if name not in found else found[name] + count
-        return found
+        Raises UnknownPolicyError.
+        """
+        more = {"policies": list(self.policies.names)} if self.policies.several else {}
+        return self.policies.get(policy).metadata | more
 
     # ------------------------------------------------------------------------- everything else
 
@@ -243,11 +236,6 @@ class Service:
             raise UnauthorizedError("this server wants an API key, and the request brought none or another")
 
     @property
-    def safety(self) -> Safety | None:
-        """Return the limits of states and actions; None where there are none."""
-        return self._safety
-
-    @property
     def wants_key(self) -> bool:
         return bool(self._api_key)
 
@@ -258,7 +246,8 @@ class Service:
             "status": "stopping" if self._stopping else "unhealthy" if problems else "ok",
             "problems": problems,
             "uptime_s": round(time.monotonic() - self._started, 3),
-            **self.stats(),
+            **self.policies.stats(),
+            **({"policies": self.policies.describe()} if self.policies.several else {}),
             **({} if self._recorder is None else {"recorder": self._recorder.stats()}),
         }
 
@@ -268,7 +257,7 @@ class Service:
 
     def tend(self) -> None:
         """Answer requests whose deadline has passed; to be called now and then."""
-        for scheduler in list(self._schedulers):
+        for scheduler in self.policies.schedulers:
             scheduler.expire()
 
     def stopping(self) -> None:
@@ -305,15 +294,16 @@ class Service:
         error = outcome if isinstance(outcome, SinewError) else None
         missed = deadline is not None and now > deadline
         self.metrics.request(inference.wire, outcome, now - inference.arrived, missed)
-        self.feed.put(
-            inference.wire,
-            inference.client,
-            inference.session,
-            seen[0] if seen else None,
-            outcome,
-            now - inference.arrived,
-            None if deadline is None else deadline - inference.arrived,
-        )
+        if inference.policy in ("", DEFAULT):  # the page is of one policy
+            self.feed.put(
+                inference.wire,
+                inference.client,
+                inference.session,
+                seen[0] if seen else None,
+                outcome,
+                now - inference.arrived,
+                None if deadline is None else deadline - inference.arrived,
+            )
         if error is not None and not isinstance(error, (ShuttingDownError, BusyError)):
             quiet = self._quiet.setdefault(inference.wire, Quiet(logger))
             quiet.warning("%s: a request failed: %s", inference.wire, printable(error))
@@ -363,6 +353,7 @@ def _entry(inference: Inference, outcome: Outcome, seconds: float, missed: bool)
         "wire": inference.wire,
         "client": inference.client,
         "session": inference.session[:64],
+        **({"policy": inference.policy[:MAX_SESSION]} if inference.policy else {}),
         "outcome": outcome.code if isinstance(outcome, SinewError) else "ok",
         "ms": round(1e3 * seconds, 3),
     }

@@ -1,21 +1,21 @@
-"""Another policy in a server that goes on: loaded and warm beside the old one, then exchanged; the old one is drained.
+"""Policies of a server that goes on: loaded and warm beside those that stand, exchanged, unloaded.
 
-Every request is answered by the policy that stood when it came. Both are in memory until the old one has answered its
-last, which a budget takes into account.
+Every request is answered by the policy that stood under its name when it came. An old policy and its successor are both
+in memory until the old one has answered its last, which the budget takes into account.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sinew.core import BusyError, PolicySpec, RequestError
-from sinew.serve.safety import Safety
+from sinew.serve.policies import DEFAULT, Standing, check_name
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 
@@ -23,74 +23,116 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A policy that is ready: its scheduler has been started. Other fields as of :class:`Service`."""
+class Need:
+    """Bytes of memory that a policy takes: its weights, and what it computes with."""
 
-    scheduler: Scheduler
-    metadata: dict[str, Any]
-    safety: Safety | None
+    weights: int
+    activations: int = 0
 
     @property
-    def spec(self) -> PolicySpec:
-        """Return what the policy reads and writes."""
-        spec: PolicySpec = self.scheduler.policy.spec  # type: ignore[attr-defined]
-        return spec
+    def total(self) -> int:
+        return self.weights + self.activations
+
+    def __str__(self) -> str:
+        return (
+            f"{_mib(self.total)} (weights {_mib(self.weights)}, activations {_mib(self.activations)})"
+            if self.activations
+            else f"{_mib(self.weights)} of weights"
+        )
 
 
 class Swapper:
-    """open: finds, loads and warms what a source names; raises SinewError. find: a source -> the file of its weights.
+    """open: finds, loads and warms what a source names; raises SinewError. need: what a source takes; loads nothing.
 
-    source: what stands now. budget: bytes of all weights at once, the files' own; None: no limit.
+    source: what stands first. budget: bytes of all policies at once, why: where that number comes from; None: no limit.
+    One change at a time.
     """
 
     def __init__(
         self,
         service: Service,
         open: Callable[[str], Standing],  # noqa: A002 - what it does
-        find: Callable[[str], Path],
+        need: Callable[[str], Need],
         source: str,
         budget: int | None = None,
+        why: str = "--memory-gib",
     ):
-        self._service, self._open, self._find = service, open, find
-        self._budget, self._size = budget, _nbytes(find(source))
+        self._service, self._open, self._need = service, open, need
+        self._first, self._budget, self._why = source, budget, why
+        self._needs: dict[str, Need] = {}  # by name; the first one's is computed when it is wanted
         self._changing = threading.Lock()
 
-    def swap(self, source: str) -> dict[str, Any]:
-        """Exchange the policy for ``source`` and return when the old one has answered its last request.
+    def load(self, name: str, source: str) -> dict[str, Any]:
+        """Give a name's requests to ``source``, and return when what stood there before has answered its last.
 
-        Raises BusyError during another exchange, RequestError for a policy of another form than the one that stands or
-        beyond the budget, and what opening it raises; the old policy then goes on.
+        Raises BusyError during another change, RequestError for a name that cannot be one, for a policy beyond the
+        budget or of another form than the one whose place it takes, and what opening it raises; what stands goes on.
         """
-        if not self._changing.acquire(blocking=False):
-            raise BusyError("another exchange of the policy is under way")
-        try:
+        check_name(name)
+        with _only(self._changing):
             begun = time.perf_counter()
-            size = _nbytes(self._find(source))
-            if self._budget is not None and self._size + size > self._budget:
-                raise RequestError(
-                    f"source: expected weights of at most {(self._budget - self._size) / 2**20:.0f} MiB beside those"
-                    f" that stand (--memory-gib), got {size / 2**20:.0f} MiB"
-                )
+            need = self._need(source)
+            self._check_budget(need)
             found = self._open(source)
             loaded = time.perf_counter()
-            try:
-                check_form(self._service.spec, found.spec)
-            except RequestError:
-                found.scheduler.drain()
-                raise
-            old = self._service.exchange(found.scheduler, found.spec, found.metadata, found.safety)
-            old.drain()
-            self._service.retired(old)
-            self._size = size
-        finally:
-            self._changing.release()
+            if name in self._service.policies.names:
+                try:
+                    check_form(self._service.policies.get(name).spec, found.spec)
+                except RequestError:
+                    found.scheduler.drain()
+                    raise
+            self._drain(self._service.policies.put(name, found))
+            self._needs[name] = need
         took = {
+            "name": name,
             "policy": found.spec.name,
+            "memory_mib": round(need.total / 2**20, 1),
             "load_s": round(loaded - begun, 3),
             "drain_s": round(time.perf_counter() - loaded, 3),
         }
-        logger.info("the policy was exchanged for %s: %s", source, took)
+        logger.info("the policy %s is %s: %s", name, source, took)
         return took
+
+    def unload(self, name: str) -> dict[str, Any]:
+        """Take a policy out, and return when it has answered its last request; later ones are refused.
+
+        Raises BusyError during another change, UnknownPolicyError, and RequestError for the first policy.
+        """
+        with _only(self._changing):
+            begun = time.perf_counter()
+            self._drain(self._service.policies.take(name))
+            self._needs.pop(name, None)
+        took = {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
+        logger.info("the policy %s is unloaded: %s", name, took)
+        return took
+
+    def _drain(self, old: Scheduler | None) -> None:
+        if old is not None:
+            old.drain()
+            self._service.policies.retired(old)
+
+    def _check_budget(self, need: Need) -> None:
+        if self._budget is None:
+            return
+        self._needs.setdefault(DEFAULT, self._need(self._first))
+        free = self._budget - sum(each.total for each in self._needs.values())
+        if need.total > free:
+            beside = ", ".join(f"{name} {_mib(each.total)}" for name, each in self._needs.items())
+            raise RequestError(
+                f"source: expected at most {_mib(max(0, free))} beside what stands ({beside}) within"
+                f" {_mib(self._budget)} ({self._why}), got {need}"
+            )
+
+
+@contextlib.contextmanager
+def _only(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock that nobody waits for. Raises BusyError where it is taken."""
+    if not lock.acquire(blocking=False):
+        raise BusyError("another change of the policies is under way")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def check_form(old: PolicySpec, new: PolicySpec) -> None:
@@ -107,7 +149,5 @@ def check_form(old: PolicySpec, new: PolicySpec) -> None:
             raise RequestError(f"source: {name}: expected {a}, as the policy that stands, got {b}")
 
 
-def _nbytes(path: Path) -> int:
-    """Return the bytes of a file, or of a folder's files."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"

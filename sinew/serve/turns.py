@@ -1,4 +1,8 @@
-"""A queue in which connections take turns, so that the one that asks most does not get most."""
+"""A queue in which connections take turns, so that the one that asks most does not get most.
+
+Whose last turn was longest ago comes first, whether it waited all the time since or has just come back: a robot that asks
+again when it is answered would otherwise stand behind a flooder's backlog, which never leaves the line, every time.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+REMEMBERED = 1024  # owners whose last turn is known; who comes first, or again after so many, comes behind who waits
 
 
 class Turns(Generic[T]):
-    """First come first served among the items of one owner, round robin between owners. Thread-safe.
+    """First come first served among the items of one owner; between owners who had no turn for longest. Thread-safe.
 
     key: what came first, where items are put in by several threads that may overtake one another.
     """
@@ -21,15 +26,17 @@ class Turns(Generic[T]):
     def __init__(self, key: Callable[[T], float] | None = None) -> None:
         self._key = key
         self._lock = threading.Lock()
-        self._lines: OrderedDict[Hashable, deque[T]] = (
-            OrderedDict()
-        )  # the owner whose turn it is stands first
+        self._lines: dict[Hashable, deque[T]] = {}
+        self._turns: OrderedDict[int, int] = OrderedDict()  # an owner's hash -> its last turn, or its arrival
+        self._clock = 0
         self._signals: SimpleQueue[None] = SimpleQueue()  # there is something to look at
         self._ended = False
 
     def put(self, owner: Hashable, item: T) -> None:
         """Add an item behind the others of its owner that came before it."""
         with self._lock:
+            if hash(owner) not in self._turns:
+                self._turn(owner)
             line = self._lines.setdefault(owner, deque())
             line.append(item)
             if self._key is not None and len(line) > 1:
@@ -50,6 +57,11 @@ class Turns(Generic[T]):
             self._signals.get_nowait()
         return item
 
+    def next(self) -> T | None:
+        """Return the item whose owner's turn it is, or None where nothing waits."""
+        with self._lock:
+            return self._take() if self._lines else None
+
     def remove(self, owner: Hashable, item: T) -> bool:
         """Take an item out; False if it is not there."""
         with self._lock:
@@ -64,7 +76,7 @@ class Turns(Generic[T]):
     def order(self) -> list[T]:
         """Return what waits, in the order in which ``get`` gives it if nothing else comes."""
         with self._lock:
-            lines = deque(deque(line) for line in self._lines.values())
+            lines = deque(deque(self._lines[owner]) for owner in sorted(self._lines, key=self._last))
         found = []
         while lines:
             line = lines.popleft()
@@ -74,10 +86,9 @@ class Turns(Generic[T]):
         return found
 
     def took(self, owner: Hashable) -> None:
-        """Put an owner behind the others: one of its items was taken out of turn (``remove``)."""
+        """Note that an owner had a turn: one of its items was taken out of the line (``remove``)."""
         with self._lock:
-            if owner in self._lines:
-                self._lines.move_to_end(owner)
+            self._turn(owner)
 
     def drain(self) -> list[T]:
         """Take everything out."""
@@ -93,10 +104,20 @@ class Turns(Generic[T]):
             self._signals.put(None)
 
     def _take(self) -> T:
-        owner, line = next(iter(self._lines.items()))
+        owner = min(self._lines, key=self._last)
+        line = self._lines[owner]
         item = line.popleft()
-        if line:
-            self._lines.move_to_end(owner)
-        else:
+        if not line:
             del self._lines[owner]
+        self._turn(owner)
         return item
+
+    def _last(self, owner: Hashable) -> int:
+        return self._turns.get(hash(owner), 0)
+
+    def _turn(self, owner: Hashable) -> None:
+        self._clock += 1
+        self._turns[hash(owner)] = self._clock
+        self._turns.move_to_end(hash(owner))
+        if len(self._turns) > REMEMBERED:
+            self._turns.popitem(last=False)

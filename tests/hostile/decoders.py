@@ -38,7 +38,7 @@ from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation
 from sinew.serve.wires.native import NativeCodec
 from tests.hostile.mutate import mutate_record
 from tests.serve import test_safe_pickle as theirs
-from tests.serve.puppet import FRAME, GREETING, SPEC, frame, request
+from tests.serve.puppet import FRAME, GREETING, SPEC, frame, lone, request
 from tests.serve.test_safe_pickle import as_lerobot
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
@@ -79,7 +79,7 @@ EXPECTED = (SinewError, zmtp.ZmtpError, protocol.ClientError)
 def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
     """Return name -> (a good message, what reads it)."""
     native, groot = NativeCodec(), GrootCodec()
-    native.spec, native.padded_state_dim, native.padded_action_dim = SPEC, 2, 2
+    native.bind(lone(SPEC, 2, 2))
     groot.names = Names.of(SPEC)
 
     def read_native(data: bytes) -> object:
@@ -285,7 +285,7 @@ def values() -> dict[str, Callable[[random.Random], object]]:
         record = replaced(plain, rng)
         payload = protocol.encode_infer(record, 1)
         native = NativeCodec()
-        native.spec, native.padded_state_dim, native.padded_action_dim = spec, spec.state.dim, spec.action.dim
+        native.bind(lone(spec, spec.state.dim, spec.action.dim))
         header = native.peek(memoryview(payload))
         if header.error is not None:
             raise header.error

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sinew.cli import main
+from sinew.cli.serve_policy import memory_budget, memory_need
 from sinew.core import SinewError
 from sinew.perf.fleet import batched, between, most_robots, play
 from sinew.perf.program import Program
@@ -68,3 +69,16 @@ def test_the_verb_says_what_is_missing(tmp_path, monkeypatch, capsys):
 def test_impossible_numbers():
     with pytest.raises(SinewError, match="above 0"):
         play(0, lambda n: 1.0, **SETTINGS)
+
+
+def test_memory_is_that_of_the_engine_that_will_run(rolling_bundle):
+    options = {"engine": "eager", "providers": (), "device": "cpu", "dtype": None, "ignore_recipe": False}
+    need = memory_need(str(rolling_bundle), options, 8)
+    assert 0 < need.weights < rolling_bundle.stat().st_size
+    assert need.activations > 0
+    assert need.total == need.weights + need.activations
+    assert memory_budget(2.0, options) == (2 << 30, "--memory-gib 2")
+    budget, why = memory_budget(None, options)
+    assert budget is not None
+    assert budget > 0
+    assert why == "this machine's memory"

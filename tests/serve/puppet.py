@@ -15,6 +15,7 @@ import numpy as np
 from sinew_client import protocol
 
 from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
+from sinew.serve.policies import Policies, Standing
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
@@ -121,6 +122,17 @@ def desk(
         assert scheduler.join(WAIT_S)
         for wire in opened.values():
             wire.stop()
+
+
+def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, safety: Any = None) -> Any:
+    """Return a service of one policy that computes nothing, for codecs. state_dim, action_dim: padded."""
+    scheduler: Any = SimpleNamespace(policy=policy)
+    standing = Standing(scheduler, spec, {}, safety, state_dim, action_dim)
+    return SimpleNamespace(
+        supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
+        policies=Policies(standing),
+        check_session=lambda _name: None,
+    )
 
 
 def until(condition: Callable[[], Any], what: str = "it to happen") -> Any:

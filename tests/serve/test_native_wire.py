@@ -34,6 +34,7 @@ from sinew.policy import load
 from sinew.serve.decode.frames import PixelBudget, compressed_frame, raw_frame
 from sinew.serve.decode.protobuf import MAX_FIELDS
 from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, Header, Kind, NativeCodec
+from tests.serve.puppet import lone
 from tests.work import lines_of
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))  # of each property
@@ -53,7 +54,7 @@ SPEC = PolicySpec(
 
 def make_codec(spec: PolicySpec, padded_state_dim: int, padded_action_dim: int) -> NativeCodec:
     codec = NativeCodec()
-    codec.spec, codec.padded_state_dim, codec.padded_action_dim = spec, padded_state_dim, padded_action_dim
+    codec.bind(lone(spec, padded_state_dim, padded_action_dim))
     return codec
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from sinew.policy import Policy, load
 from sinew.serve.safety import Safety
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import streams
-from tests.serve.puppet import desk, until
+from tests.serve.puppet import desk, lone, until
 
 FRAME = np.zeros((16, 16, 3), np.uint8)
 RATE = 100.0
@@ -261,16 +260,13 @@ FIELDS = st.fixed_dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(FIELDS, min_size=1, max_size=4))
 def test_messages_of_any_content_are_taken_or_refused(policy: Policy, given: list[dict[str, Any]]) -> None:
-    service = SimpleNamespace(
-        supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
-        scheduler=SimpleNamespace(policy=policy), safety=Safety(policy.processor), check_session=lambda _name: None,
-        budget=lambda _check: None,
-    )  # fmt: skip
     from sinew.serve.wires.native import NativeCodec
 
     codec = NativeCodec()
-    codec.spec = policy.spec
-    taker, asker = streams.Streams(service, codec), Asker()  # type: ignore[arg-type]
+    codec.bind(
+        lone(policy.spec, policy.padded_state_dim, policy.padded_action_dim, policy, Safety(policy.processor))
+    )
+    taker, asker = codec.streams, Asker()
     for fields in given:
         with contextlib.suppress(SinewError):
             take(taker, asker, message(**fields))

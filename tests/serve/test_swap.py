@@ -1,4 +1,4 @@
-"""The policy of a running server is exchanged: every request is answered, by the policy that stood when it came."""
+"""Policies of a running server are loaded, exchanged, unloaded: requests are answered by the one that they came to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import pytest
 from sinew_client import Client
 
 from sinew.core import ActionChunk, BundleError, BusyError, Observation, RequestError
+from sinew.serve.policies import DEFAULT, Standing
 from sinew.serve.scheduler import Scheduler
-from sinew.serve.swap import Standing, Swapper
+from sinew.serve.swap import Need, Swapper
 from sinew.serve.transport.admin import _is_loopback
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
 
@@ -37,14 +38,14 @@ def exchanging(
 ) -> Iterator[SimpleNamespace]:
     """A desk whose policy can be exchanged for the files of ``tmp_path``: their names say which puppet they are."""
     for name in ("first", "other", "wide"):
-        (tmp_path / name).write_bytes(bytes(1000))
+        (tmp_path / name).write_bytes(bytes(1 << 20))
     opened: list[Scheduler] = []
     with desk(wires, **options) as at:
 
-        def find(source: str) -> Path:
+        def need(source: str) -> Need:
             if not (tmp_path / source).exists():
                 raise BundleError(f"{source}: no such file or folder")
-            return tmp_path / source
+            return Need((tmp_path / source).stat().st_size, 1 << 20)
 
         def open_source(source: str) -> Standing:
             puppet = Puppet() if source == "first" else Other()
@@ -53,9 +54,12 @@ def exchanging(
             scheduler = Scheduler(puppet, supervisor=at.service.supervisor)
             scheduler.start()
             opened.append(scheduler)
-            return Standing(scheduler, {"policy": puppet.spec.to_dict(), "name": source}, None)
+            return Standing(scheduler, puppet.spec, {"policy": puppet.spec.to_dict(), "name": source})
 
-        at.swapper = at.service.swapper = Swapper(at.service, open_source, find, "first", budget)
+        at.swapper = at.service.swapper = Swapper(
+            at.service, open_source, need, "first", budget, "--memory-gib 1"
+        )
+        at.swap = lambda source: at.swapper.load(DEFAULT, source)
         at.opened_schedulers = opened
         try:
             yield at
@@ -72,19 +76,19 @@ def test_requests_on_their_way_are_answered_by_the_policy_that_they_came_to(tmp_
         asking.start()
         until(lambda: at.scheduler.stats()["running"])
         told: list = []
-        changing = threading.Thread(target=lambda: told.append(at.swapper.swap("other")))
+        changing = threading.Thread(target=lambda: told.append(at.swap("other")))
         changing.start()
         until(lambda: at.service.scheduler is not at.scheduler)
         assert client.infer(GOOD, timeout=WAIT_S).actions[0, 0] == 100  # beside the one that still runs
         assert client.metadata()["name"] == "other"
-        with pytest.raises(BusyError, match="another exchange"):
-            at.swapper.swap("first")
+        with pytest.raises(BusyError, match="another change"):
+            at.swap("first")
         at.puppet.release.set()
         asking.join(WAIT_S)
         changing.join(WAIT_S)
         assert found[0].actions[0, 0] == 0
-        assert told[0].keys() == {"policy", "load_s", "drain_s"}
-        assert len(at.service.schedulers) == 1
+        assert told[0].keys() == {"name", "policy", "memory_mib", "load_s", "drain_s"}
+        assert len(at.service.policies.schedulers) == 1
         health = client.health()
         assert (health["served"], health["running"], health["status"]) == (2, False, "ok")
 
@@ -95,7 +99,7 @@ def test_a_client_that_leaves_the_old_policy(tmp_path):
         asking = threading.Thread(target=lambda: _ask_in_vain(client))
         asking.start()
         until(lambda: at.scheduler.stats()["running"])
-        changing = threading.Thread(target=lambda: at.swapper.swap("other"))
+        changing = threading.Thread(target=lambda: at.swap("other"))
         changing.start()
         until(lambda: at.service.scheduler is not at.scheduler)
         (job,) = at.scheduler._running
@@ -128,37 +132,45 @@ def test_none_is_lost_under_load(tmp_path):
             each.start()
         for source in ("other", "first", "other"):
             before = len(answers)
-            at.swapper.swap(source)
+            at.swap(source)
             until(lambda before=before: len(answers) > before + 8)
         stop.set()
         for each in robots:
             each.join(WAIT_S)
-        stats = at.service.stats()
+        stats = at.service.policies.stats()
         assert (stats["served"], stats["failed"]) == (len(answers), 0)
         assert not np.any(answers)
 
 
 def test_what_does_not_fit_leaves_the_old_policy(tmp_path):
-    with exchanging(tmp_path, budget=1999) as at, Client(at.native, timeout=WAIT_S) as client:
+    with exchanging(tmp_path, budget=3 << 20) as at, Client(at.native, timeout=WAIT_S) as client:
         with pytest.raises(
-            RequestError, match="source: expected weights of at most 0 MiB beside those that stand"
+            RequestError,
+            match=r"source: expected at most 1 MiB beside what stands \(default 2 MiB\) within 3 MiB"
+            r" \(--memory-gib 1\),"
+            r" got 2 MiB \(weights 1 MiB, activations 1 MiB\)",
         ):
-            at.swapper.swap("other")
-        at.swapper._budget = 2000
+            at.swap("other")
+        at.swapper._budget = 4 << 20
         with pytest.raises(RequestError, match="chunk_size: expected 3, as the policy that stands, got 9"):
-            at.swapper.swap("wide")
+            at.swap("wide")
         assert not at.opened_schedulers[0].join(0.0) or not at.opened_schedulers[0].stats()["running"]
         with pytest.raises(BundleError, match="no such file"):
-            at.swapper.swap("missing")
+            at.swap("missing")
         assert client.infer(GOOD).actions[0, 0] == 0
         assert client.health()["status"] == "ok"
-        at.swapper.swap("other")
+        at.swap("other")
         assert client.infer(GOOD).actions[0, 0] == 100
 
 
-def post(address: str, body: bytes, key: str = "") -> tuple[int, dict]:
+def ask(
+    address: str, body: bytes | None, key: str = "", method: str = "PUT", path: str = "/default"
+) -> tuple[int, dict]:
     request = urllib.request.Request(
-        address.replace("ws", "http", 1) + "/v1/policy", body, {"X-API-Key": key} if key else {}
+        f"{address.replace('ws', 'http', 1)}/v1/policies{path}",
+        body,
+        {"X-API-Key": key} if key else {},
+        method=method,
     )
     try:
         with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
@@ -170,18 +182,27 @@ def post(address: str, body: bytes, key: str = "") -> tuple[int, dict]:
 def test_over_http_with_the_key(tmp_path):
     with exchanging(tmp_path, ("web",), api_key="secret") as at:
         good = b'{"source": "other"}'
-        assert post(at.web, good)[0] == post(at.web, good, "another")[0] == 401
+        assert ask(at.web, good)[0] == ask(at.web, good, "another")[0] == 401
         for body in (b"", b"[]", b'{"source": 3}', b'{"source": ""}', b"[" * 9999):
-            assert post(at.web, body, "secret")[0] == 400
-        status, told = post(at.web, good, "secret")
-        assert (status, told["policy"]) == (200, "puppet")
+            assert ask(at.web, body, "secret")[0] == 400
+        status, told = ask(at.web, good, "secret")
+        assert (status, told["policy"], told["name"]) == (200, "puppet", "default")
+        for path in ("/-b", "/" + 65 * "b", "/b%2Fc"):
+            assert "expected a name" in ask(at.web, good, "secret", path=path)[1]["error"]["message"]
+        assert ask(at.web, good, "secret", path="/b")[0] == 200
+        assert ask(at.web, None, "secret", "GET", "")[1]["policies"].keys() == {"default", "b"}
+        assert ask(at.web, None, "", "DELETE", "/b")[0] == 401
+        assert ask(at.web, None, "secret", "DELETE", "/b")[1]["name"] == "b"
+        assert ask(at.web, None, "secret", "DELETE", "/b")[0] == 404
+        assert "not unloaded" in ask(at.web, None, "secret", "DELETE")[1]["error"]["message"]
         at.service.swapper = None
-        assert "does not exchange" in post(at.web, good, "secret")[1]["error"]["message"]
+        assert "does not exchange" in ask(at.web, good, "secret")[1]["error"]["message"]
 
 
 def test_never_without_a_key(tmp_path):
     with exchanging(tmp_path, ("web",)) as at:
-        assert post(at.web, b'{"source": "other"}')[0] == 401
+        assert ask(at.web, b'{"source": "other"}')[0] == 401
+        assert ask(at.web, None, method="DELETE")[0] == 401
     assert _is_loopback("127.0.0.1")
     assert _is_loopback("::1")
     for address in (None, "", "192.0.2.1", "localhost.evil"):

@@ -110,8 +110,9 @@ class Dashboard:
 
     def _about(self) -> dict[str, Any]:
         service = self._service
+        safety = service.policies.get().safety
         return service.metadata | {
-            "state_range": service.state_range(),
+            "state_range": None if safety is None else safety.state_range(),
             "deadline_ms": service.deadline_ms,
             "as_seen": service.feed.image is not None,
         }

@@ -1,40 +1,54 @@
-"""``POST /v1/policy``: exchange the policy of a running server. From this machine alone, and with its key."""
+"""``/v1/policies``: what runs here under which name; load, exchange, unload, from this machine alone, with its key."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
 from sinew.core import RequestError
 from sinew.serve.service import Service, UnauthorizedError
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from sinew.serve.transport.actions import POLICIES, Handler
 
 
 def add(service: Service, guarded: Callable[[Handler], Handler], router: web.UrlDispatcher) -> None:
-    """Add the route. guarded: puts a handler behind the server's key and answers errors."""
+    """Add the routes. guarded: puts a handler behind the server's key and answers errors."""
 
-    async def swap(request: web.Request) -> web.StreamResponse:
-        if not _is_loopback(request.remote) or not service.wants_key:
-            raise UnauthorizedError(
-                "POST /v1/policy is for this machine alone, and wants a server with a key"
-            )
-        if service.swapper is None:
-            raise RequestError("this server does not exchange its policy")
+    async def listed(_request: web.Request) -> web.StreamResponse:
+        return web.json_response({"policies": service.policies.describe()})
+
+    async def load(request: web.Request) -> web.StreamResponse:
+        _admit(request)
         try:
             source = json.loads(await request.read())["source"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise RequestError('expected {"source": "what sinew serve takes"}') from None
         if not isinstance(source, str) or not source or "\0" in source:
             raise RequestError(f"source: expected text, got {type(source).__name__}")
-        took = await asyncio.get_running_loop().run_in_executor(None, service.swapper.swap, source)
-        return web.json_response(took)
+        return await run(service.swapper.load, request.match_info["policy"], source)
 
-    router.add_post("/v1/policy", guarded(swap))
+    async def unload(request: web.Request) -> web.StreamResponse:
+        _admit(request)
+        return await run(service.swapper.unload, request.match_info["policy"])
+
+    def _admit(request: web.Request) -> None:
+        if not _is_loopback(request.remote) or not service.wants_key:
+            raise UnauthorizedError(
+                f"{request.method} {POLICIES} is for this machine alone, and wants a server with a key"
+            )
+        if service.swapper is None:
+            raise RequestError("this server does not exchange its policies")
+
+    async def run(change: Callable[..., dict[str, Any]], *given: str) -> web.StreamResponse:
+        return web.json_response(await asyncio.get_running_loop().run_in_executor(None, change, *given))
+
+    router.add_get(POLICIES, guarded(listed))
+    router.add_put(f"{POLICIES}/{{policy}}", guarded(load))
+    router.add_delete(f"{POLICIES}/{{policy}}", guarded(unload))
 
 
 def _is_loopback(address: str | None) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from aiohttp import web
+
 from sinew.serve.quiet import Quiet
 from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
 
@@ -119,3 +121,9 @@ class Connection(Account, asyncio.Protocol):
 class _Refusal(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
+
+
+def connection_of(request: web.Request) -> Connection:
+    """Return what a request came through; of a client that has left already, one that counts for nothing."""
+    found = None if request.transport is None else request.transport.get_protocol()
+    return found if isinstance(found, Connection) else Connection.nobody()

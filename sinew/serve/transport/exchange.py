@@ -28,10 +28,13 @@ Decoder = Callable[[PixelBudget], Observation]
 
 
 class Header(Protocol):
-    """What a codec's ``peek`` finds out. error: why the request is refused, or None."""
+    """What a codec's ``peek`` finds out. policy: the name of the one that is asked. error: why the request is refused,
+    or None."""
 
     @property
     def session(self) -> str: ...
+    @property
+    def policy(self) -> str: ...
     @property
     def deadline_ms(self) -> float | None: ...
     @property
@@ -143,7 +146,14 @@ class Exchange:
         session = header.session if len(decoders) == 1 else ""
         request.inferences = [
             Inference(
-                codec.name, decode, asker.address, session, header.deadline_ms, arrived, connection=asker
+                codec.name,
+                decode,
+                asker.address,
+                session,
+                header.deadline_ms,
+                arrived,
+                connection=asker,
+                policy=header.policy,
             )
             for decode in reversed(decoders)
         ]

@@ -21,9 +21,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.dashboard.routes import Dashboard, Handler
 from sinew.serve.metrics import CONTENT_TYPE
+from sinew.serve.policies import DEFAULT
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport import admin
-from sinew.serve.transport.connections import Connection, Connections
+from sinew.serve.transport.actions import POLICIES, Actions
+from sinew.serve.transport.connections import Connection, Connections, connection_of
 from sinew.serve.transport.ledger import HELD_REQUESTS
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.origin import refuse_web_pages
@@ -90,13 +92,12 @@ class WebServer:
         app.on_response_prepare.append(_anonymous)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
+        actions = Actions(self._service)
         if "http" in self._names:
-            app.router.add_get("/v1/metadata", self._guarded(self._metadata))
-            app.router.add_post("/v1/actions", self._guarded(self._actions))
-            app.router.add_post("/act", self._guarded(self._act))
+            actions.add(self._guarded, app.router)
             admin.add(self._service, self._guarded, app.router)
         if self._listen.dashboard:
-            shown = Dashboard(self._service, self._guarded, self._actions, self._ended)
+            shown = Dashboard(self._service, self._guarded, actions.actions, self._ended)
             self._page = shown.add(app.router, at_root=not self._kind)
         if self._kind:
             app.router.add_get("/{path:.*}", self._websocket)
@@ -137,7 +138,7 @@ class WebServer:
         self, request: web.Request, handler: Callable[..., Awaitable[Any]]
     ) -> web.StreamResponse:
         """Tells the connection when a request is there and when it is answered."""
-        connection = _connection(request)
+        connection = connection_of(request)
         if not request.can_read_body:
             connection.whole()
         try:
@@ -171,46 +172,6 @@ class WebServer:
         response.force_close()
         return response
 
-    async def _metadata(self, _request: web.Request) -> web.Response:
-        return web.json_response(self._service.metadata | {"health": self._service.health()})
-
-    async def _actions(self, request: web.Request) -> web.Response:
-        kind = http.MSGPACK if request.content_type == http.MSGPACK else http.JSON
-        with self._service.reading("http", request.remote or ""):
-            arrived, body = await self._body(request)
-            message = http.read(body, kind)
-        inference = Inference(
-            "http",
-            partial(http.observation, message, self._service.spec),
-            request.remote or "",
-            message.session,
-            message.deadline_ms,
-            arrived,
-            connection=_connection(request),
-            owner=request.remote or "",
-        )
-        chunk = await self._service.infer(inference)
-        answer = http.answer(chunk, 1e3 * (time.perf_counter() - arrived), kind)
-        return web.Response(body=answer, content_type=kind)
-
-    async def _act(self, request: web.Request) -> web.Response:
-        with self._service.reading("http", request.remote or ""):
-            arrived, body = await self._body(request)
-            act = http.read_act(body)
-        decode = partial(http.act_observation, act, self._service.spec)
-        chunk = await self._service.infer(
-            Inference("http", decode, request.remote or "", arrived=arrived, connection=_connection(request))
-        )
-        return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
-
-    async def _body(self, request: web.Request) -> tuple[float, bytes]:
-        coding = request.headers.get("Content-Encoding", "identity")
-        if coding != "identity":
-            raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
-        body = await request.read()  # a slow one is ended by Connections.watch
-        _connection(request).whole()
-        return time.perf_counter(), body
-
     def _guarded(
         self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -221,9 +182,9 @@ class WebServer:
                 with self._service.reading("http", request.remote or ""):
                     self._service.authorize(_key(request))
                 if self._service.wants_key:
-                    _connection(request).prove()
+                    connection_of(request).prove()
                 response = await handler(request)
-                _connection(request).prove()
+                connection_of(request).prove()
                 return response
             except SinewError as error:
                 status, body = http.error_answer(error)
@@ -243,11 +204,13 @@ class WebServer:
         assert self._kind is not None
         service, client, kind = self._service, request.remote or "", self._kind
         name = kind.codec.NAME
+        policy = request.path.removeprefix(f"{POLICIES}/") if request.path.startswith(POLICIES) else DEFAULT
         try:
             with service.reading(name, client):
                 service.authorize(_key(request))
+                standing = service.policies.get(policy)
         except SinewError as error:
-            return web.Response(status=401, text=f"{error}\n")
+            return web.Response(status=http.error_answer(error)[0], text=f"{error}\n")
         socket = web.WebSocketResponse(
             max_msg_size=self._listen.max_message_bytes,
             compress=False,
@@ -264,16 +227,16 @@ class WebServer:
         await socket.prepare(request)
         self._open.add(socket)
         service.metrics.connection(name, 1)
-        connection = _connection(request)
+        connection = connection_of(request)
         if service.wants_key:
             connection.prove()
         connection.answered(connection.waiting)
         messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
-        worker = asyncio.create_task(self._answer(socket, connection, messages, client))
+        worker = asyncio.create_task(self._answer(socket, connection, messages, client, policy))
         try:
             if kind.greets:
-                await socket.send_bytes(kind.codec.metadata(service.spec, service.metadata))
+                await socket.send_bytes(kind.codec.metadata(standing.spec, service.about(policy)))
             async for message in socket:
                 if message.type in (WSMsgType.PING, WSMsgType.PONG):
                     connection.control_frame(len(message.data))
@@ -305,13 +268,14 @@ class WebServer:
         connection: Connection,
         messages: asyncio.Queue[tuple[float, bytes, int]],
         client: str,
+        policy: str,
     ) -> None:
         """One observation after the other, until the connection ends."""
         previous_ms: float | None = None
         while True:
             arrived, payload, size = await messages.get()
             try:
-                reply = await self._reply(payload, arrived, previous_ms, client, connection)
+                reply = await self._reply(payload, arrived, previous_ms, client, connection, policy)
                 await (socket.send_str(reply) if isinstance(reply, str) else socket.send_bytes(reply))
                 connection.prove()
                 previous_ms = 1e3 * (time.perf_counter() - arrived)
@@ -334,16 +298,17 @@ class WebServer:
         previous_ms: float | None,
         client: str,
         connection: Connection,
+        policy: str,
     ) -> bytes | str:
         assert self._kind is not None
         service, codec = self._service, self._kind.codec
         with service.reading(codec.NAME, client):
             message = codec.read(payload)
         if message.endpoint == "reset":
-            service.reset(message.session)
+            service.reset(message.session, policy)
             done: bytes | str = codec.reset_answer()
             return done
-        decode = partial(codec.observation, message, service.spec)
+        decode = partial(codec.observation, message, service.policies.get(policy).spec)
         chunk = await service.infer(
             Inference(
                 codec.NAME,
@@ -353,6 +318,7 @@ class WebServer:
                 message.deadline_ms,
                 arrived,
                 connection=connection,
+                policy=policy,
             )
         )
         reply: bytes | str = codec.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
@@ -391,9 +357,3 @@ def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
     assert runner.server is not None  # after setup
     made: asyncio.Protocol = runner.server()
     return made
-
-
-def _connection(request: web.Request) -> Connection:
-    """What the request came through; of a client that has left already, one that counts for nothing."""
-    found = None if request.transport is None else request.transport.get_protocol()
-    return found if isinstance(found, Connection) else Connection.nobody()

@@ -3,7 +3,8 @@
 ``/v1/actions`` takes JSON, or the same maps in msgpack with arrays as openpi sends them:
 
     {"images": {"front": "<base64 of a JPEG or PNG file>"}, "state": [0.1, ...], "prompt": "pick up the cube",
-     "seed": 1, "solver_steps": 10, "noise": [[...]], "session": "arm-1", "deadline_ms": 100, "time": 12.5}
+     "seed": 1, "solver_steps": 10, "noise": [[...]], "session": "arm-1", "deadline_ms": 100, "time": 12.5,
+     "policy": "default"}
 
 Frames may also be ``{"__numpy__": base64, "dtype": "|u1", "shape": [h, w, 3]}``. Answers:
 
@@ -39,6 +40,7 @@ _STATUS = {
     "bad_request": 400,
     "bad_observation": 400,
     "unauthorized": 401,
+    "unknown_policy": 404,
     "superseded": 409,
     "busy": 429,
     "cancelled": 499,
@@ -50,11 +52,12 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """content: the body's map. session and deadline_ms: what the scheduler needs of it."""
+    """content: the body's map. session, deadline_ms and policy: what the scheduler needs of it."""
 
     content: Mapping[str, Any]
     session: str = ""
     deadline_ms: float | None = None
+    policy: str = ""
 
 
 def read(body: bytes, content_type: str) -> Message:
@@ -67,6 +70,7 @@ def read(body: bytes, content_type: str) -> Message:
         tree,
         keys.optional_text("session", tree.get("session")),
         None if deadline is None else number("deadline_ms", deadline),
+        keys.optional_text("policy", tree.get("policy")),
     )
 
 
@@ -75,7 +79,7 @@ def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None =
     flat = keys.flatten(_arrays(message.content))
     budget = budget or PixelBudget()
     for key, value in flat.items():
-        if isinstance(value, str) and key not in (*keys.PROMPT_KEYS, "session") and len(value) > 64:
+        if isinstance(value, str) and key not in (*keys.PROMPT_KEYS, "session", "policy") and len(value) > 64:
             flat[key] = compressed_frame(key, from_base64(key, value), budget)
         elif isinstance(value, bytes):
             flat[key] = compressed_frame(key, value, budget)

@@ -26,6 +26,8 @@ from sinew_client.schema import Image, PredictRequest, PredictResponse
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
 from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, packed
+from sinew.serve.policies import MAX_NAME as MAX_POLICY
+from sinew.serve.policies import Standing
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.streams import Streams
@@ -47,7 +49,7 @@ _IMAGE_NUMBERS = {
 }
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 _ACTION_CHUNK = PredictResponse.DESCRIPTOR.fields_by_name["action_chunk"].number
-_NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state")}
+_NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state", "policy")}
 
 
 class Kind(IntEnum):
@@ -68,7 +70,8 @@ _KINDS = frozenset(Kind)
 class Header:
     """What routing needs to know of a request.
 
-    native: False for vla.cpp's form. error: why the request is refused; the rest is what was found until then.
+    native: False for vla.cpp's form. policy: the name of the one that is asked. error: why the request is refused; the
+    rest is what was found until then.
     """
 
     kind: Kind = Kind.INFER
@@ -77,24 +80,19 @@ class Header:
     native: bool = False
     deadline_ms: float | None = None
     api_key: str = ""
+    policy: str = ""
     error: RequestError | None = None
 
 
 class NativeCodec:
-    """The codec for one policy."""
+    """The codec for the policies of one service."""
 
     name = "native"
 
-    spec: PolicySpec
-    padded_state_dim: int  # the model's own widths, which vla.cpp's clients use
-    padded_action_dim: int
     streams: Streams
 
     def bind(self, service: Service) -> None:
         self.service = service
-        self.spec = service.spec
-        self.padded_state_dim = service.padded_state_dim
-        self.padded_action_dim = service.padded_action_dim
         self.streams = Streams(service, self)
 
     # ------------------------------------------------------------------------- requests
@@ -102,7 +100,7 @@ class NativeCodec:
     def peek(self, payload: Payload) -> Header:
         """Look a request over without parsing it. Never raises: a refusal is in the header."""
         kind, request_id, session, native, error = 0, 0, "", False, None
-        deadline_ms, api_key = None, ""
+        deadline_ms, api_key, policy = None, "", ""
         images, beside = 0, 0
         buffer, found = memoryview(payload), list[Field]()
         try:
@@ -128,6 +126,10 @@ class NativeCodec:
                     if value > MAX_KEY:
                         raise RequestError(f"api_key: expected at most {MAX_KEY} bytes, got {value}")
                     api_key = str(buffer[end - value : end], "utf-8", "replace")
+                elif number == _FIELD["policy"] and wire_type == BYTES:
+                    if value > MAX_POLICY:
+                        raise RequestError(f"policy: expected at most {MAX_POLICY} bytes, got {value}")
+                    policy = str(buffer[end - value : end], "utf-8", "replace")
                 elif number == _FIELD["deadline_ms"] and wire_type == FIXED32:
                     (deadline_ms,) = struct.unpack("<f", buffer[end - 4 : end])
                 elif number == _FIELD["precomputed_img_emb"]:
@@ -144,7 +146,7 @@ class NativeCodec:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
         except RequestError as refusal:
             kind, error = Kind.INFER, refusal
-        return Header(Kind(kind), request_id, session, native, deadline_ms, api_key, error)
+        return Header(Kind(kind), request_id, session, native, deadline_ms, api_key, policy, error)
 
     def authorize(self, header: Header) -> None:
         self.service.authorize(header.api_key)
@@ -153,35 +155,37 @@ class NativeCodec:
         if header.kind in (Kind.INFER, Kind.STREAM, Kind.STREAM_END):
             return None
         if header.kind == Kind.METADATA:
-            return self.encode_metadata(header, self.service.metadata)
+            return self.encode_metadata(header, self.service.about(header.policy))
         if header.kind == Kind.HEALTH:
             return self.encode_metadata(header, self.service.health())
-        self.service.reset(header.session)
+        self.service.reset(header.session, header.policy)
         return self.encode_metadata(header, {})
 
-    def decoders(self, _header: Header, payload: Payload) -> Sequence[Callable[[PixelBudget], Observation]]:
-        return [partial(self.decode, payload)]
+    def decoders(self, header: Header, payload: Payload) -> Sequence[Callable[[PixelBudget], Observation]]:
+        return [partial(self.decode, payload, policy=header.policy)]
 
-    def decode(self, payload: Payload, budget: PixelBudget | None = None) -> Observation:
-        """The observation of an INFER request that ``peek`` did not refuse.
+    def decode(self, payload: Payload, budget: PixelBudget | None = None, policy: str = "") -> Observation:
+        """The observation of an INFER request that ``peek`` did not refuse, for a policy by its name.
 
         Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
         them twice. Raises RequestError where the message is not one, ObservationError where a field is wrong.
         """
+        standing = self.service.policies.get(policy)
+        spec = standing.spec
         request, pictures = self.parse(payload)
         images = [_Picture.of(picture) for picture in pictures]
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
-            images=self._images(images, list(request.camera_names), budget or PixelBudget()),
-            state=self._state(request),
+            images=_images(spec, images, list(request.camera_names), budget or PixelBudget()),
+            state=_state(standing, request),
             prompt=request.prompt,
             tokens=tokens if tokens.size else None,
-            noise=self._noise(request),
+            noise=_noise(spec, request),
             seed=request.seed if request.HasField("seed") else None,
             solver_steps=request.solver_steps if request.HasField("solver_steps") else None,
             session=request.session,
             time=request.time if request.HasField("time") else None,
-            **self._continuation(request),
+            **_continuation(spec, request),
         )
 
     def parse(self, payload: Payload) -> tuple[Any, list[memoryview]]:
@@ -199,64 +203,6 @@ class NativeCodec:
         except (DecodeError, ValueError) as error:  # ValueError: text that is not UTF-8
             raise RequestError(f"request parse failed: {error}") from error
         return request, pictures
-
-    def _continuation(self, request: Any) -> dict[str, Any]:
-        """Return the fields of real-time chunking that are there."""
-        found: dict[str, Any] = {}
-        for name in ("delay", "horizon", "beta"):
-            if request.HasField(name):
-                found[name] = getattr(request, name)
-        for name in ("rtc", "schedule"):
-            if value := getattr(request, name):
-                found[name] = value
-        if count := len(request.previous):
-            dim = self.spec.action.dim
-            if count % dim:
-                raise ObservationError("previous", f"rows of {dim} numbers", f"{count} numbers")
-            found["previous"] = np.fromiter(request.previous, np.float32, count).reshape(-1, dim)
-        return found
-
-    def _images(self, images: list[_Picture], names: list[str], budget: PixelBudget) -> dict[str, np.ndarray]:
-        """Camera name -> frame. Without ``camera_names``, images go to cameras in the spec's order."""
-        count = len(images)
-        cameras = [camera.name for camera in self.spec.cameras]
-        if not names:
-            if count > len(cameras):
-                raise ObservationError("images", f"at most {len(cameras)} ({', '.join(cameras)})", f"{count}")
-            names = cameras[:count]
-        if len(names) != count:
-            raise ObservationError("camera_names", f"{count} names, one per image", f"{len(names)}")
-        if len(set(names)) != count:
-            raise ObservationError("camera_names", "each camera once", ", ".join(names))
-        for name in names:
-            if len(name) > MAX_NAME:
-                raise ObservationError(
-                    "camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}"
-                )
-        return {name: _frame(name, image, budget) for name, image in zip(names, images, strict=True)}
-
-    def _state(self, request: PredictRequest) -> np.ndarray:
-        if request.raw_state and request.state:
-            raise RequestError("raw_state: expected either raw_state or state, got both")
-        if request.raw_state or not request.state:
-            return _vector(request.raw_state)
-        state, dim = _vector(request.state), self.spec.state.dim
-        if len(state) not in (dim, self.padded_state_dim):
-            raise ObservationError(
-                "state", f"{self.padded_state_dim} (padded) or {dim} values", f"{len(state)}"
-            )
-        return state[:dim]
-
-    def _noise(self, request: PredictRequest) -> np.ndarray | None:
-        if not request.noise:
-            return None
-        rows, columns = self.spec.noise_shape
-        noise = _vector(request.noise)
-        if noise.size != rows * columns or not noise.size:
-            raise ObservationError(
-                "noise", f"0 or {rows * columns} values (chunk_size {rows} x {columns})", f"{noise.size}"
-            )
-        return noise.reshape(rows, columns)
 
     # ------------------------------------------------------------------------- replies
 
@@ -285,7 +231,7 @@ class NativeCodec:
         if header.native:
             reply.horizon, reply.dim = horizon, dim
             return reply.SerializeToString() + packed(_ACTIONS, actions)
-        padded = np.zeros((horizon, self.padded_action_dim), np.float32)
+        padded = np.zeros((horizon, self.service.policies.get().padded_action_dim), np.float32)
         padded[:, :dim] = actions
         reply.chunk_size, reply.action_dim = padded.shape
         return reply.SerializeToString() + packed(_ACTION_CHUNK, padded)
@@ -358,3 +304,65 @@ def _frame(camera: str, image: _Picture, budget: PixelBudget) -> np.ndarray:
 
 def _vector(values: Collection[float]) -> np.ndarray:
     return np.fromiter(values, np.float32, len(values))
+
+
+def _continuation(spec: PolicySpec, request: Any) -> dict[str, Any]:
+    """Return the fields of real-time chunking that are there."""
+    found: dict[str, Any] = {}
+    for name in ("delay", "horizon", "beta"):
+        if request.HasField(name):
+            found[name] = getattr(request, name)
+    for name in ("rtc", "schedule"):
+        if value := getattr(request, name):
+            found[name] = value
+    if count := len(request.previous):
+        dim = spec.action.dim
+        if count % dim:
+            raise ObservationError("previous", f"rows of {dim} numbers", f"{count} numbers")
+        found["previous"] = np.fromiter(request.previous, np.float32, count).reshape(-1, dim)
+    return found
+
+
+def _images(
+    spec: PolicySpec, images: list[_Picture], names: list[str], budget: PixelBudget
+) -> dict[str, np.ndarray]:
+    """Camera name -> frame. Without ``camera_names``, images go to cameras in the spec's order."""
+    count = len(images)
+    cameras = [camera.name for camera in spec.cameras]
+    if not names:
+        if count > len(cameras):
+            raise ObservationError("images", f"at most {len(cameras)} ({', '.join(cameras)})", f"{count}")
+        names = cameras[:count]
+    if len(names) != count:
+        raise ObservationError("camera_names", f"{count} names, one per image", f"{len(names)}")
+    if len(set(names)) != count:
+        raise ObservationError("camera_names", "each camera once", ", ".join(names))
+    for name in names:
+        if len(name) > MAX_NAME:
+            raise ObservationError("camera_names", f"names of at most {MAX_NAME} characters", f"{len(name)}")
+    return {name: _frame(name, image, budget) for name, image in zip(names, images, strict=True)}
+
+
+def _state(standing: Standing, request: PredictRequest) -> np.ndarray:
+    if request.raw_state and request.state:
+        raise RequestError("raw_state: expected either raw_state or state, got both")
+    if request.raw_state or not request.state:
+        return _vector(request.raw_state)
+    state, dim = _vector(request.state), standing.spec.state.dim
+    if len(state) not in (dim, standing.padded_state_dim):
+        raise ObservationError(
+            "state", f"{standing.padded_state_dim} (padded) or {dim} values", f"{len(state)}"
+        )
+    return state[:dim]
+
+
+def _noise(spec: PolicySpec, request: PredictRequest) -> np.ndarray | None:
+    if not request.noise:
+        return None
+    rows, columns = spec.noise_shape
+    noise = _vector(request.noise)
+    if noise.size != rows * columns or not noise.size:
+        raise ObservationError(
+            "noise", f"0 or {rows * columns} values (chunk_size {rows} x {columns})", f"{noise.size}"
+        )
+    return noise.reshape(rows, columns)

@@ -21,6 +21,7 @@ from sinew.core import ActionChunk, BusyError, Observation, ObservationError, Re
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
 from sinew.serve.quiet import Quiet
+from sinew.serve.safety import Safety
 from sinew.serve.service import Service, printable
 from sinew.stream import Loops, Session, StreamSettings, Window
 from sinew.stream.session import Sample
@@ -42,7 +43,9 @@ class Parser(Protocol):
     """What this file asks of the codec of the wire."""
 
     def parse(self, payload: memoryview) -> tuple[Any, list[memoryview]]: ...
-    def decode(self, payload: memoryview, budget: PixelBudget | None = None) -> Observation: ...
+    def decode(
+        self, payload: memoryview, budget: PixelBudget | None = None, policy: str = ""
+    ) -> Observation: ...
     def encode_error(self, header: Any, error: SinewError) -> bytes: ...
 
 
@@ -52,10 +55,11 @@ class Robot:
 
     session: Session
     name: str
+    policy: str  # its name
     settings: StreamSettings
     asker: Asker
     envelope: Envelope
-    service: Service
+    safety: Safety | None
     parser: Parser
     on_end: Callable[[Robot], None]
     dropped: int = 0
@@ -70,7 +74,7 @@ class Robot:
             self.dropped += 1
             return
         chunk = ActionChunk(window.rows, session=self.name)
-        safety, state = self.service.safety, self.state
+        safety, state = self.safety, self.state
         if safety is not None and state is not None and len(window.rows):
             try:
                 chunk = safety.enforce(chunk, Observation(images={}, state=state))
@@ -134,8 +138,8 @@ class Streams:
                 raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         robot = self._robot(asker, envelope, header.session, request)
-        if self._service.safety is not None:
-            self._service.safety.check(Observation(images={}, state=state))
+        if robot.safety is not None:
+            robot.safety.check(Observation(images={}, state=state))
         session = robot.session
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()
@@ -145,7 +149,7 @@ class Streams:
             session.say(request.prompt)
         if pictures:
             taken = request.frame_time if request.HasField("frame_time") else request.time
-            session.push_frame(partial(self._images, content), taken)
+            session.push_frame(partial(self._images, content, header.policy), taken)
         self.loops.wake()
         return True
 
@@ -155,9 +159,10 @@ class Streams:
 
     # ------------------------------------------------------------------------- parts
 
-    def _images(self, content: memoryview) -> Any:
-        """Decode the frames of a message; runs on the slow loop."""
-        return self._parser.decode(content, self._service.budget(_nobody_left)).images
+    def _images(self, content: memoryview, policy: str) -> Any:
+        """Decode the frames of a message; runs on the slow loop. Raises UnknownPolicyError once it was unloaded."""
+        budget = PixelBudget(self._service.policies.get(policy).pixels)
+        return self._parser.decode(content, budget, policy).images
 
     def _robot(self, asker: Asker, envelope: Envelope, name: str, request: Any) -> Robot:
         settings = StreamSettings(
@@ -169,7 +174,7 @@ class Streams:
         )
         key = (id(asker), name)
         robot = self._robots.get(key)
-        if robot is not None and robot.settings == settings:
+        if robot is not None and (robot.settings, robot.policy) == (settings, request.policy):
             return robot
         if robot is not None:
             self._end(robot)
@@ -178,11 +183,17 @@ class Streams:
             raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
         if len(self._robots) >= MAX_STREAMS:
             raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
-        policy: Any = self._service.scheduler.policy
+        standing = self._service.policies.get(request.policy)
+        policy: Any = standing.scheduler.policy
         if not hasattr(policy, "processor"):
-            raise RequestError("stream: expected a policy that computes; this server replays a recording")
+            engine = policy.describe()["engine"]
+            raise RequestError(
+                f"stream: expected a policy that computes in this process, got engine {engine}"
+            )
         session = Session(policy, settings, request.prompt)
-        robot = Robot(session, name, settings, asker, envelope, self._service, self._parser, self._end)
+        robot = Robot(
+            session, name, request.policy, settings, asker, envelope, standing.safety, self._parser, self._end
+        )
         with self._lock:
             self._robots[key] = robot
         asker.requests.add(robot)  # type: ignore[arg-type]  # abandoned with the connection, as requests are
@@ -200,6 +211,3 @@ class Streams:
             "a stream of %s ended: %d of %d frames read, %d runs on %d samples, %d windows not read by the client",
             robot.asker.address, session.prefixes, session.frames, session.runs, session.samples, robot.dropped,
         )  # fmt: skip
-
-
-def _nobody_left() -> None: ...

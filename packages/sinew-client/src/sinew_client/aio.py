@@ -34,7 +34,8 @@ class AsyncClient:
     ):
         if jpeg_quality is not None:
             protocol.need_pillow()
-        self.address, self.timeout, self.jpeg_quality = address, timeout, jpeg_quality
+        self.address, self.policy = protocol.split_address(address)
+        self.timeout, self.jpeg_quality = timeout, jpeg_quality
         self.api_key, self.max_age, self.limits = api_key, max_age, limits
         self._ids = itertools.count(1)
         self._waiting = {}
@@ -56,7 +57,7 @@ class AsyncClient:
         """
         asked = time.perf_counter()
         request_id = next(self._ids)
-        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key)
+        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
         reply = await self._ask(payload, request_id, timeout)
         return protocol.accepted(reply, observation, asked, self.max_age, self.limits)
 
@@ -95,7 +96,7 @@ class AsyncClient:
 
     async def _control(self, kind: str, session: str, timeout: float | None) -> dict:
         request_id = next(self._ids)
-        payload = protocol.encode_control(kind, request_id, session, self.api_key)
+        payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy)
         reply = await self._ask(payload, request_id, timeout)
         return protocol.decode_metadata(reply) if reply.metadata else {}
 

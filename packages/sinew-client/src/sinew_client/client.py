@@ -30,6 +30,7 @@ class Client:
     address: ZeroMQ address of the server, ``tcp://host:port`` or ``host:port``; or several of them. Then a request
         that finds no server, whose connection breaks, or that a stopping or unhealthy server refuses goes to the next
         one at once, in the same call, each address once; the client stays with the server that answered.
+        ``host:port/NAME`` asks the server's policy of that name, the same at all addresses; without it the first.
     connect_timeout: seconds to wait for a connection before the next address is tried, where there are several.
     timeout: seconds to wait for each answer. Connecting is part of the wait, so a client may be
         created before its server.
@@ -66,10 +67,13 @@ class Client:
     ):
         if jpeg_quality is not None:
             protocol.need_pillow()
-        given = [address] if isinstance(address, str) else list(address)
-        if not given:
-            raise ClientError("address: expected one or more, got none")
-        self.addresses = tuple(each if "://" in each else "tcp://" + each for each in given)
+        given = [
+            protocol.split_address(each) for each in ([address] if isinstance(address, str) else address)
+        ]
+        if len({policy for _, policy in given}) != 1:
+            raise ClientError(f"address: expected one or more, of one policy, got {address!r}")
+        self.addresses = tuple(each for each, _ in given)
+        self.policy = given[0][1]
         self.address = self.addresses[0]
         self.timeout = timeout
         self.connect_timeout = connect_timeout
@@ -119,7 +123,7 @@ class Client:
         """
         asked = time.perf_counter()
         request_id = next(self._ids)
-        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key)
+        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
         reply = self._ask(payload, request_id, timeout)
         chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits)
         for warning in chunk.warnings:
@@ -159,7 +163,7 @@ class Client:
 
     def _control(self, kind: str, session: str, timeout: float | None) -> dict:
         request_id = next(self._ids)
-        payload = protocol.encode_control(kind, request_id, session, self.api_key)
+        payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy)
         reply = self._ask(payload, request_id, timeout)
         return protocol.decode_metadata(reply) if reply.metadata else {}
 

@@ -75,6 +75,15 @@ class ActionChunk:
     warnings: tuple = ()
 
 
+def split_address(address: str) -> tuple:
+    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]``; other transports have no place for one."""
+    scheme, separator, rest = address.rpartition("://")
+    if scheme not in ("", "tcp"):
+        return address, ""
+    place, _, policy = rest.partition("/")
+    return "tcp://" + place, policy
+
+
 def need_pillow() -> None:
     """Raise :class:`ClientError` where frames cannot be compressed."""
     try:
@@ -84,9 +93,14 @@ def need_pillow() -> None:
 
 
 def encode_infer(
-    observation: Mapping[str, Any], request_id: int, jpeg_quality: int | None = None, api_key: str = ""
+    observation: Mapping[str, Any],
+    request_id: int,
+    jpeg_quality: int | None = None,
+    api_key: str = "",
+    policy: str = "",
 ) -> bytes:
-    """Return an INFER request. Raises :class:`InvalidObservation` naming the field that does not fit."""
+    """Return an INFER request to a policy, "" for the server's first. Raises :class:`InvalidObservation` naming the
+    field that does not fit."""
     for key in observation:
         if key not in OBSERVATION_KEYS:
             raise InvalidObservation("{}: unknown key; known are {}".format(key, ", ".join(OBSERVATION_KEYS)))
@@ -98,7 +112,7 @@ def encode_infer(
         raise InvalidObservation(f"images: expected a dict of camera name to frame, got {type(images)}")
 
     request = schema.PredictRequest(
-        request_id=request_id, camera_names=[str(name) for name in images], api_key=api_key
+        request_id=request_id, camera_names=[str(name) for name in images], api_key=api_key, policy=policy
     )
     request.raw_state.extend(floats("state", observation["state"], ndim=1).tolist())
     if observation.get("noise") is not None:
@@ -135,10 +149,14 @@ def with_frames(request, images: Mapping[str, Any], jpeg_quality: int | None = N
     return b"".join(parts)
 
 
-def encode_control(kind: str, request_id: int, session: str = "", api_key: str = "") -> bytes:
+def encode_control(
+    kind: str, request_id: int, session: str = "", api_key: str = "", policy: str = ""
+) -> bytes:
     """Return a request without an observation. ``kind``: "METADATA", "HEALTH" or "RESET"."""
     number = schema.PredictRequest.Kind.Value(kind)
-    request = schema.PredictRequest(kind=number, request_id=request_id, session=session, api_key=api_key)
+    request = schema.PredictRequest(
+        kind=number, request_id=request_id, session=session, api_key=api_key, policy=policy
+    )
     return request.SerializeToString()
 
 

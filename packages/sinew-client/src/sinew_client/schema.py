@@ -59,6 +59,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (116, "rate", "optional float"),
             (117, "frame_time", "optional double"),
             (118, "interpolation", "string"),
+            (119, "policy", "string"),
         ),
     },
     "Timing": {

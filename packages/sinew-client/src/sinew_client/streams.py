@@ -50,6 +50,7 @@ class StreamWindow:
 class StreamLink:
     """A stream to one ``sinew serve``. Not thread-safe: it belongs to the robot's loop.
 
+    address: as of :class:`sinew_client.Client`, with ``/NAME`` for another policy than the server's first.
     rate: nodes per second. options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold),
     ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows.
 
@@ -66,7 +67,8 @@ class StreamLink:
         api_key: str = "",
         options: Mapping[str, Any] | None = None,
     ):
-        self.address, self.rate, self.session = address, rate, session
+        self.address, self._policy = protocol.split_address(address)
+        self.rate, self.session = rate, session
         self._api_key, self._options = api_key, dict(options or {})
         for key in self._options:
             if key not in OPTIONS:
@@ -86,7 +88,7 @@ class StreamLink:
         ):
             self._socket.setsockopt(option, value)
         try:
-            self._socket.connect(address)
+            self._socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
             raise ClientError(f"cannot connect to {address}: {error}") from error
@@ -113,6 +115,7 @@ class StreamLink:
             time=time,
             delay=delay,
             prompt=prompt,
+            policy=self._policy,
             **self._options,
         )
         request.raw_state.extend(protocol.floats("state", state, ndim=1).tolist())

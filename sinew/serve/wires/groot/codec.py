@@ -48,6 +48,7 @@ class Header:
 
     observation: for get_action; arrays are still as they came. listed: the reply is ``[actions, info]`` (N1.6 on).
     flat: actions are called "action.k". raw: arrays come and go in msgpack-numpy's form. batched: with an axis B.
+    policy: always the first.
     """
 
     endpoint: str = "get_action"
@@ -62,11 +63,12 @@ class Header:
     seed: int | None = None
     solver_steps: int | None = None
     continuation: Mapping[str, Any] = field(default_factory=dict)
+    policy: str = ""
     error: SinewError | None = None
 
 
 class GrootCodec:
-    """The codec for one policy."""
+    """The codec for the first policy: the protocol has no place for the names of others."""
 
     name = "groot"
     streams = None

@@ -273,7 +273,7 @@ class LeRobotWire:
         data = await self._sessions.receive(pieces)
         arrived = time.perf_counter()
         with self._sessions.held(len(data)):
-            budget = self._ready_service.budget(self._raise_if_stopping)
+            budget = PixelBudget(self._ready_service.policies.get().pixels, self._raise_if_stopping)
             decode = self._loop.run_in_executor(self._decoder, _decode, data, agreed, budget)
             timed, seen, agreement = await decode
         self._sessions.recognize(client, session, agreement)

@@ -1,0 +1,102 @@
+"""``sinew fleet``: policies on replicas of a Ray cluster, behind the wires of one process (docs/fleet.md)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter, validators
+
+from sinew.cli.serve import api_key_of, ready_text, say, set_up_logs, warn_of_exposure
+from sinew.serve.process import Process, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.supervise import Supervisor
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import open_wires, parse
+
+if TYPE_CHECKING:
+    from sinew.serve.fleet.cluster import Fleet
+
+logger = logging.getLogger(__name__)
+
+fleet = App(name="fleet", help="Serve policies on replicas of a Ray cluster.", version_flags=[])
+
+
+@fleet.command
+def up(
+    config: Path,
+    /,
+    *,
+    attach: Annotated[bool, Parameter(negative="")] = False,
+    wire: Annotated[list[str] | None, Parameter(negative="")] = None,
+    host: str = "127.0.0.1",
+    queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64,
+    deadline_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
+    api_key_file: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    verbose: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
+
+    Robots see one server, as of `sinew serve`. A replica that dies is replaced, and its request is sent to another.
+
+    Args:
+        config: a YAML file: policies by name, each with a source and a number of replicas (docs/fleet.md).
+        attach: the replicas run already (a RayService): change nothing of them, and leave them when this ends.
+        wire: as of `sinew serve`.
+        host: address to listen on; anything but loopback is open to every machine that can reach it.
+        queue: requests of one policy that may wait for a replica, of one client two of them.
+        deadline_ms: refuse requests that would begin later than this after their arrival.
+        api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
+        tls_cert: PEM file; encrypts openpi, http and lerobot.
+        tls_key: PEM file.
+        verbose: log more.
+    """
+    from sinew.serve.fleet.cluster import Fleet
+    from sinew.serve.fleet.config import read
+
+    set_up_logs(verbose)
+    found, api_key = read(config), api_key_of(api_key_file)
+    raise_descriptor_limit()
+    tell_of_crashes()
+    listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key)
+    listen.tls()  # files that do not do are told now
+    listen = replace(listen, dashboard=listen.is_loopback or bool(api_key))
+    replicas = Fleet(found, Supervisor(0), attach, queue)
+    process = Process(open_wires(parse(wire or ()), listen))
+    try:
+        if not listen.is_loopback:
+            warn_of_exposure(host, process.wires, bool(api_key), tls_cert is not None)
+        with process.signals():
+            _answer(process, replicas, api_key, deadline_ms)
+    except KeyboardInterrupt:
+        logger.info("stopped before the fleet was ready")
+    finally:
+        process.close()
+        replicas.stop()
+    return 0
+
+
+def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float | None) -> None:
+    from sinew.serve.service import Service
+
+    first, *others = replicas.start().items()
+    standing = first[1]
+    service = Service(
+        standing.scheduler,
+        standing.spec,
+        standing.metadata,
+        padded_state_dim=standing.padded_state_dim,
+        padded_action_dim=standing.padded_action_dim,
+        api_key=api_key,
+        deadline_ms=deadline_ms,
+    )
+    for name, other in others:
+        service.policies.put(name, other)
+    replicas.bind(service)
+    more = {name: replicas.config.policies[name].source for name, _ in others}
+    text = ready_text(replicas.first, tuple(process.wires), more)
+    with process.signals():  # Ray has taken them
+        process.run(service, lambda: say(text))

@@ -1,0 +1,295 @@
+"""The replicas of a fleet on a Ray cluster: begun, watched, updated one after the other, ended. Needs ray[serve].
+
+Ray Serve starts replicas, replaces dead ones, spreads requests over them and scales them; nothing of that is done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from sinew.core import BusyError, MissingPackageError, RequestError, SinewError
+from sinew.policy import open_bundle
+from sinew.serve.fleet.config import FleetConfig, PolicyConfig, Replicas, parse
+from sinew.serve.fleet.remote import RemotePolicy
+from sinew.serve.fleet.replica import About, Replica
+from sinew.serve.policies import DEFAULT, Standing, check_name
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.service import Service
+from sinew.serve.supervise import Supervisor
+from sinew.serve.swap import check_form
+
+logger = logging.getLogger(__name__)
+
+DEPLOYMENT = "policy"
+WATCH_S = 1.0  # between two looks at the replicas
+ABOUT_S = 120.0  # for the first answer of a policy
+OBJECT_STORE = 256 << 20  # bytes of a cluster that is begun here; observations pass through it
+SCALING = "sinew.serve.fleet.scaling:by_queue_age"
+
+
+def libraries() -> tuple[Any, Any]:
+    """Return the modules ray and ray.serve. Raises MissingPackageError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    try:
+        import ray
+        from ray import serve
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("sinew fleet", "ray", f" ({error})") from None
+    return ray, serve
+
+
+def application(config: PolicyConfig) -> Any:
+    """Return the application of one policy, as Ray Serve runs it."""
+    _ray, serve = libraries()
+    actor: dict[str, Any] = {"num_cpus": config.cpus, "num_gpus": config.gpus}
+    if config.memory_gib is not None:
+        actor["memory"] = int(config.memory_gib * 2**30)
+    options: dict[str, Any] = {
+        "name": DEPLOYMENT,
+        "max_ongoing_requests": config.ongoing,
+        "ray_actor_options": actor,
+        "graceful_shutdown_timeout_s": config.drain_s,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": 5.0,
+    }
+    if isinstance(config.replicas, Replicas):
+        options["autoscaling_config"] = scaling(config.replicas)
+    else:
+        options["num_replicas"] = config.replicas
+    return serve.deployment(Replica).options(**options).bind(msgspec.to_builtins(config))
+
+
+def scaling(bounds: Replicas) -> dict[str, Any]:
+    """Return Ray Serve's ``autoscaling_config``."""
+    return {
+        "min_replicas": bounds.min,
+        "max_replicas": bounds.max,
+        "upscale_delay_s": bounds.up_s,
+        "downscale_delay_s": bounds.down_s,
+        "metrics_interval_s": min(1.0, bounds.up_s),
+        "look_back_period_s": max(2.0, bounds.up_s),
+        "policy": {"policy_function": SCALING},
+    }
+
+
+def build(args: dict[str, Any]) -> Any:
+    """Return the application of a RayService's ``args``: ``name``, and the fields of a policy (docker/kuberay.yaml)."""
+    given = dict(args)
+    name = str(given.pop("name", "default"))
+    return application(parse({"policies": {DEFAULT: given}}, name).policies[DEFAULT])
+
+
+def app_name(policy: str) -> str:
+    """Return the name of a policy's application in the cluster."""
+    return f"sinew-{policy}"
+
+
+class Fleet:
+    """The policies of a configuration on a cluster. attach: they are there already, and stay when this process ends."""
+
+    def __init__(self, config: FleetConfig, supervisor: Supervisor, attach: bool = False, queue: int = 64):
+        self.config, self._attach, self._queue = config, attach, queue
+        self._supervisor = supervisor
+        self._ray, self._serve = libraries()
+        self._configs = dict(config.policies)
+        self._remotes: dict[str, RemotePolicy] = {}
+        self._ended = threading.Event()
+        self._changing = threading.Lock()
+        self._service: Service | None = None
+
+    # ------------------------------------------------------------------------- the cluster
+
+    def start(self) -> dict[str, Standing]:
+        """Join the cluster or begin one, and return the policies once each has a replica that answers."""
+        address = self.config.address
+        if address is None:
+            if self._attach:
+                raise SinewError(
+                    "--attach: expected `address` in the configuration, of the cluster that runs"
+                )
+            self._ray.init(
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE,
+                log_to_driver=True,
+                logging_level="WARNING",
+            )
+        else:
+            self._ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+        if not self._attach:
+            self._serve.start(proxy_location="Disabled")
+            for name, config in self._configs.items():
+                self._deploy(name, config)
+        names = (DEFAULT, *(name for name in self._configs if name != DEFAULT))
+        found = {name: self._stand(name) for name in names}
+        self._supervisor.thread("sinew-fleet", self._watch)
+        return found
+
+    @property
+    def first(self) -> RemotePolicy:
+        """Return the first policy, once the fleet was started."""
+        return self._remotes[DEFAULT]
+
+    def stop(self) -> None:
+        """End the replicas, and the cluster that was begun here. May be called twice."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if self._ray.is_initialized():
+            if not self._attach:
+                with contextlib.suppress(Exception):  # a cluster that has gone
+                    for name in self._configs:
+                        self._serve.delete(app_name(name))
+            if self.config.address is None:
+                with contextlib.suppress(Exception):
+                    self._serve.shutdown()
+            self._ray.shutdown()
+
+    def _deploy(self, name: str, config: PolicyConfig) -> None:
+        """Start a policy's replicas, or replace them one after the other; return when that is done."""
+        self._serve.run(application(config), name=app_name(name), route_prefix=None)
+
+    def _stand(self, name: str) -> Standing:
+        handle = self._serve.get_app_handle(app_name(name))
+        about: About = handle.about.remote().result(timeout_s=ABOUT_S)
+        lost = (
+            self._ray.exceptions.RayActorError,  # died, or cannot be reached
+            self._ray.exceptions.WorkerCrashedError,
+            self._ray.exceptions.ObjectLostError,
+        )
+        config = self._configs[name]
+        policy = RemotePolicy(about, handle.infer.remote, lost, name)
+        scheduler = Scheduler(
+            policy,
+            queue_size=self._queue,
+            supervisor=self._supervisor,
+            workers=config.most * config.ongoing,
+        )
+        scheduler.start()
+        self._remotes[name] = policy
+        self._supervisor.watch(policy.problem)
+        return Standing(
+            scheduler,
+            about.spec,
+            self._told(name, about),
+            None,
+            about.padded_state_dim,
+            about.padded_action_dim,
+        )
+
+    def _told(self, name: str, about: About) -> dict[str, Any]:
+        """Return the metadata of a policy: a replica's, with how many there may be."""
+        config = self._configs[name]
+        fleet = {"source": config.source, "replicas": msgspec.to_builtins(config.replicas)}
+        return about.metadata | {"server": about.metadata["server"] | {"fleet": fleet}}
+
+    # ------------------------------------------------------------------------- signs of life
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH_S):
+            try:
+                applications = self._serve.status().applications
+            except Exception as error:  # noqa: BLE001 - of a cluster that has gone, of any kind
+                logger.warning("the cluster does not answer: %s", str(error)[:200])
+                continue
+            for name, policy in list(self._remotes.items()):
+                found = applications.get(app_name(name))
+                deployment = None if found is None else found.deployments.get(DEPLOYMENT)
+                states = {} if deployment is None else deployment.replica_states
+                policy.replicas = sum(int(count) for state, count in states.items() if str(state) in _ALIVE)
+
+    # ------------------------------------------------------------------------- changes
+
+    def bind(self, service: Service) -> None:
+        """Give this fleet the service whose policies :meth:`load` and :meth:`unload` change."""
+        self._service = service
+        service.swapper = self
+
+    def load(self, name: str, source: str) -> dict[str, Any]:
+        """Replace a policy's replicas one after the other by replicas of ``source``, or begin those of a new policy.
+
+        Meanwhile both answer. Raises BusyError during another change, RequestError for a policy of another form than
+        the one that stands, or that does not start; the old one's replicas are then begun again.
+        """
+        service = self._bound()
+        check_name(name)
+        before = self._configs.get(name)
+        config = msgspec.structs.replace(before or self._configs[DEFAULT], source=source)
+        with self._only():
+            begun = time.perf_counter()
+            if before is not None:
+                check_form(service.policies.get(name).spec, open_bundle(source).manifest.spec)
+            self._configs[name] = config
+            try:
+                self._deploy(name, config)
+                if before is None:
+                    service.policies.put(name, self._stand(name))
+                else:
+                    self._renew(service, name)
+            except Exception as error:
+                if before is None:
+                    del self._configs[name]
+                    self._serve.delete(app_name(name))
+                else:
+                    self._configs[name] = before
+                    self._deploy(name, before)
+                raise RequestError(f"source: {source} does not run: {str(error)[:300]}") from error
+        took = {"name": name, "policy": service.policies.get(name).spec.name}
+        return took | {"load_s": round(time.perf_counter() - begun, 3)}
+
+    def unload(self, name: str) -> dict[str, Any]:
+        """Take a policy out, and end its replicas when it has answered its last request.
+
+        Raises as :meth:`sinew.serve.swap.Swapper.unload`.
+        """
+        service = self._bound()
+        with self._only():
+            begun = time.perf_counter()
+            scheduler = service.policies.take(name)
+            scheduler.drain()
+            service.policies.retired(scheduler)
+            del self._configs[name], self._remotes[name]
+            self._serve.delete(app_name(name))
+        return {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
+
+    def _renew(self, service: Service, name: str) -> None:
+        """Say what the new replicas say of themselves; requests go on through the same scheduler."""
+        old = service.policies.get(name)
+        handle = self._serve.get_app_handle(app_name(name))
+        about: About = handle.about.remote().result(timeout_s=ABOUT_S)
+        service.policies.put(
+            name,
+            Standing(
+                old.scheduler,
+                about.spec,
+                self._told(name, about),
+                None,
+                about.padded_state_dim,
+                about.padded_action_dim,
+            ),
+        )
+
+    def _bound(self) -> Service:
+        if self._attach:
+            raise RequestError("this gateway is attached to replicas that others change")
+        assert self._service is not None
+        return self._service
+
+    @contextlib.contextmanager
+    def _only(self) -> Iterator[None]:
+        if not self._changing.acquire(blocking=False):
+            raise BusyError("another change of the policies is under way")
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+
+_ALIVE = {"RUNNING", "ReplicaState.RUNNING"}

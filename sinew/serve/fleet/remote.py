@@ -1,0 +1,99 @@
+"""A policy whose replicas compute elsewhere, as the scheduler of this process sees it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
+from sinew.serve.fleet.replica import About, Refusal
+from sinew.serve.quiet import Quiet
+from sinew.serve.service import UnhealthyError
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1  # between two looks whether somebody still waits
+TRIES = 4  # of one request: replicas that die take at most one request with them each
+PAUSE_S = 0.05  # before another try
+_AGAIN = ("unhealthy", "shutting_down", "busy")  # codes of a replica that another one may make good
+
+
+class Response(Protocol):
+    """A call of a replica on its way (Ray Serve's ``DeploymentResponse``)."""
+
+    def result(self, *, timeout_s: float | None = None) -> Any: ...
+    def cancel(self) -> None: ...
+
+
+Ask = Callable[[Observation], Response]
+
+
+class RemotePolicy:
+    """ask: sends an observation to some replica. lost: errors of a call whose replica has gone, or cannot be reached.
+
+    An inference changes nothing on a replica, so a request whose replica has died is sent to another one.
+    ``replicas``: that run, as the cluster said last. ``retried``: requests that were sent again.
+    """
+
+    def __init__(self, about: About, ask: Ask, lost: tuple[type[BaseException], ...], name: str = ""):
+        self.about, self.name = about, name
+        self._ask, self._lost = ask, lost
+        self._lock = threading.Lock()
+        self._quiet = Quiet(logger)
+        self.replicas, self.retried = 1, 0
+
+    @property
+    def spec(self) -> PolicySpec:
+        """Return what the policy reads and writes."""
+        return self.about.spec
+
+    def describe(self) -> dict[str, Any]:
+        """Return what runs the policy, ready for JSON."""
+        return dict(self.about.metadata["server"])
+
+    def state(self) -> dict[str, int]:
+        """Return the counters of the replicas."""
+        return {"replicas": self.replicas, "retried": self.retried}
+
+    def problem(self) -> str | None:
+        """Return a sentence while there is no replica."""
+        return None if self.replicas else f"the policy {self.name} has no replica that runs"
+
+    def warm_up(self) -> None:
+        """Do nothing: replicas are warm before they are asked."""
+
+    def prepare(self, observation: Observation) -> Observation:
+        """Return the observation as it is: a replica checks and prepares it."""
+        return observation
+
+    def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+        """Return the chunk of whichever replica answers. Raises SinewError, CancelledError once ``cancel`` is set."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                found = self._wait(self._ask(observation), cancel)
+            except self._lost as error:
+                why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            else:
+                if not isinstance(found, Refusal):
+                    return found
+                if found.code not in _AGAIN:
+                    raise found.error()
+                why = found.message
+            with self._lock:
+                self.retried += 1
+            self._quiet.warning("a request of %s is sent again: %s", self.name, why)
+            if attempt < TRIES:
+                time.sleep(PAUSE_S)
+        raise UnhealthyError(f"{TRIES} replicas did not answer, the last one: {why}")
+
+    def _wait(self, response: Response, cancel: threading.Event | None) -> Any:
+        while True:
+            try:
+                return response.result(timeout_s=LOOK_S)
+            except TimeoutError:
+                if cancel is not None and cancel.is_set():
+                    response.cancel()
+                    raise CancelledError("the request was cancelled") from None

@@ -1,0 +1,116 @@
+"""What runs on a replica: a policy behind the service that a server of its own would have, asked through Ray."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, SinewError
+from sinew.serve.fleet.config import PolicyConfig
+from sinew.serve.fleet.scaling import INFERENCE, TARGET
+from sinew.serve.lane import Lane
+from sinew.serve.opening import Given, stand
+from sinew.serve.service import Inference, Service
+from sinew.serve.supervise import Supervisor
+
+MIX = 0.1  # weight of the newest inference in the mean that replicas report
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a replica says of its policy; fields as of :class:`sinew.serve.policies.Standing`."""
+
+    spec: PolicySpec
+    metadata: dict[str, Any]
+    padded_state_dim: int
+    padded_action_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error on its way back. field, expected, got: of an ObservationError."""
+
+    code: str
+    message: str
+    field: str = ""
+    expected: str = ""
+    got: str = ""
+
+    @classmethod
+    def of(cls, error: SinewError) -> Refusal:
+        """Return what is told of an error."""
+        if isinstance(error, ObservationError):
+            return cls(error.code, str(error), error.field, error.expected, error.got)
+        return cls(error.code, str(error))
+
+    def error(self) -> SinewError:
+        """Return the error that it was, of the same code."""
+        if self.field:
+            return ObservationError(self.field, self.expected, self.got)
+        made = SinewError(self.message)
+        made.code = self.code
+        return made
+
+
+class Replica:
+    """One process with the policy of ``config``, a :class:`PolicyConfig` as plain data, for Ray Serve's deployment."""
+
+    def __init__(self, config: dict[str, Any]):
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        self._config = found = msgspec.convert(config, PolicyConfig)
+        import sinew
+
+        policy = sinew.load(
+            found.source,
+            engine=found.engine,
+            device=found.device,
+            dtype=found.dtype,
+            threads=found.threads,
+        )
+        limits = Given(queue=2 * found.ongoing, max_batch=found.max_batch, action_limits=found.action_limits)
+        standing = stand(policy, limits, Supervisor(), Lane())
+        self._about = About(
+            standing.spec, standing.metadata, standing.padded_state_dim, standing.padded_action_dim
+        )
+        self._service = Service(
+            standing.scheduler,
+            standing.spec,
+            standing.metadata,
+            padded_state_dim=standing.padded_state_dim,
+            padded_action_dim=standing.padded_action_dim,
+            safety=standing.safety,
+        )
+        self._inference_ms = 0.0
+
+    async def about(self) -> About:
+        """Return what the policy reads and writes, and what runs it."""
+        return self._about
+
+    async def infer(self, observation: Observation) -> ActionChunk | Refusal:
+        """Return the chunk, or the error in words. Cancelling the call abandons the request."""
+        begun = time.perf_counter()
+        try:
+            # Robots took their turns where their requests came from; here each is a connection of its own.
+            chunk = await self._service.infer(
+                Inference("ray", lambda _budget: observation, connection=object(), arrived=begun)
+            )
+        except SinewError as error:
+            return Refusal.of(error)
+        took = chunk.timing.total_ms / max(1, chunk.timing.batch)
+        self._inference_ms += (took - self._inference_ms) * (MIX if self._inference_ms else 1.0)
+        return chunk
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what :mod:`sinew.serve.fleet.scaling` decides by."""
+        bounds = self._config.replicas
+        target = 0.0 if isinstance(bounds, int) else bounds.queue_ms
+        return {INFERENCE: self._inference_ms, TARGET: target}
+
+    def check_health(self) -> None:
+        """Raise where this replica cannot answer; Ray Serve then starts another in its place."""
+        if problems := self._service.problems():
+            raise RuntimeError("; ".join(problems))

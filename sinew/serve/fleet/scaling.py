@@ -1,0 +1,39 @@
+"""How many replicas a policy wants: as many as keep the wait for an inference below the configured one.
+
+Ray Serve calls :func:`by_queue_age` in its controller ten times a second and applies bounds and delays to what it
+returns (its "custom autoscaling policies"); the measurements are those of ``Replica.record_autoscaling_stats``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+INFERENCE, TARGET = "inference_ms", "target_ms"  # what replicas report
+
+
+def by_queue_age(context: Any) -> tuple[float, dict[str, Any]]:
+    """Return the number of replicas that is wanted, and no state. context: Ray Serve's ``AutoscalingContext``."""
+    metrics = context.aggregated_metrics or {}
+    wanted = replicas_wanted(
+        float(context.total_num_requests or 0.0),
+        list((metrics.get(INFERENCE) or {}).values()),
+        list((metrics.get(TARGET) or {}).values()),
+    )
+    return (context.target_num_replicas if wanted is None else wanted), {}
+
+
+def replicas_wanted(
+    ongoing: float, inference_ms: Iterable[float], target_ms: Iterable[float]
+) -> float | None:
+    """Return the replicas with which a request waits ``target_ms`` on average; None where nothing was measured yet.
+
+    ``ongoing`` requests on R replicas, each of which ends one every s milliseconds, wait (ongoing / R - 1) s: as long
+    as the target for R = ongoing / (1 + target / s). inference_ms: s by replica; target_ms: the same at each.
+    """
+    times = [each for each in inference_ms if each > 0]
+    targets = [each for each in target_ms if each > 0]
+    if not times or not targets:
+        return None
+    seconds = sum(times) / len(times)
+    return ongoing / (1 + max(targets) / seconds)

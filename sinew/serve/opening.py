@@ -1,0 +1,120 @@
+"""A policy becomes one that serves: behind a scheduler, warm, with what a server says of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from sinew import __version__, machine
+from sinew.policy import Policy
+from sinew.serve.lane import Lane
+from sinew.serve.policies import Standing
+from sinew.serve.replay import Replay
+from sinew.serve.safety import Safety
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.supervise import Supervisor
+
+logger = logging.getLogger(__name__)
+
+
+class Limits(Protocol):
+    """What a policy's scheduler and safety take; named as the flags of ``sinew serve``."""
+
+    @property
+    def queue(self) -> int: ...
+    @property
+    def max_batch(self) -> int | Literal["auto"]: ...
+    @property
+    def action_limits(self) -> str: ...
+    @property
+    def action_margin(self) -> float: ...
+    @property
+    def state_margin(self) -> float: ...
+    @property
+    def max_age(self) -> float | None: ...
+    @property
+    def max_megapixels(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Limits with the defaults of ``sinew serve``."""
+
+    queue: int = 64
+    max_batch: int | Literal["auto"] = 1
+    action_limits: str = "refuse"
+    action_margin: float = 10.0
+    state_margin: float = 20.0
+    max_age: float | None = None
+    max_megapixels: float | None = None
+
+
+def stand(
+    policy: Policy | Replay,
+    bounds: Limits,
+    supervisor: Supervisor,
+    lane: Lane,
+    begun: list[Scheduler] | None = None,
+) -> Standing:
+    """Return the policy behind a scheduler, warm, with what a server says of it.
+
+    lane: where it takes turns with others. begun: gets the scheduler before it is started, for whoever interrupts that.
+    """
+    scheduler = Scheduler(
+        policy,
+        queue_size=bounds.queue,
+        supervisor=supervisor,
+        max_batch=None if bounds.max_batch == "auto" else bounds.max_batch,
+        lane=lane,
+    )
+    if begun is not None:
+        begun.append(scheduler)
+    supervisor.watch(policy.problem)  # of the files whose weights are mapped
+    try:
+        scheduler.start()
+    except BaseException:
+        scheduler.stop()
+        scheduler.unwatch()
+        raise
+    about = describe(policy)
+    runs = about["server"]
+    logger.info(
+        "engine %s (%s), %s (%s), device %s (%s)",
+        *(runs[name] for kind in ("engine", "dtype", "device") for name in (kind, f"{kind}_reason")),
+    )
+    if scheduler.batcher is not None:
+        about["server"] |= scheduler.batcher.describe()
+        logger.info("batches of up to %d (%s)", scheduler.batcher.limit, scheduler.batcher.reason)
+    safety = None  # what a recording holds was sent to a robot before
+    if isinstance(policy, Policy):
+        logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
+        limits = bounds.action_limits, bounds.action_margin, bounds.state_margin, bounds.max_age
+        safety = Safety(policy.processor, *limits)
+        about["policy"]["action"]["limits"] = safety.limits()
+    return Standing(
+        scheduler,
+        policy.spec,
+        about,
+        safety,
+        policy.padded_state_dim,
+        policy.padded_action_dim,
+        None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
+    )
+
+
+def describe(policy: Policy | Replay) -> dict[str, Any]:
+    """Return the server's metadata: itself and the policy, ready for JSON."""
+    return {
+        "server": {
+            "name": "sinew",
+            "version": __version__,
+            **policy.describe(),
+            "threads": policy.threads,
+            "threads_reason": policy.threads_reason,
+            "hardware": machine.cpu_model(),
+        },
+        "policy": policy.spec.to_dict(),
+        "padded_state_dim": policy.padded_state_dim,
+        "padded_action_dim": policy.padded_action_dim,
+    }

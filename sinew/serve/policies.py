@@ -1,0 +1,146 @@
+"""The policies of a server by name, each behind its own scheduler; requests that name none get the first."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sinew.core import PolicySpec, RequestError, SinewError, did_you_mean
+from sinew.serve.decode.frames import pixel_limit
+from sinew.serve.safety import Safety
+from sinew.serve.scheduler import Scheduler
+
+DEFAULT = "default"  # the name of what requests get that name no policy
+MAX_NAME = 64  # characters
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class UnknownPolicyError(SinewError):
+    """A request names a policy that this server does not have."""
+
+    code = "unknown_policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A policy that is ready: its scheduler has been started.
+
+    metadata: what the server says about itself and the policy, ready for JSON. safety: limits of states and actions;
+    None: none. padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
+    max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
+    """
+
+    scheduler: Scheduler
+    spec: PolicySpec
+    metadata: dict[str, Any]
+    safety: Safety | None = None
+    padded_state_dim: int = 0
+    padded_action_dim: int = 0
+    max_pixels: int | None = None
+
+    @property
+    def pixels(self) -> int:
+        """Return how many pixels one request may decode to."""
+        return self.max_pixels or pixel_limit(self.spec)
+
+
+class Policies:
+    """Which policy answers which requests. Every method may be called from any thread.
+
+    A policy that is replaced or taken out answers what it has: it is among ``schedulers`` until it is ``retired``.
+    """
+
+    def __init__(self, first: Standing):
+        self._lock = threading.Lock()
+        self._standing = {DEFAULT: first}
+        self._leaving: list[Scheduler] = []
+        self._past: dict[str, int] = {}  # counts of those that have ended
+
+    def get(self, name: str = "") -> Standing:
+        """Return the policy of a name, "" for the first one. Raises UnknownPolicyError."""
+        found = self._standing.get(name or DEFAULT)
+        if found is None:
+            name, known = name[:MAX_NAME], ", ".join(self._standing)
+            hint = did_you_mean(name, self._standing)
+            raise UnknownPolicyError(f"policy: expected one of {known}, got {name!r}{hint}")
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names, the first policy's first."""
+        return tuple(self._standing)
+
+    @property
+    def several(self) -> bool:
+        """Return whether there is more to say than what stands in the first place."""
+        return len(self._standing) > 1 or hasattr(self.get().scheduler.policy, "state")
+
+    def put(self, name: str, standing: Standing) -> Scheduler | None:
+        """Give a name's requests from now on to ``standing``. Return the scheduler that stood there, to be drained, if
+        it is another one."""
+        with self._lock:
+            old = self._standing.get(name)
+            self._standing = {**self._standing, name: standing}
+            if old is None or old.scheduler is standing.scheduler:
+                return None
+            self._leaving.append(old.scheduler)
+        return old.scheduler
+
+    def take(self, name: str) -> Scheduler:
+        """Take a policy out; return its scheduler, which is to be drained. Raises UnknownPolicyError, and RequestError
+        for the first one, whose place is not given up."""
+        with self._lock:
+            scheduler = self.get(name).scheduler
+            if name == DEFAULT:
+                raise RequestError(
+                    f"policy: expected another than {DEFAULT}, which is exchanged and not unloaded"
+                )
+            self._standing = {each: found for each, found in self._standing.items() if each != name}
+            self._leaving.append(scheduler)
+        return scheduler
+
+    def retired(self, scheduler: Scheduler) -> None:
+        """Note that a scheduler has answered its last; its counts stay."""
+        counts = scheduler.stats()
+        with self._lock:
+            for key, count in counts.items():
+                self._past[key] = self._past.get(key, 0) + int(count)
+            self._leaving.remove(scheduler)
+
+    @property
+    def schedulers(self) -> Sequence[Scheduler]:
+        """Return all that have something to answer, those that leave first."""
+        with self._lock:
+            return (*self._leaving, *(each.scheduler for each in self._standing.values()))
+
+    def stats(self) -> dict[str, int | bool]:
+        """Return :meth:`Scheduler.stats` over all policies that stood since the start."""
+        found: dict[str, int | bool] = dict(self._past)
+        for scheduler in self.schedulers:
+            for name, count in scheduler.stats().items():
+                found[name] = count if name not in found else found[name] + count
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Return what runs under each name, with its counts, ready for JSON."""
+        return {
+            name: {"policy": each.spec.name, **each.scheduler.stats(), **_state(each.scheduler.policy)}
+            for name, each in self._standing.items()
+        }
+
+
+def _state(policy: Any) -> dict[str, int]:
+    """Return the counters of a policy that has some of its own."""
+    state = getattr(policy, "state", None)
+    return {} if state is None else state()
+
+
+def check_name(name: str) -> None:
+    """Raise RequestError for what cannot name a policy in an address or a message."""
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"policy: expected a name of at most {MAX_NAME} letters, digits, '.', '_' and '-', got {name[:80]!r}"
+        )

@@ -1,0 +1,92 @@
+"""The routes of the wire ``http``: ``/v1/actions``, ``/act``, ``/v1/metadata``, for the first policy or one by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from aiohttp import web
+
+from sinew.core import RequestError
+from sinew.serve.service import Inference, Service
+from sinew.serve.transport.connections import connection_of
+from sinew.serve.wires import http
+
+POLICIES = "/v1/policies"  # before the name of a policy, which WebSockets take too
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Actions:
+    """The handlers."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    def add(self, guarded: Callable[[Handler], Handler], router: web.UrlDispatcher) -> None:
+        """Add the routes. guarded: puts a handler behind the server's key and answers errors."""
+        named = f"{POLICIES}/{{policy}}"
+        for path in ("/v1/metadata", f"{named}/metadata"):
+            router.add_get(path, guarded(self.metadata))
+        for path in ("/v1/actions", f"{named}/actions"):
+            router.add_post(path, guarded(self.actions))
+        for path in ("/act", f"{named}/act"):
+            router.add_post(path, guarded(self.act))
+
+    async def metadata(self, request: web.Request) -> web.Response:
+        """Answer with what the server says about itself and the policy, and its health."""
+        about = self._service.about(request.match_info.get("policy", ""))
+        return web.json_response(about | {"health": self._service.health()})
+
+    async def actions(self, request: web.Request) -> web.Response:
+        """Answer an observation with a chunk, in the form in which it came."""
+        kind = http.MSGPACK if request.content_type == http.MSGPACK else http.JSON
+        with self._service.reading("http", request.remote or ""):
+            arrived, body = await self._body(request)
+            message = http.read(body, kind)
+            policy = request.match_info.get("policy", message.policy)
+            if message.policy not in ("", policy):
+                raise RequestError(
+                    f"policy: expected {policy}, as in the address, got {message.policy[:80]!r}"
+                )
+            spec = self._service.policies.get(policy).spec
+        inference = Inference(
+            "http",
+            partial(http.observation, message, spec),
+            request.remote or "",
+            message.session,
+            message.deadline_ms,
+            arrived,
+            connection=connection_of(request),
+            owner=request.remote or "",
+            policy=policy,
+        )
+        chunk = await self._service.infer(inference)
+        answer = http.answer(chunk, 1e3 * (time.perf_counter() - arrived), kind)
+        return web.Response(body=answer, content_type=kind)
+
+    async def act(self, request: web.Request) -> web.Response:
+        """Answer OpenVLA's clients."""
+        policy = request.match_info.get("policy", "")
+        with self._service.reading("http", request.remote or ""):
+            arrived, body = await self._body(request)
+            act = http.read_act(body)
+            spec = self._service.policies.get(policy).spec
+        inference = Inference(
+            "http",
+            partial(http.act_observation, act, spec),
+            request.remote or "",
+            arrived=arrived,
+            connection=connection_of(request),
+            policy=policy,
+        )
+        chunk = await self._service.infer(inference)
+        return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
+
+    async def _body(self, request: web.Request) -> tuple[float, bytes]:
+        coding = request.headers.get("Content-Encoding", "identity")
+        if coding != "identity":
+            raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
+        body = await request.read()  # a slow one is ended by Connections.watch
+        connection_of(request).whole()
+        return time.perf_counter(), body
