@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter, validators
 
-from sinew.cli.serve import api_key_of, ready_text, say, set_up_logs, warn_of_exposure
+from sinew.cli.serve import access_logging, api_key_of, ready_text, say, set_up_logs, warn_of_exposure
 from sinew.serve.process import Process, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
@@ -36,6 +36,7 @@ def up(
     api_key_file: Path | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     verbose: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
@@ -52,6 +53,7 @@ def up(
         api_key_file: a file with the key that clients must send; SINEW_API_KEY in the environment if absent.
         tls_cert: PEM file; encrypts openpi, http and lerobot.
         tls_key: PEM file.
+        access_log: file for one JSON line per request, or - for standard error.
         verbose: log more.
     """
     from sinew.serve.fleet.cluster import Fleet
@@ -69,7 +71,7 @@ def up(
     try:
         if not listen.is_loopback:
             warn_of_exposure(host, process.wires, bool(api_key), tls_cert is not None)
-        with process.signals():
+        with access_logging(access_log), process.signals():
             _answer(process, replicas, api_key, deadline_ms)
     except KeyboardInterrupt:
         logger.info("stopped before the fleet was ready")

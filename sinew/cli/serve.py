@@ -121,7 +121,7 @@ def serve(
         verbose: log more.
     """
     set_up_logs(verbose)
-    with _access_log(access_log):
+    with access_logging(access_log):
         raise_descriptor_limit()
         tell_of_crashes()
         listen = Listen(
@@ -238,7 +238,9 @@ def _load_and_run(
 
 
 def ready_text(
-    policy: Policy | Replay | RemotePolicy, wires: Sequence[Wire], more: Mapping[str, str] = MappingProxyType({})
+    policy: Policy | Replay | RemotePolicy,
+    wires: Sequence[Wire],
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
     spec, about = policy.spec, policy.describe()
@@ -310,7 +312,7 @@ def set_up_logs(verbose: bool) -> None:
 
 
 @contextlib.contextmanager
-def _access_log(path: str | None) -> Iterator[None]:
+def access_logging(path: str | None) -> Iterator[None]:
     """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
     loggers belong to the process, which may do other things after this."""
     access = logging.getLogger("sinew.access")

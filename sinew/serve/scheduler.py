@@ -89,7 +89,9 @@ class Scheduler:
         """Start the threads and warm the policy up, on the thread that will run it: thread pools and
         captured graphs belong to a thread. Raises what the warm-up raised."""
         loops = [(f"sinew-decode-{number}", self._decode_loop) for number in range(DECODERS)]
-        loops += [(f"sinew-infer-{n}" if n else "sinew-infer", self._infer_loop) for n in range(self._workers)]
+        loops += [
+            (f"sinew-infer-{n}" if n else "sinew-infer", self._infer_loop) for n in range(self._workers)
+        ]
         for name, loop in loops:
             self._threads.append(self.supervisor.thread(name, loop))
         while not self._warm.wait(0.2):  # a timeout, so that signal handlers run meanwhile

@@ -14,7 +14,9 @@ from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-REMEMBERED = 1024  # owners whose last turn is known; who comes first, or again after so many, comes behind who waits
+REMEMBERED = (
+    1024  # owners whose last turn is known; who comes first, or again after so many, comes behind who waits
+)
 
 
 class Turns(Generic[T]):
