@@ -1,7 +1,7 @@
 """A queue in which connections take turns, so that the one that asks most does not get most.
 
-Whose last turn was longest ago comes first, whether it waited all the time since or has just come back: a robot that asks
-again when it is answered would otherwise stand behind a flooder's backlog, which never leaves the line, every time.
+Whose last turn was longest ago comes first, whether it waited all the time since or has just come back: otherwise a
+robot that asks again when it is answered would stand behind a flooder's backlog, which never leaves the line.
 """
 
 from __future__ import annotations

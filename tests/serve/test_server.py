@@ -49,7 +49,7 @@ class ServerProcess:
                 stderr=log,
                 text=True,
             )
-        line = self.process.stdout.readline()
+        line = self.line = self.process.stdout.readline()
         assert line.startswith("ready on "), f"{line!r} {self.log.read_text()}"
         self.address = line.split()[-1]
 

@@ -59,6 +59,7 @@ def application(config: PolicyConfig) -> Any:
         "graceful_shutdown_timeout_s": config.drain_s,
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": 5.0,
+        "logging_config": {"enable_access_log": False},
     }
     if isinstance(config.replicas, Replicas):
         options["autoscaling_config"] = scaling(config.replicas)
