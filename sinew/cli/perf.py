@@ -22,6 +22,7 @@ from sinew.cli.perf_fleet import fleet
 from sinew.cli.perf_machine import calibrate, fit, predict
 from sinew.cli.perf_options import Asked, Rate, dtypes
 from sinew.cli.perf_scenario import scenario
+from sinew.cli.perf_stream import stream
 from sinew.perf.request import AS_THE_POLICY
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from sinew.perf.roofline import Timing
 
 perf = App(name="perf", help="Predict latency, rates and memory on any machine.", version_flags=[])
-for command in (scenario, fit, calibrate, predict, fleet):
+for command in (scenario, fit, calibrate, predict, fleet, stream):
     perf.command(command)
 
 

@@ -29,6 +29,8 @@ from sinew.perf.paper.published import (
 from sinew.perf.paper.study import GEMMA, PAYLOAD, PI0, Study
 from sinew.perf.request import Request
 from sinew.perf.roofline import seconds, time_of, timing, weight_bytes
+from sinew.perf.streams import loops
+from tests.engine.test_guidance import BLOCKS
 
 MACHINE = Hardware("m", "m", {"bf16": 100.0, "fp32": 10.0}, 10.0, 8, "test")
 
@@ -460,6 +462,25 @@ def test_reach_takes_any_components():
     steps, rate = reach(parts, board, 1 / (whole - 2.5 * action / 10), 1.0)
     assert (steps, rate) == (7, pytest.approx(1 / (whole - 0.3 * action)))
     assert reach(parts, board, 1000, 1.0) is None
+
+
+def test_a_streams_loops_share_one_machine():
+    parts, machine = PI0.components(layers.CORRECTED), load_hardware("h200")
+    found = loops(parts, machine, 30.0, 0.5)
+    assert found.head_s == pytest.approx(2 * timing(parts[-1], machine).seconds / parts[-1].repeats)
+    assert 30 * found.prefix_s + found.beside_hz * found.head_s == pytest.approx(1)
+    assert found.beside_hz < found.alone_hz
+    assert loops(parts, machine, 1 / found.prefix_s, 0.5).beside_hz == pytest.approx(0, abs=1e-6)
+    with pytest.raises(SinewError, match="camera_hz above 0"):
+        loops(parts, machine, 0.0)
+
+
+@pytest.mark.skipif(not Path(BLOCKS).exists(), reason="no trained policy")
+def test_perf_stream(capsys):
+    code, result = run(capsys, "stream", BLOCKS, "--hardware", "h200", "--hz", 100)
+    (row,) = result["machines"]
+    assert (code, row["reached"]) == (0, row["beside_hz"] >= 100)
+    assert run(capsys, "stream", BLOCKS, "--hardware", "h200", "--hz", 1e9)[0] == 1
 
 
 def test_need_counts_all_of_the_memory():
