@@ -124,6 +124,23 @@ def test_both_layouts_of_n15_hold_the_same_weights(groot_bundle, other):
         assert torch.equal(first.tensors()[name], second.tensors()[name]), name
 
 
+def test_renamed_cameras_of_a_fine_tune_keep_the_models_order(golden, tmp_path):
+    """LeRobot renames frames first, and sorts them by the names that the model has for them."""
+    home = golden / "groot-n15"
+    source = copy(home / "checkpoint", tmp_path)
+    first, second = sorted(
+        key for key in json.loads((source / "config.json").read_text())["input_features"] if "image" in key
+    )
+
+    def change(record):
+        step = next(s for s in record["steps"] if s["registry_name"] == "rename_observations_processor")
+        step["config"]["rename_map"] = {"observation.images.zed": first}
+
+    edit(source / "policy_preprocessor.json", change)
+    found = converted(home, source, tmp_path, base=home / "base")
+    assert [c.name for c in found.spec.cameras] == ["zed", second.removeprefix("observation.images.")]
+
+
 # ----------------------------------------------------------------------------- observations
 
 
