@@ -13,7 +13,10 @@ import yaml
 from sinew.cli import build_app, settings, terminal
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/tutorial-lerobot.md", "docs/deployment.md", "docs/control.md", "docs/eval.md")
+PAGES = (
+    *("README.md", "docs/tutorial-lerobot.md", "docs/tutorial-openpi.md", "docs/tutorial-quantise.md"),
+    *("docs/deployment.md", "docs/control.md", "docs/eval.md", "docs/ros.md"),
+)
 
 
 def commands(page: str) -> list[str]:

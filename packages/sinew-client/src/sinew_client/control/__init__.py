@@ -10,7 +10,7 @@ from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.handover import METHODS, Handover, parse_handover
 from sinew_client.control.journal import Journal, is_journal, repeat
-from sinew_client.control.loop import Loop, Robot, Stopped
+from sinew_client.control.loop import Blind, Loop, Robot, Stopped
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.pace import Pace
 from sinew_client.control.planner import Planner
@@ -26,6 +26,7 @@ from sinew_client.control.trajectory import Node, Trajectory
 __all__ = [
     "METHODS",
     "Absolute",
+    "Blind",
     "Cadence",
     "Command",
     "Controller",

@@ -23,13 +23,19 @@ class Robot(Protocol):
 
     def observe(self) -> Mapping[str, Any]:
         """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; ``time``, seconds of the loop's clock
-        (time.monotonic) at which the newest frame was exposed, where the robot knows it."""
+        (time.monotonic) at which the newest frame was exposed, where the robot knows it. Raises :class:`Blind` where
+        there is nothing to act on."""
 
     def act(self, row: np.ndarray) -> None:
         """Send one command, float32 [D] in the policy's units."""
 
     def hold(self) -> None:
         """Stay where you are: repeat the last position, or zero velocity, as the robot needs it."""
+
+
+class Blind(Exception):  # noqa: N818 - what the robot is
+    """No observation that may be acted on, such as of a camera that fell silent: raised by ``observe``. The robot holds
+    with its text as the reason until there is one again."""
 
 
 class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
@@ -172,8 +178,13 @@ class Loop:
             self.controller.arrived(step, outcome.value)
 
     def _observe(self, step: int, now: float) -> dict[str, Any] | None:
-        """Return the robot's observation; None where its newest frame is too old, which holds the robot."""
-        seen = dict(self.robot.observe())
+        """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
+        try:
+            seen = dict(self.robot.observe())
+        except Blind as reason:
+            self.requester.cancel()
+            self.controller.fault(step, str(reason))
+            return None
         self._state = np.asarray(seen["state"], np.float32)
         seen["time"] = taken = float(seen.get("time") or now)
         age = now - taken
@@ -225,5 +236,8 @@ class Loop:
 
     def _position(self) -> np.ndarray | None:
         """Return where the robot is in the numbers of a command, if those are the state's."""
-        state = np.asarray(self.robot.observe()["state"], np.float32)
+        try:
+            state = np.asarray(self.robot.observe()["state"], np.float32)
+        except Blind:
+            return None
         return self.controller.player.motion.position(state)

@@ -1,0 +1,78 @@
+"""``sinew-ros run CONTRACT.yaml`` drives a robot, ``sinew-ros contract tcp://server:5555`` writes one to fill in.
+
+As a node: ``ros2 run sinew_ros sinew-ros run CONTRACT.yaml``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from sinew_client import Client, ClientError
+
+from sinew_ros.bridge import Bridge
+from sinew_ros.contract import read, skeleton
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    parser = argparse.ArgumentParser(prog="sinew-ros", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    run = verbs.add_parser("run", help="drive a robot")
+    run.add_argument("contract", type=Path)
+    run.add_argument(
+        "--transport",
+        choices=("rclpy", "dds"),
+        default="rclpy",
+        help="dds: CycloneDDS alone, without an installed ROS",
+    )
+    run.add_argument("--server", help="address in place of the contract's")
+    run.add_argument("--steps", type=int, help="end after so many control steps")
+    contract = verbs.add_parser("contract", help="write a contract for a server's policy, to be filled in")
+    contract.add_argument("server")
+    contract.add_argument("--hz", type=float)
+    given, ros = parser.parse_known_args(arguments)
+    if ros and ros[0] != "--ros-args":
+        parser.error(f"unknown argument {ros[0]}")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        if given.verb == "contract":
+            with Client(given.server, timeout=10.0) as client:
+                sys.stdout.write(skeleton(given.server, client.metadata()["policy"], given.hz))
+            return 0
+        return drive(given, ros)
+    except ClientError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+
+
+def drive(given: argparse.Namespace, ros: list[str]) -> int:
+    """Run the bridge until a signal, and print its report as one line of JSON."""
+    found = read(given.contract)
+    if given.server:
+        found = type(found)(**{**found.__dict__, "servers": tuple(given.server.split(","))})
+    if given.transport == "dds":
+        from sinew_ros.dds import Dds
+
+        transport = Dds()
+    else:
+        from sinew_ros.node import Rclpy
+
+        transport = Rclpy(arguments=ros)
+    try:
+        bridge = Bridge(found, transport)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: bridge.stop())
+        bridge.run(given.steps)
+    finally:
+        transport.close()
+    sys.stdout.write(json.dumps(bridge.report()) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""A policy server and a robot's topics, brought together by a contract; knows no ROS and no DDS.
+
+What it asks of a transport (:class:`Transport`) is a subscription, a publisher and a clock, so the same one runs in a
+node of rclpy (:mod:`sinew_ros.node`) and over plain DDS (:mod:`sinew_ros.dds`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from sinew_client import Client
+from sinew_client.control import Cadence, Command, Controller, Limits, Loop
+
+from sinew_ros import messages
+from sinew_ros.contract import Contract, ContractError
+from sinew_ros.robot import TopicRobot
+
+logger = logging.getLogger(__name__)
+
+STRING, BOOL, STATUS = "std_msgs/msg/String", "std_msgs/msg/Bool", "diagnostic_msgs/msg/DiagnosticArray"
+SENSOR, COMMAND = "sensor", "command"  # qualities of service: best effort and few, or reliable
+
+
+class Transport(Protocol):
+    """Topics by name and type, as ROS 2 writes them: ``/joint_states`` and ``sensor_msgs/msg/JointState``."""
+
+    def subscribe(self, topic: str, kind: str, quality: str, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with every message, from any thread."""
+
+    def publisher(self, topic: str, kind: str) -> Callable[[Mapping[str, Any]], None]:
+        """Return what publishes a mapping of a message's fields; may be called from any thread."""
+
+    def now(self) -> float:
+        """Return seconds of ROS time."""
+
+
+class Bridge:
+    """Runs a policy on a robot of topics.
+
+    Raises :class:`ContractError` where the contract does not fit the policy, before anything is subscribed.
+    timeout: seconds to wait for the server's description of its policy.
+    """
+
+    def __init__(self, contract: Contract, transport: Transport, timeout: float = 10.0):
+        self.contract, self._transport = contract, transport
+        key = os.environ.get("SINEW_API_KEY", "")
+        with Client(list(contract.servers), timeout=timeout, api_key=key) as client:
+            policy = client.metadata()["policy"]
+        contract.check(policy)
+        settings = contract.settings
+        if settings.limits is None and (settings.motion or {}).get("kind") != "offsets":
+            stated = Limits.from_metadata(policy)
+            if stated is not None:
+                settings = type(settings)(**{**settings.to_dict(), "limits": stated.to_dict()})
+        prompt = contract.prompt or str(policy.get("default_prompt") or "")
+        if not prompt:
+            raise ContractError("prompt: expected an instruction; the policy has none of its own")
+        publish = [transport.publisher(output.topic, output.type) for output in contract.outputs]
+        self.robot = TopicRobot(contract, publish, transport.now)
+        self.loop = Loop(
+            self.robot,
+            partial(_Call, contract.servers, key),
+            settings,
+            contract.action_dim,
+            prompt,
+            watch=self._watch,
+        )
+        if not contract.start:
+            self.loop.pause()
+        self._chunk: int | None = None  # whose rows the trajectory topics have
+        self._target: np.ndarray | None = None  # of the last command, in the numbers of a trajectory
+        self._reason = ""
+        self._status = transport.publisher(contract.names["status"], STATUS)
+        for camera in contract.cameras:
+            transport.subscribe(camera.topic, camera.type, SENSOR, partial(self.robot.camera, camera.name))
+        for index, part in enumerate(contract.states):
+            transport.subscribe(
+                part.topic, "sensor_msgs/msg/JointState", SENSOR, partial(self.robot.state, index)
+            )
+        transport.subscribe(
+            contract.names["prompt"], STRING, COMMAND, lambda message: self.loop.say(str(message.data))
+        )
+        transport.subscribe(
+            contract.names["enable"], BOOL, COMMAND, lambda message: self.enable(bool(message.data))
+        )
+
+    def enable(self, on: bool) -> None:
+        """Begin, or hold until told to begin again."""
+        logger.warning("%s", "goes on" if on else "pauses")
+        if on:
+            self.loop.resume()
+        else:
+            self.loop.pause()
+
+    def stop(self) -> None:
+        """End :meth:`run` after the present tick."""
+        self.loop.stop()
+
+    def run(self, steps: int | None = None) -> Cadence:
+        """Drive the robot until :meth:`stop`, or for so many control steps. At the end the robot holds."""
+        ended = threading.Event()
+        reporter = threading.Thread(target=self._report_each_second, args=(ended,), daemon=True)
+        reporter.start()
+        try:
+            return self.loop.run(steps)
+        finally:
+            ended.set()
+            reporter.join()
+            self._halt()
+            self.loop.close()
+
+    def _watch(self, command: Command) -> None:
+        """Publish what is planned when a new chunk has begun, and a stop when a hold has."""
+        self._reason = command.reason
+        self.robot.paused = self.loop.paused
+        if command.row is None:
+            self._halt()
+            return
+        rows = planned(self.loop.controller, command)
+        self._target = rows[0]
+        if command.chunk != self._chunk:
+            self.robot.follow(rows)
+            self._chunk = command.chunk
+
+    def _halt(self) -> None:
+        """End a trajectory under way where the last command led."""
+        if self._chunk is not None and self._target is not None:
+            self.robot.follow(self._target[None])
+        self._chunk = None
+
+    # ------------------------------------------------------------------------- for people
+
+    def report(self) -> dict[str, Any]:
+        """Return counts and ages of every topic, what was published, and the cadence of the loop."""
+        return {**self.robot.report(), "control": self.loop.report().to_dict()}
+
+    def _report_each_second(self, ended: threading.Event) -> None:
+        while not ended.wait(1.0):
+            self._tell()
+
+    def _tell(self) -> None:
+        try:
+            self._status(self.status())
+        except Exception:
+            logger.exception("the status could not be published")
+
+    def status(self) -> dict[str, Any]:
+        """Return a diagnostic_msgs/DiagnosticArray of the present state."""
+        report, paused, reason = self.report(), self.loop.paused, self._reason
+        values: dict[str, Any] = {"prompt": self.loop.prompt, "chunks": report["control"]["chunks"]}
+        values["failed requests"] = report["control"]["failed_requests"]
+        slow = []
+        named = {**{x.name: x for x in self.contract.cameras}, **{x.name: x for x in self.contract.states}}
+        for name, topic in report["topics"].items():
+            ages = topic["age_ms"]
+            values[name] = "{} received, {} used, {} replaced, {} dropped, {} Hz{}".format(
+                topic["received"], topic["used"], topic["replaced"], sum(topic["dropped"].values()), topic["hz"],
+                f", age p50 {ages['p50']} ms, p99 {ages['p99']} ms" if ages else "",
+            )  # fmt: skip
+            for why, count in topic["dropped"].items():
+                values[f"{name} dropped: {why}"] = count
+            wanted = named[name].rate
+            if wanted is not None and topic["hz"] < wanted:
+                slow.append(f"{name} at {topic['hz']:g} of {wanted:g} Hz")
+        if reason and not paused:
+            level, text = 2, f"holds: {reason}"
+        elif slow:
+            level, text = 1, "; ".join(slow)
+        else:
+            level, text = 0, "paused" if paused else "runs"
+        return messages.diagnostics(self._transport.now(), level, text, values)
+
+
+def planned(controller: Controller, command: Command) -> np.ndarray:
+    """Return float32 [n, D]: the targets of this control step and of those that follow, within the limits.
+
+    Limits are applied by a copy of the controller's guard, so they are exactly those of the commands to come. Rows
+    that would be too old by their own step are left out.
+    """
+    player = controller.player
+    rows = list(player.trajectory.rows_from(command.step))
+    if controller.max_age is not None:
+        rows = rows[: max(1, controller.max_age - command.age + 1)]
+    if controller.guard is None or controller.guard.limits is None:
+        return np.stack(rows)
+    guard = copy.deepcopy(controller.guard)
+    found = rows[:1]
+    for row in rows[1:]:
+        verdict = guard.check(player.motion.command(row, None))
+        if verdict.row is None:
+            break
+        found.append(verdict.row)
+    return np.stack(found).astype(np.float32)
+
+
+class _Call:
+    """A connection to the servers of a contract."""
+
+    def __init__(self, servers: tuple[str, ...], key: str):
+        self._client = Client(list(servers), api_key=key)
+
+    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
+        # The loop's times are of another clock than the server's: only the loop reads them.
+        return self._client.infer({**observation, "time": None}, timeout=limit).actions
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,371 @@
+"""The contract between a robot's topics and a policy: one YAML file, checked before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sinew_client import ClientError
+from sinew_client.control import Settings
+
+IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
+JOINT_STATE, ARRAY = "sensor_msgs/msg/JointState", "std_msgs/msg/Float64MultiArray"
+TRAJECTORY = "trajectory_msgs/msg/JointTrajectory"
+CAMERA_TYPES, ACTION_TYPES = (IMAGE, COMPRESSED), (TRAJECTORY, JOINT_STATE, ARRAY)
+FIELDS = ("position", "velocity", "effort")
+
+
+class ContractError(ClientError, ValueError):
+    """A field of the contract is missing, unknown, or does not fit the policy; the message names it."""
+
+
+@dataclass(frozen=True)
+class Camera:
+    """A topic with pictures. max_age: seconds beyond which a frame is dropped, and too old to act on. rate: messages
+    per second below which the status warns; None for none."""
+
+    name: str
+    topic: str
+    type: str
+    max_age: float
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Joints:
+    """A part of the policy's state: joints of a JointState topic in the policy's order.
+
+    scale, offset: float64 [n]; policy's number = scale x message's number + offset. field: position, velocity, effort.
+    """
+
+    name: str
+    topic: str
+    joints: tuple[str, ...]
+    field: str
+    scale: np.ndarray
+    offset: np.ndarray
+    max_age: float
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """A topic that takes columns of an action, in the policy's order.
+
+    scale, offset: as of :class:`Joints`, so that the message's number = (policy's - offset) / scale.
+    """
+
+    topic: str
+    type: str
+    joints: tuple[str, ...]
+    field: str
+    scale: np.ndarray
+    offset: np.ndarray
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Everything that connects a robot's topics with a policy.
+
+    servers: addresses; the next one is asked where one fails. stamps: "header" takes a message's own stamp as the
+    time of its exposure, "arrival" the moment at which it came, for drivers that do not stamp. start: True begins at
+    once, False waits for true on the enable topic. names: topics of prompt, enable and status.
+    """
+
+    servers: tuple[str, ...]
+    settings: Settings
+    cameras: tuple[Camera, ...]
+    states: tuple[Joints, ...]
+    outputs: tuple[Output, ...]
+    prompt: str = ""
+    start: bool = False
+    stamps: str = "header"
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def state_dim(self) -> int:
+        return sum(len(part.joints) for part in self.states)
+
+    @property
+    def action_dim(self) -> int:
+        return sum(len(part.joints) for part in self.outputs)
+
+    def check(self, policy: Mapping[str, Any]) -> None:
+        """Compare with what a server says of its policy (``metadata()["policy"]``). Raises :class:`ContractError`."""
+        wanted = [camera["name"] for camera in policy["cameras"]]
+        given = [camera.name for camera in self.cameras]
+        if sorted(wanted) != sorted(given):
+            raise ContractError(
+                "cameras: expected those of the policy, {}, got {}".format(
+                    ", ".join(wanted), ", ".join(given)
+                )
+            )
+        for where, parts, dim in (
+            ("state", self.states, self.state_dim),
+            ("action", self.outputs, self.action_dim),
+        ):
+            if int(policy[where]["dim"]) != dim:
+                names = [joint for part in parts for joint in part.joints]
+                raise ContractError(
+                    "{}: expected the policy's {} numbers, got {} joints: {}".format(
+                        where, policy[where]["dim"], dim, ", ".join(names)
+                    )
+                )
+
+
+def read(path: Path) -> Contract:
+    """Return the contract of a YAML file. Raises :class:`ContractError`."""
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ContractError(f"{path}: {' '.join(str(error).split())}") from error
+    return parse(given)
+
+
+def parse(given: Any) -> Contract:
+    """Return the contract that a mapping states. Raises :class:`ContractError` that names the field."""
+    top = _Fields("contract", given)
+    servers = top.texts("server")
+    names = _Fields("names", top.get("names", {}))
+    topics = {key: names.text(key, f"/sinew/{key}") for key in ("prompt", "enable", "status")}
+    names.end()
+    cameras = _Fields("cameras", top.get("cameras"))
+    found = tuple(_camera(name, cameras.get(name)) for name in cameras.left())
+    outputs = tuple(_output(where, part) for where, part in _parts("action", top.get("action")))
+    states = tuple(_joints(where, part) for where, part in _parts("state", top.get("state")))
+    limits = top.get("limits", None)
+    if limits is not None:
+        _Fields("limits", limits)
+    settings = (
+        _settings(
+            top.number("hz"),
+            limits,
+            _Fields("control", top.get("control", {})),
+            max(x.max_age for x in (*found, *states)),
+        )
+        if found
+        else Settings(top.number("hz"))
+    )
+    settings.controller(sum(len(part.joints) for part in outputs))
+    contract = Contract(
+        servers, settings, found, states, outputs, top.text("prompt", ""), top.flag("start", False),
+        top.choice("stamps", ("header", "arrival"), "header"), topics,
+    )  # fmt: skip
+    top.end()
+    _consistent(contract)
+    return contract
+
+
+def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Settings:
+    given: dict[str, Any] = {}
+    for key in ("max_age", "deadline"):
+        if key in control.given:
+            given[key] = control.number(key)
+    for key in ("finish", "future"):
+        given[key] = control.flag(key, False)
+    for key in ("handover", "replan"):
+        if key in control.given:
+            given[key] = control.text(key)
+    motion, substeps = control.get("motion", None), control.get("substeps", 1)
+    if motion is not None:
+        _Fields("control.motion", motion)
+    if not isinstance(substeps, int):
+        raise ContractError(f"control.substeps: expected a whole number, got {substeps!r}")
+    control.end()
+    return Settings(hz, limits=limits, motion=motion, substeps=substeps, stale=stale, **given)
+
+
+def _consistent(contract: Contract) -> None:
+    if not contract.cameras:
+        raise ContractError("cameras: expected at least one")
+    taken: dict[str, str] = {topic: f"names.{key}" for key, topic in contract.names.items()}
+    for where, part in (
+        *((f"cameras.{each.name}", each) for each in contract.cameras),
+        *(("state", each) for each in contract.states),
+        *(("action", each) for each in contract.outputs),
+    ):
+        if part.topic in taken and where != "state":
+            raise ContractError(f"{where}.topic: {part.topic} is the topic of {taken[part.topic]} already")
+        taken[part.topic] = where
+    if any(each.type == TRAJECTORY for each in contract.outputs):
+        if contract.settings.substeps > 1:
+            raise ContractError(
+                "control.substeps: expected 1 beside a JointTrajectory, whose controller interpolates"
+            )
+        offsets = (contract.settings.motion or {}).get("kind") == "offsets"
+        if offsets and contract.settings.limits is not None:
+            raise ContractError(
+                "limits: expected none beside motion offsets and a JointTrajectory: they are those of commands"
+            )
+
+
+def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
+    """Return the text of a contract for a policy, with every name that its server states; topics are to fill in."""
+    rate = float(hz or policy.get("control_hz") or 20.0)
+    lines = [
+        f"server: {server}",
+        f"prompt: {policy.get('default_prompt') or 'what the robot is to do'}",
+        f"hz: {rate:g}  # control rate: rows of a chunk are this far apart",
+        "start: false  # wait for true on /sinew/enable",
+        "stamps: header  # or arrival, for drivers that do not stamp",
+        "control: {handover: aligned, replan: 'queue:0.5', deadline: 2.0}",
+        "cameras:",
+    ]
+    names = [str(camera["name"]) for camera in policy["cameras"]]
+    lines += [
+        f"  {name}: {{topic: /{name}/image_raw/compressed, type: {COMPRESSED}, max_age: 0.2}}"
+        for name in names
+    ]
+    for where, kind, topic in (
+        ("state", JOINT_STATE, "/joint_states"),
+        ("action", TRAJECTORY, "/arm_controller/joint_trajectory"),
+    ):
+        spec = policy[where]
+        names = [str(name) for name in spec.get("names") or []] or [
+            f"joint{i}" for i in range(int(spec["dim"]))
+        ]
+        age = ", max_age: 0.2" if where == "state" else ""
+        joints = ", ".join(names)
+        lines += [
+            f"{where}:  # policy's number = scale x message's number + offset (degrees of radians: 57.29578)",
+            f"  {{topic: {topic}, type: {kind}, joints: [{joints}], scale: 1.0, offset: 0.0{age}}}",
+        ]
+    lines.append(
+        "limits: {velocity: 1.5, when: clip}  # of commands, in the policy's units; low, high, acceleration too"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _parts(where: str, given: Any) -> list[tuple[str, Any]]:
+    """Return one part, or several that follow each other in the policy's vector."""
+    if isinstance(given, list):
+        if not given:
+            raise ContractError(f"{where}: expected at least one topic, got an empty list")
+        return [(f"{where}[{index}]", part) for index, part in enumerate(given)]
+    return [(where, given)]
+
+
+def _camera(name: str, given: Any) -> Camera:
+    part = _Fields(f"cameras.{name}", given)
+    camera = Camera(
+        name, part.text("topic"), part.choice("type", CAMERA_TYPES), part.number("max_age", 0.5), part.rate()
+    )
+    part.end()
+    return camera
+
+
+def _joints(where: str, given: Any) -> Joints:
+    part = _Fields(where, given)
+    topic, _ = part.text("topic"), part.choice("type", (JOINT_STATE,), JOINT_STATE)
+    joints = part.joints()
+    found = Joints(
+        where, topic, joints, part.choice("field", FIELDS, "position"), part.vector("scale", 1.0, len(joints)),
+        part.vector("offset", 0.0, len(joints)), part.number("max_age", 0.5), part.rate(),
+    )  # fmt: skip
+    part.end()
+    return found
+
+
+def _output(where: str, given: Any) -> Output:
+    part = _Fields(where, given)
+    joints = part.joints()
+    found = Output(
+        part.text("topic"), part.choice("type", ACTION_TYPES), joints, part.choice("field", FIELDS, "position"),
+        part.vector("scale", 1.0, len(joints)), part.vector("offset", 0.0, len(joints)),
+    )  # fmt: skip
+    if found.type == TRAJECTORY and found.field != "position":
+        raise ContractError(f"{where}.field: expected position for a JointTrajectory, got {found.field}")
+    if np.any(found.scale == 0):
+        raise ContractError(f"{where}.scale: expected numbers other than 0")
+    part.end()
+    return found
+
+
+class _Fields:
+    """A mapping whose keys are taken one by one; what is left over at the end is refused by name."""
+
+    def __init__(self, where: str, given: Any):
+        if not isinstance(given, Mapping):
+            kind = "nothing" if given is None else type(given).__name__
+            raise ContractError(f"{where}: expected a mapping, got {kind}")
+        self.where, self.given, self._taken = where, given, set()
+
+    def _name(self, key: str) -> str:
+        return key if self.where == "contract" else f"{self.where}.{key}"
+
+    def get(self, key: str, *default: Any) -> Any:
+        self._taken.add(key)
+        if key not in self.given:
+            if default:
+                return default[0]
+            raise ContractError(f"{self._name(key)}: expected a value, got nothing")
+        return self.given[key]
+
+    def left(self) -> list[str]:
+        for key in self.given:
+            if not isinstance(key, str) or not key:
+                raise ContractError(f"{self.where}: expected names, got {key!r}")
+        return [key for key in self.given if key not in self._taken]
+
+    def end(self) -> None:
+        left = self.left()
+        if left:
+            raise ContractError(
+                "{}: unknown; known are {}".format(self._name(left[0]), ", ".join(sorted(self._taken)))
+            )
+
+    def text(self, key: str, *default: str) -> str:
+        value = self.get(key, *default)
+        if not isinstance(value, str) or (not value and not default):
+            raise ContractError(f"{self._name(key)}: expected a text, got {value!r}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.get(key)
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(isinstance(each, str) and each for each in values):
+            raise ContractError(f"{self._name(key)}: expected an address or a list of them, got {value!r}")
+        return tuple(values)
+
+    def choice(self, key: str, known: tuple[str, ...], *default: str) -> str:
+        value = self.text(key, *default)
+        if value not in known:
+            raise ContractError("{}: expected {}, got {}".format(self._name(key), " or ".join(known), value))
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ContractError(f"{self._name(key)}: expected true or false, got {value!r}")
+        return value
+
+    def number(self, key: str, *default: float) -> float:
+        value = self.get(key, *default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+            raise ContractError(f"{self._name(key)}: expected a number above 0, got {value!r}")
+        return float(value)
+
+    def rate(self) -> float | None:
+        return self.number("rate") if "rate" in self.given else None
+
+    def joints(self) -> tuple[str, ...]:
+        value = self.get("joints")
+        if not isinstance(value, list) or not value or not all(isinstance(x, str) and x for x in value):
+            raise ContractError(f"{self._name('joints')}: expected a list of names, got {value!r}")
+        if len(set(value)) < len(value):
+            twice = next(x for x in value if value.count(x) > 1)
+            raise ContractError(f"{self._name('joints')}: {twice} is there twice")
+        return tuple(value)
+
+    def vector(self, key: str, default: float, size: int) -> np.ndarray:
+        value = self.get(key, default)
+        values = value if isinstance(value, list) else [value] * size
+        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values)
+        if not numbers or len(values) != size or not np.all(np.isfinite(values)):
+            raise ContractError(f"{self._name(key)}: expected a number or {size} of them, got {value!r}")
+        return np.array(values, np.float64)

@@ -1,0 +1,158 @@
+# No `from __future__ import annotations`: cyclonedds evaluates the types of the fields.
+"""The message types that the bridge uses, as DDS structures: what rmw_cyclonedds and rmw_fastrtps put on the wire.
+
+Definitions: common_interfaces and rcl_interfaces of ROS 2 (the same from Humble to Kilted). tests/ros compares their
+bytes with those of the package rosbags.
+"""
+
+from dataclasses import dataclass, field
+
+from cyclonedds.idl import IdlStruct
+from cyclonedds.idl.types import float64, int32, sequence, uint8, uint32
+
+
+@dataclass
+class Time(IdlStruct, typename="builtin_interfaces.msg.dds_.Time_"):
+    sec: int32 = 0
+    nanosec: uint32 = 0
+
+
+@dataclass
+class Duration(IdlStruct, typename="builtin_interfaces.msg.dds_.Duration_"):
+    sec: int32 = 0
+    nanosec: uint32 = 0
+
+
+@dataclass
+class Header(IdlStruct, typename="std_msgs.msg.dds_.Header_"):
+    stamp: Time = field(default_factory=Time)
+    frame_id: str = ""
+
+
+@dataclass
+class String(IdlStruct, typename="std_msgs.msg.dds_.String_"):
+    data: str = ""
+
+
+@dataclass
+class Bool(IdlStruct, typename="std_msgs.msg.dds_.Bool_"):
+    data: bool = False
+
+
+@dataclass
+class MultiArrayDimension(IdlStruct, typename="std_msgs.msg.dds_.MultiArrayDimension_"):
+    label: str = ""
+    size: uint32 = 0
+    stride: uint32 = 0
+
+
+@dataclass
+class MultiArrayLayout(IdlStruct, typename="std_msgs.msg.dds_.MultiArrayLayout_"):
+    dim: sequence[MultiArrayDimension] = field(default_factory=list)
+    data_offset: uint32 = 0
+
+
+@dataclass
+class Float64MultiArray(IdlStruct, typename="std_msgs.msg.dds_.Float64MultiArray_"):
+    layout: MultiArrayLayout = field(default_factory=MultiArrayLayout)
+    data: sequence[float64] = field(default_factory=list)
+
+
+@dataclass
+class Image(IdlStruct, typename="sensor_msgs.msg.dds_.Image_"):
+    header: Header = field(default_factory=Header)
+    height: uint32 = 0
+    width: uint32 = 0
+    encoding: str = ""
+    is_bigendian: uint8 = 0
+    step: uint32 = 0
+    data: sequence[uint8] = b""
+
+
+@dataclass
+class CompressedImage(IdlStruct, typename="sensor_msgs.msg.dds_.CompressedImage_"):
+    header: Header = field(default_factory=Header)
+    format: str = ""
+    data: sequence[uint8] = b""
+
+
+@dataclass
+class JointState(IdlStruct, typename="sensor_msgs.msg.dds_.JointState_"):
+    header: Header = field(default_factory=Header)
+    name: sequence[str] = field(default_factory=list)
+    position: sequence[float64] = field(default_factory=list)
+    velocity: sequence[float64] = field(default_factory=list)
+    effort: sequence[float64] = field(default_factory=list)
+
+
+@dataclass
+class JointTrajectoryPoint(IdlStruct, typename="trajectory_msgs.msg.dds_.JointTrajectoryPoint_"):
+    positions: sequence[float64] = field(default_factory=list)
+    velocities: sequence[float64] = field(default_factory=list)
+    accelerations: sequence[float64] = field(default_factory=list)
+    effort: sequence[float64] = field(default_factory=list)
+    time_from_start: Duration = field(default_factory=Duration)
+
+
+@dataclass
+class JointTrajectory(IdlStruct, typename="trajectory_msgs.msg.dds_.JointTrajectory_"):
+    header: Header = field(default_factory=Header)
+    joint_names: sequence[str] = field(default_factory=list)
+    points: sequence[JointTrajectoryPoint] = field(default_factory=list)
+
+
+@dataclass
+class KeyValue(IdlStruct, typename="diagnostic_msgs.msg.dds_.KeyValue_"):
+    key: str = ""
+    value: str = ""
+
+
+@dataclass
+class DiagnosticStatus(IdlStruct, typename="diagnostic_msgs.msg.dds_.DiagnosticStatus_"):
+    level: uint8 = 0
+    name: str = ""
+    message: str = ""
+    hardware_id: str = ""
+    values: sequence[KeyValue] = field(default_factory=list)
+
+
+@dataclass
+class DiagnosticArray(IdlStruct, typename="diagnostic_msgs.msg.dds_.DiagnosticArray_"):
+    header: Header = field(default_factory=Header)
+    status: sequence[DiagnosticStatus] = field(default_factory=list)
+
+
+# ROS's name -> structure, and the structure of each field that is one (or a sequence of one).
+TYPES = {
+    "std_msgs/msg/String": String,
+    "std_msgs/msg/Bool": Bool,
+    "std_msgs/msg/Float64MultiArray": Float64MultiArray,
+    "sensor_msgs/msg/Image": Image,
+    "sensor_msgs/msg/CompressedImage": CompressedImage,
+    "sensor_msgs/msg/JointState": JointState,
+    "trajectory_msgs/msg/JointTrajectory": JointTrajectory,
+    "diagnostic_msgs/msg/DiagnosticArray": DiagnosticArray,
+}
+INNER = {
+    "stamp": Time,
+    "time_from_start": Duration,
+    "header": Header,
+    "layout": MultiArrayLayout,
+    "dim": MultiArrayDimension,
+    "points": JointTrajectoryPoint,
+    "status": DiagnosticStatus,
+    "values": KeyValue,
+}
+
+
+def build(kind, fields):
+    """Return a structure of the class ``kind`` with a mapping's fields; raises TypeError for an unknown one."""
+    made = {}
+    for name, value in fields.items():
+        inner = INNER.get(name)
+        if inner is not None and isinstance(value, list):
+            value = [build(inner, each) for each in value]
+        elif inner is not None:
+            value = build(inner, value)
+        made[name] = value
+    return kind(**made)

@@ -1,0 +1,145 @@
+"""ROS 2 messages to numbers and back.
+
+What comes in is any object with a message's fields: of rclpy, of rosbags, or a DDS structure. What goes out is a plain
+mapping of fields, from which each transport makes its own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sinew_ros.contract import ARRAY, JOINT_STATE, TRAJECTORY, Output
+
+MAX_COMPRESSED = 32 << 20  # bytes of one compressed picture
+# encoding -> (bytes per pixel, which of them are red, green and blue); sensor_msgs/image_encodings.hpp
+ENCODINGS = {
+    "rgb8": (3, (0, 1, 2)),
+    "bgr8": (3, (2, 1, 0)),
+    "rgba8": (4, (0, 1, 2)),
+    "bgra8": (4, (2, 1, 0)),
+    "mono8": (1, (0, 0, 0)),
+}
+
+
+class Refused(Exception):  # noqa: N818 - reads as the sentence it is
+    """A message that cannot be used; the text is a short reason, under which it is counted."""
+
+
+def stamp(message: Any) -> float:
+    """Return the seconds of a message's header; 0.0 where its driver did not stamp it."""
+    time = message.header.stamp
+    return int(time.sec) + 1e-9 * int(time.nanosec)
+
+
+def check_picture(message: Any) -> None:
+    """Raise :class:`Refused` for a sensor_msgs/Image that :func:`picture` cannot read. Looks at no pixel."""
+    known = ENCODINGS.get(message.encoding)
+    if known is None:
+        raise Refused(f"encoding {message.encoding[:40]!r}: expected {', '.join(ENCODINGS)}")
+    if message.height <= 0 or message.width <= 0:
+        raise Refused("an image without a size")
+    if message.step < message.width * known[0]:
+        raise Refused("rows shorter than their width")
+    if len(message.data) != message.step * message.height:
+        raise Refused("as many bytes as step x height expected")
+
+
+def picture(message: Any) -> np.ndarray:
+    """Return the frame of a sensor_msgs/Image, uint8 [height, width, 3], red first. Raises :class:`Refused`."""
+    check_picture(message)
+    size, order = ENCODINGS[message.encoding]
+    height, width = int(message.height), int(message.width)
+    data = np.frombuffer(bytes_of(message.data), np.uint8)
+    rows = data.reshape(height, int(message.step))[:, : width * size]
+    return np.ascontiguousarray(rows.reshape(height, width, size)[..., list(order)])
+
+
+def compressed(message: Any) -> bytes:
+    """Return the JPEG or PNG file in a sensor_msgs/CompressedImage, which the server decodes. Raises Refused."""
+    data = bytes_of(message.data)
+    if len(data) > MAX_COMPRESSED:
+        raise Refused("a compressed picture beyond 32 MiB")
+    if not data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")):
+        raise Refused("neither JPEG nor PNG")
+    return data
+
+
+def joints(message: Any, names: Sequence[str], field: str) -> np.ndarray:
+    """Return float64 [n], the named joints of a sensor_msgs/JointState in the order of ``names``. Raises
+    :class:`Refused`."""
+    place = {name: index for index, name in enumerate(message.name)}
+    values = np.asarray(getattr(message, field), np.float64)
+    if len(values) != len(message.name):
+        raise Refused(f"as many numbers of {field} as names expected")
+    missing = [name for name in names if name not in place]
+    if missing:
+        raise Refused(f"no joint {missing[0]}")
+    found = values[[place[name] for name in names]]
+    if not np.all(np.isfinite(found)):
+        raise Refused("numbers that are not finite")
+    return found
+
+
+def bytes_of(data: Any) -> bytes:
+    """Return the bytes of a uint8 sequence: an array, bytes, or a list of integers."""
+    if isinstance(data, np.ndarray):
+        return data.astype(np.uint8, copy=False).tobytes()
+    return bytes(data)
+
+
+# ----------------------------------------------------------------------------- what goes out
+
+
+def time_of(seconds: float) -> dict[str, int]:
+    """Return a builtin_interfaces/Time or Duration."""
+    nanoseconds = round(seconds * 1e9)
+    return {"sec": nanoseconds // 10**9, "nanosec": nanoseconds % 10**9}
+
+
+def header(seconds: float) -> dict[str, Any]:
+    return {"stamp": time_of(seconds), "frame_id": ""}
+
+
+def trajectory(output: Output, rows: np.ndarray, period: float) -> dict[str, Any]:
+    """Return a trajectory_msgs/JointTrajectory of ``rows`` [n, D of this output], the first to be reached after one
+    period. Its stamp is 0, which tells a controller to begin at once, whatever its clock says."""
+    points = [
+        {
+            "positions": row.tolist(),
+            "velocities": [],
+            "accelerations": [],
+            "effort": [],
+            "time_from_start": time_of((index + 1) * period),
+        }
+        for index, row in enumerate(_numbers(output, rows))
+    ]
+    return {"header": header(0.0), "joint_names": list(output.joints), "points": points}
+
+
+def command(output: Output, row: np.ndarray, now: float) -> dict[str, Any]:
+    """Return one row as a sensor_msgs/JointState or std_msgs/Float64MultiArray. now: seconds of ROS time."""
+    numbers = _numbers(output, row).tolist()
+    if output.type == ARRAY:
+        return {"layout": {"dim": [], "data_offset": 0}, "data": numbers}
+    assert output.type == JOINT_STATE, output.type
+    values = {name: numbers if name == output.field else [] for name in ("position", "velocity", "effort")}
+    return {"header": header(now), "name": list(output.joints), **values}
+
+
+def diagnostics(now: float, level: int, text: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a diagnostic_msgs/DiagnosticArray with one status. level: 0 fine, 1 a warning, 2 an error."""
+    pairs = [{"key": key, "value": str(value)} for key, value in values.items()]
+    status = {"level": level, "name": "sinew: policy", "message": text, "hardware_id": "", "values": pairs}
+    return {"header": header(now), "status": [status]}
+
+
+def _numbers(output: Output, rows: np.ndarray) -> np.ndarray:
+    """Return the message's numbers of the policy's, float64."""
+    return (np.asarray(rows, np.float64) - output.offset) / output.scale
+
+
+def is_trajectory(output: Output) -> bool:
+    return output.type == TRAJECTORY

@@ -1,0 +1,112 @@
+"""The newest message of a topic, with a count of what became of all the others."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from sinew_client.control import Blind
+
+from sinew_ros.messages import Refused, stamp
+
+AHEAD = 0.1  # seconds that a stamp may be in the future: clocks of two machines differ a little
+KEPT = 10_000  # ages that are remembered
+REASONS = 32  # that are told apart
+
+
+class Newest:
+    """Messages come from any thread; the loop's thread takes the newest when it needs one.
+
+    read: turns a message into what the policy takes; called once per message that is used, in the loop's thread.
+    check: called for every message when it arrives; must be quick. Both raise :class:`Refused`.
+    max_age: seconds since its exposure after which a message is useless. stamped: False takes the arrival for it.
+
+    Every message is counted once: ``received`` = ``used`` + ``replaced`` (by a newer one, before anybody needed it) +
+    ``dropped`` (refused, by reason) + one that may be waiting.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[Any], Any],
+        check: Callable[[Any], Any],
+        max_age: float,
+        stamped: bool = True,
+    ):
+        self.name, self.max_age = name, max_age
+        self._read, self._check, self._stamped = read, check, stamped
+        self.received = self.used = self.replaced = 0
+        self.dropped: Counter = Counter()
+        self.ages: deque[float] = deque(maxlen=KEPT)  # seconds from exposure to use
+        self.arrivals: deque[float] = deque(maxlen=64)
+        self._lock = threading.Lock()
+        self._message: Any = None  # not read yet
+        self._value: Any = None
+        self._taken = 0.0  # when the newest was exposed, in seconds of the loop's clock
+        self._seen = 0.0  # the same for what was read last
+        self._stamp = 0.0  # the same by the clock of stamps
+        self._any = False
+
+    def put(self, message: Any, now: float, clock: float) -> None:
+        """Take a message at ``now`` (the loop's clock) and ``clock`` (ROS time), both in seconds."""
+        with self._lock:
+            self.received += 1
+            self.arrivals.append(now)
+            try:
+                exposed = self._exposed(message, clock)
+                self._check(message)
+            except Refused as reason:
+                self._drop(str(reason))
+                return
+            self.replaced += self._message is not None
+            self._message, self._any = message, True
+            self._stamp, self._taken = exposed, now - (clock - exposed)
+
+    def take(self, now: float) -> tuple[Any, float]:
+        """Return the newest value and when it was exposed (the loop's clock). Raises :class:`Blind` without one."""
+        with self._lock:
+            message, self._message = self._message, None
+            taken = self._taken
+        if message is not None:
+            try:
+                self._value, self._seen = self._read(message), taken
+            except Refused as reason:  # the one before is still there
+                with self._lock:
+                    self._drop(str(reason))
+            else:
+                with self._lock:
+                    self.used += 1
+                    self.ages.append(now - taken)
+        if self._value is None:
+            why = f": {self.dropped.most_common(1)[0][0]}" if self.dropped else ""
+            raise Blind(f"{self.name}: no message yet{why}")
+        if now - self._seen > self.max_age:
+            raise Blind(f"{self.name}: the newest message is older than {self.max_age:g} s")
+        return self._value, self._seen
+
+    def rate(self) -> float:
+        """Return messages per second over the last ones; 0 for fewer than two."""
+        seen = list(self.arrivals)
+        return (len(seen) - 1) / (seen[-1] - seen[0]) if len(seen) > 1 and seen[-1] > seen[0] else 0.0
+
+    def _drop(self, reason: str) -> None:
+        """Count a message under its reason; reasons quote messages, so there may not be any number of them."""
+        known = reason in self.dropped or len(self.dropped) < REASONS
+        self.dropped[reason if known else "other reasons"] += 1
+
+    def _exposed(self, message: Any, clock: float) -> float:
+        if not self._stamped:
+            return clock
+        exposed = stamp(message)
+        if exposed == 0.0:
+            raise Refused("no stamp")
+        if exposed > clock + AHEAD:
+            raise Refused("stamped in the future")
+        if clock - exposed > self.max_age:
+            raise Refused(f"older than {self.max_age:g} s when it arrived")
+        # A clock that was set back, as at the beginning of another bag, makes the last stamp one of the future.
+        if self._any and exposed <= self._stamp <= clock + AHEAD:
+            raise Refused("not newer than the one before")
+        return exposed

@@ -1,0 +1,139 @@
+"""A robot of topics: the three methods that the control loop asks for, over the newest messages."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sinew_client.control.report import percentiles
+
+from sinew_ros import messages
+from sinew_ros.contract import COMPRESSED, Contract
+from sinew_ros.newest import Newest
+
+Publish = Callable[[Mapping[str, Any]], None]
+
+
+class TopicRobot:
+    """Observes the newest message of each topic of a contract, and publishes commands.
+
+    publish: one function for each of the contract's outputs. clock: seconds of ROS time, by which messages are stamped.
+    """
+
+    def __init__(self, contract: Contract, publish: list[Publish], clock: Callable[[], float] = time.time):
+        stamped = contract.stamps == "header"
+        self.contract, self._publish, self._clock = contract, publish, clock
+        self.cameras = {
+            camera.name: Newest(camera.name, *_reading(camera.type), camera.max_age, stamped)
+            for camera in contract.cameras
+        }
+        self.states = [
+            Newest(
+                part.name,
+                read := partial(messages.joints, names=part.joints, field=part.field),
+                read,
+                part.max_age,
+                stamped,
+            )
+            for part in contract.states
+        ]
+        self.published: Counter = Counter()  # topic -> messages
+        self.paused = False  # set by whoever runs the loop
+        self._columns = _columns(contract)
+        self._last: np.ndarray | None = None  # the last command, float32 [D]
+        self._held = False
+
+    # ------------------------------------------------------------------------- from the transport's threads
+
+    def camera(self, name: str, message: Any) -> None:
+        self.cameras[name].put(message, time.monotonic(), self._clock())
+
+    def state(self, index: int, message: Any) -> None:
+        self.states[index].put(message, time.monotonic(), self._clock())
+
+    # ------------------------------------------------------------------------- from the loop
+
+    def observe(self) -> dict[str, Any]:
+        """Return the newest pictures and the state, in the policy's order and units. Raises Blind without them."""
+        now = time.monotonic()
+        images, taken = {}, []
+        for name, source in self.cameras.items():
+            images[name], when = source.take(now)
+            taken.append(when)
+        parts = []
+        for part, source in zip(self.contract.states, self.states):
+            values, _ = source.take(now)
+            parts.append(part.scale * values + part.offset)
+        return {"images": images, "state": np.concatenate(parts).astype(np.float32), "time": max(taken)}
+
+    def act(self, row: np.ndarray) -> None:
+        """Publish one command on the topics that take one per control step."""
+        self._last, self._held = row, False
+        self._send(row)
+
+    def hold(self) -> None:
+        """Repeat the last position, or send zero velocity, on the topics that take one command per step. Silent before
+        the first command, and after one hold of a pause: then somebody else may move the robot."""
+        if self._last is None or (self.paused and self._held):
+            return
+        self._held = True
+        self._send(self._still(self._last))
+
+    def follow(self, rows: np.ndarray) -> None:
+        """Publish ``rows`` [n, D], the first to be reached after one period, on the topics that take trajectories."""
+        for output, columns, publish in zip(self.contract.outputs, self._columns, self._publish):
+            if messages.is_trajectory(output):
+                publish(messages.trajectory(output, rows[:, columns], self.contract.settings.period))
+                self.published[output.topic] += 1
+
+    def _still(self, row: np.ndarray) -> np.ndarray:
+        motion = self.contract.settings.parse_motion()
+        if motion.holds == "zero":
+            row = np.array(row)
+            row[list(motion.action)] = 0.0
+        return row
+
+    def _send(self, row: np.ndarray) -> None:
+        for output, columns, publish in zip(self.contract.outputs, self._columns, self._publish):
+            if not messages.is_trajectory(output):
+                publish(messages.command(output, row[columns], self._clock()))
+                self.published[output.topic] += 1
+
+    # ------------------------------------------------------------------------- for people
+
+    def report(self) -> dict[str, Any]:
+        """Return counts of every topic: received, used, replaced, dropped by reason, ages in ms, rate in Hz."""
+        sources = {**self.cameras, **{part.name: part for part in self.states}}
+        return {
+            "topics": {
+                name: {
+                    "received": source.received,
+                    "used": source.used,
+                    "replaced": source.replaced,
+                    "dropped": dict(source.dropped),
+                    "hz": round(source.rate(), 2),
+                    "age_ms": percentiles(1e3 * age for age in list(source.ages)),
+                }
+                for name, source in sources.items()
+            },
+            "published": dict(self.published),
+        }
+
+
+def _reading(kind: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return what reads a camera's messages and what checks them on arrival."""
+    if kind == COMPRESSED:
+        return messages.compressed, messages.compressed
+    return messages.picture, messages.check_picture
+
+
+def _columns(contract: Contract) -> list[slice]:
+    found, at = [], 0
+    for output in contract.outputs:
+        found.append(slice(at, at + len(output.joints)))
+        at += len(output.joints)
+    return found

@@ -1,0 +1,103 @@
+"""A bag of 1,000 messages, written and read by the package rosbags, through the robot of topics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client.control import Blind
+from sinew_ros.contract import parse
+from sinew_ros.robot import TopicRobot
+
+from tests.ros.test_bridge import IMAGE, JOINTS, contract
+
+START, STEP = 1_700_000_000.0, 0.02  # seconds of the first message, and between two moments
+LOST, BAD, UNSTAMPED = (
+    range(100, 120),
+    (7, 8),
+    30,
+)  # moments without a picture, with a bad one, with an unstamped one
+
+
+def write(path: Path, store: Any, count: int) -> None:
+    """Write a bag of ``count`` moments: a picture whose pixels tell its number, and joints in another order."""
+    from rosbags.rosbag2 import Writer
+
+    types = store.types
+    with Writer(path, version=9) as writer:
+        topics = {
+            "/front": writer.add_connection("/front", IMAGE, typestore=store),
+            "/joint_states": writer.add_connection("/joint_states", JOINTS, typestore=store),
+        }
+
+        def put(topic: str, kind: str, message: Any, when: float) -> None:
+            writer.write(topics[topic], round(when * 1e9), store.serialize_cdr(message, kind))
+
+        for index in range(count):
+            when = START + index * STEP
+            stamp = types["builtin_interfaces/msg/Time"](sec=int(when), nanosec=round((when % 1) * 1e9))
+            header = types["std_msgs/msg/Header"](stamp=stamp, frame_id="arm")
+            empty = types["std_msgs/msg/Header"](
+                stamp=types["builtin_interfaces/msg/Time"](sec=0, nanosec=0), frame_id=""
+            )
+            if index not in LOST:
+                picture = types[IMAGE](
+                    header=empty if index == UNSTAMPED else header, height=4, width=6, is_bigendian=0, step=18,
+                    encoding="16UC1" if index in BAD else "bgr8", data=np.full(72, index % 256, np.uint8),
+                )  # fmt: skip
+                put("/front", IMAGE, picture, when + 0.004)
+            none = np.zeros(0)
+            joints = types[JOINTS](
+                header=header,
+                name=["b", "a"],
+                position=np.array([-index, index], float),
+                velocity=none,
+                effort=none,
+            )
+            put("/joint_states", JOINTS, joints, when + 0.001)
+
+
+def test_a_bag_of_a_thousand_messages(tmp_path: Path) -> None:
+    typesys = pytest.importorskip("rosbags.typesys", reason="the extra `ros` is not installed")
+    from rosbags.rosbag2 import Reader
+
+    store = typesys.get_typestore(typesys.Stores.ROS2_HUMBLE)
+    write(tmp_path / "bag", store, 511)
+    text = contract("tcp://nobody:1", cameras={"front": {"topic": "/front", "type": IMAGE, "max_age": 0.05}})
+    text["state"]["max_age"] = 0.05
+    clock = [0.0]  # ROS time is the bag's
+    sent: list[Any] = []
+    robot = TopicRobot(parse(text), [sent.append, sent.append], lambda: clock[0])
+    seen, blind, total = [], [], 0
+    with Reader(tmp_path / "bag") as reader:
+        for connection, when, data in reader.messages():
+            clock[0] = when * 1e-9
+            message = store.deserialize_cdr(data, connection.msgtype)
+            total += 1
+            if connection.topic == "/joint_states":
+                robot.state(0, message)
+                continue
+            robot.camera("front", message)
+            try:
+                seen.append(robot.observe())
+            except Blind as error:
+                blind.append(str(error))
+    assert total == 511 + 511 - len(LOST) > 1000
+    report = robot.report()["topics"]
+    assert report["front"]["received"] == 511 - len(LOST)
+    assert report["front"]["dropped"] == {
+        "encoding '16UC1': expected rgb8, bgr8, rgba8, bgra8, mono8": 2,
+        "no stamp": 1,
+    }
+    for topic in report.values():
+        counted = topic["used"] + topic["replaced"] + sum(topic["dropped"].values())
+        assert topic["received"] - counted in (0, 1)
+    assert report["state"]["replaced"] >= len(LOST) - 1  # nobody asked while the camera was silent
+    assert report["front"]["age_ms"]["p50"] == pytest.approx(4.0, abs=1.0)
+    index = seen[-1]["state"][0] / 10  # joint a, times the contract's scale
+    assert index == 510
+    assert seen[-1]["images"]["front"].tolist() == np.full((4, 6, 3), 510 % 256).tolist()
+    np.testing.assert_array_equal(seen[-1]["state"], [5100, -5100])
+    assert not blind  # a bad picture is dropped, and the one before is young enough
