@@ -84,6 +84,7 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "onnx-export",
     "ray": "ray",
+    "pyarrow": "dataset",
     "safetensors": "torch",
     "sentencepiece": "sentencepiece",
     "skimage": "demo",

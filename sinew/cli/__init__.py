@@ -30,6 +30,7 @@ VERBS = {
     "fleet": "Serve policies on replicas of a Ray cluster.",
     "top": "Show what a server does, in the terminal.",
     "client": "Send observations to a server and print a latency table.",
+    "dataset": "Write a LeRobot data set of episodes or a recording.",
     "mcap": "Write a recording for Foxglove or PlotJuggler.",
     "run": "Drive a robot with a policy.",
     "stream": "Drive a robot with a stream: no chunk is ever waited for.",

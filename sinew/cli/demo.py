@@ -20,6 +20,7 @@ def demo(
     out: Path = Path("build/demo"),
     episodes: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 50,
     sweep_episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 10,
+    film: Annotated[bool, Parameter(negative="")] = False,
     full_size: Annotated[bool, Parameter(negative="")] = False,
     prepare: Annotated[bool, Parameter(negative="")] = False,
     rounds: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
@@ -32,6 +33,7 @@ def demo(
             bundle (3.6 GB, what is already there is used again).
         episodes: of the blocks task.
         sweep_episodes: per point of the figure of success over injected latency; 0 leaves it out.
+        film: also a film of 960 x 720 by MuJoCo's own renderer, with actions and latency; needs EGL or OSMesa.
         full_size: instead, a random policy of 450M parameters: written, converted, served, sent photographs.
         prepare: with --full-size, only write the bundle, OUT/policy.gguf.
         rounds: with --full-size, how many times to send each of the three scenes.
@@ -47,5 +49,5 @@ def demo(
         from sinew.eval import demo as closed_loop
     except ImportError as error:
         raise MissingPackageError("the simulated task", error.name or "mujoco") from None
-    closed_loop.run(out, episodes, console, sweep_episodes=sweep_episodes)
+    closed_loop.run(out, episodes, console, sweep_episodes=sweep_episodes, film=film)
     return 0

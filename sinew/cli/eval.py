@@ -110,7 +110,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     env = suites.named(suite) if suite is not None else env
     held = read_gate(gate) if gate is not None else None
     task = Task(
-        env=env or _default_env(target, cameras),
+        env=env or default_env(target, cameras),
         env_options=_json_object("--env-options", env_options),
         reset_options=_json_object("--reset-options", reset_options),
         adapter=adapter or "",
@@ -161,7 +161,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     asked = _variants(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
     control_hz = _control_hz(task, asked, elsewhere)
-    variants = [_settled(variant) for variant in asked]
+    variants = [settled(variant) for variant in asked]
     if elsewhere is not None and runs.engine != "auto":
         raise SinewError(
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
@@ -231,7 +231,7 @@ def _variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> 
     ]
 
 
-def _settled(variant: Variant) -> Variant:
+def settled(variant: Variant) -> Variant:
     """The variant with the engine and device that will run it, so that logs and reports name them."""
     if "://" in variant.target:
         device = None if variant.device == "auto" else variant.device
@@ -293,7 +293,7 @@ def _workers(realtime: bool) -> int:
 # ----------------------------------------------------------------------------- running
 
 
-def _default_env(target: str, cameras: Cameras) -> str:
+def default_env(target: str, cameras: Cameras) -> str:
     """The task to play where none was asked for."""
     if target == EXPERT or is_server(target):
         return ENV

@@ -132,6 +132,9 @@ def _title(seen: Seen) -> Text:
     if up := seen.health.get("uptime_s"):
         text.append(f"  up {up:.0f} s, {seen.health.get('memory_bytes', 0) / 1e6:.0f} MB")
         text.append(f", {seen.health.get('waiting', 0)} waiting, {seen.health.get('served', 0)} served")
+    host = seen.health.get("host", {})
+    if (busy := host.get("cpu")) is not None:
+        text.append(f", {100 * busy:.0f} % of {host['cores']} cores busy")
     return text
 
 

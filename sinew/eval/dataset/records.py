@@ -1,0 +1,68 @@
+"""What `sinew serve --record` kept as episodes of a data set: one frame per request."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from sinew.core import SinewError
+from sinew.eval.dataset.writer import Frame
+from sinew.serve.recorder import Record
+
+GAP = 2.5  # periods without a request that end an episode
+
+
+def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
+    """Yield the frames of each episode: the requests of a session that follow each other at ``hz`` requests a second.
+
+    A longer pause than 2.5 periods begins another episode, so does another instruction. The action of a frame is the
+    first row of the answer; a request that was answered with an error ends an episode, too. Raises
+    :class:`SinewError` where the requests did not come at that rate: a data set has one rate, and nothing here
+    invents frames in between.
+    """
+    running: dict[str, list[Record]] = defaultdict(list)
+    steps: list[float] = []
+    found: list[list[Record]] = []
+    for record in records:
+        session = running[str(record.observation.session or record.wire)]
+        if session:
+            before = session[-1]
+            step = (_when(record) - _when(before)) * hz
+            other = record.observation.prompt != before.observation.prompt
+            if other or record.actions is None or not 0 < step <= GAP:
+                found.append(session.copy())
+                session.clear()
+            else:
+                steps.append(step)
+        if record.actions is not None:
+            session.append(record)
+    found += running.values()
+    if steps and not 0.75 <= float(np.median(steps)) <= 1.25:
+        rate = hz / float(np.median(steps))
+        raise SinewError(
+            f"--hz: expected the rate of the requests, which came {rate:.3g} times a second, got {hz:g}"
+        )
+    if not steps:
+        raise SinewError(f"records: no two requests of a session follow each other within {GAP / hz:.3g} s")
+    for session in found:
+        if len(session) > 1:
+            yield [_frame(record) for record in session]
+
+
+def _when(record: Record) -> float:
+    """Return the moment of a request: the robot's own clock where it gave one."""
+    return float(record.observation.time or record.meta["recorded"])
+
+
+def _frame(record: Record) -> Frame:
+    seen = record.observation
+    images = {}
+    for name, image in seen.images.items():
+        frame = np.asarray(image)
+        images[name] = (
+            frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
+        )
+    assert record.actions is not None
+    return Frame(images, np.asarray(seen.state), record.actions[0], str(seen.prompt))

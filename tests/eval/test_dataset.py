@@ -1,0 +1,194 @@
+"""LeRobot data sets: what is written is what was seen, and LeRobot's own reader opens it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sinew.cli import main
+from sinew.core import ActionChunk, Observation, SinewError
+from sinew.eval.dataset.records import episodes
+from sinew.eval.dataset.statistics import Statistics
+from sinew.eval.dataset.writer import DatasetWriter, Frame
+from sinew.serve.recorder import Recorder, read_records
+from tests.serve.test_lerobot_wire import CLIENTS, lerobot_client
+
+READ = """
+import json, sys
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+found = LeRobotDataset("nobody/nothing", root=sys.argv[1], delta_timestamps={"action": [0, 0.05]})
+item = found[int(sys.argv[2])]
+print(json.dumps({
+    "episodes": found.num_episodes, "frames": found.num_frames, "fps": found.fps, "task": item["task"],
+    "cameras": found.meta.camera_keys, "names": found.meta.features["action"]["names"],
+    "state": item["observation.state"].tolist(), "action": item["action"].tolist(),
+    "pixel": item["observation.images.front"][:, 1, 2].tolist(), "done": bool(item["next.done"]),
+    "mean": found.meta.stats["observation.images.front"]["mean"].ravel().tolist(),
+    "ends": [int(row["dataset_to_index"]) for row in found.meta.episodes],
+}))
+"""
+
+
+def frames(count: int, seed: int = 0, task: str = "go") -> list[Frame]:
+    rng = np.random.default_rng(seed)
+    return [
+        Frame(
+            {name: rng.integers(0, 256, (4, 6, 3), np.uint8) for name in ("front", "wrist")},
+            rng.normal(size=3), rng.normal(size=2), task,
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def write(out: Path) -> list[list[Frame]]:
+    """Two episodes of two tasks."""
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    written = [frames(5, 0, "stack"), frames(4, 1, "unstack")]
+    writer = DatasetWriter(out, 20, state=("a", "b", "c"), action=("x", "y"), robot="arm")
+    for index, each in enumerate(written):
+        writer.add(each, bool(index))
+    assert writer.close() == {"episodes": 2, "frames": 9, "tasks": 2}
+    return written
+
+
+def test_columns_are_what_was_seen(tmp_path: Path) -> None:
+    written = [frame for episode in write(tmp_path / "out") for frame in episode]
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(tmp_path / "out/data/chunk-000/file-000.parquet").to_pylist()
+    assert [row["frame_index"] for row in rows] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert [row["index"] for row in rows] == list(range(9))
+    assert [row["next.success"] for row in rows] == [False] * 8 + [True]
+    for row, frame in zip(rows, written, strict=True):
+        np.testing.assert_array_equal(row["action"], frame.action.astype(np.float32))
+        np.testing.assert_array_equal(row["observation.state"], frame.state.astype(np.float32))
+    info = json.loads((tmp_path / "out/meta/info.json").read_text())
+    assert info["features"]["action"] == {"dtype": "float32", "shape": [2], "names": ["x", "y"]}
+    stats = json.loads((tmp_path / "out/meta/stats.json").read_text())
+    states = np.stack([frame.state for frame in written]).astype(np.float32)
+    np.testing.assert_allclose(stats["observation.state"]["std"], states.std(0), rtol=1e-6)
+    np.testing.assert_allclose(stats["observation.state"]["q90"], np.quantile(states, 0.9, axis=0), rtol=1e-6)
+    pixels = np.stack([frame.images["wrist"] for frame in written]).reshape(-1, 3) / 255
+    found = stats["observation.images.wrist"]
+    for name, expected in (("mean", pixels.mean(0)), ("std", pixels.std(0)), ("max", pixels.max(0)),
+                           ("min", pixels.min(0))):  # fmt: skip
+        np.testing.assert_allclose(np.ravel(found[name]), expected, atol=1e-9)
+    assert np.abs(np.ravel(found["q50"]) - np.quantile(pixels, 0.5, axis=0)).max() <= 1 / 255
+
+
+@pytest.mark.slow
+def test_lerobots_own_reader_opens_it(tmp_path: Path) -> None:
+    if reason := lerobot_client():
+        pytest.skip(reason)
+    written = write(tmp_path / "out")
+    done = subprocess.run(
+        [CLIENTS, "-c", READ, tmp_path / "out", "6"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    seen = written[1]
+    assert (found["episodes"], found["frames"], found["fps"]) == (2, 9, 20)
+    assert (found["task"], found["ends"], found["done"]) == ("unstack", [5, 9], False)
+    assert found["cameras"] == ["observation.images.front", "observation.images.wrist"]
+    np.testing.assert_array_equal(found["state"], seen[1].state.astype(np.float32))
+    np.testing.assert_array_equal(found["action"], [seen[i].action.astype(np.float32) for i in (1, 2)])
+    np.testing.assert_allclose(found["pixel"], seen[1].images["front"][1, 2] / 255, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"state": np.zeros(4)}, "observation.state: expected 3 finite numbers"),
+        ({"action": np.array([np.nan, 0])}, "action: expected 2 finite numbers"),
+        ({"images": {"front": np.zeros((4, 6, 3), np.uint8)}}, "images.front: expected uint8 [4, 6, 3]"),
+        (
+            {"images": dict.fromkeys(("front", "wrist"), np.zeros((4, 5, 3), np.uint8))},
+            "images.front: expected",
+        ),
+    ],
+)
+def test_frames_that_differ_are_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    writer = DatasetWriter(tmp_path / "out", 20)
+    good = frames(2)
+    bad = Frame(
+        **{**{name: getattr(good[0], name) for name in ("images", "state", "action", "task")}, **change}
+    )
+    with pytest.raises(SinewError) as error:
+        writer.add([*good, bad])
+    assert said in str(error.value)
+
+
+def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    with pytest.raises(SinewError, match="whole number of frames"):
+        DatasetWriter(tmp_path / "a", 12.5)
+    with pytest.raises(SinewError, match="is there already"):
+        DatasetWriter(tmp_path, 20)
+    writer = DatasetWriter(tmp_path / "b", 20)
+    with pytest.raises(SinewError, match="no episode"):
+        writer.close()
+
+
+def test_statistics_of_parts_are_those_of_the_whole() -> None:
+    whole, parts = Statistics(), [Statistics(), Statistics()]
+    for index, frame in enumerate(frames(6)):
+        for each in (whole, parts[index % 2]):
+            each.picture("front", frame.images["front"])
+            each.vectors("state", frame.state[None])
+    parts[0].merge(parts[1])
+    found, expected = parts[0].table(), whole.table()
+    assert found["front"] == expected["front"]
+    np.testing.assert_allclose(found["state"]["mean"], expected["state"]["mean"])
+
+
+# ----------------------------------------------------------------------------- records
+
+
+def record(folder: Path, times: list[float], prompt: str = "go", session: str = "s") -> None:
+    recorder = Recorder(folder)
+    for index, when in enumerate(times):
+        frame = np.full((4, 6, 3), index, np.uint8)
+        seen = Observation(images={"front": frame}, state=np.full(3, index), prompt=prompt, seed=0, time=when)
+        recorder.put("native", session, seen, ActionChunk(np.full((4, 2), index, np.float32), seed=0))
+    recorder.close()
+
+
+def test_records_become_episodes_of_one_rate(tmp_path: Path) -> None:
+    record(tmp_path, [10.0, 10.1, 10.2, 20.0, 20.1, 20.21])
+    found = list(episodes(read_records(tmp_path), 10))
+    assert [[int(frame.action[0]) for frame in each] for each in found] == [[0, 1, 2], [3, 4, 5]]
+    assert found[0][1].images["front"].max() == 1
+    with pytest.raises(SinewError, match="came 10 times a second, got 15"):
+        list(episodes(read_records(tmp_path), 15))
+
+
+def test_the_verb_takes_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    record(tmp_path / "records", [10.0, 10.1, 10.2])
+    assert main(["dataset", str(tmp_path / "records"), str(tmp_path / "out"), "--hz", "10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frames"] == 3
+    assert "next.success" not in json.loads((tmp_path / "out/meta/info.json").read_text())["features"]
+    assert main(["dataset", str(tmp_path / "records"), str(tmp_path / "x"), "--env", "sinew/Pen-v0"]) == 1
+
+
+def test_the_verb_plays_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripted expert of the pen: what the environment was told is what is written."""
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    out = tmp_path / "out"
+    words = ("expert", str(out), "--env", "sinew/Pen-v0", "--episodes", "2", "--replan", "4", "--json")
+    assert main(["dataset", *words]) == 0
+    found = SimpleNamespace(**json.loads(capsys.readouterr().out))
+    assert (found.episodes, found.played) == (2, 2)
+    info = json.loads((out / "meta/info.json").read_text())
+    assert info["fps"] == 60
+    assert info["total_frames"] == found.frames > 10
