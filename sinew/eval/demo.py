@@ -20,6 +20,7 @@ from sinew.eval.adapters import make_env
 from sinew.eval.policies import Remote
 from sinew.eval.report import stats
 from sinew.eval.report.animation import write_gif
+from sinew.eval.report.film import shoot, write_film
 from sinew.eval.report.plots import write_plots
 from sinew.eval.report.report import document, success_cells
 from sinew.eval.report.view import View
@@ -29,7 +30,7 @@ from sinew.eval.settings import Task, Variant, sweep
 BUNDLE = Path(__file__).resolve().parents[1] / "assets" / "blocks.gguf"
 ENV, FIRST_SEED, FILMED = "sinew/Blocks-v0", 5000, 4
 SWEEP = ("handover=aligned,naive,rtc:ramp", "latency=0,200,400ms")
-GIF = "closed_loop.gif"
+GIF, FILM = "closed_loop.gif", "film.webp"
 
 
 def run(
@@ -39,13 +40,19 @@ def run(
     *,
     bundle: Path = BUNDLE,
     sweep_episodes: int = 20,
+    film: bool = False,
 ) -> dict[str, Any]:
     """Writes an animation, a figure of success over injected latency, and ``report.json`` into ``out_dir``.
 
-    sweep_episodes: per point of the figure; 0 leaves it out. Returns the report. Raises :class:`SinewError`
-    when the bundle is missing or the server does not start.
+    sweep_episodes: per point of the figure; 0 leaves it out. film: another animation, larger, by MuJoCo's renderer.
+    Returns the report. Raises :class:`SinewError` when the bundle is missing, the server does not start, or there is
+    nothing to draw the film with.
     """
     console = console or Console(highlight=False, emoji=False)
+    if film:
+        from sinew.sim.film import backend
+
+        console.print(f"film       drawn by MuJoCo through {backend()}")
     if not bundle.is_file():
         raise SinewError(f"{bundle}: the trained demo policy is missing")
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -53,18 +60,20 @@ def run(
     console.print(f"server     starting with {bundle.name}", soft_wrap=True)
     with serving(bundle, out_dir / "serve.log") as address:
         console.print(f"server     ready on {address} after {time.perf_counter() - started:.1f} s")
-        report = _drive(address, out_dir, episodes, sweep_episodes, console)
+        report = _drive(address, out_dir, episodes, sweep_episodes, console, film)
     if sweep_episodes:
         write_plots(report["injected_latency"], out_dir)
     (out_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    names = sorted(path.name for path in out_dir.iterdir() if path.suffix in (".gif", ".json", ".png"))
+    names = sorted(
+        path.name for path in out_dir.iterdir() if path.suffix in (".gif", ".json", ".png", ".webp")
+    )
     seconds = time.perf_counter() - started
     console.print(f"wrote      {', '.join(names)} into {out_dir}; {seconds:.0f} s in all", soft_wrap=True)
     return report
 
 
 def _drive(
-    address: str, out_dir: Path, episodes: int, sweep_episodes: int, console: Console
+    address: str, out_dir: Path, episodes: int, sweep_episodes: int, console: Console, film: bool
 ) -> dict[str, Any]:
     """What happens while the server runs."""
     task, base = Task(ENV), Variant(address)
@@ -76,6 +85,9 @@ def _drive(
         report = document(task, adapter.control_hz, [base], results, workers=1)
         report["stages_ms"] = {name: stats.summarize(values) for name, values in view.stages.items()}
         write_gif(view.frames, out_dir / GIF, adapter.control_hz, view.pauses)
+        if film:
+            shots = shoot(policy, env, adapter, range(FIRST_SEED, FIRST_SEED + FILMED // 2))
+            write_film(shots, out_dir / FILM, adapter.control_hz)
         _print_run(report, console)
         if sweep_episodes:
             why = str(policy.client.metadata()["server"].get("unguided", ""))

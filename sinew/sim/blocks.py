@@ -51,6 +51,7 @@ class BlocksEnv(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": scene.CONTROL_HZ}  # noqa: RUF012 - gymnasium's interface
     control_hz = scene.CONTROL_HZ
     cameras = ("front", "wrist")
+    action_names = ("x", "y", "z", "gripper")
 
     def __init__(
         self,
@@ -214,6 +215,10 @@ class BlocksEnv(gymnasium.Env):
     def _block_boxes(self) -> Boxes:
         poses = self._data.qpos[self._block_q[:, None] + np.arange(7)]
         return scene.block_boxes(poses[:, :3], rotation_from_quaternion(poses[:, 3:]))
+
+    def pose(self) -> np.ndarray:
+        """Return where everything is, float64 [nq]: the generalised positions, from which a film is drawn."""
+        return self._data.qpos.copy()
 
     def render(self) -> np.ndarray:
         return self.view("overview", self.render_size)

@@ -218,6 +218,8 @@ def test_events_tell_of_answers(desk: Desk) -> None:
         assert desk.get("/v1/frames/wrist").status == 404
     health = next(record for name, record in found if name == "health")
     assert health["viewers"] == 1
+    assert health["host"]["cores"] >= 1
+    assert 0 < health["host"]["memory"]["available"] <= health["host"]["memory"]["limit"]
     reply.close()
 
 
@@ -275,6 +277,7 @@ def test_the_page_in_a_browser(smolvla_bundle: Callable[[str], Path], tmp_path: 
         page.wait("document.querySelector('#cameras img').naturalWidth > 1")
         assert "<img src=x" in page.evaluate("document.getElementById('sessions').textContent")
         assert page.evaluate("document.querySelectorAll('#sessions img').length") == 0
+        page.wait("document.getElementById('card').lastElementChild.textContent.includes('GiB in use')")
         assert "REPLAY" in page.evaluate("document.getElementById('card').textContent")
         assert page.evaluate(PAINTED.format(id="latency")) > 0
 

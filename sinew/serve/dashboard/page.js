@@ -103,6 +103,7 @@ const HEARD = {
     const counts = `${health.served} served, ${health.waiting} waiting, ${health.superseded} superseded, ${health.busy} busy, ${health.late} late`;
     if (health.status === "ok") say(`running for ${Math.round(health.uptime_s)} s: ${counts}${memory}`, "good");
     else say(`${health.status}: ${health.problems.join("; ")}`, "bad");
+    if (health.host) host(health.host);
   },
   answer(answer) {
     state.answers.push(answer);
@@ -321,7 +322,19 @@ function card({ server, policy, deadline_ms: deadline }) {
     ["deadline", deadline ? `${deadline} ms for requests that bring none` : "none unless a request brings one"],
   ];
   if (server.replay) rows.push(["REPLAY", `${server.replay.chunks} recorded chunks of ${server.replay.records}; matched: ${server.replay.matched}`]);
+  rows.push(["host now", ""]);
   $("card").replaceChildren(...rows.flatMap(([name, text]) => [element("dt", name), element("dd", text)]));
+}
+
+function host({ cores, cpu, own_cores: own, memory, gpu }) {
+  const size = ({ limit, available }) => `${((limit - available) / 2 ** 30).toFixed(1)} of ${(limit / 2 ** 30).toFixed(1)} GiB in use`;
+  const parts = [];
+  if (cpu !== undefined) parts.push(`${Math.round(100 * cpu)} % of ${cores} cores busy`);
+  if (own !== undefined) parts.push(`this server ${own.toFixed(2)} of them`);
+  parts.push(`memory ${size(memory)}`);
+  if (gpu) parts.push(`${gpu.name}: ${size(gpu.memory)}, ${(gpu.own / 2 ** 30).toFixed(1)} GiB by this server`);
+  const place = [...$("card").querySelectorAll("dt")].find((row) => row.textContent === "host now");
+  if (place) place.nextElementSibling.textContent = parts.join("; ");
 }
 
 // ------------------------------------------------------------------ try it

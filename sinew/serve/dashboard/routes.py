@@ -13,6 +13,7 @@ from aiohttp import web
 
 from sinew import machine
 from sinew.core import SinewError
+from sinew.serve.dashboard.host import Host
 from sinew.serve.service import Service
 
 EVENTS_S = 0.05  # between two looks at what is new: at most 20 messages a second
@@ -93,7 +94,7 @@ class Dashboard:
             response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
             response.headers["Connection"] = "close"
             await response.prepare(request)
-            seen, told = feed.newest, 0.0
+            seen, told, host = feed.newest, 0.0, Host()
             loop = asyncio.get_running_loop()
             with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
                 await _send(response, "about", self._about())
@@ -103,7 +104,7 @@ class Dashboard:
                     seen = new[-1].number if new else seen
                     if loop.time() - told > HEALTH_S:
                         told = loop.time()
-                        await _send(response, "health", self._health())
+                        await _send(response, "health", self._health() | {"host": host.look()})
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._ended.wait(), EVENTS_S)
         return response

@@ -1,0 +1,65 @@
+"""The machine under a server, for people who look: how busy its processors are, its memory, and its GPU's."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sinew import machine
+
+STAT = Path("/proc/stat")
+
+
+class Host:
+    """Shares are of the time since the look before; the first one knows of no time before it and leaves them out."""
+
+    def __init__(self) -> None:
+        self._own: tuple[float, float] | None = None  # seconds of the clock, seconds of processors
+        self._all: tuple[int, int] | None = None  # ticks, busy ones
+
+    def look(self) -> dict[str, Any]:
+        """Return ``cores``, ``memory`` and where they are known ``cpu`` (share of all cores that is busy),
+        ``own_cores`` (that this process keeps busy) and ``gpu``."""
+        limit, available = machine.memory()
+        found: dict[str, Any] = {
+            "cores": machine.cores().logical,
+            "memory": {"limit": limit, "available": available},
+        }
+        own = time.perf_counter(), time.process_time()
+        if self._own is not None and own[0] > self._own[0]:
+            found["own_cores"] = round((own[1] - self._own[1]) / (own[0] - self._own[0]), 3)
+        self._own = own
+        if (ticks := _ticks()) is not None:
+            if self._all is not None and ticks[0] > self._all[0]:
+                found["cpu"] = round((ticks[1] - self._all[1]) / (ticks[0] - self._all[0]), 3)
+            self._all = ticks
+        if (gpu := _gpu()) is not None:
+            found["gpu"] = gpu
+        return found
+
+
+def _ticks() -> tuple[int, int] | None:
+    """Return ticks of all processors and those that were not idle, since the machine was started (Linux)."""
+    try:
+        words = (
+            STAT.read_text().split("\n", 1)[0].split()[1:9]
+        )  # proc(5): user nice system idle iowait irq softirq steal
+    except OSError:
+        return None
+    numbers = [int(word) for word in words]
+    return sum(numbers), sum(numbers) - numbers[3] - numbers[4]
+
+
+def _gpu() -> dict[str, Any] | None:
+    """Return the GPU that this process computes on: its name and memory in bytes. Never wakes one up."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "name": torch.cuda.get_device_name(),
+        "memory": {"limit": total, "available": free},
+        "own": torch.cuda.memory_reserved(),
+    }
