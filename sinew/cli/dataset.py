@@ -76,8 +76,8 @@ def _of_records(records: Path, out: Path, hz: float | None, bundle: Path | None)
     first = next(found, None)
     if first is None:
         raise SinewError(f"{records}: no two requests of a session follow each other")
-    names = {} if spec is None else {"state": spec.state.names, "action": spec.action.names}
-    writer = DatasetWriter(out, rate, **names)
+    state, action = ((), ()) if spec is None else (spec.state.names, spec.action.names)
+    writer = DatasetWriter(out, rate, state=state, action=action)
     with progress.task(f"writing {out}"):
         writer.add(first)
         for each in found:

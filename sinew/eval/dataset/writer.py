@@ -148,18 +148,15 @@ class DatasetWriter:
         tasks = arrow.table(
             {"task_index": list(self._tasks.values()), "__index_level_0__": list(self._tasks)}
         )
-        about = {
-            "index_columns": ["__index_level_0__"],
-            "column_indexes": [],
-            "columns": [],
-            "pandas_version": "2.0",
-        }
-        about["columns"] = [
-            {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64",
-             "metadata": None},
-            {"name": None, "field_name": "__index_level_0__", "pandas_type": "unicode", "numpy_type": "object",
-             "metadata": None},
-        ]  # fmt: skip
+        columns = [
+            {"name": name, "field_name": field, "pandas_type": kind, "numpy_type": stored, "metadata": None}
+            for name, field, kind, stored in (
+                ("task_index", "task_index", "int64", "int64"),
+                (None, "__index_level_0__", "unicode", "object"),
+            )
+        ]
+        index = {"index_columns": ["__index_level_0__"], "column_indexes": [], "pandas_version": "2.0"}
+        about = {**index, "columns": columns}
         tasks = tasks.replace_schema_metadata({"pandas": json.dumps(about)})
         self._parquet.write_table(tasks, self.out / "meta" / "tasks.parquet")
         info = {
