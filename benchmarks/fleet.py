@@ -35,7 +35,16 @@ FLOOD = 8  # requests that a flooder keeps under way
 class Robots:
     """Robots of one process, each with a connection; ``flood``: one more client that asks without a pause."""
 
-    def __init__(self, address: str, bundle: Path, count: int, hertz: float, deadline_ms: float, flood: bool):
+    def __init__(
+        self,
+        address: str,
+        bundle: Path,
+        count: int,
+        hertz: float,
+        deadline_ms: float,
+        flood: bool,
+        key: str = "",
+    ):
         spec = Bundle(bundle).manifest.spec
         rng = np.random.default_rng(0)
         self.observation = {
@@ -43,7 +52,7 @@ class Robots:
             "state": np.zeros(spec.state.dim),
             "prompt": spec.default_prompt or "do what you were trained for",
         }
-        self.count, self.period, self.deadline_ms = count, 1 / hertz, deadline_ms
+        self.count, self.period, self.deadline_ms, self.key = count, 1 / hertz, deadline_ms, key
         self.context = zmq.Context()
         self.sockets = [self._connect(address) for _ in range(count + flood)]
         self.flooder = self.sockets[count] if flood else None
@@ -64,7 +73,7 @@ class Robots:
         own = {"session": f"robot-{place}", "deadline_ms": self.deadline_ms, "seed": self.sent[place]}
         if self.sockets[place] is self.flooder:
             own = {}
-        payload = protocol.encode_infer({**self.observation, **own}, self.sent[place])
+        payload = protocol.encode_infer({**self.observation, **own}, self.sent[place], None, self.key)
         self.sockets[place].send(payload)
 
     def _heard(self, place: int, payload: bytes, since: float) -> None:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,9 @@ def dealer(address: str) -> Iterator[zmq.Socket]:
 
 
 @contextlib.contextmanager
-def serving(log: Path, *arguments: object) -> Iterator[tuple[str, int]]:
-    """``sinew serve`` until the end of the block, its log in a file: its address and its process id."""
-    command = [sys.executable, "-m", "sinew", "serve", *map(str, arguments)]
+def serving(log: Path, *arguments: object, verb: Sequence[str] = ("serve",)) -> Iterator[tuple[str, int]]:
+    """``sinew serve`` until the end of the block, its log in a file: its addresses and its process id."""
+    command = [sys.executable, "-m", "sinew", *verb, *map(str, arguments)]
     with log.open("w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None

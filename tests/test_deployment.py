@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import json
 import re
 import shlex
@@ -14,6 +15,9 @@ import yaml
 
 from sinew.cli import GROUPS, VERBS, build_app, settings
 from sinew.core import ActionChunk, BusyError, Timing
+from sinew.serve import wires
+from sinew.serve.fleet.cluster import app_name
+from sinew.serve.fleet.config import parse
 from sinew.serve.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,3 +125,35 @@ def test_the_script_of_installations_reads() -> None:
     found = subprocess.run([DOCKER / "install.sh", "toaster", "nowhere"], capture_output=True, text=True)
     assert found.returncode == 2
     assert "toaster: expected client, onnx" in found.stderr
+
+
+def test_the_manifest_of_kubernetes_names_what_the_program_takes() -> None:
+    service, config, gateway = yaml.safe_load_all((DOCKER / "kuberay.yaml").read_text())
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, function = application["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    args = dict(application["args"])
+    assert application["name"] == app_name(args.pop("name"))
+    replicas = parse({"policies": {"default": args}}).policies["default"]
+    fleet = parse(yaml.safe_load(config["data"]["fleet.yaml"]))
+    behind = fleet.policies["default"]
+    assert (behind.ongoing, behind.replicas, behind.source) == (
+        replicas.ongoing,
+        replicas.replicas,
+        replicas.source,
+    )
+    assert fleet.address == "auto"
+    (container,) = gateway["spec"]["template"]["spec"]["containers"]
+    (shell,) = container["args"]
+    assert f"{service['metadata']['name']}-head-svc:6379" in shell
+    words = shlex.split(shell.partition("exec sinew ")[2])
+    _, found, _ = build_app().parse_args(words, exit_on_error=False, print_error=False)
+    assert found.arguments["attach"] is True
+    assert found.arguments["config"].name in config["data"]
+    assert [each["containerPort"] for each in container["ports"]] == list(
+        wires.parse(found.arguments["wire"]).values()
+    )
+    workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (replicas.replicas.min, replicas.replicas.max)
+    pinned = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert service["spec"]["rayClusterConfig"]["rayVersion"] == pinned["ray"]

@@ -21,6 +21,7 @@ from sinew.serve.policies import DEFAULT, Standing
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.swap import Need, Swapper
 from sinew.serve.transport.admin import _is_loopback
+from sinew.serve.transport.ledger import Ledger
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
 
 
@@ -197,6 +198,27 @@ def test_over_http_with_the_key(tmp_path):
         assert "not unloaded" in ask(at.web, None, "secret", "DELETE")[1]["error"]["message"]
         at.service.swapper = None
         assert "does not exchange" in ask(at.web, good, "secret")[1]["error"]["message"]
+
+
+def test_loading_takes_as_long_as_it_takes(tmp_path, monkeypatch):
+    """The request was there as a whole: no watch over slow senders ends it."""
+    sweep, swept = Ledger.sweep, threading.Semaphore(0)
+
+    def later(ledger: Ledger, now: float) -> None:
+        sweep(ledger, now + 1000)
+        swept.release()
+
+    monkeypatch.setattr(Ledger, "sweep", later)
+    with exchanging(tmp_path, ("web",), api_key="secret") as at:
+        opened = at.swapper._open
+
+        def slowly(source: str) -> Standing:
+            for _ in range(2):
+                assert swept.acquire(timeout=WAIT_S)
+            return opened(source)
+
+        at.swapper._open = slowly
+        assert ask(at.web, b'{"source": "other"}', "secret")[0] == 200
 
 
 def test_never_without_a_key(tmp_path):

@@ -61,7 +61,7 @@ class Replica:
 
     def __init__(self, config: dict[str, Any]):
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger("sinew.access").disabled = True  # the gateway has one where it is wanted
+        logging.getLogger("sinew.access").setLevel(logging.WARNING)  # the gateway has one where it is wanted
         self._config = found = msgspec.convert(config, PolicyConfig)
         import sinew
 

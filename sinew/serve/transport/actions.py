@@ -42,7 +42,7 @@ class Actions:
         """Answer an observation with a chunk, in the form in which it came."""
         kind = http.MSGPACK if request.content_type == http.MSGPACK else http.JSON
         with self._service.reading("http", request.remote or ""):
-            arrived, body = await self._body(request)
+            arrived, body = await read_body(request)
             message = http.read(body, kind)
             policy = request.match_info.get("policy", message.policy)
             if message.policy not in ("", policy):
@@ -69,7 +69,7 @@ class Actions:
         """Answer OpenVLA's clients."""
         policy = request.match_info.get("policy", "")
         with self._service.reading("http", request.remote or ""):
-            arrived, body = await self._body(request)
+            arrived, body = await read_body(request)
             act = http.read_act(body)
             spec = self._service.policies.get(policy).spec
         inference = Inference(
@@ -83,10 +83,13 @@ class Actions:
         chunk = await self._service.infer(inference)
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
 
-    async def _body(self, request: web.Request) -> tuple[float, bytes]:
-        coding = request.headers.get("Content-Encoding", "identity")
-        if coding != "identity":
-            raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
-        body = await request.read()  # a slow one is ended by Connections.watch
-        connection_of(request).whole()
-        return time.perf_counter(), body
+
+async def read_body(request: web.Request) -> tuple[float, bytes]:
+    """Return when a request was there, by ``time.perf_counter()``, and its body. Raises RequestError where it is
+    compressed."""
+    coding = request.headers.get("Content-Encoding", "identity")
+    if coding != "identity":
+        raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
+    body = await request.read()  # a slow one is ended by Connections.watch
+    connection_of(request).whole()
+    return time.perf_counter(), body

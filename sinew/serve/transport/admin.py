@@ -12,7 +12,7 @@ from aiohttp import web
 
 from sinew.core import RequestError
 from sinew.serve.service import Service, UnauthorizedError
-from sinew.serve.transport.actions import POLICIES, Handler
+from sinew.serve.transport.actions import POLICIES, Handler, read_body
 
 
 def add(service: Service, guarded: Callable[[Handler], Handler], router: web.UrlDispatcher) -> None:
@@ -23,8 +23,9 @@ def add(service: Service, guarded: Callable[[Handler], Handler], router: web.Url
 
     async def load(request: web.Request) -> web.StreamResponse:
         _admit(request)
+        _arrived, body = await read_body(request)
         try:
-            source = json.loads(await request.read())["source"]
+            source = json.loads(body)["source"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise RequestError('expected {"source": "what sinew serve takes"}') from None
         if not isinstance(source, str) or not source or "\0" in source:
