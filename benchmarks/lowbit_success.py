@@ -1,56 +1,136 @@
-"""Closed-loop success of recipes on the embedded tasks, on the episodes that the gates recorded in float32.
+"""Closed-loop success of low-bit recipes on the embedded tasks, paired with float32 over the same seeds and noise.
 
-python benchmarks/lowbit_success.py sinew/assets/pen.gguf [--episodes 200] [--recipe vision=q4_0,head=int8]
+    python -m benchmarks.lowbit_success pen OUT [--episodes 200] [--recipe vision=q4_0,head=int8] [--until 09:30]
 
-Each recipe is written into a temporary folder and played with engine cpu; episodes, seeds and noise are those of the
-gate, as many as it has. The last line is JSON.
+Recipes are written into OUT and played by engine cpu, float32 by engine plan; one compute thread, no simulated delay.
+Episodes are played in slices over all recipes, so whatever was reached is paired; a run that was ended goes on from
+OUT/episodes.jsonl. ``--until`` ends it at a time of day (UTC). OUT/TASK.json has the outcomes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
+import os
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from sinew import machine
 from sinew.bundle import Bundle, write_bundle
+from sinew.bundle.schema import COMPONENTS
 from sinew.convert.lowbit import lowbit_sources, plan_formats
-from sinew.core import SinewError
-from sinew.engine.choose import choose
 from sinew.engine.onnx.quantize import parse_recipe
-from sinew.eval.gating import gate_of, play_gate
+from sinew.eval import campaign
+from sinew.eval.gating import GATES
 from sinew.eval.report.gate import read_gate
+from sinew.eval.report.stats import mcnemar, wilson
+from sinew.eval.runner import Episode
+from sinew.eval.settings import Task, Variant
 
+ASSETS = Path(__file__).parents[1] / "sinew" / "assets"
+TASKS: dict[str, dict[str, Any]] = {
+    "pen": {"env": "sinew/Pen-v0", "bundle": "pen.gguf", "replan": 2},
+    "shove": {"env": "sinew/BlocksShove-v0", "bundle": "blocks.gguf", "replan": 8},
+    "blocks": {"env": "sinew/Blocks-v0", "bundle": "blocks.gguf", "replan": 8},
+}
+FLOAT = "fp32"
 RECIPES = (
     "vision=int8,language=int8,head=int8",
-    "vision=q8_0,language=q8_0,head=q8_0",
     "vision=q4_0,language=q4_0,head=int8",
     "vision=q4_0,language=q4_0,head=fp32",
+    "head=int8",
 )
+FIRST_SEED, SLICE = 5000, 20  # the gates' first seed
+
+
+def store(bundle: Bundle, recipe: str, out: Path) -> Path:
+    """Write the bundle's weights in ``recipe``; return the file."""
+    path = out / f"{bundle.path.stem}-{recipe.replace('=', '-').replace(',', '-')}.gguf"
+    if not path.exists():
+        manifest = bundle.manifest
+        whole = dict.fromkeys(COMPONENTS, FLOAT) | parse_recipe(recipe)
+        write_bundle(path, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, whole)))
+    return path
+
+
+def summary(task: str, episodes: dict[str, list[Episode]], files: dict[str, Path]) -> dict[str, Any]:
+    """Return success, interval and what changed against float32, by recipe, over the seeds that all have."""
+    outcomes = {name: {e.seed: e.success for e in played} for name, played in episodes.items()}
+    recorded = GATES / f"{task}.json"
+    gate = read_gate(recorded) if recorded.exists() else None
+    rows = {}
+    for name, won in outcomes.items():
+        wins, count = sum(won.values()), len(won)
+        test = mcnemar(outcomes[FLOAT], won)
+        judged = [e for e in episodes[name] if gate is not None and e.seed in gate.outcomes]
+        rows[name] = {
+            "bytes": files[name].stat().st_size,
+            "episodes": count,
+            "wins": wins,
+            "interval": [round(end, 4) for end in wilson(wins, count)],
+            "lost": test.only_first,
+            "gained": test.only_second,
+            "p_value": float(f"{test.p_value:.3g}"),
+            "gate": gate.judge(judged)[1] if gate is not None and judged else None,
+            "outcomes": "".join(str(int(won[seed])) for seed in sorted(won)),
+        }
+    return {
+        "task": task,
+        "first_seed": FIRST_SEED,
+        "hardware": machine.cpu_model(),
+        "load_average": os.getloadavg()[0],
+        "recipes": rows,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the summary as a Markdown table."""
+    lines = [f"| {found['task']} | success | 95 % | lost, gained | p |", "|---|---|---|---|---|"]
+    for name, row in found["recipes"].items():
+        low, high = (f"{100 * end:.1f}" for end in row["interval"])
+        wins = f"{row['wins']}/{row['episodes']}"
+        lines.append(
+            f"| {name} | {wins} | {low} to {high} % | {row['lost']}, {row['gained']} | {row['p_value']:.2g} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--recipe", action="append", default=[])
     parser.add_argument("--episodes", type=int, default=200)
+    parser.add_argument("--until", default="", help="HH:MM, UTC: no slice begins after it")
     arguments = parser.parse_args()
-    bundle = Bundle(arguments.bundle)
-    gate, why = gate_of(arguments.bundle)
-    if gate is None:
-        raise SinewError(f"{arguments.bundle}: {why}")
-    results = {}
-    for recipe in arguments.recipe or RECIPES:
-        with tempfile.TemporaryDirectory() as folder:
-            small = Path(folder) / "small.gguf"
-            manifest = bundle.manifest
-            sources = lowbit_sources(bundle, plan_formats(bundle, parse_recipe(recipe)))
-            write_bundle(small, lambda manifest=manifest: manifest, sources)
-            choice = choose(Bundle(small))
-            found = play_gate(read_gate(gate), small, choice, arguments.episodes)
-        results[recipe] = {"engine": choice.engine, "bytes": sum(s.nbytes for s in sources), **found}
-        print(f"{recipe}: {json.dumps(results[recipe])}", flush=True)
-    print(json.dumps(results))
+    settings, out = TASKS[arguments.task], arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    bundle = Bundle(ASSETS / settings["bundle"])
+    files = {FLOAT: bundle.path}
+    files |= {recipe: store(bundle, recipe, out) for recipe in arguments.recipe or RECIPES}
+    variants = [
+        Variant(
+            str(path),
+            settings["replan"],
+            dtype="fp32",
+            device="cpu",
+            engine="plan" if name == FLOAT else "cpu",
+        )
+        for name, path in files.items()
+    ]
+    played: dict[str, list[Episode]] = {name: [] for name in files}
+    end = FIRST_SEED + arguments.episodes
+    for first in range(FIRST_SEED, end, SLICE):
+        if arguments.until and f"{datetime.now(UTC):%H:%M}" >= arguments.until:
+            break
+        seeds = range(first, min(first + SLICE, end))
+        slices = campaign.run(Task(settings["env"]), variants, seeds, out=out)
+        for name, episodes in zip(files, slices, strict=True):
+            played[name] += episodes
+        found = summary(arguments.task, played, files)
+        (out / f"{arguments.task}.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(table(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,9 @@ class MissingPackageError(SinewError):
 # The words of flags, recipes and reports -> torch's names of the types.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+# The name, in a model, of a language model's table of tokens, of which only rows are read.
+PROMPT_TABLE = "embed_tokens"
+
 
 def dtype_word(text: str) -> str:
     """Return fp32, bf16, fp16 or native for one of these, or for torch's own name of the type."""

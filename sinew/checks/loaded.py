@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from sinew.policy import Policy
 
 
-def bundle(path: Path, options: Mapping[str, Any]) -> list[Check]:
-    """Load a bundle and run it once on grey frames. ``options``: of ``sinew.load``."""
+Needs = Callable[["Policy"], tuple[int, str]]
+
+
+def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -> list[Check]:
+    """Load a bundle and run it once on grey frames. ``options``: of ``sinew.load``.
+
+    needs: returns the bytes that a loaded policy needs, and what they are.
+    """
     import numpy as np
 
     import sinew
 
     try:
-        started = time.perf_counter()
+        started, available = time.perf_counter(), machine.memory()[1]
         policy = sinew.load(path, **options)
         load_ms = (time.perf_counter() - started) * 1e3
         spec = policy.spec
@@ -41,11 +47,8 @@ def bundle(path: Path, options: Mapping[str, Any]) -> list[Check]:
                 f"{policy.precision_text}: {policy.dtype_reason}",
             ),
             _engine(policy),
+            _memory(policy, available, needs),
         ]
-        needed, available = policy.weights_nbytes, machine.memory()[1]
-        if needed > available:
-            detail = f"weights {gib(needed)}, available {gib(available)}"
-            results.append(Check("bundle memory", "fail", detail, "every inference would read from disk"))
         chunk = policy.warm_up()
     except SinewError as error:
         bad = isinstance(error, BundleError) and path.exists()
@@ -89,6 +92,15 @@ def _parity(policy: Policy) -> Check:
         f"do not serve with this engine: {', '.join(wrong) or 'indices'} differ; `sinew validate` says more"
     )
     return Check("bundle parity", "fail", detail, advice)
+
+
+def _memory(policy: Policy, available: int, needs: Needs | None) -> Check:
+    """Compare what the policy needs with the bytes that were available before it was opened."""
+    needed, parts = (policy.weights_nbytes, "weights alone") if needs is None else needs(policy)
+    detail = f"needs {gib(needed)} ({parts}); {gib(available)} were available"
+    if needed > available:
+        return Check("bundle memory", "fail", detail, "every inference would read from disk")
+    return Check("bundle memory", "ok", detail)
 
 
 def _engine(policy: Policy) -> Check:

@@ -6,7 +6,7 @@ Every check says why it passed or what to do. Exit code 1 if one failed; warning
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 from rich.markup import escape
@@ -16,9 +16,11 @@ from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Runs
 from sinew.core import SinewError
+from sinew.engine.base import installed
 
 if TYPE_CHECKING:
     from sinew.checks import Check
+    from sinew.policy import Policy
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
@@ -54,7 +56,7 @@ def doctor(
             results.append(hashes(bundle))
     if bundle is not None:
         with progress.task(f"checking {bundle}"):
-            results += checks.bundle(bundle, runs.keywords())
+            results += checks.bundle(bundle, runs.keywords(), memory_needs)
     failed = [check for check in results if check.status == "fail"]
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -91,3 +93,27 @@ def hashes(path: Path) -> Check:
         detail = f"{len(changed)} of {len(opened.hashes)} tensors are not as they were written: {named}"
         return Check(name, "fail", detail, "copy or convert the bundle again")
     return Check(name, "ok", f"the header and {len(opened.hashes)} tensors are as they were written")
+
+
+def memory_needs(policy: Policy) -> tuple[int, str]:
+    """Return the bytes that a loaded policy needs beside the running program, and what they are: of an engine under
+    PyTorch what `sinew perf fit` counts, else its weights."""
+    weights = policy.weights_nbytes, "weights alone"
+    if not installed("torch"):
+        return weights
+    from sinew.checks.check import gib
+    from sinew.engine.eager import EagerEngine
+    from sinew.engine.example import Shapes
+    from sinew.perf.memory import memory_report
+    from sinew.perf.program import of_engine
+
+    if not isinstance(policy.engine, EagerEngine):
+        return weights
+    spec, image = policy.spec, policy.bundle.manifest.processing.image
+    shapes = Shapes(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
+    device: Literal["cpu", "cuda"] = "cuda" if policy.engine.device.type == "cuda" else "cpu"
+    report = memory_report(of_engine(policy.engine, shapes, spec.name), device)
+    parts = (
+        f"weights {gib(report.resident)}, activations {gib(report.peak.nbytes)}, as `sinew perf fit` counts"
+    )
+    return report.total - report.runtime, parts

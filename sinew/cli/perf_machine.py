@@ -33,8 +33,10 @@ def fit(
     system_gib: Annotated[float | None, Parameter(validator=validators.Number(gte=0))] = None,
     request: Asked = AS_THE_POLICY,
     dtype: str | None = None,
-    engine: Literal["eager", "plan", "cpu"] = "eager",
-    device: Literal["cpu", "cuda"] = "cuda",
+    engine: Literal["eager", "plan", "cpu", "cuda"] = "eager",
+    device: Literal["cpu", "cuda"] | None = None,
+    alone: Annotated[bool, Parameter(negative="")] = False,
+    embodiments: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
     search: bool = True,
 ) -> int:
     """Does a policy fit a board's memory, and how much can be asked of it there? Exit code 1 if it does not.
@@ -45,8 +47,11 @@ def fit(
         memory_gib: the board's memory, in place of the machine's.
         system_gib: what the operating system and other programs take, in place of the machine's.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], as int4 or bf16//int8; as stored if absent.
-        engine: eager, with the rewrites of the plan, or cpu: over low-bit weights as the bundle stores them.
-        device: which allowance for runtime and libraries to add.
+        engine: eager, with the rewrites of the plan, or cpu: over low-bit weights as the bundle stores them; these read
+            rows of a token table that stays in the file. cuda: the plan, with the whole table on the device.
+        device: which allowance for runtime and libraries to add; cuda if absent, cpu for engine cpu.
+        alone: the machine runs nothing else: no desktop, the simulator on another. Its system then takes less.
+        embodiments: robots whose projections the head of a GR00T holds; upstream's files have 32, a bundle one.
         search: also look for the largest chunk, cameras and context that fit (a quarter of a minute).
     """
     from sinew.perf.hardware import load_hardware
@@ -54,19 +59,34 @@ def fit(
 
     board = load_hardware(hardware or "orin-nano")
     memory_gib = board.memory_gib if memory_gib is None else memory_gib
-    system_gib = board.system_gib if system_gib is None else system_gib
+    usual = board.alone_gib if alone else board.system_gib
+    if system_gib is None and usual is None:
+        raise SinewError(
+            f"--alone: nothing is known of {board.name} without other programs: give --system-gib"
+        )
+    taken = (usual or 0.0) if system_gib is None else system_gib
     found = fits(
         source,
         round(memory_gib * 2**30),
-        round(system_gib * 2**30),
+        round(taken * 2**30),
         request,
         dtypes=dtype,
         engine=engine,
-        device=device,
+        device=device or ("cpu" if engine == "cpu" else "cuda"),
+        embodiments=embodiments,
         search=search,
     )
-    print_fit(found, terminal.console())
+    console = terminal.console()
+    print_fit(found, console)
+    fits_alone = None
+    if board.alone_gib is not None:
+        left = found.headroom + round((taken - board.alone_gib) * 2**30)
+        fits_alone = left >= 0
+        if fits_alone and not found.fits:
+            text = f"fits with {_mib(left)} MiB to spare where nothing else runs there (--alone)"
+            console.print(text, highlight=False, soft_wrap=True)
     record = asdict(found) | {"fits": found.fits, "headroom": found.headroom, "total": found.report.total}
+    record["fits_alone"] = fits_alone
     terminal.emit(record)
     return 0 if found.fits else 1
 
@@ -81,14 +101,19 @@ def print_fit(found: Fit, console: Console) -> None:
     table.add_column("format")
     table.add_column("MiB", justify="right")
     for row in report.weights:
-        table.add_row(f"weights, {row.component}", row.dtype, _mib(row.nbytes))
+        part = "" if row.resident == row.nbytes else f", rows read of {_mib(row.nbytes)} MiB"
+        table.add_row(f"weights, {row.component}{part}", row.dtype, _mib(row.resident))
     table.add_section()
     peak = report.peak
     table.add_row("keys and values of the prefix", "", _mib(peak.cache))
     table.add_row(f"other activations (peak, in {peak.stage})", "", _mib(report.activations))
     table.add_row("libraries' workspace", "", _mib(report.workspace))
+    table.add_row("actions that wait", "", _mib(report.actions))
     table.add_row("runtime", "", _mib(report.runtime), end_section=True)
     table.add_row("total", "", _mib(report.total), style="bold")
+    table.add_row("at the end of loading", "", _mib(report.loading))
+    if report.mapped:
+        table.add_row("of it pages of the file, which the system can take back", "", _mib(report.resident))
     table.add_row("available", "", _mib(found.available))
     console.print(table)
     verdict = f"fits with {_mib(found.headroom)} MiB to spare"

@@ -21,6 +21,7 @@ from sinew.engine.lowbit import KEPT, check_codes, place, stored_recipe, widen
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.layers.quantized import QuantizedLinear, width_of
+from sinew.layers.tables import is_token_table, keep_stored
 from sinew.layers.upcast import HALF, upcast_layer
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import Model
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
     """Return the reference engine over the bundle's weights."""
     where = _device(options)
-    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage))
+    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage), tables=True)
     _say_widened(bundle, model, "eager")
     bundle.release(model.parameters())
     return EagerEngine(model, where)
@@ -45,7 +46,7 @@ def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
 def open_planned(bundle: Bundle, options: Options) -> PlannedEngine:
     """Return the engine of the rewritten model."""
     where = _device(options)
-    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage))
+    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage), tables=True)
     _say_widened(bundle, model, "plan")
     rewrites = ON_CPU if where.type == "cpu" else None
     engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
@@ -57,7 +58,7 @@ def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored."""
     where = _device(options)
     kernels = extension()
-    model = load_model(bundle, where, options.dtype, lowbit=True)
+    model = load_model(bundle, where, options.dtype, lowbit=True, upcast=bool(options.storage), tables=True)
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
     engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where)
     engine.recipe = stored_recipe(bundle, model)
@@ -178,19 +179,26 @@ def require_device(device: torch.device) -> None:
 
 
 def load_model(
-    bundle: Bundle, device: torch.device, dtype: str, lowbit: bool = False, upcast: bool = False
+    bundle: Bundle,
+    device: torch.device,
+    dtype: str,
+    lowbit: bool = False,
+    upcast: bool = False,
+    tables: bool = False,
 ) -> Model:
     """Return the bundle's architecture with its weights; parameters are views of the memory map where they can be.
 
     lowbit: compute on low-bit weights as they are stored, which needs float32 around them; else they are widened.
     upcast: compute in float32 throughout, and leave matrices in half precision where ``dtype`` or the bundle has them
     so; "fp32" then means the numbers of float32 without its copies.
+    tables: leave token tables as they are stored, in the host's memory; rows become ``dtype`` as they are read, with
+    the same bits. Graphs that are recorded on a device need theirs there.
     """
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
     config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     model = build_on_meta(manifest.architecture, config)
-    shapes, widened = place(model, bundle, keep=lowbit)
+    shapes, widened = place(model, bundle, keep=lowbit, tables=tables)
     if problems := misfit(model, shapes):
         raise BundleError(f"{bundle.path}: {problems}")
     spec, processing = manifest.spec, manifest.processing
@@ -208,24 +216,30 @@ def load_model(
     state = {}
     tensors = bundle.tensors("meta" if device.type == "meta" else "cpu")
     for name in shapes:
-        tensor, module = tensors[name], name.removesuffix(WEIGHT)
-        if module in bundle.lowbit:
-            stored, k = bundle.lowbit[module], int(width_of(model.get_submodule(module)) or 0)
+        tensor, module = tensors[name], name.removesuffix(WEIGHT).removesuffix(SCALE)
+        layer = None if module == name else model.get_submodule(module)
+        stored, is_weight = bundle.lowbit.get(module), name.endswith(WEIGHT)
+        if stored is not None and is_weight and layer is not None:
+            k = int(width_of(layer) or 0)
             if device.type != "meta":
                 check_codes(tensor, stored, k, f"{bundle.path}: {name}")
-            if module not in widened:
-                state[name] = tensor.to(device)
-                continue
-            tensor = widen(tensors, module, stored, k)
-        elif name.endswith(SCALE) and name.removesuffix(SCALE) in bundle.lowbit:
-            state[name] = tensor.to(device)
-            continue
+            if module in widened:
+                tensor = widen(tensors, module, stored, k)
+        own = tensor.dtype if stored is None else torch.float32
         keep_wide = name.split(".")[0] in cls.float32_modules and word != "native"
         as_stored = word == "native" or (upcast and word == "fp32")
-        target = tensor.dtype if as_stored else torch.float32 if keep_wide else narrow
-        if upcast and target in HALF and not upcast_layer(model, name):
-            target = torch.float32
-        state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
+        target = own if as_stored else torch.float32 if keep_wide else narrow
+        if tables and layer is not None and is_token_table(module, layer):
+            rows = torch.float32 if upcast and target in HALF else target
+            if is_weight and (stored is not None or rows != own or device.type == "cuda"):
+                keep_stored(layer, rows, device)
+            state[name] = tensor
+        elif stored is not None and module not in widened:
+            state[name] = tensor.to(device)
+        else:
+            if upcast and target in HALF and not upcast_layer(model, name):
+                target = torch.float32
+            state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
     if device.type == "cpu" and any(isinstance(module, QuantizedLinear) for module in model.modules()):
         extension()
     model.load_state_dict(state, strict=True, assign=True)

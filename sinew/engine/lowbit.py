@@ -14,17 +14,21 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError
 from sinew.layers.lowbit import codes, dequantize
 from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear, quantized_twin, width_of
+from sinew.layers.tables import is_token_table
 from sinew.models.base import Model
 
 KEPT = (QuantizedLinear, QuantizedEmbedding)
 
 
-def place(model: nn.Module, bundle: Bundle, keep: bool) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+def place(
+    model: nn.Module, bundle: Bundle, keep: bool, tables: bool = False
+) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """Prepare ``model`` (on the meta device) for the bundle's tensors, in place.
 
-    keep: give low-bit weights the layers that compute on them. Layers that the architecture itself makes so (ternary)
-    stay what they are either way. Returns the shape of each tensor as the model should have it, and the modules whose
-    weights have to be widened. Raises :class:`BundleError` for weights that do not fit their layer.
+    keep: give low-bit weights the layers that compute on them; tables: token tables at least. Layers that the
+    architecture itself makes so (ternary) stay what they are either way. Returns the shape of each tensor as the model
+    should have it, and the modules whose weights have to be widened. Raises :class:`BundleError` for weights that do
+    not fit their layer.
     """
     shapes = {name: tuple(info.shape) for name, info in bundle.infos.items()}
     widened = set()
@@ -42,7 +46,7 @@ def place(model: nn.Module, bundle: Bundle, keep: bool) -> tuple[dict[str, tuple
             )
         scale = bundle.infos.get(module + SCALE)
         scales = 0 if scale is None else _scales(bundle, module, scale.shape, rows)
-        if not isinstance(layer, KEPT) and not keep:
+        if not isinstance(layer, KEPT) and not (keep or (tables and is_token_table(module, layer))):
             shapes[module + WEIGHT] = (rows, k)
             shapes.pop(module + SCALE, None)
             widened.add(module)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sinew import machine
+from sinew.core import PROMPT_TABLE
 
 if TYPE_CHECKING:  # the CUDA engine runs where there is no gguf package
     from sinew.bundle import Bundle
 
 GIB = 1 << 30
 WORDS = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
-ENGINES = frozenset({"eager", "plan"})  # those whose products on a CPU are PyTorch's
+ENGINES = frozenset({"eager", "plan", "cpu"})  # those whose float products on a CPU are PyTorch's
 ROOM = GIB  # for activations and the program itself
 
 
@@ -19,9 +20,13 @@ def half_storage(bundle: Bundle, dtype: str, device: str, engine: str) -> tuple[
     """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
 
     Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and where
-    fp32 was chosen and a copy of all weights fits the memory that is available now.
+    fp32 was chosen and a copy of all weights fits the memory that is available now (engine cpu makes none anyhow).
     """
-    stored = {name: info for name, info in bundle.infos.items() if info.type.name in WORDS}
+    stored = {
+        name: info
+        for name, info in bundle.infos.items()
+        if info.type.name in WORDS and not name.endswith(f"{PROMPT_TABLE}.weight")  # which is never copied
+    }
     words = (
         sorted({WORDS[info.type.name] for info in stored.values()})
         if dtype in ("fp32", "native")
@@ -30,7 +35,9 @@ def half_storage(bundle: Bundle, dtype: str, device: str, engine: str) -> tuple[
     if device.partition(":")[0] != "cpu" or engine not in ENGINES or not bundle.infos or not words:
         return "", ""
     kind = "+".join(words)
-    if dtype == "fp32":
+    if dtype == "fp32" and engine == "cpu":
+        reason = "engine cpu copies no weights"
+    elif dtype == "fp32":
         copies, available = 2 * sum(info.nbytes for info in stored.values()), machine.memory()[1]
         if copies + ROOM <= available:
             return "", ""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sinew.layers.linear import Embedding
+from sinew.layers.quantized import QuantizedEmbedding
 from sinew.models.base import Context
 
 
@@ -43,7 +44,8 @@ def recorded_rows(model: nn.Module) -> Iterator[dict[str, np.ndarray]]:
 
         return hook
 
-    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
+    kinds = Embedding, QuantizedEmbedding
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     handles = [module.register_forward_pre_hook(note(name)) for name, module in tables]
     try:
         yield found

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.lowbit import TINY, dequantize, lowbit_linear
+from sinew.layers.tables import StoredRows
 
 TERNARY_SMALLEST = 1e-5  # BitNet's: rows of smaller activations count as this large
 
@@ -61,8 +62,8 @@ def _ternary(in_features: int, out_features: int, bias: bool = True) -> Quantize
     return QuantizedLinear("ternary", in_features, out_features, bias, scales=1)
 
 
-class QuantizedEmbedding(nn.Module):
-    """A table of rows in few bits; those that are read become float32."""
+class QuantizedEmbedding(StoredRows, nn.Module):
+    """A table of rows in few bits; those that are read become floats."""
 
     def __init__(self, name: str, rows: int, width: int, scales: int = 0):
         super().__init__()
@@ -70,18 +71,13 @@ class QuantizedEmbedding(nn.Module):
         self.weight = _stored(name, rows, width)
         self.scale = nn.Parameter(torch.empty(scales), requires_grad=False) if scales else None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the rows."""
-        return torch.float32
-
     def forward(self, ids: Tensor) -> Tensor:  # [...] -> [..., C]
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"row indices must be int64 or int32, got {ids.dtype}")
-        flat = ids.flatten()
+        flat = ids.flatten().to(self.weight.device)
         scale = self.scale if self.scale is None or self.scale.numel() == 1 else self.scale[flat]
         made = dequantize(self.weight[flat], scale, self.name, self.embedding_dim)
-        return made.view(*ids.shape, self.embedding_dim)
+        return self.converted(made.view(*ids.shape, self.embedding_dim))
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
         """Return what :meth:`Embedding.rows` does."""

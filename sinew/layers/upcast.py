@@ -1,4 +1,4 @@
-"""Linear layers and tables whose weights stay in half precision while the arithmetic is float32.
+"""Linear layers whose weights stay in half precision while the arithmetic is float32.
 
 For CPUs without half-precision products, where float32 is several times faster, and for policies whose float32 weights
 do not fit the memory. A block of rows becomes float32, which rounds nothing, just before it is multiplied: no more
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.linear import Embedding, Linear
+from sinew.layers.linear import Linear
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK = 1 << 20  # weights, 4 MiB in float32: they stay in the last cache between the copy and the product
@@ -44,21 +44,6 @@ class UpcastLinear(Linear):
         if bias is not None:
             out = out + bias if out.requires_grad else out.add_(bias)
         return out.view(*x.shape[:-1], -1)
-
-
-class UpcastEmbedding(Embedding):
-    """A table in half precision whose rows are read as float32."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the rows."""
-        return torch.float32
-
-    def rows(self, ids: tuple[int, ...]) -> Tensor:
-        return super().rows(ids).float()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids).float()
 
 
 class _Product(torch.autograd.Function):
@@ -100,13 +85,10 @@ def _buffer(size: int) -> Tensor:
 def upcast_layer(model: nn.Module, name: str) -> bool:
     """Let the layer whose weight is the parameter ``name`` compute in float32 of a weight in half precision.
 
-    Returns whether it can. Of the tables only a language model's stays in half precision: it is read by its rows
-    alone, where models add others whole.
+    Returns whether it can.
     """
     module, _, part = name.rpartition(".")
     layer = model.get_submodule(module) if part == "weight" else None
     if type(layer) is Linear:
         layer.__class__ = UpcastLinear
-    elif type(layer) is Embedding and module.endswith("embed_tokens"):
-        layer.__class__ = UpcastEmbedding
-    return isinstance(layer, (UpcastLinear, UpcastEmbedding))
+    return isinstance(layer, UpcastLinear)

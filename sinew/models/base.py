@@ -31,6 +31,7 @@ class Model(nn.Module):
     config_type: the frozen dataclass that the bundle's ``sinew.config`` decodes into.
     float32_modules: top-level modules that stay float32 when weights are loaded in half precision, because the
         reference keeps them so.
+    per_embodiment: modules that upstream's files hold once per robot; a bundle has them of one.
     components: top-level module -> component of a precision recipe; modules that are not there belong to the head.
     solver: the family's own; a loaded model has its bundle's.
     times_per_row: ``moment`` also takes times [B, H], and ``act`` its result: rows of a chunk at times of their own.
@@ -38,6 +39,7 @@ class Model(nn.Module):
 
     config_type: ClassVar[type]
     float32_modules: ClassVar[tuple[str, ...]] = ()
+    per_embodiment: ClassVar[tuple[str, ...]] = ()
     components: ClassVar[Mapping[str, str]] = {
         "vision": "vision",
         "connector": "vision",

@@ -73,6 +73,11 @@ class Gr00t(Model):
     """The part that all versions share: placing image tokens, running the language model, and the head."""
 
     solver = SOLVER
+    per_embodiment: ClassVar[tuple[str, ...]] = (
+        "head.state_encoder",
+        "head.action_encoder",
+        "head.action_decoder",
+    )
 
     def __init__(self, config: Gr00tConfig):
         super().__init__()

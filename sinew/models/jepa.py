@@ -28,6 +28,7 @@ class JepaConfig(Gr00tQwenConfig):
 
 class VLAJepa(Gr00tQwen):
     config_type: ClassVar[type] = JepaConfig
+    per_embodiment: ClassVar[tuple[str, ...]] = ()
     float32_modules = ("head",)  # upstream builds the head in float32 whatever the language model's dtype
 
     def read(

@@ -15,7 +15,8 @@ from sinew.perf.operators import BITS
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """peak: FLOP/s by number format. bandwidth: bytes/s. memory_gib: nominal; system_gib: of it, taken by the system.
+    """peak: FLOP/s by number format. bandwidth: bytes/s. memory_gib: nominal; system_gib: of it, taken by the system;
+    alone_gib: taken where nothing runs beside the policy.
 
     on_chip_bandwidth: bytes/s between compute units and what lies on the chip; None where it is not counted.
     """
@@ -27,6 +28,7 @@ class Hardware:
     memory_gib: float
     source: str
     system_gib: float = 0.0
+    alone_gib: float | None = None
     on_chip_bandwidth: float | None = None
 
     def peak_flops(self, dtype: str) -> float:

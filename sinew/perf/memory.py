@@ -1,13 +1,13 @@
 """Memory that a policy needs on a machine, and the largest request that still fits.
 
-Weights are counted by name, embeddings included; activations come from the traced lifetimes of every block of
-memory, as reference counting frees them in the eager engine. An engine that fuses more needs less.
+Weights are counted by name; activations come from the traced lifetimes of every block of memory, as reference counting
+frees them in the eager engine. An engine that fuses more needs less. Of a token table only the rows of a prompt have to
+be in memory, since it stays in the file's map (``sinew/layers/tables.py``); engine cuda holds all of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +17,9 @@ import numpy as np
 from torch import nn
 
 from sinew.bundle.quant import WEIGHT
-from sinew.core import SinewError
+from sinew.core import PROMPT_TABLE, SinewError
 from sinew.engine.example import Shapes
+from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from sinew.perf.precision import SMALL_BITS, bits, dtype_name
 from sinew.perf.program import Engine, Program
 from sinew.perf.request import AS_THE_POLICY, LIMITS, Request
@@ -36,17 +37,22 @@ RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
 # with the threads, not with the model. CUDA: cuBLAS's largest default workspace, 32 MiB, not measured.
 WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 
+PAGE = 4096  # bytes of a page of a mapped file
+DEVICES = {"cpu": "cpu", "cuda": "cuda"}  # engine -> the one that it runs on
+CHUNKS = 2  # of actions that a robot's side holds: the one that it executes and the one that arrives
+
 AXES = {"chunk": "chunk", "cameras": "cameras", "context": "prompt_tokens"}  # what `fits` searches
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The parameters of one component in one format."""
+    """The parameters of one component in one format. ``resident``: bytes of them that have to be in memory."""
 
     component: str  # top-level module; its token or position tables apart, as "language embeddings"
     dtype: str
     parameters: int
     nbytes: int
+    resident: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,8 @@ class Peak:
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
     """Bytes. ``cache``: the blocks that hold the prefix's keys and values, all of a block of which they are a
-    part (as where Q, K and V come out of one product). ``peaks``: one per stage."""
+    part (as where Q, K and V come out of one product). ``peaks``: one per stage. ``actions``: the chunks that wait to
+    be executed. ``mapped``: True where weights are pages of the file, which the system may take back and read again."""
 
     name: str
     shapes: Shapes
@@ -72,6 +79,8 @@ class MemoryReport:
     peaks: tuple[Peak, ...]
     workspace: int
     runtime: int
+    actions: int
+    mapped: bool
 
     @property
     def peak(self) -> Peak:
@@ -82,13 +91,24 @@ class MemoryReport:
         return sum(row.nbytes for row in self.weights)
 
     @property
+    def resident(self) -> int:
+        """Bytes of weights that have to be in memory."""
+        return sum(row.resident for row in self.weights)
+
+    @property
     def activations(self) -> int:
         """At the peak, beside the cache."""
         return self.peak.nbytes - self.peak.cache
 
     @property
+    def loading(self) -> int:
+        """Bytes after the last weight was loaded, before the first inference."""
+        return self.resident + self.runtime
+
+    @property
     def total(self) -> int:
-        return self.weights_nbytes + self.peak.nbytes + self.workspace + self.runtime
+        """Bytes during an inference."""
+        return self.loading + self.peak.nbytes + self.workspace + self.actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +136,19 @@ class Fit:
 
 
 def memory_report(
-    program: Program, device: Device = "cpu", runtime: int | None = None, workspace: int | None = None
+    program: Program,
+    device: Device = "cpu",
+    runtime: int | None = None,
+    workspace: int | None = None,
+    *,
+    whole_tables: bool = False,
+    embodiments: int = 1,
 ) -> MemoryReport:
-    """Memory of one observation. ``runtime``, ``workspace``: bytes, instead of the table's for ``device``."""
+    """Memory of one observation. ``runtime``, ``workspace``: bytes, instead of the table's for ``device``.
+
+    whole_tables: token tables are in memory with all their rows, as engine cuda has them. embodiments: how many
+    robots' projections the head holds, as upstream's files do; a bundle has those of one.
+    """
     if device not in RUNTIME:
         raise SinewError(f"device: expected one of {', '.join(RUNTIME)}, got {device!r}")
     found = program.trace
@@ -126,11 +156,13 @@ def memory_report(
         name=program.name,
         shapes=program.shapes,
         chunk=program.model.config.chunk_size,
-        weights=weights(program),
+        weights=weights(program, whole_tables, embodiments),
         cache=_cache(program, found),
         peaks=peaks(found, _cache_scale(program)),
         workspace=WORKSPACE[device] if workspace is None else workspace,
         runtime=RUNTIME[device] if runtime is None else runtime,
+        actions=4 * CHUNKS * math.prod(program.model.noise_shape),
+        mapped=device == "cpu" and program.precision is None,
     )
 
 
@@ -141,32 +173,39 @@ def fits(
     request: Request = AS_THE_POLICY,
     *,
     dtypes: str | Mapping[str, str] | None = None,
-    engine: Engine | Literal["cpu"] = "eager",
+    engine: Engine | Literal["cpu", "cuda"] = "eager",
     device: Device = "cpu",
     runtime: int | None = None,
+    embodiments: int = 1,
     search: bool = True,
 ) -> Fit:
     """Does ``source`` run in ``memory`` bytes of which the system takes ``system``? And what is the most?
 
     ``request``, ``dtypes`` and ``engine`` as in :meth:`Program.load`; engine "cpu" is the plan over a bundle's low-bit
-    weights as they are stored. ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of
-    half a second.
+    weights as they are stored, "cuda" the plan with whole token tables. embodiments: see :func:`memory_report`.
+    ``search=False`` leaves ``largest`` empty; with it each axis takes about ten traces of half a second.
     """
+    if engine in DEVICES and device != DEVICES[engine]:
+        raise SinewError(f"device: engine {engine} needs {DEVICES[engine]}, got {device!r}")
     if not 0 <= system < memory:
         raise SinewError(f"system memory: expected 0 to {memory} bytes, got {system}")
-    stored = stored_weights(Path(source)) if engine == "cpu" else None
-    if stored is not None and dtypes is not None:
+    path = Path(source) if engine == "cpu" else None
+    if path is not None and stored_weights(path, 1) and dtypes is not None:
         raise SinewError(f"dtype: engine cpu computes on what the bundle stores, got {dtypes!r}")
     program = Program.load(
         source,
         request,
         dtypes=dtypes,
-        engine="plan" if engine == "cpu" else engine,
+        engine="eager" if engine == "eager" else "plan",
     )
 
     def asked(program: Program) -> MemoryReport:
-        report = memory_report(program, device, runtime)
-        return report if stored is None else replace(report, weights=stored)
+        report = memory_report(
+            program, device, runtime, whole_tables=engine == "cuda", embodiments=embodiments
+        )
+        if path is None:
+            return report
+        return replace(report, weights=stored_weights(path, program.shapes.tokens))
 
     report = asked(program)
     largest = {}
@@ -215,37 +254,68 @@ def _root(known: Mapping[int, int], low: int, high: int) -> int:
     return math.floor(roots[0] + 1e-6) if roots else (low + high) // 2
 
 
-def weights(program: Program) -> tuple[Weights, ...]:
+def weights(program: Program, whole_tables: bool = False, embodiments: int = 1) -> tuple[Weights, ...]:
     """The executed model's parameters by component and format, in the model's order."""
+    if embodiments > 1 and not program.model.per_embodiment:
+        raise SinewError(
+            f"embodiments: expected 1, as {program.name} has no weights per robot, got {embodiments}"
+        )
     model, readers = program.executed, program.trace.readers()
-    embeddings = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    counts: Counter[tuple[str, str]] = Counter()
+    tables = nn.Embedding | QuantizedEmbedding
+    modules = dict(model.named_modules())
+    counts: dict[tuple[str, str], list[int]] = {}
     for name, parameter in model.named_parameters():
-        component = name.split(".")[0]
-        if name.rpartition(".")[0] in embeddings:
-            component += " embeddings"
-        counts[component, _format(program, name, dtype_name(parameter.dtype), readers)] += parameter.numel()
-    return tuple(
-        Weights(component, dtype, count, -(-count * bits(dtype) // 8))
-        for (component, dtype), count in counts.items()
-    )
+        module, _, part = name.rpartition(".")
+        component, layer = name.split(".")[0], modules[module]
+        component += " embeddings" if isinstance(layer, tables) else ""
+        if part == "weight" and isinstance(layer, QuantizedLinear | QuantizedEmbedding):
+            width = layer.in_features if isinstance(layer, QuantizedLinear) else layer.embedding_dim
+            dtype, count, nbytes = layer.name, len(parameter) * width, parameter.nbytes
+        else:
+            dtype = _format(program, name, dtype_name(parameter.dtype), readers)
+            count = parameter.numel()
+            nbytes = -(-count * bits(dtype) // 8)
+        if module.startswith(program.model.per_embodiment):
+            count, nbytes = count * embodiments, nbytes * embodiments
+        resident = nbytes
+        if _is_prompt_table(name) and not whole_tables:
+            resident = rows_nbytes(program.shapes.tokens, len(parameter), nbytes)
+        _add(counts, (component, dtype), count, nbytes, resident)
+    return tuple(Weights(*key, *found) for key, found in counts.items())
 
 
-def stored_weights(path: Path) -> tuple[Weights, ...]:
-    """The tensors of a bundle with low-bit weights by component and stored type: mapped from the file, not copied."""
+def stored_weights(path: Path, tokens: int) -> tuple[Weights, ...]:
+    """The tensors of a bundle with low-bit weights by component and stored type: mapped from the file, not copied.
+
+    tokens: of the prompt, which read rows of token tables."""
     bundle = open_bundle(path)
     if not bundle.lowbit:
         raise SinewError(f"{path}: engine cpu runs bundles with low-bit weights: `sinew quantize` makes one")
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    counts: dict[tuple[str, str], list[int]] = {}
     for name, info in bundle.infos.items():
         module = name.removesuffix(WEIGHT)
         stored = bundle.lowbit.get(module) if name.endswith(WEIGHT) else None
-        key = name.split(".")[0], stored or info.type.name.lower()
-        parameters, nbytes = counts.get(key, (0, 0))
+        is_table = _is_prompt_table(name)
+        component = name.split(".")[0] + (" embeddings" if is_table else "")
         # Ternary words hold 16 weights each; rows are padded to 64.
         count = math.prod(info.shape) * (16 if stored == "ternary" else 1)
-        counts[key] = parameters + count, nbytes + info.nbytes
-    return tuple(Weights(component, kind, *found) for (component, kind), found in counts.items())
+        resident = rows_nbytes(tokens, info.shape[0], info.nbytes) if is_table else info.nbytes
+        _add(counts, (component, stored or info.type.name.lower()), count, info.nbytes, resident)
+    return tuple(Weights(*key, *found) for key, found in counts.items())
+
+
+def rows_nbytes(tokens: int, rows: int, nbytes: int) -> int:
+    """Return the bytes of the pages that ``tokens`` rows of a mapped table touch, of ``rows`` in ``nbytes``."""
+    pages = 1 + -(-nbytes // (rows * PAGE))  # a row begins anywhere in its first
+    return min(nbytes, tokens * pages * PAGE)
+
+
+def _add(counts: dict[tuple[str, str], list[int]], key: tuple[str, str], *numbers: int) -> None:
+    counts[key] = [a + b for a, b in zip(counts.get(key, [0, 0, 0]), numbers, strict=True)]
+
+
+def _is_prompt_table(name: str) -> bool:
+    return name.removesuffix(WEIGHT).rpartition(".")[2] == PROMPT_TABLE
 
 
 def _format(program: Program, name: str, stored: str, readers: Mapping) -> str:

@@ -65,7 +65,7 @@ def needs(
             dtypes={"vision": narrow, "language": narrow, "head": "bf16"},
             engine="plan",
         )
-        parts, total = program.components(), memory_report(program, "cuda").total
+        parts, total = program.components(), memory_report(program, "cuda", whole_tables=True).total
         for machine in machines.values():
             narrowest = narrow.split("/")[0]
             if "bf16" not in machine.peak or (narrowest == "fp8" and narrowest not in machine.peak):

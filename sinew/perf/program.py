@@ -104,7 +104,8 @@ class Program:
         for name, tensor in model.state_dict().items():
             wide = name.split(".")[0] in model.float32_modules
             stream = precision[read_by.get(name, "prefix")].stream
-            state[name] = tensor.to(torch.float32 if wide else stream)
+            is_packed = not tensor.is_floating_point()  # ternary weights stay what they are
+            state[name] = tensor if is_packed else tensor.to(torch.float32 if wide else stream)
         model.load_state_dict(state, assign=True)
         return replace(self, model=model.requires_grad_(False), precision=precision, like=None)
 

@@ -305,8 +305,10 @@ def test_doctor_passes_here_and_says_why(smolvla_bundle) -> None:
         "simd",
         "loopback",
         "bundle inference",
+        "bundle memory",
     }
     assert wanted <= checks.keys()
+    assert "as `sinew perf fit` counts" in checks["bundle memory"]["detail"]
     assert all(check["detail"] for check in document["checks"])
     assert all(check["advice"] for check in document["checks"] if check["status"] != "ok")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from sinew import load, machine
-from sinew.bundle import Bundle
+from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
+from sinew.convert.lowbit import lowbit_sources
 from sinew.engine.choose import choose
+from sinew.engine.eager import EagerEngine
+from sinew.engine.loading import load_model
+from sinew.engine.plan.cost import on_meta
 from sinew.layers import upcast
-from sinew.layers.linear import Linear
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.tables import StoredRows
 from sinew.layers.upcast import UpcastLinear, product
 from tests.golden import Golden, assert_parity, relative_l2
 
@@ -80,6 +86,38 @@ def test_float32_arithmetic_on_the_stored_weights(golden, smolvla_bundle, no_uni
     assert policy.engine.model.language.layers[0].attn.o_proj.weight.data_ptr() == mapped.data_ptr()
     assert "this CPU has no bf16 products" in policy.dtype_reason
     assert policy.describe()["dtype"] == TEXT
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [("", "fp32"), ("", "native"), ("", "fp16"), ("q8_0", "fp32"), ("q4_0", "native"), ("int8", "bf16")],
+)
+def test_token_tables_stay_in_the_file(golden, smolvla_bundle, all_units, tmp_path, recipe, dtype) -> None:
+    """Rows of the stored table give the actions of a table that was converted whole, to the bit."""
+    path = smolvla_bundle("smolvla-bf16-vlm")
+    if recipe:
+        bundle, small = Bundle(path), tmp_path / "small.gguf"
+        sources = lowbit_sources(bundle, {"language.embed_tokens": recipe})
+        write_bundle(small, lambda: bundle.manifest, sources)
+        path = small
+    policy = load(path, "cpu", dtype, engine="eager", allow_missing_cameras=True)
+    cpu, bundle = torch.device("cpu"), Bundle(path)
+    whole = EagerEngine(load_model(bundle, cpu, dtype), cpu)
+    table, wide = (each.model.language.embed_tokens for each in (policy.engine, whole))
+    assert table.weight.data_ptr() == policy.bundle.tensor("language.embed_tokens.weight").data_ptr()
+    assert type(wide) is Embedding
+    assert table.dtype == wide.dtype == wide.weight.dtype
+    assert isinstance(table, StoredRows) == bool(recipe or dtype in ("fp32", "fp16"))
+    observation = replace(policy.dummy_observation(), **Golden(golden / "smolvla-bf16-vlm").observation())
+    inputs, noise = policy.processor.inputs(observation), np.zeros(whole.model.noise_shape, np.float32)
+    found, wanted = (engine.trace(inputs, noise, 2) for engine in (policy.engine, whole))
+    np.testing.assert_array_equal(found.head[-1], wanted.head[-1])
+    np.testing.assert_array_equal(found.rows["language.embed_tokens"], wanted.rows["language.embed_tokens"])
+    with torch.device("meta"):  # shapes alone, as memory and time are predicted
+        made = on_meta(policy.engine.model).language.embed_tokens
+    assert made(torch.zeros(2, 3, dtype=torch.int64, device="meta")).shape == (2, 3, made.embedding_dim)
+    with pytest.raises(TypeError, match="row indices must be int64 or int32"):
+        table(torch.zeros(2))
 
 
 @pytest.mark.parametrize("case", ["pi0-2cam", "pi05-2cam"])

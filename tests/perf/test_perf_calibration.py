@@ -81,7 +81,15 @@ def test_weights_by_component() -> None:
     assert rows["action_in_proj", "fp32"] == 4 * (32 * 720 + 720)
     # 450,046,176 parameters upstream, of which the language head is never read
     assert sum(row.parameters for row in report.weights) == 450_046_176 - 49280 * 960
-    assert report.total == report.weights_nbytes + report.peak.nbytes + report.workspace + report.runtime
+    table = next(row for row in report.weights if row.component == "language embeddings")
+    assert table.resident == 48 * 2 * 4096  # the pages of a prompt's rows
+    assert report.resident == report.weights_nbytes - table.nbytes + table.resident
+    beside = report.peak.nbytes + report.workspace + report.runtime + report.actions
+    assert report.total == report.resident + beside
+    whole = memory_report(Program.load("smolvla"), whole_tables=True)
+    assert whole.total == report.weights_nbytes + beside
+    with pytest.raises(SinewError, match="device: engine cuda needs cuda, got 'cpu'"):
+        fits("smolvla", 2**33, engine="cuda")
     half = memory_report(Program.load("smolvla", dtypes="int8"))
     assert report.weights_nbytes / 2 < half.weights_nbytes < 0.65 * report.weights_nbytes
 
