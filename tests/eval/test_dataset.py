@@ -22,6 +22,11 @@ from tests.serve.test_lerobot_wire import CLIENTS, lerobot_client
 
 READ = """
 import json, sys
+import torch
+
+_operators = torch.library.Library("torchvision", "FRAGMENT")  # PyPI's torchvision, as in tests/serve/lerobot_robot.py
+for _name in ("nms", "qnms"):
+    _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 found = LeRobotDataset("nobody/nothing", root=sys.argv[1], delta_timestamps={"action": [0, 0.05]})
 item = found[int(sys.argv[2])]

@@ -443,11 +443,12 @@ function paintAll() {
 }
 
 STAGES.forEach((stage, number) => {
-  const swatch = element("span", null, { class: "swatch" });
+  const swatch = element("span", null, { class: "swatch" }), entry = element("span");
   swatch.style.background = COLOURS[number];
-  $("stages").append(swatch, stage);
+  entry.append(swatch, stage);
+  $("stages").append(entry);
 });
-$("stages").append(" · grey: wire and decoding · red tick: deadline missed");
+$("stages").append(element("span", "grey: wire and decoding"), element("span", "red tick: deadline missed"));
 $("try").addEventListener("submit", send);
 follow();
 requestAnimationFrame(paintAll);
