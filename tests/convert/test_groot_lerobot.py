@@ -240,6 +240,10 @@ def history(source: Path) -> None:
     change_step(source / PRE, "groot_n1_7_pack_inputs_v1", video_horizon=2)
 
 
+def one_name(source: Path) -> None:
+    change_step(source / PRE, "groot_n1_7_pack_inputs_v1", video_modality_keys=CAMERAS[0])
+
+
 def wider(source: Path) -> None:
     edit(source / "config.json", lambda record: record["output_features"]["action"].update(shape=[15]))
 
@@ -271,6 +275,7 @@ def no_gripper(source: Path) -> None:
         (percentiles, {}, "use_percentiles: expected True or False, got 'yes'"),
         (other_tag, {}, "--embodiment gr1: not one of those in .*none that has an id"),
         (history, {}, "video_horizon: expected None or 1, got 2"),
+        (one_name, {}, "video_modality_keys: expected names, got 'exterior_image_1_left'"),
         (wider, {}, "statistics of action: expected 15 values as in config.json, got 14"),
         (no_gripper, {}, "expected a group 'gripper' of one value, got 0"),
     ],

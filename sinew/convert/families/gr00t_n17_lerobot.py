@@ -183,7 +183,9 @@ class LeRobotFiles(NvidiaFiles):
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
         """Return the cameras by the base's keys, or where it names none of them in the order of their names."""
-        keys = self.pack.get("video_modality_keys") or ()
+        keys = self.pack.get("video_modality_keys") or []
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise ConvertError(f"{self.processor.path}: video_modality_keys: expected names, got {keys!r}")
         found = {key: next((n for n in (key, ALIASES.get(key)) if n in self._views), None) for key in keys}
         names = [name for name in found.values() if name is not None]
         if not names:
@@ -217,7 +219,7 @@ class LeRobotFiles(NvidiaFiles):
             bounds = dict(
                 zip(("min", "max"), self._statistics_of(pipelines.step(POST, UNPACK), ACTION), strict=True)
             )
-            rows = list(range(self.config["action_horizon"]))
+            rows = list(range(min(self.config["action_horizon"], self.checkpoint.size("chunk_size"))))
             record = {
                 "state": {"modality_keys": ["state"]},
                 "action": {"modality_keys": ["actions"], "delta_indices": rows},
