@@ -222,7 +222,7 @@ def load_model(
         if stored is not None and is_weight and layer is not None:
             k = int(width_of(layer) or 0)
             if device.type != "meta":
-                check_codes(tensor, stored, k, f"{bundle.path}: {name}")
+                check_codes(tensor, stored, f"{bundle.path}: {name}")
             if module in widened:
                 tensor = widen(tensors, module, stored, k)
         own = tensor.dtype if stored is None else torch.float32
