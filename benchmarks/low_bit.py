@@ -1,11 +1,12 @@
 """Engines side by side over one policy in float32 and in few bits, in rounds of one process, by CPU time.
 
-python benchmarks/low_bit.py BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx QUANTISED]
+python -m benchmarks.low_bit BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx QUANTISED] [--nbits FOLDER]
 
 Every round runs each engine once, in an order that turns; a ratio is to eager of the same round. CPU seconds of the
 process, all threads together: they do not see who else has the cores, but they do see a neighbour on the other thread
 of a core. LOWBIT are bundles that `sinew quantize --engine cpu` made of BUNDLE. Peak memory comes from a process of its
-own per engine, which infers once. The last line is JSON.
+own per engine, which infers once. --nbits exports the graphs of BUNDLE to FOLDER and makes their products ONNX
+Runtime's MatMulNBits: 4 bits in symmetric blocks of 32, activations in int8. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -44,12 +45,34 @@ def peak(path: Path, engine: str, threads: int) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+def four_bits(bundle: Path, folder: Path) -> Path:
+    """Write the bundle's graphs with products of 4 bits to ``folder``; return it."""
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    from sinew.cli import main as sinew
+
+    if sinew(["export", str(bundle), "--onnx", str(folder)]):
+        raise SystemExit("the export failed")
+    for path in folder.glob("*.onnx"):
+        quantizer = MatMulNBitsQuantizer(
+            onnx.load(str(path)), block_size=32, is_symmetric=True, accuracy_level=4
+        )
+        quantizer.process()
+        path.unlink()
+        (data := path.with_name(f"{path.name}.data")).unlink()
+        quantizer.model.save_model_to_file(str(path), use_external_data_format=True)
+        print(f"{path.name}: {data.stat().st_size / 1e6:.1f} MB", flush=True)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path)
     parser.add_argument("lowbit", type=Path, nargs="*")
     parser.add_argument("--engines", nargs="+", default=["eager", "plan"], help="of BUNDLE, eager first")
     parser.add_argument("--onnx", type=Path, action="append", default=[], help="also with engine onnx")
+    parser.add_argument("--nbits", type=Path, help="folder for graphs of 4 bits, also with engine onnx")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peak-of", default="", help=argparse.SUPPRESS)
@@ -62,6 +85,8 @@ def main() -> None:
         return
     sides = {name: (arguments.bundle, name) for name in arguments.engines}
     sides |= {f"onnx {path.stem}": (path, "onnx") for path in arguments.onnx}
+    if arguments.nbits is not None:
+        sides["onnx MatMulNBits"] = (four_bits(arguments.bundle, arguments.nbits), "onnx")
     sides |= {f"cpu {path.stem}": (path, "cpu") for path in arguments.lowbit}
     peaks = {}
     if not arguments.no_peaks:
