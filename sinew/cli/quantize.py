@@ -21,6 +21,7 @@ from sinew.core import SinewError
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.schema import Quantization
+    from sinew.core import Timing
     from sinew.policy import Policy
     from sinew.processing import ModelInputs
 
@@ -35,6 +36,7 @@ def quantize(
     engine: Literal["cpu", "onnx"] | None = None,
     search: Annotated[bool, Parameter(negative="")] = False,
     budget: str = "",
+    target_ms: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 20,
 ) -> int:
     """Store components in fewer bits and measure what it costs. The cpu engine computes on the stored weights.
@@ -50,8 +52,10 @@ def quantize(
             token a scale in onnx too: slower there), fp8 or fp32; fp32 for those not named.
         out: the bundle to write.
         engine: that computes the error; absent: onnx for int8 alone, else cpu.
-        search: choose the recipe of the least error within --budget, in place of --recipe; measured on engine cpu.
+        search: choose the recipe of the least error within --budget, --target-ms or both, in place of --recipe;
+            measured on engine cpu.
         budget: of all weights, such as 1.4GiB or 200MB.
+        target_ms: of vision, prefix and head of one chunk, as measured on this machine, the best of all observations.
         observations: over which the error is measured, from episodes of an embedded task where the policy fits
             one, else random frames. For fp8 as many others come before, for its scales.
         episodes: of the success gate of an embedded task that the policy fits; its outcome goes into the header.
@@ -61,8 +65,8 @@ def quantize(
     from sinew.policy import open_bundle
     from sinew.sources import resolve
 
-    if search != bool(budget):
-        raise SinewError("expected --search and --budget together")
+    if search != bool(budget or target_ms):
+        raise SinewError("expected --search together with --budget or --target-ms")
     chosen = parse_recipe(recipe)
     bundle = resolve(bundle)
     opened = open_bundle(bundle)
@@ -76,10 +80,11 @@ def quantize(
         from sinew.cli.quantize_search import search as search_recipe
 
         trial = _trials(opened, observations)
-        chosen, found["search"] = search_recipe(opened, budget, out, trial)
+        chosen, found["search"] = search_recipe(opened, budget, target_ms, out, trial)
         engine = "cpu"
         if set(chosen.values()) == {"fp32"}:
-            raise SinewError(f"--budget {budget}: the bundle fits as it is; nothing was written")
+            asked = f"--budget {budget}" if budget else f"--target-ms {target_ms:g}"
+            raise SinewError(f"{asked}: the bundle fits as it is; nothing was written")
     if engine == "onnx" and not set(chosen.values()) <= {"int8", "int8-rows", "fp32"}:
         raise SinewError(f"--engine onnx: expected int8, int8-rows and fp32, got {recipe}")
     if "fp8" in chosen.values():
@@ -152,12 +157,15 @@ def _trials(opened: Bundle, count: int) -> Any:
     reference = Policy(opened, "cpu", engine="eager")
     inputs = list(islice(observed(reference)[1], count))
 
-    def trial(bundle: Bundle, recipe: dict[str, str], scratch: Path) -> float:
+    def trial(bundle: Bundle, recipe: dict[str, str], scratch: Path) -> tuple[float, dict[str, float]]:
         whole = dict.fromkeys(COMPONENTS, "fp32") | recipe
         manifest = bundle.manifest
         write_bundle(scratch, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, whole)))
         rounded = Policy(Bundle(scratch), "cpu", engine="cpu")
-        return float(np.median(measure(reference, rounded.engine, inputs)))
+        timings: list[Timing] = []
+        error = float(np.median(measure(reference, rounded.engine, inputs, timings)))
+        stages = {"vision": "vision_ms", "language": "prefix_ms", "head": "head_ms"}
+        return error, {part: min(getattr(each, name) for each in timings) for part, name in stages.items()}
 
     return trial
 
@@ -265,13 +273,18 @@ def observed(reference: Policy) -> tuple[str, Iterator[Input]]:
     return origin, ((processor.inputs(each), processor.noise(each)[0]) for each in stream)
 
 
-def measure(reference: Policy, engine: Any, observations: Iterable[Input]) -> list[float]:
-    """Relative L2 of the chunk (model units, the action's own columns) per observation."""
+def measure(
+    reference: Policy, engine: Any, observations: Iterable[Input], timings: list[Timing] | None = None
+) -> list[float]:
+    """Return the relative L2 of the chunk (model units, the action's own columns) per observation. timings: gets the
+    times of ``engine``, too."""
     steps, width = reference.spec.solver_steps, reference.spec.action.dim
     errors = []
     for inputs, noise in observations:
         wanted, _ = reference.engine.run(inputs, noise, steps)
-        got, _ = engine.run(inputs, noise, steps)
+        got, timing = engine.run(inputs, noise, steps)
+        if timings is not None:
+            timings.append(timing)
         wanted, got = wanted[:, :width], got[:, :width]
         errors.append(float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
     return errors

@@ -1,4 +1,4 @@
-"""``sinew quantize --search``: the recipe of the least error within a budget of bytes."""
+"""``sinew quantize --search``: the recipe of the least error within a budget of bytes, of time, or of both."""
 
 from __future__ import annotations
 
@@ -15,57 +15,88 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.convert.recipes import Point
 
-Measure = Callable[["Bundle", dict[str, str], Path], float]  # error of the chunk under a recipe
+Trial = tuple[float, dict[str, float]]  # error of the chunk; component -> milliseconds of its stage, at best
+Measure = Callable[["Bundle", dict[str, str], Path], Trial]
 
 
-def search(opened: Bundle, budget: str, out: Path, measure: Measure) -> tuple[dict[str, str], dict[str, Any]]:
+def search(
+    opened: Bundle, budget: str, target_ms: float | None, out: Path, measure: Measure
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the recipe, and what was found on the way. Measured: each component alone in each precision, and the
-    recipes of the Pareto front; between them, errors are predicted as independent."""
+    recipes of the Pareto front; between them, errors are predicted as independent, and the times of stages are added.
+    """
     from sinew.bundle.schema import COMPONENTS
     from sinew.convert.recipes import CANDIDATES, all_points, best, pareto, parse_bytes, stored_bytes
 
-    limit = parse_bytes(budget)
+    limit = parse_bytes(budget) if budget else None
     whole = stored_bytes(opened, {})
     console = terminal.console(markup=False)
     alone: dict[str, dict[str, float]] = {component: {} for component in COMPONENTS}
+    times: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
         scratch = Path(folder) / "trial.gguf"
         for component in COMPONENTS:
             for kind in CANDIDATES[1:]:
                 if stored_bytes(opened, {component: kind}) >= whole:
                     continue  # nothing of this component is rounded, or rounding saves nothing
-                alone[component][kind] = measure(opened, {component: kind}, scratch)
-                console.print(f"alone    {component} {kind}: error {alone[component][kind]:.2e}")
-        points = all_points(opened, alone)
-        chosen = best(points, limit)  # the front is thinned; this may lie between two of its points
+                alone[component][kind], stages = measure(opened, {component: kind}, scratch)
+                for each, taken in stages.items():  # the other two are as the bundle stores them
+                    key = each, kind if each == component else CANDIDATES[0]
+                    times[key] = min(taken, times.get(key, taken))
+                console.print(
+                    f"alone    {component} {kind}: error {alone[component][kind]:.2e}, {times[component, kind]:.1f} ms"
+                )
+        for (
+            component
+        ) in COMPONENTS:  # where nothing else is rounded, its time as it is stored was not measured
+            known = [taken for (each, _), taken in times.items() if each == component]
+            times.setdefault((component, CANDIDATES[0]), max(known, default=0.0))
+        points = all_points(opened, alone, times)
+        chosen = best(
+            points, limit, target_ms
+        )  # the front is thinned; this may lie between two of its points
         shown = pareto(points)
         front = sorted([*shown, *([] if chosen in shown else [chosen])], key=lambda point: -point.nbytes)
         measured = [(point, _measured(opened, point, measure, scratch)) for point in front]
-    for point, error in measured:
+    for point, (error, took) in measured:
         mark = " <- chosen" if point == chosen else ""
         console.print(
             f"point    {_text(point):42} {point.nbytes / 1e6:9.1f} MB  error {error:.2e}, predicted"
-            f" {point.predicted:.2e}{mark}",
+            f" {point.predicted:.2e}; {took:.1f} ms, predicted {point.milliseconds:.1f}{mark}",
             soft_wrap=True,
         )
+    limits = [f"{limit / 1e6:.1f} MB"] if limit is not None else []
+    limits += [f"{target_ms:g} ms on this machine, as busy as it was"] if target_ms is not None else []
     console.print(
-        f"budget   {budget}: {limit / 1e6:.1f} MB; closed-loop success decides: `sinew eval {out} --gate GATE`"
+        f"within   {', '.join(limits)}; closed-loop success decides: `sinew eval {out} --gate GATE`",
+        soft_wrap=True,
     )
     record = {
         "budget": limit,
+        "target_ms": target_ms,
         "alone": alone,
+        "stages_ms": {f"{component} {kind}": taken for (component, kind), taken in times.items()},
         "pareto": [
-            {"recipe": dict(p.recipe), "bytes": p.nbytes, "predicted": p.predicted, "error": error}
-            for p, error in measured
+            {
+                "recipe": dict(p.recipe),
+                "bytes": p.nbytes,
+                "predicted": p.predicted,
+                "error": error,
+                "predicted_ms": p.milliseconds,
+                "ms": took,
+            }
+            for p, (error, took) in measured
         ],
     }
     return dict(chosen.recipe), record
 
 
-def _measured(opened: Bundle, point: Point, measure: Measure, scratch: Path) -> float:
+def _measured(opened: Bundle, point: Point, measure: Measure, scratch: Path) -> tuple[float, float]:
+    """Return the error and the milliseconds of a point; those of a bundle as it is are the sum of its stages'."""
     if set(point.recipe.values()) == {"fp32"}:
-        return 0.0
-    return float(np.float32(measure(opened, dict(point.recipe), scratch)))
+        return 0.0, point.milliseconds
+    error, stages = measure(opened, dict(point.recipe), scratch)
+    return float(np.float32(error)), sum(stages.values())
 
 
 def _text(point: Point) -> str:

@@ -21,11 +21,13 @@ Recipe = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Point:
-    """One recipe: bytes of all tensors, and the error that its components' own errors predict."""
+    """One recipe: bytes of all tensors, the error that its components' own errors predict, and the milliseconds that
+    their stages took."""
 
     recipe: Recipe
     nbytes: int
     predicted: float
+    milliseconds: float
 
 
 def parse_bytes(text: str) -> int:
@@ -42,9 +44,14 @@ def stored_bytes(bundle: Bundle, recipe: Recipe) -> int:
     return sum(source.nbytes for source in lowbit_sources(bundle, plan_formats(bundle, whole)))
 
 
-def all_points(bundle: Bundle, alone: Mapping[str, Mapping[str, float]]) -> list[Point]:
-    """Return every recipe with its size and predicted error. alone: component -> precision -> error when nothing else
-    is rounded."""
+def all_points(
+    bundle: Bundle, alone: Mapping[str, Mapping[str, float]], times: Mapping[tuple[str, str], float]
+) -> list[Point]:
+    """Return every recipe with its size, predicted error and time.
+
+    alone: component -> precision -> error when nothing else is rounded. times: (component, precision) -> milliseconds
+    of its stage, in which no other component computes.
+    """
     base = stored_bytes(bundle, {})
     saved = {
         (component, kind): base - stored_bytes(bundle, {component: kind})
@@ -55,7 +62,8 @@ def all_points(bundle: Bundle, alone: Mapping[str, Mapping[str, float]]) -> list
     for kinds in product(*((*alone[component], "fp32") for component in alone)):
         recipe = dict(zip(alone, kinds, strict=True))
         error = math.sqrt(sum(alone[c].get(kind, 0.0) ** 2 for c, kind in recipe.items()))
-        points.append(Point(recipe, base - sum(saved[each] for each in recipe.items()), error))
+        taken = sum(times[each] for each in recipe.items())
+        points.append(Point(recipe, base - sum(saved[each] for each in recipe.items()), error, taken))
     return points
 
 
@@ -72,12 +80,19 @@ def pareto(points: list[Point], apart: float = 0.02) -> list[Point]:
     return front[::-1]
 
 
-def best(points: list[Point], budget: int) -> Point:
-    """Return the point of the least predicted error within ``budget`` bytes; raise :class:`SinewError` if none fits."""
-    within = [point for point in points if point.nbytes <= budget]
-    if not within:
+def best(points: list[Point], budget: int | None = None, target_ms: float | None = None) -> Point:
+    """Return the point of the least predicted error within ``budget`` bytes and ``target_ms`` milliseconds, each if it
+    is given; raise :class:`SinewError` if none is."""
+    small = [point for point in points if budget is None or point.nbytes <= budget]
+    if not small:
         least = min(point.nbytes for point in points)
         raise SinewError(
             f"budget: expected at least {least} bytes, which the smallest recipe takes, got {budget}"
+        )
+    within = [point for point in small if target_ms is None or point.milliseconds <= target_ms]
+    if not within:
+        fastest = min(point.milliseconds for point in small)
+        raise SinewError(
+            f"target: expected at least {fastest:.1f} ms, which the fastest recipe took here, got {target_ms:g}"
         )
     return min(within, key=lambda point: (point.predicted, point.nbytes))
