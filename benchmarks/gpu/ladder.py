@@ -173,19 +173,32 @@ def calibrated(plan: Any, recipe: Any, inputs: Sequence[Sample], session: Sessio
     return fp8_calibration.calibrate(layers, runs, "0" * 64, "random frames").scales
 
 
-def compiled(model: str, session: Session) -> None:
-    """``torch.compile`` at the model's target. It compiles for minutes and may be cut off."""
+def fused_by_inductor(model: str, session: Session) -> None:
+    """The baseline that needs no kernel of ours: the planned model's calls through ``torch.compile``, in our one graph.
+
+    Beside it the same graph without, which is a rung of the ladder too. Compiling takes minutes and may be cut off.
+    """
     base, recipe, reference = _models(model, session)
     case = shrunk(TARGETS[model], session.tiny)
     shaped = with_chunk(base, case.chunk)
     inputs = samples(case, base.config, INPUTS, _camera(session))
     wanted = _answers(reference, case, recipe, session, inputs)
-    rung = Eager(shaped, recipe, session.device, compiled=True)
+    plan = plan_of(shaped)
+    made = Engine(cuda_engine(plan, recipe, session.device, kernels=False))
+    row, plain = _measure(case, "graph", made, inputs, wanted, recipe, (SHORT, 3.0), session)
+    session.emit(row)
+    made = Engine(cuda_engine(plan, recipe, session.device, kernels=False))  # with no recording yet
+    compiled = made.engine.plan.model
+    options: dict[str, Any] = {"dynamic": False, "backend": "inductor" if session.is_gpu else "aot_eager"}
+    compiled.vision.encode_patches = torch.compile(compiled.vision.encode_patches, **options)
+    compiled.read, compiled.act = (torch.compile(part, **options) for part in (compiled.read, compiled.act))
     start = time.perf_counter()
-    rung.run(inputs[0])
-    session.emit({"case": case.name, "rung": "compile", "compiling_s": time.perf_counter() - start})
-    session.emit(_measure(case, "compile", rung, inputs, wanted, recipe, (SHORT, 5.0), session))
-    session.emit(_stages(case, "compile", rung, inputs, session))
+    made.run(inputs[0])
+    name = "graph + inductor"
+    session.emit({"case": case.name, "rung": name, "compiling_s": time.perf_counter() - start})
+    row, chunks = _measure(case, name, made, inputs, wanted, recipe, (SHORT, 5.0), session)
+    session.emit(row | {"differs_from_graph": _largest(chunks, plain)})
+    session.emit(_stages(case, name, made, inputs, session))
 
 
 # ----------------------------------------------------------------------------- their parts

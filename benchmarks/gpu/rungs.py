@@ -1,7 +1,7 @@
 """The rungs of the ladder: the same model, executed in different ways, each from host frames to host actions.
 
 Every rung takes uint8 frames, tokens, a state and noise from host memory and returns world actions in host memory.
-``eager`` and ``compile`` copy the frames to the device and prepare them there with PyTorch (the twin of the
+``eager`` copies the frames to the device and prepares them there with PyTorch (the twin of the
 kernel), so that what differs is how the model is executed and not where frames are resized.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -33,14 +32,10 @@ ENOUGH = 500  # calls for a p99, of which five are then slower
 
 
 class Eager:
-    """The model's own PyTorch code; ``compiled``: its three parts through ``torch.compile``, one by one."""
+    """The model's own PyTorch code."""
 
-    def __init__(self, model: Model, processing: Processing, device: torch.device, compiled: bool = False):
+    def __init__(self, model: Model, processing: Processing, device: torch.device):
         self.model, self.device, self.image = model, device, processing.image
-        parts: list[Callable[..., Any]] = [model.embed_images, model.read, model.act]
-        if compiled:
-            parts = [torch.compile(part, dynamic=False) for part in parts]
-        self.embed_images, self.read, self.act = parts
         self.tables: dict[tuple[int, ...], Resize] = {}
 
     @torch.inference_mode()
@@ -54,12 +49,12 @@ class Eager:
 
         tensors = (inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state, sample.noise)
         cameras, tokens, valid, state, noise = (torch.from_numpy(a)[None].to(self.device) for a in tensors)
-        image_tokens = self.embed_images(self.pixels(inputs.frames))
+        image_tokens = self.model.embed_images(self.pixels(inputs.frames))
         lap()
-        context = self.read(image_tokens, cameras, tokens, valid, state)
+        context = self.model.read(image_tokens, cameras, tokens, valid, state)
         lap()
         evaluations = self.model.solver.steps(steps), self.model.moments(steps)
-        x = solve(lambda x, m: self.act(x, m, context), noise, *evaluations, lap)
+        x = solve(lambda x, m: self.model.act(x, m, context), noise, *evaluations, lap)
         chunk = x[0].float().cpu().numpy()
         spans = [1e3 * (b - a) for a, b in pairwise(laps)]
         return chunk, Timing(vision_ms=spans[0], prefix_ms=spans[1], step_ms=tuple(spans[2:]))

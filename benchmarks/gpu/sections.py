@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import kernels
-from benchmarks.gpu.ladder import compiled, grid, ladder
+from benchmarks.gpu.gaps import gaps
+from benchmarks.gpu.ladder import fused_by_inductor, grid, ladder
 from benchmarks.gpu.models import MODELS, TARGETS, cases
 from benchmarks.gpu.roofline import work
 from benchmarks.gpu.session import NotHere, Row, Session, shrunk, still_there
@@ -146,13 +147,14 @@ def first(session: Session) -> None:
     """(a) to (d) of ``kernels.py``. Tiles are kept by the ladder, for the problems that it has."""
     if not session.is_gpu:
         raise NotHere("the first measurements need a GPU")
-    parts = (
-        lambda: kernels.fixed_cost(50),
-        lambda: kernels.skinny(50, False),
-        lambda: kernels.gate_up(20, False),
-        lambda: kernels.attention(50, False),
-    )
-    measured(session, dict(zip("abcd", parts, strict=True)))
+    measured(session, kernels.measurements(50))
+
+
+def between(session: Session) -> None:
+    """What lies between kernels, of ``gaps.py``: links of a chain, a barrier, reads."""
+    if not session.is_gpu:
+        raise NotHere("launches and barriers need a GPU")
+    measured(session, {"e": lambda: gaps(50)})
 
 
 def measured(session: Session, parts: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
@@ -200,17 +202,18 @@ SECTIONS: dict[
     "machine": (machine, 40),
     "checks": (checks, 120),
     "first": (first, 100),
+    "gaps": (between, 50),
     **{f"ladder {name}": (partial(ladder, name), 330 if name == "pi0.5" else 190) for name in MODELS},
     **{f"timeline {name}": (partial(timeline, name), 150 if name == "pi0.5" else 60) for name in MODELS},
     "tests": (tests, 110),
     **{f"grid {name}": (partial(grid, name), 60 if name == "pi0.5" else 40) for name in MODELS},
-    "compile smolvla": (partial(compiled, "smolvla"), 150),
+    "inductor smolvla": (partial(fused_by_inductor, "smolvla"), 150),
     "bounds": (bounds, 40),
-    **{f"compile {name}": (partial(compiled, name), 300) for name in MODELS if name != "smolvla"},
+    **{f"inductor {name}": (partial(fused_by_inductor, name), 300) for name in MODELS if name != "smolvla"},
 }
 # What three commands of ten minutes on a borrowed machine are for; each ends within BUDGET of ``__main__``.
 CALLS = (
-    ("machine", "checks", "ladder smolvla", "first"),
+    ("machine", "checks", "ladder smolvla", "first", "gaps"),
     ("ladder pi0.5", "ladder pi0"),
-    ("timeline pi0.5", "timeline pi0", "timeline smolvla", "tests", "compile smolvla"),
+    ("timeline pi0.5", "timeline pi0", "timeline smolvla", "tests", "inductor smolvla"),
 )
