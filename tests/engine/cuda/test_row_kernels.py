@@ -73,6 +73,20 @@ def test_the_stream_and_the_branch_may_be_written_over() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("parts", [1, 3, 16])
+def test_a_norm_by_squares_that_are_given(parts: int) -> None:
+    """Of a stream that was multiplied after its squares were taken, as a split product leaves them."""
+    torch.manual_seed(0)
+    stream, scale = torch.randn(5, 48, device=DEVICE), torch.randn(48, device=DEVICE)
+    squares = stream.view(5, parts, -1).pow(2).sum(-1)
+    for got in (
+        row_norm.row_norm(stream * scale, eps=1e-6, squares=squares)[1],
+        twins["row_norm"](stream * scale, eps=1e-6, squares=squares)[1],
+    ):
+        wanted = stream * scale * torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + 1e-6)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["row_norm", "activate"])
 def test_results_are_allocated_in_the_dtype_asked_for(name: str) -> None:
     x = torch.randn(3, 32, device=DEVICE)
@@ -196,6 +210,8 @@ EIGHTHS, SCALES = torch.zeros(3, 32).to(E4M3), torch.zeros(3)
         ("row_norm", {"weight": X}, r"weight: expected shape \[32\], got \[3, 32\]"),
         ("row_norm", {"shift": ROW[1:]}, r"shift: expected shape \[32\], got \[31\]"),
         ("row_norm", {"gate": ROW}, "gate: expected only where there is a branch"),
+        ("row_norm", {"squares": X, "kind": "layer"}, "squares: expected only for an RMS norm"),
+        ("row_norm", {"squares": X[:2]}, r"squares: expected shape \[3, 32\], got \[2, 32\]"),
         ("row_norm", {"branch": X}, "total: expected exactly where there is a branch"),
         ("row_norm", {"total": X}, "total: expected exactly where there is a branch"),
         ("row_norm", {"branch": X, "total": X.bfloat16()}, "total: expected dtype torch.float32, got torch.bf"),

@@ -36,6 +36,7 @@ def row_norm_kernel(
     gate,  # [C] or None
     weight,  # [C] or None
     shift,  # [C] or None
+    squares,  # float32 [M, PARTS] or None: their sum stands for that of the row's own squares
     x_scale,  # float32 [1] or None: each row's own
     total,  # [M, C] or None: the stream after the branch
     normed,  # [M, C]
@@ -48,7 +49,9 @@ def row_norm_kernel(
     normed_row,
     C: tl.constexpr,
     LAYER: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -66,7 +69,12 @@ def row_norm_kernel(
         h = rounded.to(tl.float32)  # the norm reads what the stream holds
     if LAYER:
         h = tl.where(ok, h - tl.sum(h, axis=0) / C, 0.0)
-    y = h * tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)
+    if squares is None:
+        power = tl.sum(h * h, axis=0)
+    else:
+        part = tl.arange(0, BLOCK_PARTS)
+        power = tl.sum(tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0), axis=0)
+    y = h * tl.rsqrt(power / C + eps)
     if weight is not None:
         y *= offset + tl.load(weight + cols, mask=ok, other=0.0).to(tl.float32)
     if shift is not None:
@@ -89,6 +97,7 @@ def prepare(
     weight: Tensor | None = None,
     offset: float = 0.0,
     shift: Tensor | None = None,
+    squares: Tensor | None = None,
     branch: Tensor | None = None,
     gate: Tensor | None = None,
     total: Tensor | None = None,
@@ -115,9 +124,15 @@ def prepare(
     for name, vector in (("weight", weight), ("shift", shift), ("gate", gate)):
         if vector is not None:
             check(name, vector, (C,))
+    if squares is not None:
+        if kind != "rms" or branch is not None:
+            raise ValueError("squares: expected only for an RMS norm of the stream as it is")
+        check("squares", squares, (M, squares.shape[-1]))
+        same_dtype("squares", squares, torch.float32)
     check_row("stream", C)
     check_output("normed", normed, scales, x_scale)
     dims = problem(M, C, kind, branch, normed.dtype)
+    parts = 1 if squares is None else squares.shape[1]
     tile = tile or tile_for("row_norm", dims, stream.dtype, stream.device)
     arguments = {
         "x": stream,
@@ -125,6 +140,7 @@ def prepare(
         "gate": gate,
         "weight": weight,
         "shift": shift,
+        "squares": squares,
         "x_scale": x_scale,
         "total": total,
         "normed": normed,
@@ -137,7 +153,9 @@ def prepare(
         "normed_row": normed.stride(0),
         "C": C,
         "LAYER": kind == "layer",
+        "PARTS": parts,
         "BLOCK_C": 1 << (C - 1).bit_length(),
+        "BLOCK_PARTS": 1 << (parts - 1).bit_length(),
         "UPCAST": False,
         "PDL": pdl,
     }
@@ -159,7 +177,7 @@ def row_norm(
     dtype: torch.dtype | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """stream, branch: [M, C]; weight, shift, gate: [C] -> (total, normed, scales), as :func:`twin`.
+    """stream, branch: [M, C]; weight, shift, gate: [C]; squares: [M, any] -> (total, normed, scales), as :func:`twin`.
 
     Written to ``total``, ``normed`` and ``scales`` where they are given. ``total`` may be ``stream`` itself, and
     ``normed`` may be ``branch``: a program owns whole rows.
@@ -180,6 +198,7 @@ def twin(
     weight: Tensor | None = None,
     offset: float = 0.0,
     shift: Tensor | None = None,
+    squares: Tensor | None = None,
     branch: Tensor | None = None,
     gate: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -188,7 +207,9 @@ def twin(
     """total = stream + gate * branch; normed = norm(total) * (offset + weight) + shift; (total, normed, scales).
 
     norm: x / sqrt(mean(x^2) + eps), for "layer" of x - mean(x). offset: 0 for a weight as it is, 1 for one that is
-    stored as its distance from one (Gemma, pi0.5's modulation); without a weight there is no factor.
+    stored as its distance from one (Gemma, pi0.5's modulation); without a weight there is no factor. squares: float32
+    [M, any] whose rows sum to the squares that are divided by, in place of the stream's own: of one that has been
+    multiplied since.
 
     Float32, rounded at two places: total, to the stream's dtype, which the norm then reads, and normed, to
     ``dtype`` (None: the stream's). To e4m3 it is converted as it is, not rounded to bfloat16 before, with
@@ -201,7 +222,8 @@ def twin(
     h = total.float()
     if kind == "layer":
         h = h - h.mean(-1, keepdim=True)
-    y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    power = h.pow(2).sum(-1, keepdim=True) if squares is None else squares.sum(-1, keepdim=True)
+    y = h * torch.rsqrt(power / h.shape[-1] + eps)
     if weight is not None:
         y = y * (offset + weight.float())
     if shift is not None:
