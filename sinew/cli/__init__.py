@@ -32,6 +32,7 @@ VERBS = {
     "client": "Send observations to a server and print a latency table.",
     "dataset": "Write a LeRobot data set of episodes or a recording.",
     "mcap": "Write a recording for Foxglove or PlotJuggler.",
+    "rrd": "Write a recording for Rerun.",
     "run": "Drive a robot with a policy.",
     "stream": "Drive a robot with a stream: no chunk is ever waited for.",
     "bench": "Time a bundle, stage by stage.",
@@ -53,6 +54,7 @@ FUNCTIONS = {
     "rm": "cache:remove",
     "pull": "hub:pull",
     "push": "hub:push",
+    "rrd": "mcap:rrd",
 }  # others are named as their file
 GROUPS = {"fleet", "perf"}  # verbs with commands of their own
 

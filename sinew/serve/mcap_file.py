@@ -1,4 +1,4 @@
-"""Records of `sinew serve --record` as one MCAP file, which Foxglove, PlotJuggler and Rerun open.
+"""Records of `sinew serve --record` as one MCAP file, which Foxglove and PlotJuggler open.
 
 Messages are JSON with JSON schemas, so no viewer needs anything of ours. Times are those of the server's clock when the
 answer was recorded; an observation's own clock (``time``) is in ``/request``, because it may be any robot's.
