@@ -286,7 +286,8 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class ActionChunk:
     """``actions``: float32 [H, D] in world units, first row first. ``seed`` reproduces the noise
-    (None when the caller gave the noise itself). ``warnings``: what the policy had to do without, in sentences."""
+    (None when the caller gave the noise itself). ``warnings``: what the policy had to do without, in sentences.
+    ``context``: what a head on the robot needs, where that was asked for; then there are no actions."""
 
     actions: np.ndarray
     timing: Timing = field(default_factory=Timing)
@@ -294,3 +295,4 @@ class ActionChunk:
     session: str = ""
     time: float | None = None
     warnings: tuple[str, ...] = ()
+    context: bytes = b""

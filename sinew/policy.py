@@ -274,6 +274,20 @@ class Policy:
             for actions, member in zip(found, members, strict=True)
         ]
 
+    def read_context(self, prepared: Prepared, form: str) -> bytes:
+        """Return what the head needs of an observation, packed (:mod:`sinew.engine.contexts`). One at a time.
+
+        Raises :class:`SinewError` for an engine whose halves do not run apart.
+        """
+        from sinew.engine.contexts import pack
+        from sinew.engine.halves import Halves
+
+        with self._lock:
+            self.check_files()
+            context = Halves(self.engine).read(prepared.inputs)
+            self.check_files()
+        return pack(context, form)
+
     def batch_key(self, prepared: Prepared) -> BatchKey:
         """Return what other observations must have in common with this one to be run with it."""
         return batch_key(prepared)

@@ -81,6 +81,7 @@ def serve(
     replay: Path | None = None,
     replay_latency: Literal["recorded", "none"] = "recorded",
     policy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    context: Annotated[tuple[Literal["fp32", "bf16", "int8"], ...], Parameter(negative="")] = (),
     wire: Annotated[list[str] | None, Parameter(negative="")] = None,
     host: str = "127.0.0.1",
     cameras: Cameras = CAMERAS,
@@ -107,6 +108,8 @@ def serve(
             and every reply says so. A bundle beside it gives names, units and checks; its weights are not read.
         replay_latency: recorded: take as long as the recorded inferences did; none: answer at once.
         policy: NAME=SOURCE, repeatable: further policies, which clients ask by name (HOST:PORT/NAME, or docs/fleet.md).
+        context: repeatable: answer under the name context.FORM with what the head needs, floats in this form; robots
+            run the head themselves (docs/fleet.md).
         wire: NAME or NAME:PORT, repeatable: native (5555), openpi (8000), evo1 (9000), http (8000), groot (5555),
             lerobot (8080); native and openpi if absent. Port 0 picks a free one.
         host: address to listen on; anything but loopback is open to every machine that can reach it.
@@ -144,8 +147,8 @@ def serve(
             else replayer(replay, bundle, cameras, runs, replay_latency == "recorded")
         )
         more = parse_policies(policy)
-        if more and replay is not None:
-            raise SinewError("--policy: a recording is replayed alone")
+        if (more or context) and replay is not None:
+            raise SinewError("--policy, --context: a recording is replayed alone")
         for source in more.values():
             loader(Path(source), options, threads)
         change = (
@@ -172,6 +175,7 @@ def serve(
                     recorder,
                     change,
                     more,
+                    context,
                 )
             if recorder is not None:
                 recorder.close()
@@ -196,6 +200,7 @@ def _load_and_run(
     recorder: Recorder | None,
     change: Change | None,
     more: dict[str, str],
+    contexts: Sequence[str],
 ) -> bool:
     """Returns False when a thread is still inside the model."""
     supervisor = Supervisor(bounds.stuck_s)
@@ -228,6 +233,10 @@ def _load_and_run(
             service.swapper = change(service, supervisor, lane, begun)
             for name, source in more.items():
                 service.swapper.load(name, source)
+        if contexts:
+            from sinew.serve.contexts import add
+
+            add(service, contexts, lane, begun)
         wires = tuple(process.wires)
         return process.run(service, lambda: say(ready_text(policy, wires, more)))
     except KeyboardInterrupt:

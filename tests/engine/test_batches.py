@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sinew.core import Observation, SinewError
+from sinew.engine.contexts import FORMS, unpack
+from sinew.engine.example import Inputs, Shapes
+from sinew.engine.halves import Halves
+from sinew.engine.plan.cost import on_meta
 from sinew.policy import Policy, load
 from sinew.processing import batch_key
 
@@ -151,3 +157,24 @@ def test_an_engine_without_batches_says_so(exported, tmp_path):
     with pytest.raises(SinewError, match="a batch of 2: expected engine eager"):
         policy.run_batch([prepared, prepared])
     assert policy.run_batch([prepared])[0].timing.batch == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case == "smolvla-2cam" else pytest.param(case, marks=pytest.mark.slow) for case in BUNDLES],
+)
+def test_a_head_elsewhere_computes_what_the_policy_does(request: pytest.FixtureRequest, case: str):
+    """Its context travels as bytes (:mod:`sinew.engine.contexts`); rounded ones may be off by a tenth of the largest
+    action: random weights are no kinder than trained ones."""
+    policy = load(bundle_of(request, case), engine="eager", threads=1)
+    prepared = policy.prepare(observations(policy, 1)[0])
+    halves = Halves(policy.engine)
+    meta = on_meta(halves.model)
+    template: Any = Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
+    wanted = policy.run(prepared).actions
+    largest = np.abs(wanted).max()
+    for form in FORMS:
+        context = unpack(policy.read_context(prepared, form), template, torch.device("cpu"))
+        found = policy.processor.finish(halves.solve(context, prepared.noise, prepared.steps), prepared.state)
+        off = np.abs(found - wanted).max() / largest
+        assert off <= {"fp32": 1e-6, "bf16": 0.1, "int8": 0.1}[form], (form, off)

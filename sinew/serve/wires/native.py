@@ -228,6 +228,9 @@ class NativeCodec:
 
         actions = np.asarray(chunk.actions, np.float32)  # [H, dim]
         horizon, dim = actions.shape
+        if chunk.context:
+            reply.context = chunk.context
+            return reply.SerializeToString()
         if header.native:
             reply.horizon, reply.dim = horizon, dim
             return reply.SerializeToString() + packed(_ACTIONS, actions)

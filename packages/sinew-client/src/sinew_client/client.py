@@ -132,6 +132,18 @@ class Client:
                 logger.warning("%s: %s", self.address, warning)
         return chunk
 
+    def context(self, observation: Mapping[str, Any], *, timeout: float | None = None) -> tuple:
+        """Return (bytes, timing): what a head on this machine needs of an observation, from a policy ``context.FORM``.
+
+        Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError.
+        """
+        request_id = next(self._ids)
+        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
+        reply = self._ask(payload, request_id, timeout)
+        if not reply.context:
+            raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")
+        return reply.context, protocol.decode_timing(reply)
+
     def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
         return self._control("METADATA", "", timeout)

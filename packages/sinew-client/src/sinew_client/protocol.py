@@ -208,6 +208,8 @@ def accepted(
 
 
 def decode_chunk(reply) -> ActionChunk:
+    if reply.context:
+        raise ClientError("the reply holds a context and no actions: this policy answers Client.context")
     actions = np.array(reply.actions, dtype=np.float32)
     if actions.size != reply.horizon * reply.dim or not actions.size:
         raise ClientError(
@@ -215,16 +217,21 @@ def decode_chunk(reply) -> ActionChunk:
         )
     if not np.isfinite(actions).all():
         raise UnsafeChunk("the reply holds actions that are not finite")
-    timing = {name: getattr(reply.timing, name) for name in Timing.__dataclass_fields__ if name != "step_ms"}
-    timing["batch"] = timing["batch"] or 1  # of a server that does not know the field
     return ActionChunk(
         actions=actions.reshape(reply.horizon, reply.dim),
-        timing=Timing(step_ms=tuple(reply.timing.step_ms), **timing),
+        timing=decode_timing(reply),
         seed=reply.seed if reply.HasField("seed") else None,
         session=reply.session,
         time=reply.time if reply.HasField("time") else None,
         warnings=tuple(reply.warnings),
     )
+
+
+def decode_timing(reply) -> Timing:
+    """Return where the milliseconds of a reply went."""
+    timing = {name: getattr(reply.timing, name) for name in Timing.__dataclass_fields__ if name != "step_ms"}
+    timing["batch"] = timing["batch"] or 1  # of a server that does not know the field
+    return Timing(step_ms=tuple(reply.timing.step_ms), **timing)
 
 
 def check_limits(chunk: ActionChunk, limits) -> None:

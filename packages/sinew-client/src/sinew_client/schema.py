@@ -113,6 +113,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (108, "metadata", "string"),
             (109, "warnings", "repeated string"),
             (110, "window", "Window"),
+            (111, "context", "bytes"),
         ),
     },
 }

@@ -1,0 +1,172 @@
+"""The context of one observation as bytes: what a prefix leaves for the head, on its way to another machine.
+
+A header (msgpack: form, shape and dtype of each tensor) and then the tensors. ``fp32`` keeps every bit of a float32
+context, ``bf16`` rounds floats to eight bits of mantissa, ``int8`` to 255 steps of the largest magnitude of each row
+along the last axis, whose float32 scale goes along. Masks and indices stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sinew.core import SinewError
+
+FORMS = ("fp32", "bf16", "int8")
+LIMIT = 1 << 30  # bytes of one context
+MAX_TENSORS = 4096
+BLOCKS, BLOCK = 256, 4096  # of a file, in its digest
+_WHOLE = {torch.bool: "bool", torch.int64: "int64", torch.int32: "int32"}
+_DTYPES = {name: dtype for dtype, name in _WHOLE.items()}
+_SIZES = {"bool": 1, "int64": 8, "int32": 4, "fp32": 4, "bf16": 2, "int8": 1}
+
+
+def pack(context: Any, form: str) -> bytes:
+    """Return a context as bytes, floats in ``form``. Raises SinewError for what is not made of tensors."""
+    heads: list[list[Any] | None] = []
+    parts: list[bytes] = []
+    for leaf in pytree.tree_leaves(context):
+        if leaf is None:
+            heads.append(None)
+        elif not isinstance(leaf, Tensor):
+            raise SinewError(f"context: expected tensors, got {type(leaf).__name__}")
+        elif leaf.is_floating_point():
+            heads.append([form, list(leaf.shape)])
+            parts += _PACK[form](leaf.detach().float().cpu().contiguous())
+        elif leaf.dtype in _WHOLE:
+            heads.append([_WHOLE[leaf.dtype], list(leaf.shape)])
+            parts.append(leaf.cpu().contiguous().numpy().tobytes())
+        else:
+            raise SinewError(f"context: expected floats, integers or masks, got {leaf.dtype}")
+    head: bytes = msgpack.packb(heads)
+    return b"".join([len(head).to_bytes(4, "little"), head, *parts])
+
+
+def unpack(data: bytes, template: Any, device: torch.device) -> Any:
+    """Return the context in ``data``, in the form of ``template`` (a context of this model, its values do not matter).
+
+    Raises SinewError for bytes that are none, or the context of another model.
+    """
+    leaves, tree = pytree.tree_flatten(template)
+    heads, at = _heads(data, len(leaves))
+    found: list[Any] = []
+    for number, (head, leaf) in enumerate(zip(heads, leaves, strict=True)):
+        if (head is None) != (leaf is None):
+            raise SinewError(f"context: tensor {number}: expected {_told(leaf)}, got {head}")
+        if head is None:
+            found.append(None)
+            continue
+        kind, shape = _checked(number, head)
+        floats = leaf.is_floating_point()
+        if (
+            (kind in FORMS) != floats
+            or (not floats and _DTYPES[kind] != leaf.dtype)
+            or len(shape) != leaf.ndim
+        ):
+            raise SinewError(f"context: tensor {number}: expected {_told(leaf)}, got {kind} {shape}")
+        size = _nbytes(kind, shape)
+        if at + size > len(data):
+            raise SinewError(f"context: expected {at + size} bytes or more, got {len(data)}")
+        tensor = _read(kind, shape, memoryview(data)[at : at + size])
+        found.append(tensor.to(device, leaf.dtype))
+        at += size
+    if at != len(data):
+        raise SinewError(f"context: expected {at} bytes, got {len(data)}")
+    return pytree.tree_unflatten(found, tree)
+
+
+def digest(path: Path) -> str:
+    """Return what tells one file of weights from another: SHA-256 of its size and of 256 blocks, evenly spaced."""
+    size = path.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(BLOCKS):
+            file.seek(max(0, size - BLOCK) * number // (BLOCKS - 1))
+            found.update(file.read(BLOCK))
+    return found.hexdigest()
+
+
+# ----------------------------------------------------------------------------- forms
+
+
+def _bf16(x: Tensor) -> list[bytes]:
+    return [x.to(torch.bfloat16).view(torch.int16).numpy().tobytes()]
+
+
+def _int8(x: Tensor) -> list[bytes]:
+    """Scales float32 of each row, then the steps."""
+    scale = x.abs().amax(-1, keepdim=True) / 127 if x.numel() else x[..., :1]
+    steps = torch.where(scale > 0, x / scale, torch.zeros_like(x)).round().clamp(-127, 127).to(torch.int8)
+    return [scale.numpy().tobytes(), steps.numpy().tobytes()]
+
+
+_PACK: dict[str, Callable[[Tensor], list[bytes]]] = {
+    "fp32": lambda x: [x.numpy().tobytes()],
+    "bf16": _bf16,
+    "int8": _int8,
+}
+
+
+def _nbytes(kind: str, shape: list[int]) -> int:
+    count = math.prod(shape)
+    scales = 4 * (count // shape[-1] if shape and shape[-1] else 0 if shape else 1) if kind == "int8" else 0
+    return count * _SIZES[kind] + scales
+
+
+def _read(kind: str, shape: list[int], data: memoryview) -> Tensor:
+    count = math.prod(shape)
+    if not count:
+        tensor = torch.zeros(shape)
+    elif kind == "int8":
+        scale = np.frombuffer(data[: len(data) - count], np.float32).reshape(
+            [*shape[:-1], 1] if shape else []
+        )
+        steps = np.frombuffer(data[len(data) - count :], np.int8).reshape(shape)
+        tensor = torch.from_numpy(steps.astype(np.float32)) * torch.from_numpy(scale.copy())
+    elif kind == "bf16":
+        bits = torch.from_numpy(np.frombuffer(data, np.int16).reshape(shape).copy())
+        tensor = bits.view(torch.bfloat16).float()
+    else:
+        dtype = {"fp32": np.float32, "bool": np.bool_, "int64": np.int64, "int32": np.int32}[kind]
+        tensor = torch.from_numpy(np.frombuffer(data, np.uint8).copy().view(dtype).reshape(shape))
+    if kind in FORMS and not bool(torch.isfinite(tensor).all()):
+        raise SinewError("context: expected finite numbers")
+    return tensor
+
+
+def _heads(data: bytes, count: int) -> tuple[list[Any], int]:
+    """Return what is said of each tensor, and where the first one begins."""
+    if len(data) > LIMIT:
+        raise SinewError(f"context: expected at most {LIMIT} bytes, got {len(data)}")
+    end = 4 + int.from_bytes(data[:4], "little")
+    try:
+        heads = msgpack.unpackb(data[4:end], max_array_len=MAX_TENSORS)
+    except (ValueError, msgpack.UnpackException):
+        heads = None
+    if not isinstance(heads, list):
+        raise SinewError("context: expected a header of tensors")
+    if len(heads) != count:
+        raise SinewError(f"context: expected {count} tensors, as this model's, got {len(heads)}")
+    return heads, end
+
+
+def _checked(number: int, head: Any) -> tuple[str, list[int]]:
+    if isinstance(head, list) and len(head) == 2:
+        kind, shape = head
+        whole = isinstance(shape, list) and all(type(each) is int and 0 <= each <= LIMIT for each in shape)
+        if kind in _SIZES and whole and len(shape) <= 8 and math.prod(shape) <= LIMIT:
+            return kind, shape
+    raise SinewError(f"context: tensor {number}: expected a form and a shape, got {str(head)[:80]}")
+
+
+def _told(leaf: Tensor | None) -> str:
+    return "nothing" if leaf is None else f"{leaf.dtype} of {leaf.ndim} dimensions"

@@ -1,0 +1,85 @@
+"""A policy that answers with the context of an observation: the head runs on the robot (``sinew/stream/split.py``)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, PolicySpec, SinewError, Timing
+from sinew.engine.contexts import digest
+from sinew.policy import Policy
+from sinew.serve.lane import Lane
+from sinew.serve.policies import Standing
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.service import Service
+
+
+class ContextPolicy:
+    """policy: the one that stands; asked for each request, for it may be exchanged. form: of the floats that travel."""
+
+    def __init__(self, policy: Callable[[], Policy], form: str):
+        self._policy, self.form = policy, form
+
+    @property
+    def spec(self) -> PolicySpec:
+        """Return what the policy reads and writes."""
+        return self._policy().spec
+
+    def describe(self) -> dict[str, Any]:
+        """Return what runs the policy, ready for JSON."""
+        return {**self._policy().describe(), "context": self.form}
+
+    def warm_up(self) -> None:
+        """Read the context of grey frames."""
+        self.run(self.prepare(self._policy().dummy_observation()))
+
+    def prepare(self, observation: Observation) -> tuple[Policy, Any]:
+        """Return the policy that stands, and the prepared observation. Raises ObservationError."""
+        policy = self._policy()
+        return policy, policy.prepare(observation)
+
+    def run(self, prepared: tuple[Policy, Any], *, cancel: threading.Event | None = None) -> ActionChunk:
+        """Return a chunk without actions, with the context."""
+        policy, member = prepared
+        begun = time.perf_counter()
+        context = policy.read_context(member, self.form)
+        took = 1e3 * (time.perf_counter() - begun)
+        timing = Timing(
+            preprocess_ms=member.milliseconds, prefix_ms=took, total_ms=took + member.milliseconds
+        )
+        actions = np.zeros((0, policy.spec.action.dim), np.float32)
+        return ActionChunk(actions, timing, None, member.session, member.time, context=context)
+
+
+def add(service: Service, forms: Sequence[str], lane: Lane, begun: list[Scheduler]) -> None:
+    """Give a service the policies ``context.FORM`` beside its first one.
+
+    begun: gets their schedulers. Raises SinewError for an engine whose halves do not run apart.
+    """
+    for form in forms:
+
+        def standing() -> Policy:
+            found: Policy = service.policies.get().scheduler.policy  # type: ignore[assignment]
+            return found
+
+        policy = ContextPolicy(standing, form)
+        scheduler = Scheduler(policy, supervisor=service.supervisor, lane=lane)
+        begun.append(scheduler)
+        try:
+            scheduler.start()
+        except SinewError as error:
+            scheduler.stop()
+            scheduler.unwatch()
+            raise SinewError(f"--context {form}: {error}") from error
+        first = service.policies.get()
+        about = first.metadata | {
+            "server": first.metadata["server"]
+            | {"context": form, "bundle_digest": digest(standing().bundle.path)}
+        }
+        service.policies.put(
+            f"context.{form}", Standing(scheduler, first.spec, about, max_pixels=first.max_pixels)
+        )

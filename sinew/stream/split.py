@@ -1,0 +1,82 @@
+"""Vision and prefix on a server, the head on the robot: the context travels instead of the actions (docs/fleet.md).
+
+The robot has the bundle too, and maps its file: of the weights it reads those of the head.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sinew_client import Client
+
+from sinew.core import ActionChunk, Observation, SinewError, Timing
+from sinew.engine.contexts import digest, unpack
+from sinew.engine.example import Inputs, Shapes
+from sinew.engine.halves import Halves
+from sinew.engine.plan.cost import on_meta
+from sinew.processing import given
+
+if TYPE_CHECKING:
+    from sinew.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """What one request took: bytes of the context, and milliseconds on the way, in the server and here."""
+
+    nbytes: int
+    round_trip_ms: float
+    server_ms: float
+    head_ms: float
+
+
+class SplitPolicy:
+    """policy: the bundle on this machine, on an engine whose halves run apart. client: of a server's ``context.FORM``.
+
+    Raises SinewError for a server that has another policy, or sends no contexts.
+    """
+
+    def __init__(self, policy: Policy, client: Client):
+        self.policy, self._client = policy, client
+        self._halves = Halves(policy.engine)
+        served = client.metadata()
+        self.form = served["server"].get("context", "")
+        if not self.form:
+            raise SinewError(
+                f"split: expected a server's policy context.FORM (sinew serve --context), got {client.policy!r}"
+            )
+        here, there = digest(policy.bundle.path), served["server"].get("bundle_digest")
+        if here != there:
+            raise SinewError(
+                f"split: expected the server's bundle, digest {there}, got {here} ({policy.bundle.path})"
+            )
+        meta = on_meta(self._halves.model)
+        self._template = Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
+        self.last: Trip | None = None
+
+    def infer(self, observation: Observation | Mapping[str, Any]) -> ActionChunk:
+        """Return the chunk: the context from the server, the solution from here. Raises what both may raise."""
+        found = given.observation(observation, self.policy.spec)
+        prepared = self.policy.processor.prepare(found, pixels=False)
+        if prepared.continuation is not None:
+            raise SinewError("previous: expected nothing; a split policy does not continue chunks")
+        asked = time.perf_counter()
+        data, timing = self._client.context(
+            {"images": found.images, "state": found.state, "prompt": found.prompt, "session": found.session}
+        )
+        arrived = time.perf_counter()
+        context = unpack(data, self._template, self._halves.device)
+        solution = self._halves.solve(context, prepared.noise, prepared.steps)
+        actions = self.policy.processor.finish(solution, prepared.state)
+        done = time.perf_counter()
+        self.last = Trip(len(data), 1e3 * (arrived - asked), timing.server_ms, 1e3 * (done - arrived))
+        times = Timing(
+            preprocess_ms=prepared.milliseconds,
+            prefix_ms=1e3 * (arrived - asked),
+            step_ms=(1e3 * (done - arrived),),
+            total_ms=1e3 * (done - asked) + prepared.milliseconds,
+        )
+        return ActionChunk(actions, times, prepared.seed, prepared.session, prepared.time)

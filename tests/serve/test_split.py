@@ -1,0 +1,78 @@
+"""Vision and prefix on a server, the head here: over the socket, against the policy in one piece."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sinew_client import Client, ClientError, ServerError
+
+from sinew.core import SinewError
+from sinew.policy import Policy, load
+from sinew.serve import contexts
+from sinew.serve.lane import Lane
+from sinew.serve.scheduler import Scheduler
+from sinew.stream.split import SplitPolicy
+from tests.engine.test_batches import observations
+from tests.serve.puppet import WAIT_S, desk
+
+CASE = "smolvla-2cam"
+
+
+@pytest.fixture(scope="module")
+def policy(smolvla_bundle) -> Policy:
+    return load(smolvla_bundle(CASE), engine="eager", threads=1)
+
+
+def test_the_same_actions_with_the_head_on_the_robot(policy, smolvla_bundle):
+    padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
+    begun: list[Scheduler] = []
+    with desk(policy=policy, **padded) as at:
+        at.service.policies.get().metadata["server"] = policy.describe()
+        contexts.add(at.service, ("fp32", "int8"), Lane(), begun)
+        observation = observations(policy, 1)[0]
+        wanted = policy.infer(observation).actions
+        sizes = {}
+        for form in ("fp32", "int8"):
+            with Client(f"{at.native}/context.{form}", timeout=WAIT_S) as client:
+                robot = SplitPolicy(policy, client)
+                found = robot.infer(observation)
+                assert found.actions.shape == wanted.shape
+                off = np.abs(found.actions - wanted).max() / np.abs(wanted).max()
+                assert off <= (1e-6 if form == "fp32" else 0.1)
+                sizes[form] = robot.last.nbytes
+                assert robot.last.server_ms > 0
+                with pytest.raises(ClientError, match="answers Client.context"):
+                    client.infer({"images": observation.images, "state": observation.state, "prompt": "go"})
+                with pytest.raises(ServerError, match="state: expected") as refused:
+                    client.context({"images": observation.images, "state": [1.0], "prompt": "go"})
+                assert refused.value.code == "bad_observation"
+        assert sizes["int8"] < 0.5 * sizes["fp32"]
+        with Client(at.native, timeout=WAIT_S) as client:
+            with pytest.raises(SinewError, match=r"expected a server's policy context.FORM"):
+                SplitPolicy(policy, client)
+            with pytest.raises(ClientError, match="answers with actions"):
+                client.context({"images": observation.images, "state": observation.state, "prompt": "go"})
+            other = load(smolvla_bundle("smolvla-3cam-padded"), engine="eager", threads=1)
+            with (
+                Client(f"{at.native}/context.int8", timeout=WAIT_S) as theirs,
+                pytest.raises(SinewError, match="split: expected the server's bundle"),
+            ):
+                SplitPolicy(other, theirs)
+            assert list(client.metadata()["policies"]) == ["default", "context.fp32", "context.int8"]
+        for scheduler in begun:
+            scheduler.stop()
+            assert scheduler.join(WAIT_S)
+
+
+def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
+    monkeypatch.setattr(
+        "sinew.engine.halves.unstreamable", lambda _engine: "expected engine eager or plan, got cuda"
+    )
+    with desk(policy=policy) as at:
+        begun: list[Scheduler] = []
+        with pytest.raises(
+            SinewError, match="--context bf16: stream: expected engine eager or plan, got cuda"
+        ):
+            contexts.add(at.service, ("bf16",), Lane(), begun)
+        assert at.service.policies.names == ("default",)
+        assert begun[0].join(WAIT_S)
