@@ -277,14 +277,19 @@ class Policy:
     def read_context(self, prepared: Prepared, form: str) -> bytes:
         """Return what the head needs of an observation, packed (:mod:`sinew.engine.contexts`). One at a time.
 
-        Raises :class:`SinewError` for an engine whose halves do not run apart.
+        Raises :class:`SinewError` for an engine whose halves do not run apart, and for a head that chooses tokens where
+        ``form`` rounds.
         """
         from sinew.engine.contexts import pack
         from sinew.engine.halves import Halves
 
+        halves = Halves(self.engine)
+        if halves.model.chooses_tokens and form != "fp32":
+            kind = self.spec.architecture
+            raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
         with self._lock:
             self.check_files()
-            context = Halves(self.engine).read(prepared.inputs)
+            context = halves.read(prepared.inputs)
             self.check_files()
         return pack(context, form)
 

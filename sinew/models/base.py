@@ -81,6 +81,11 @@ class Model(nn.Module):
         return None
 
     @property
+    def chooses_tokens(self) -> bool:
+        """Return True if the head takes the likeliest token, so that a rounded context may give another action."""
+        return False
+
+    @property
     def head_reads_state(self) -> bool:
         """Return True if each step reads the state itself, so that :meth:`renew` needs no new prefix."""
         return False

@@ -213,6 +213,10 @@ class OpenVLAOFT(PrismaticVLM):
         shape = (config.chunk_size, config.max_action_dim)
         return ActionStates(self.language.norm(h).unflatten(1, shape).flatten(2))
 
+    @property
+    def chooses_tokens(self) -> bool:
+        return bool(self.config.action_bins)
+
     def regress(self, context: ActionStates) -> Tensor:
         if self.config.action_bins:
             return bin_centres(self.tokens(context), self.config)
@@ -248,6 +252,10 @@ class OpenVLA(PrismaticVLM):
         positions = valid.long().cumsum(dim=1) - 1
         h, kv = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
         return Continuation(tuple(kv), valid, valid.sum(dim=1), last_row(h, token_mask, 0))
+
+    @property
+    def chooses_tokens(self) -> bool:
+        return True
 
     def regress(self, context: Continuation) -> Tensor:
         return bin_centres(self.generate(context), self.config).unflatten(1, (self.config.chunk_size, -1))
