@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinew.core import SinewError
-from sinew.engine.contexts import FORMS, pack, unpack
+from sinew.engine.contexts import FORMS, digest, pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -96,3 +96,14 @@ def test_headers_that_ask_for_memory_are_refused():
         head = msgpack.packb(heads)
         with pytest.raises(SinewError):
             unpack(len(head).to_bytes(4, "little") + head, context, CPU)
+
+
+def test_files_are_told_apart(tmp_path):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(3 << 20))
+    before = digest(file)
+    assert digest(file) == before
+    file.write_bytes(bytes((3 << 20) - 1) + b"x")
+    assert digest(file) != before
+    file.write_bytes(b"")
+    assert digest(file) != before
