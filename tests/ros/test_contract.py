@@ -12,9 +12,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client import ClientError
+from sinew_ros.__main__ import main
 from sinew_ros.contract import Contract, ContractError, parse, read, skeleton
 
 from sinew.core import CameraSpec, PolicySpec, VectorSpec
+from tests.serve.puppet import desk
 
 SO101 = Path(__file__).resolve().parents[2] / "packages" / "sinew_ros" / "config" / "so101.yaml"
 POLICY = PolicySpec(
@@ -142,3 +144,17 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     for name, said in (("bad.yaml", "bad.yaml: while parsing"), ("none.yaml", "No such file")):
         with pytest.raises(ContractError, match=said):
             read(tmp_path / name)
+
+
+def test_the_program_writes_a_contract_and_refuses_a_bad_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with desk() as server:
+        assert main(["contract", server.native, "--hz", "50"]) == 0
+    text = capsys.readouterr().out
+    contract = parse(yaml.safe_load(text))
+    assert (contract.servers, contract.settings.hz) == ((server.native,), 50)
+    assert contract.states[0].joints == ("a", "b")
+    (tmp_path / "robot.yaml").write_text(text.replace("hz: 50", "hz: no"))
+    assert main(["run", str(tmp_path / "robot.yaml"), "--transport", "dds"]) == 1
+    assert "error: hz: expected a number above 0" in capsys.readouterr().err
