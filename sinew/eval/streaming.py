@@ -80,7 +80,7 @@ class SimulatedLink:
         self._advance(self._now())
         if prompt and prompt != self._session.prompt:
             self._session.say(prompt)
-        self._session.push_sample(Sample(np.asarray(state, np.float32), time, delay))
+        self._session.push_sample(Sample(np.array(state, np.float32), time, delay))
         if images is not None:
             self._session.push_frame(images, time if frame_time is None else frame_time)
         self._begin()

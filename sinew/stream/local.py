@@ -40,14 +40,14 @@ class LocalLink:
     ) -> bool:
         session = self.session
         try:
-            session.push_sample(Sample(np.asarray(state, np.float32), time, delay, session.now()))
+            session.push_sample(Sample(np.array(state, np.float32), time, delay, session.now()))
+            if prompt and prompt != session.prompt:
+                session.say(prompt)
+            if images is not None:
+                session.push_frame(images, time if frame_time is None else frame_time)
         except SinewError as error:
             self.failed(error)
             return False
-        if prompt and prompt != session.prompt:
-            session.say(prompt)
-        if images is not None:
-            session.push_frame(images, time if frame_time is None else frame_time)
         self._loops.wake()
         return True
 

@@ -27,6 +27,8 @@ Images = Mapping[str, np.ndarray]
 
 MAX_RATE = 2000.0  # nodes per second
 MAX_DELAY = 1000  # nodes
+MAX_TIME = 1e9  # seconds of a robot's clock
+AHEAD_S = 0.1  # of a frame before its sample: a robot may read camera and joints in any order
 INTERPOLATIONS = ("linear", "hold")
 GUIDANCE = (*RTC[:3], "none")
 
@@ -80,9 +82,13 @@ class _Frame:
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """What a frame leaves for the head. noise, steps: where a whole solution starts, and its evaluations."""
+    """What a frame leaves for the head. noise, steps: where a whole solution starts, and its evaluations.
+
+    state: float [D] in the robot's units, which the prefix was computed with.
+    """
 
     context: Any
+    state: np.ndarray
     noise: np.ndarray
     steps: int
     frame_time: float
@@ -143,14 +149,22 @@ class Session:
 
     def push_frame(self, images: Images | Callable[[], Images], taken: float) -> None:
         """Take a frame that was exposed at ``taken``, seconds of the robot's clock. images: or what decodes them,
-        which is called by the slow loop if nothing newer comes before it."""
+        which is called by the slow loop if nothing newer comes before it. Raises ObservationError for a moment that
+        is none, or later than the newest sample by more than 0.1 s."""
+        newest = MAX_TIME if self._sample is None else self._sample.time + AHEAD_S
+        if not -MAX_TIME < taken <= newest:  # NaN too
+            raise ObservationError(
+                "frame_time", f"seconds of the robot's clock, {newest:g} at the latest", f"{taken:g}"
+            )
         self.frames += 1
         self._frame = _Frame(images if callable(images) else lambda: images, taken)
 
     def push_sample(self, sample: Sample) -> None:
         """Take a sample. Raises ObservationError for one that is none."""
-        if not (math.isfinite(sample.time) and abs(sample.time) < 1e9):
-            raise ObservationError("time", "seconds of the robot's clock", f"{sample.time}")
+        if not 0 <= sample.time < MAX_TIME:  # NaN too
+            raise ObservationError(
+                "time", f"seconds of the robot's clock, from 0 to {MAX_TIME:g}", f"{sample.time:g}"
+            )
         if not 0 <= sample.delay <= MAX_DELAY:
             raise ObservationError("delay", f"0 to {MAX_DELAY} nodes", f"{sample.delay}")
         self.policy.processor.state(sample.state)  # refused now and not on the fast loop
@@ -209,7 +223,8 @@ class Session:
         )  # fmt: skip
         prepared = self.policy.prepare(observation)
         self.policy.check_files()
-        return Prefix(self._halves.read(prepared.inputs), prepared.noise, prepared.steps, frame.time)
+        context = self._halves.read(prepared.inputs)
+        return Prefix(context, sample.state, prepared.noise, prepared.steps, frame.time)
 
     def swap(self, prefix: Prefix) -> None:
         """Let runs of the head that begin from now on read this prefix."""
@@ -226,7 +241,9 @@ class Session:
         begun = self._clock()
         self._used = (prefix, sample)
         processor = self.policy.processor
-        state = processor.state(sample.state)
+        # Relative actions are relative to the state that the model saw, and not to where the robot went meanwhile.
+        seen = sample.state if self._halves.head_reads_state else prefix.state
+        state = processor.state(seen)
         context = self._halves.renew(prefix.context, processor.model_state(state))
         origin = math.floor(sample.time * self.rate + 1e-6) + sample.delay
         if isinstance(self._made, Rolling):
@@ -247,4 +264,5 @@ class Session:
             head_s=now - begun,
             run=self.runs,
             tag=sample.tag,
+            state=seen,
         )

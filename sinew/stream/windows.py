@@ -31,6 +31,7 @@ class Window:
     sample_time, frame_time: of the newest sensor sample and frame in it, seconds of the robot's clock.
     prefix_age, sensor_age: seconds of this machine's clock since the prefix was swapped in, and since the sample
     arrived. head_s: what the run took. run: number of the head run. tag: what the sample was sent with.
+    state: float [D] in the robot's units, which the head saw and relative rows were made absolute with.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Window:
     head_s: float = 0.0
     run: int = 0
     tag: int = 0
+    state: np.ndarray | None = None
 
 
 class Rolling:
@@ -131,9 +133,13 @@ class Chunks:
         return self._halves.solve(context, started, steps, guidance)
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
-        """Return the rows of the nodes from ``origin`` on, float32 [K, D], of a chunk [H, D] in world units."""
+        """Return the rows of the nodes from ``origin`` on, float32 [K, D], of a chunk [H, D] in world units.
+
+        K is at most what a chunk has from its frame on, also where the frame's moment lies after the origin.
+        """
         last = frame_time + (len(rows) - 1) / self.hz
-        count = math.floor(last * self.rate + 1e-6) - origin + 1
+        most = math.ceil(len(rows) * self.rate / self.hz) + 1
+        count = min(math.floor(last * self.rate + 1e-6) - origin + 1, most)
         if count <= 0:
             return rows[:0]
         place = ((np.arange(count) + origin) / self.rate - frame_time) * self.hz

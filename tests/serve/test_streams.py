@@ -166,6 +166,7 @@ def answer(address: str, *requests: schema.PredictRequest) -> bytes:
         ("bad_observation", "rate: expected", {"rate": 50.0}),
         ("bad_observation", "time: expected", {"time": None}),
         ("bad_observation", "time: expected", {"time": float("inf")}),
+        ("bad_observation", "time: expected", {"time": -1e9}),
         ("bad_observation", "delay: expected", {"delay": 100_000}),
         ("bad_observation", "state: expected", {"raw_state": [0.0]}),
         ("bad_observation", "state.0: expected", {"raw_state": [1e9, 0.0]}),
@@ -200,6 +201,9 @@ def test_a_frame_that_cannot_be_decoded_is_told(server: SimpleNamespace) -> None
     bad = message(camera_names=["front"])
     bad.images.add(encoding=0, data=b"no picture")
     with pytest.raises(ServerError, match=r"images\.front"):
+        decode_window(answer(server.native, bad))
+    bad.frame_time = 1e7
+    with pytest.raises(ServerError, match="frame_time: expected"):
         decode_window(answer(server.native, bad))
 
 

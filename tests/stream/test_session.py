@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ from sinew_client.control.pace import Pace
 from sinew_client.control.stream import StreamLoop
 from sinew_client.streams import StreamWindow
 
+from sinew.bundle.schema import VectorStep
 from sinew.core import ObservationError, SinewError
 from sinew.engine.halves import Halves
 from sinew.policy import Policy, load
 from sinew.stream import Session, StreamSettings
 from sinew.stream.session import Sample
-from sinew.stream.windows import Rolling
+from sinew.stream.windows import Chunks, Rolling
 
 FRAME = np.zeros((16, 16, 3), np.uint8)
 
@@ -70,7 +72,7 @@ def test_the_newest_frame_wins_and_prefixes_are_swapped_whole(rolls: Policy) -> 
     stream = session(rolls)
     assert not stream.wants_prefix  # there is no state yet
     assert stream.run() is None
-    stream.push_sample(sample(0.0))
+    stream.push_sample(sample(0.3))
     opened: list[int] = []
     for number in range(3):
         stream.push_frame(
@@ -197,6 +199,54 @@ def test_an_ordinary_checkpoint_streams_whole_chunks(
     assert stream.run() is None  # its state is in the prefix, so it waits for a frame
 
 
+@pytest.fixture(scope="module")
+def whole(smolvla_bundle: Callable[[str], Path]) -> Policy:
+    """A policy of whole chunks whose head does not read the state."""
+    policy = load(smolvla_bundle("smolvla-2cam"), engine="eager", threads=1)
+    object.__setattr__(policy.spec, "control_hz", policy.spec.control_hz or 30.0)
+    return policy
+
+
+@pytest.mark.parametrize("interpolation", ["linear", "hold"])
+@pytest.mark.parametrize("per_row", [1, 4])
+def test_a_frame_from_the_future_makes_no_more_nodes_than_a_chunk_has(
+    whole: Policy, interpolation: str, per_row: int
+) -> None:
+    """The robot's clock went back, as of one that was restarted: the frame before it is of a million seconds later."""
+    hz = float(whole.spec.control_hz or 0)
+    chunks = Chunks(Halves(whole.engine), whole.processor, per_row * hz, "none", interpolation)
+    chunk = np.arange(12, dtype=np.float32).reshape(6, 2)
+    nodes = chunks.nodes(chunk, 1e6, 1)
+    assert 6 <= len(nodes) <= per_row * 6 + 1
+    np.testing.assert_array_equal(nodes, np.broadcast_to(chunk[0], nodes.shape))  # nothing was due before it
+    assert len(chunks.nodes(chunk, 0.0, 0)) == per_row * 5 + 1
+
+
+def test_relative_actions_are_relative_to_the_state_that_the_model_saw(
+    whole: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dims = tuple(range(min(whole.spec.action.dim, whole.spec.state.dim)))
+    relative = replace(whole.processor.recipe, action_steps=(VectorStep("add_state", dims),))
+    monkeypatch.setattr(whole.processor, "recipe", relative)
+    images = {camera.name: np.zeros((8, 8, 3), np.uint8) for camera in whole.spec.cameras}
+    seen = np.zeros(whole.spec.state.dim, np.float32)
+    rows = []
+    for moved in (0.0, 0.5):
+        stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), "none", seed=5), "go")
+        assert not stream._halves.head_reads_state
+        stream.push_sample(Sample(seen, 0.0))
+        stream.push_frame(images, 0.0)
+        prefix = stream.compute()
+        assert prefix is not None
+        stream.push_sample(Sample(seen + np.float32(moved), 0.0))  # the robot moved while it was computed
+        stream.swap(prefix)
+        window = stream.run()
+        assert window is not None
+        np.testing.assert_array_equal(window.state, seen)
+        rows.append(window.rows)
+    np.testing.assert_array_equal(*rows)
+
+
 def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     for field, settings in (
         ("rate", {"rate": 50.0}),
@@ -209,11 +259,16 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     for bad, field in (
         (Sample(np.zeros(3), 0.0), "state"),
         (Sample(np.zeros(2), np.nan), "time"),
+        (Sample(np.zeros(2), -1e9), "time"),
         (sample(0.0, delay=-1), "delay"),
     ):
         with pytest.raises(ObservationError, match=f"^{field}: expected"):
             stream.push_sample(bad)
     stream.push_sample(sample(0.0))
+    for taken in (np.nan, np.inf, -1e300, 0.2, 1e7):
+        with pytest.raises(ObservationError, match="^frame_time: expected"):
+            stream.push_frame({"front": FRAME}, taken)
+    stream.push_frame({"front": FRAME}, -0.05)  # exposed before the first tick
     stream.push_frame({"side": FRAME}, 0.0)
     with pytest.raises(SinewError, match="images.side"):
         stream.read()

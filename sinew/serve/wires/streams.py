@@ -64,7 +64,6 @@ class Robot:
     on_end: Callable[[Robot], None]
     dropped: int = 0
     size: int = 0  # the connection's account holds nothing for it
-    state: np.ndarray | None = None
     _told: bool = False
     _quiet: Quiet = field(default_factory=lambda: Quiet(logger))
 
@@ -74,7 +73,7 @@ class Robot:
             self.dropped += 1
             return
         chunk = ActionChunk(window.rows, session=self.name)
-        safety, state = self.safety, self.state
+        safety, state = self.safety, window.state
         if safety is not None and state is not None and len(window.rows):
             try:
                 chunk = safety.enforce(chunk, Observation(images={}, state=state))
@@ -144,7 +143,6 @@ class Streams:
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()
         session.push_sample(Sample(state, request.time, delay, arrived, request.request_id))
-        robot.state = state
         if request.prompt and request.prompt != session.prompt:
             session.say(request.prompt)
         if pictures:
