@@ -14,7 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sinew_client import ClientError
-from sinew_client.control import Command, Journal, Loop, Outcome, Pace, Requester, Settings, Stopped, repeat
+from sinew_client.control import (
+    Blind,
+    Command,
+    Journal,
+    Loop,
+    Outcome,
+    Pace,
+    Requester,
+    Settings,
+    Stopped,
+    repeat,
+)
 from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
 
@@ -176,6 +187,28 @@ def test_finish_executes_what_is_at_hand_after_a_failure() -> None:
     )
     loop.run(10)
     assert [row for _, row in arm.sent[:10]] == [None, None, 0, 1, 2, 3, 4, 5, 202, 203]
+
+
+def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
+    """A camera that falls silent is a reason to hold, not the end of the run."""
+    loop, arm = loop_of()
+    seen = arm.observe
+
+    def observe() -> dict[str, Any]:
+        if 3 <= loop.steps < 10:
+            raise Blind("front: no message")
+        return seen()
+
+    arm.observe = observe  # type: ignore[method-assign]
+    report = loop.run(30)
+    assert report.held["front: no message"] > 0
+    assert arm.sent[-2][1] is not None  # the last one is the hold at the end of the run
+    loop.pause()
+    loop.tick(31)
+    arm.observe = lambda: (_ for _ in ()).throw(Blind("front: no message"))  # type: ignore[method-assign]
+    loop.resume()
+    loop.tick(32)  # where it is, is not known either
+    assert not loop.paused
 
 
 def test_a_stale_frame_holds() -> None:
