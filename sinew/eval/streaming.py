@@ -91,6 +91,11 @@ class SimulatedLink:
         found, self._done = self._done, []
         return found
 
+    def restart(self) -> None:
+        """Let the next sample begin a stream that knows nothing of what was before."""
+        self._session, self._slow, self._fast = self._session.anew(), None, None
+        self._done.clear()
+
     def _advance(self, until: float) -> None:
         while True:
             ends = [job[0] for job in (self._slow, self._fast) if job is not None and job[0] <= until + 1e-9]

@@ -58,6 +58,12 @@ class LocalLink:
             found.append(self._windows.popleft())
         return found
 
+    def restart(self) -> None:
+        """Let the next sample begin a stream that knows nothing of what was before."""
+        self._loops.remove(self.session)
+        self.session = self.session.anew()
+        self._loops.add(self.session, self)
+
     def close(self) -> None:
         self._loops.remove(self.session)
         self._loops.stop()

@@ -11,10 +11,11 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sinew_client.control.stream import MAX_DELAY
 
 from sinew.core import RTC, Observation, ObservationError, SinewError
 from sinew.engine.base import installed
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 Images = Mapping[str, np.ndarray]
 
 MAX_RATE = 2000.0  # nodes per second
-MAX_DELAY = 1000  # nodes
 MAX_TIME = 1e9  # seconds of a robot's clock
 AHEAD_S = 0.1  # of a frame before its sample: a robot may read camera and joints in any order
 INTERPOLATIONS = ("linear", "hold")
@@ -160,16 +160,17 @@ class Session:
         self._frame = _Frame(images if callable(images) else lambda: images, taken)
 
     def push_sample(self, sample: Sample) -> None:
-        """Take a sample. Raises ObservationError for one that is none."""
+        """Take a sample. Raises ObservationError for one that is none. A delay beyond ``MAX_DELAY`` counts as that: an
+        answer tells the robot how long the way takes now, and without one its estimate would never fall."""
         if not 0 <= sample.time < MAX_TIME:  # NaN too
             raise ObservationError(
                 "time", f"seconds of the robot's clock, from 0 to {MAX_TIME:g}", f"{sample.time:g}"
             )
-        if not 0 <= sample.delay <= MAX_DELAY:
-            raise ObservationError("delay", f"0 to {MAX_DELAY} nodes", f"{sample.delay}")
+        if sample.delay < 0:
+            raise ObservationError("delay", "0 nodes or more", f"{sample.delay}")
         self.policy.processor.state(sample.state)  # refused now and not on the fast loop
         self.samples += 1
-        self._sample = sample
+        self._sample = replace(sample, delay=min(sample.delay, MAX_DELAY))
 
     def now(self) -> float:
         """Return seconds of this machine's clock, which ``arrived`` is counted on."""
@@ -178,6 +179,10 @@ class Session:
     def say(self, prompt: str) -> None:
         """Change the instruction. The next prefix knows it, also that of a frame that has been read before."""
         self.prompt = prompt
+
+    def anew(self) -> Session:
+        """Return a session of the same settings that knows nothing yet."""
+        return Session(self.policy, self.settings, self.prompt, self._clock)
 
     # ------------------------------------------------------------------------- the two loops
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sinew_client.control.pace import Pace
-from sinew_client.control.stream import StreamLoop
+from sinew_client.control.stream import MAX_DELAY, StreamLoop
 from sinew_client.streams import StreamWindow
 
 from sinew.bundle.schema import VectorStep
 from sinew.core import ObservationError, SinewError
 from sinew.engine.halves import Halves
 from sinew.policy import Policy, load
-from sinew.stream import Session, StreamSettings
+from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.session import Sample
 from sinew.stream.windows import Chunks, Rolling
 
@@ -273,6 +273,28 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     with pytest.raises(SinewError, match="images.side"):
         stream.read()
     assert not stream.read()  # not again and again
+
+
+def test_a_delay_beyond_the_largest_is_taken_as_that(rolls: Policy) -> None:
+    stream = session(rolls)
+    stream.push_sample(sample(0.0, delay=100_000))
+    stream.read()
+    window = stream.run()
+    assert window is not None
+    assert window.step == MAX_DELAY
+
+
+def test_a_link_in_this_process_begins_anew(rolls: Policy) -> None:
+    link = LocalLink(session(rolls))
+    old = link.session
+    link.restart()
+    try:
+        assert link.session is not old
+        assert (link.session.prompt, link.session.frames, len(link._loops)) == ("go", 0, 1)
+        assert not link.send([0.0, 0.0], 1.0, images={"front": FRAME}, frame_time=1e7)
+        assert "frame_time: expected" in link.error
+    finally:
+        link.close()
 
 
 def test_an_answer_that_is_too_late_still_tells_how_late(rolls: Policy) -> None:

@@ -76,6 +76,7 @@ class StreamLink:
         self._ids = itertools.count(1)
         self.sent = self.dropped = self.errors = 0
         self.error, self.label = "", ""
+        self._ends = False  # before the next sample the stream is to be ended
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in (
@@ -124,6 +125,9 @@ class StreamLink:
             request.frame_time = time if frame_time is None else frame_time
         payload = protocol.with_frames(request, images or {})
         try:
+            if self._ends:
+                self._end()
+                self._ends = False
             self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             self.dropped += 1
@@ -150,17 +154,24 @@ class StreamLink:
             self.label = window.label or self.label
             found.append(window)
 
+    def restart(self) -> None:
+        """Let the next sample begin a stream that knows nothing of what was before."""
+        self._ends = True
+
     def close(self) -> None:
         """End the stream and close the connection."""
         if self._socket.closed:
             return
+        with contextlib.suppress(zmq.ZMQError):
+            self._end()
+        self._socket.close(linger=50)
+        self._context.term()
+
+    def _end(self) -> None:
         end = schema.PredictRequest(
             kind=schema.PredictRequest.Kind.Value("STREAM_END"), session=self.session, api_key=self._api_key
         )
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send(end.SerializeToString(), zmq.NOBLOCK)
-        self._socket.close(linger=50)
-        self._context.term()
+        self._socket.send(end.SerializeToString(), zmq.NOBLOCK)
 
 
 def decode_window(payload: bytes) -> StreamWindow:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sinew_client.control.blend import parse_fusion
 from sinew_client.control.delay import DelayEstimate
-from sinew_client.control.loop import Stopped
+from sinew_client.control.loop import Blind, Stopped
 from sinew_client.control.pace import Pace
 from sinew_client.control.reaction import Reactions
 from sinew_client.control.report import percentiles
@@ -23,16 +23,21 @@ if TYPE_CHECKING:
     from sinew_client.streams import StreamWindow
 
 WINDOWS = 256  # of which the origin of nodes is remembered
-NO_WINDOW, OUT_OF_NODES, OLD_FRAME, NOT_FINITE = (
+MAX_DELAY = 1000  # nodes: what a longer stall measures would only keep windows out of reach after it
+NO_WINDOW, OUT_OF_NODES, OLD_FRAME, NOT_FINITE, BLIND = (
     "no window yet",
     "out of nodes",
     "the newest frame is too old",
     "the state is not finite",
+    "the robot is blind",
 )
 
 
 class StreamRobot(Protocol):
-    """The methods that a stream calls on a robot, all from one thread; each should return well within a tick."""
+    """The methods that a stream calls on a robot, all from one thread; each should return well within a tick.
+
+    ``sense`` and ``look`` raise :class:`~sinew_client.control.loop.Blind` where there is nothing that may be acted on.
+    """
 
     def sense(self) -> np.ndarray:
         """Return the state, float [S]: the numbers of the sensors that are fast."""
@@ -64,6 +69,9 @@ class LinkProtocol(Protocol):
     ) -> bool: ...
     def windows(self) -> list[StreamWindow]: ...
 
+    def restart(self) -> None:
+        """Let the next sample begin a stream that knows nothing of what was before."""
+
 
 class Watching:
     """Makes a :class:`StreamRobot` of a :class:`~sinew_client.control.loop.Robot`: every tick its state, and its frames
@@ -86,9 +94,10 @@ class Watching:
         now = self._now()
         if now < self._due - 1e-6:
             return None
+        seen = self._seen if self._seen is not None else self.robot.observe()  # blind: due until there is one
         following = self._due + self._period
         self._due = following if following > now else now + self._period  # what was missed is not made up for
-        return self._seen if self._seen is not None else self.robot.observe()
+        return seen
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,9 @@ class StreamLoop:
         self.prefix_ages: list[float] = []
         self._about: OrderedDict = OrderedDict()  # number of a run -> its window
         self._watch, self._ended = watch, threading.Event()
+        self._step: int | None = None  # of the present tick
+        self._world = float("-inf")  # when the present one began: what was seen before is of another one
+        self._waits = ""  # why there are no nodes yet
 
     # ------------------------------------------------------------------------- from any thread
 
@@ -166,9 +178,14 @@ class StreamLoop:
         self.prompt = prompt
 
     def restart(self, reason: str) -> None:
-        """Drop what is planned: the world is another one, such as a new episode's. From the loop's own thread."""
+        """Drop what is planned and windows under way, and hold until one knows a newer frame: the world is another
+        one, such as a new episode's. The server begins anew. From the loop's own thread."""
         self.trajectory.clear()
-        self.reason = reason
+        self._about.clear()  # runs are counted from 1 again
+        if self._step is not None:
+            self._world = self._time(self._step)
+        self.reason = self._waits = reason
+        self.link.restart()
 
     def seen(self) -> tuple[str, Mapping[str, Any]] | None:
         """Return the instruction and the newest observation, for a planner; None before there is one."""
@@ -192,16 +209,18 @@ class StreamLoop:
     def tick(self, step: int) -> None:
         """Do what is due in one tick: take windows, send a sample, execute the node of ``step``."""
         self.ticks += 1
+        self._step = step
         for window in self.link.windows():
             self._take(window, step)
         time = self._time(step)
-        state = np.asarray(self.robot.sense(), np.float32)
-        self.state = state
-        if np.all(np.isfinite(state)):
-            self._send(state, time)
-            self._execute(step, time)
+        try:
+            reason = self._sense(time)
+        except Blind as blind:
+            reason = str(blind) or BLIND
+        if reason:
+            self._hold(step, reason)
         else:
-            self._hold(step, NOT_FINITE)
+            self._execute(step, time)
         if self._watch is not None:
             self._watch(self)
 
@@ -209,24 +228,39 @@ class StreamLoop:
         """Return seconds since the first tick, never before this tick was due."""
         return max(step / self.rate, self.pace.now() - self.pace.due(0))
 
-    def _send(self, state: np.ndarray, time: float) -> None:
-        seen = self.robot.look()
+    def _sense(self, time: float) -> str:
+        """Send what the robot senses; return why it cannot be acted on, "" if it can. Raises Blind."""
+        self.state = state = np.asarray(self.robot.sense(), np.float32)
+        if not np.all(np.isfinite(state)):
+            return NOT_FINITE
+        try:
+            seen = self.robot.look()
+        except Blind:
+            self._send(state, time, None)
+            raise
+        self._send(state, time, seen)
+        return ""
+
+    def _send(self, state: np.ndarray, time: float, seen: Mapping[str, Any] | None) -> None:
+        delay = max(1, self.delay.steps)
         if seen is None:
-            self.link.send(state, time, max(1, self.delay.steps), prompt=self.prompt)
+            self.link.send(state, time, delay, prompt=self.prompt)
             return
         self.frames += 1
         self.images = seen["images"]
         taken = time - float(
             seen.get("age") or max(0.0, self.pace.now() - seen["time"] if seen.get("time") else 0.0)
         )
-        self.link.send(state, time, max(1, self.delay.steps), seen["images"], taken, self.prompt)
+        self.link.send(state, time, delay, seen["images"], taken, self.prompt)
 
     def _take(self, window: StreamWindow, step: int) -> None:
         self.windows += 1
         if self.newest is not None and window.sample_time < self.newest.sample_time:
             return  # a stream that was replaced: never older news over newer
-        self.delay.add(step - int(window.sample_time * self.rate + 1e-6))
-        self.newest = window
+        self.delay.add(min(step - int(window.sample_time * self.rate + 1e-6), MAX_DELAY))
+        if window.frame_time <= self._world:
+            return
+        self.newest, self._waits = window, ""
         self._about[window.run] = window
         while len(self._about) > WINDOWS:
             self._about.popitem(last=False)
@@ -241,7 +275,7 @@ class StreamLoop:
         node = self.trajectory.take(step)
         if node is None:
             self.misses += bool(self.windows)
-            self._hold(step, OUT_OF_NODES if self.windows else NO_WINDOW, taken=True)
+            self._hold(step, self._waits or (OUT_OF_NODES if self.windows else NO_WINDOW), taken=True)
             return
         about = self._about.get(node.chunk)
         if about is None or time - about.frame_time > self.stale:
