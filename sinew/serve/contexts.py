@@ -81,5 +81,6 @@ def add(service: Service, forms: Sequence[str], lane: Lane, begun: list[Schedule
             | {"context": form, "bundle_digest": digest(standing().bundle.path)}
         }
         service.policies.put(
-            f"context.{form}", Standing(scheduler, first.spec, about, max_pixels=first.max_pixels)
+            f"context.{form}",
+            Standing(scheduler, first.spec, about, first.safety, max_pixels=first.max_pixels),
         )

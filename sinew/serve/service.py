@@ -330,7 +330,7 @@ class Wire(Protocol):
 
 def _safe(safety: Safety | None, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:
     """Return the outcome as it may be sent to a robot."""
-    if safety is None or not isinstance(outcome, ActionChunk):
+    if safety is None or not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
     if warnings:
         outcome = replace(outcome, warnings=(*outcome.warnings, *warnings))

@@ -10,6 +10,7 @@ from sinew.core import SinewError
 from sinew.policy import Policy, load
 from sinew.serve import contexts
 from sinew.serve.lane import Lane
+from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from sinew.stream.split import SplitPolicy
 from tests.engine.test_batches import observations
@@ -26,7 +27,7 @@ def policy(smolvla_bundle) -> Policy:
 def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
     begun: list[Scheduler] = []
-    with desk(policy=policy, **padded) as at:
+    with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
         contexts.add(at.service, ("fp32", "int8"), Lane(), begun)
         observation = observations(policy, 1)[0]
@@ -46,6 +47,9 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
                 with pytest.raises(ServerError, match="state: expected") as refused:
                     client.context({"images": observation.images, "state": [1.0], "prompt": "go"})
                 assert refused.value.code == "bad_observation"
+                far = np.full_like(observation.state, 1e6)  # outside of the statistics
+                with pytest.raises(ServerError, match="state"):
+                    client.context({"images": observation.images, "state": far, "prompt": "go"})
         assert sizes["int8"] < 0.5 * sizes["fp32"]
         with Client(at.native, timeout=WAIT_S) as client:
             with pytest.raises(SinewError, match=r"expected a server's policy context.FORM"):
