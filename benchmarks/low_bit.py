@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -45,6 +46,35 @@ def peak(path: Path, engine: str, threads: int) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+def without_gemm(graph: Any) -> None:
+    """Replace every Gemm over a stored weight by MatMul and Add: the quantizer knows MatMul alone."""
+    from onnx import helper, numpy_helper
+
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    nodes = []
+    for node in graph.node:
+        given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        plain = given.pop("transB", 0) in (0, 1) and all(value == 1 for value in given.values())
+        if node.op_type != "Gemm" or not plain or node.input[1] not in stored:
+            nodes.append(node)
+            continue
+        weight = numpy_helper.to_array(stored[node.input[1]])
+        wide = weight.T if any(a.name == "transB" and a.i for a in node.attribute) else weight
+        name, out = f"{node.output[0]}.weight", node.output[0]
+        graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(wide), name))
+        has_bias = len(node.input) > 2
+        product = f"{out}.product" if has_bias else out
+        nodes.append(helper.make_node("MatMul", [node.input[0], name], [product], name=f"{node.name}_matmul"))
+        if has_bias:
+            nodes.append(helper.make_node("Add", [product, node.input[2]], [out]))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    read = {name for node in nodes for name in node.input} | {value.name for value in graph.output}
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in read:
+            del graph.initializer[index]
+
+
 def four_bits(bundle: Path, folder: Path) -> Path:
     """Write the bundle's graphs with products of 4 bits to ``folder``; return it."""
     import onnx
@@ -54,10 +84,11 @@ def four_bits(bundle: Path, folder: Path) -> Path:
 
     if sinew(["export", str(bundle), "--onnx", str(folder)]):
         raise SystemExit("the export failed")
+    logging.disable(logging.INFO)  # a line per node
     for path in folder.glob("*.onnx"):
-        quantizer = MatMulNBitsQuantizer(
-            onnx.load(str(path)), block_size=32, is_symmetric=True, accuracy_level=4
-        )
+        model = onnx.load(str(path))
+        without_gemm(model.graph)
+        quantizer = MatMulNBitsQuantizer(model, block_size=32, is_symmetric=True, accuracy_level=4)
         quantizer.process()
         path.unlink()
         (data := path.with_name(f"{path.name}.data")).unlink()
