@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -22,9 +21,9 @@ from sinew import __version__, machine
 from sinew.cli import terminal
 from sinew.cli.bench import PROMPT, parse_size
 from sinew.cli.replay import print_replay, replay_journal, replay_records
-from sinew.cli.serve import KEY_VARIABLE
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
+from sinew.keys import key_from_environment
 from sinew.serve.recorder import read_records
 
 SCHEMA = "sinew.client/1"
@@ -64,7 +63,7 @@ def client(
         api_key: where the server wants one; SINEW_API_KEY in the environment if absent.
         replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
-    key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
+    key = key_from_environment() if api_key is None else api_key
     if not address.startswith(("tcp://", "ipc://", "inproc://")) or address.endswith("//"):
         plain = address.rpartition("//")[2].split("/")[0]
         raise SinewError(

@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 from rich.table import Table
 from sinew_client import Client, ClientError
-from sinew_client.control import Cadence, Journal, Limits, Loop, Settings
+from sinew_client.control import Cadence, Journal, Limits, Loop, Servers, Settings
 from sinew_client.control.requester import Call
 from sinew_client.control.robots import Dry, open_class, open_lerobot
 
@@ -27,6 +27,7 @@ from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
 from sinew.cli.run_view import Keys, View
 from sinew.core import SinewError
+from sinew.keys import key_from_environment
 from sinew.sources import is_server
 
 log = logging.getLogger(__name__)
@@ -177,9 +178,11 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[
     if is_server(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        with Client(target.split(","), timeout=10.0) as client:
+        key = key_from_environment()
+        with Client(target.split(","), timeout=10.0, api_key=key) as client:
             served = client.metadata()
-        return served["policy"], str(served["server"].get("unguided", "")), lambda: _Remote(target)
+        opener = Servers(target.split(","), key)
+        return served["policy"], str(served["server"].get("unguided", "")), opener
     from sinew.policy import load
     from sinew.serve.safety import Safety
 
@@ -190,19 +193,6 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[
     policy = local.spec.to_dict()
     policy["action"]["limits"] = Safety(local.processor).limits()
     return policy, local.unguided, lambda: lambda observation, _: local.infer(observation).actions
-
-
-class _Remote:
-    """A call to a server, or to the first of several (``A,B``) that answers, that can be closed."""
-
-    def __init__(self, address: str):
-        self._client = Client(address.split(","))
-
-    def __call__(self, observation: Mapping[str, Any], limit: float) -> Any:
-        return self._client.infer(observation, timeout=limit).actions
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def open_robot(

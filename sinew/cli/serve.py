@@ -17,6 +17,7 @@ from cyclopts import Parameter, validators
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
+from sinew.keys import api_key_of
 from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import ARRIVAL_S, Listen, reachable
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from sinew.serve.service import Wire
 
 logger = logging.getLogger(__name__)
-
-KEY_VARIABLE = "SINEW_API_KEY"
 
 
 @Parameter(name="*")
@@ -278,18 +277,6 @@ def _vector(spec: VectorSpec) -> str:
         for name, unit in zip(spec.names, spec.units or ("",) * len(spec.names), strict=True)
     ]
     return f"{spec.dim} numbers" + (f": {', '.join(names)}" if names else "")
-
-
-def api_key_of(path: Path | None) -> str:
-    if path is None:
-        return os.environ.get(KEY_VARIABLE, "")
-    try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SinewError(f"--api-key-file {path}: {error}") from error
-    if not key:
-        raise SinewError(f"--api-key-file {path}: the file is empty")
-    return key
 
 
 def say(text: str) -> None:

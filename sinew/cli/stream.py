@@ -25,6 +25,7 @@ from sinew.cli.options import RUNS, Runs
 from sinew.cli.run import open_robot
 from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
+from sinew.keys import key_from_environment
 from sinew.sources import is_server
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
     if is_server(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        with Client(target, timeout=10.0) as client:
+        with Client(target, timeout=10.0, api_key=key_from_environment()) as client:
             served = client.metadata()
         if served["server"].get("engine") not in HALVED:
             raise SinewError(
@@ -139,7 +140,7 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
             )
 
         def remote(rate: float, session: str, options: dict[str, Any], _prompt: str) -> StreamLink:
-            return StreamLink(target, rate, session, options=options)
+            return StreamLink(target, rate, session, api_key=key_from_environment(), options=options)
 
         return served["policy"], remote
     from sinew.engine.halves import unstreamable

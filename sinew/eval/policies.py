@@ -13,6 +13,7 @@ import numpy as np
 
 from sinew.core import SinewError
 from sinew.eval.settings import Variant
+from sinew.keys import key_from_environment
 
 if TYPE_CHECKING:
     import gymnasium
@@ -80,7 +81,7 @@ class Remote:
 
         self.solver_steps = solver_steps
         try:
-            self.client = Client(address, timeout=timeout)
+            self.client = Client(address, timeout=timeout, api_key=key_from_environment())
             self.served: dict[str, Any] = self.client.metadata()["policy"]
             self.chunk_size = int(self.served["chunk_size"])
         except Exception as error:
@@ -212,7 +213,7 @@ def identity(target: str) -> dict[str, Any]:
         from sinew_client import Client
 
         try:
-            with Client(target, timeout=30.0) as client:
+            with Client(target, timeout=30.0, api_key=key_from_environment()) as client:
                 served = client.metadata()
         except Exception as error:
             raise _as_sinew(error) from error

@@ -256,6 +256,23 @@ def test_guard_clips_and_counts() -> None:
     assert "shape [3]" in guard.check(np.zeros(3, np.float32)).reason
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_after_a_pause_nothing_leads_back_to_where_the_robot_was(moved: bool) -> None:
+    """A person may have moved it: without a position the limits begin with the next command. Nobody moves a robot
+    while its instruction changes: there they go on."""
+    guard = Guard(limits(velocity=1.0), 0.1)
+    controller = Controller(Player(parse_handover("freeze"), parse_rule("full")), guard)
+    guard.start(np.zeros(2))
+    guard.check(np.zeros(2, np.float32))
+    controller.pause()
+    controller.resume(None, moved=moved)
+    row = np.full(2, 2.0, np.float32)
+    verdict = guard.check(row)
+    assert (verdict.row is row) == moved
+    np.testing.assert_allclose(verdict.row, 2.0 if moved else 0.1, atol=1e-6)
+    np.testing.assert_allclose(guard.check(row + 1).row, 2.1 if moved else 0.2, atol=1e-6)
+
+
 def test_guard_can_hold_instead() -> None:
     guard = Guard(limits(high=1.0, when="hold"), 0.1)
     verdict = guard.check(np.float32([0, 2]))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from sinew_client import Client
-from sinew_client.control import Cadence, Command, Controller, Limits, Loop
+from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Servers
 
 from sinew_ros import messages
 from sinew_ros.contract import Contract, ContractError
@@ -66,7 +66,7 @@ class Bridge:
         self.robot = TopicRobot(contract, publish, transport.now)
         self.loop = Loop(
             self.robot,
-            partial(_Call, contract.servers, key),
+            Servers(contract.servers, key, without=("time",)),  # of another clock: only the loop reads it
             settings,
             contract.action_dim,
             prompt,
@@ -198,17 +198,3 @@ def planned(controller: Controller, command: Command) -> np.ndarray:
             break
         found.append(verdict.row)
     return np.stack(found).astype(np.float32)
-
-
-class _Call:
-    """A connection to the servers of a contract."""
-
-    def __init__(self, servers: tuple[str, ...], key: str):
-        self._client = Client(list(servers), api_key=key)
-
-    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
-        # The loop's times are of another clock than the server's: only the loop reads them.
-        return self._client.infer({**observation, "time": None}, timeout=limit).actions
-
-    def close(self) -> None:
-        self._client.close()

@@ -75,6 +75,7 @@ class Client:
         self.addresses = tuple(each for each, _ in given)
         self.policy = given[0][1]
         self.address = self.addresses[0]
+        self.place = 0  # of the present address among them
         self.timeout = timeout
         self.connect_timeout = connect_timeout
         self.retries = retries
@@ -203,8 +204,8 @@ class Client:
     def _try_each(self, payload: bytes, request_id: int, end: float):
         """Return the reply of the present server, or of the next that gives one; None at ``end``. Raises the last
         server's error."""
-        for _ in self.addresses[1:]:
-            reply, why = self._try(payload, request_id, end)
+        for others in range(len(self.addresses) - 1, 0, -1):
+            reply, why = self._try(payload, request_id, end, others)
             if not why:
                 return reply
             self._move(why)
@@ -219,10 +220,11 @@ class Client:
         self._move("no answer in time")
         return None
 
-    def _try(self, payload: bytes, request_id: int, end: float):
-        """Return (reply, "") or (None, why another server should be asked); (None, "") at ``end``."""
+    def _try(self, payload: bytes, request_id: int, end: float, others: int):
+        """Return (reply, "") or (None, why another server should be asked); (None, "") at ``end``. others: that are
+        still to be asked, for each of which as much time is left."""
         try:
-            answer = self._exchange(payload, end)
+            answer = self._exchange(payload, end, others)
             if answer is not None:
                 return protocol.decode_reply(answer, request_id), ""
         except ConnectionLost as error:
@@ -239,23 +241,22 @@ class Client:
         if len(self.addresses) < 2:
             return
         self._drop()
-        before, place = self.address, self.addresses.index(self.address)
-        self.address = self.addresses[(place + 1) % len(self.addresses)]
+        before, self.place = self.address, (self.place + 1) % len(self.addresses)
+        self.address = self.addresses[self.place]
         logger.warning("%s: %s; turning to %s", before, why, self.address)
 
-    def _exchange(self, payload: bytes, end: float) -> bytes | None:
-        """Send one request and return its reply; None at ``end``, ``time.monotonic()``. Raises ConnectionLost."""
-        answer = None
-        others = len(self.addresses) > 1
-        patience = min(
-            end, time.monotonic() + self.connect_timeout
-        )  # for a connection, where there are others
+    def _exchange(self, payload: bytes, end: float, others: int = 0) -> bytes | None:
+        """Send one request and return its reply; None at ``end``, ``time.monotonic()``. Raises ConnectionLost, also
+        where no connection stands in time to ask ``others`` instead."""
+        answer, several = None, len(self.addresses) > 1
+        begin = time.monotonic()
+        patience = begin + min(self.connect_timeout, (end - begin) / (others + 1))
         try:
             sock = self._socket or self._connect()
             self._follow_connection()
             sock.send(payload)
             while answer is None and (left := end - time.monotonic()) > 0:
-                if others and not self._connected:
+                if several and not self._connected:
                     if self._refused or left < end - patience:
                         raise ConnectionLost(f"no server answers at {self.address}")
                     left -= max(0.0, end - patience)

@@ -19,6 +19,7 @@ from sinew_client.control.replan import parse_rule
 from sinew_client.control.report import Cadence
 from sinew_client.control.requester import Outcome, Requester
 from sinew_client.control.safety import Guard, Limits, LimitsError
+from sinew_client.control.servers import Servers
 from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.stream import StreamLoop, StreamReport, StreamRobot
 from sinew_client.control.trajectory import Node, Trajectory
@@ -47,6 +48,7 @@ __all__ = [
     "Relative",
     "Requester",
     "Robot",
+    "Servers",
     "Settings",
     "SettingsError",
     "Stopped",

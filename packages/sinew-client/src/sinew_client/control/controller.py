@@ -70,12 +70,19 @@ class Controller:
         self.player.failed()
         self.player.restart()
 
-    def resume(self, position: np.ndarray | None = None) -> None:
-        """Go on with a fresh chunk. position: where the robot is, in the numbers of a command, if known."""
-        self._tell("resume", {"position": position})
+    def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
+        """Go on with a fresh chunk.
+
+        position: where the robot is, in the numbers of a command, if known. moved: somebody may have moved it since the
+        last command; without a position the limits then begin with the next one.
+        """
+        self._tell("resume", {"position": position, "moved": moved})
         self.paused, self._fault = False, STARTING
         if self.guard is not None:
-            self.guard.start(position)
+            if moved or position is not None:
+                self.guard.start(position)
+            else:
+                self.guard.held()
 
     def wants_chunk(self, step: int) -> bool:
         return not self.paused and self.player.wants_chunk(step)

@@ -157,7 +157,7 @@ def _apply(controller: Controller, event: dict[str, Any]) -> Command | None:
     elif kind == "pause":
         controller.pause()
     elif kind == "resume":
-        controller.resume(_array(event["position"]))
+        controller.resume(_array(event["position"]), event.get("moved", True))
     return None  # anything else tells people something and the controller nothing
 
 

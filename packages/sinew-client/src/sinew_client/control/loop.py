@@ -218,9 +218,9 @@ class Loop:
             self.controller.pause()
             self._last = None  # somebody may move the robot
 
-    def _resume(self) -> None:
+    def _resume(self, moved: bool = True) -> None:
         if self.controller.paused:
-            self.controller.resume(self._position())
+            self.controller.resume(self._position(), moved)
 
     def _restart(self, reason: str) -> None:
         self.requester.cancel()
@@ -232,7 +232,7 @@ class Loop:
             paused = self.controller.paused
             self._pause()
             if not paused:
-                self._resume()
+                self._resume(moved=False)
 
     def _position(self) -> np.ndarray | None:
         """Return where the robot is in the numbers of a command, if those are the state's."""

@@ -156,8 +156,8 @@ class Guard:
     def start(self, position: np.ndarray | None) -> None:
         """Begin where the robot is, standing still. None: unknown, the first command is taken as it comes."""
         fits = position is not None and (self.limits is None or np.shape(position) == (self.limits.dim,))
-        if fits and np.all(np.isfinite(position)):
-            self._last = np.array(position, np.float64)
+        known = fits and np.all(np.isfinite(position))
+        self._last = np.array(position, np.float64) if known else None  # never where it was before
         self.held()
 
     def held(self) -> None:

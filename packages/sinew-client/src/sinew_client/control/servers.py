@@ -1,0 +1,50 @@
+"""Calls to one server or the first of several that answers, for a requester that opens a new one after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sinew_client.client import Client
+
+
+class Servers:
+    """Opens calls. A call begins with the server that answered the last one, so that one that is gone costs its time
+    once and not with every new connection.
+
+    addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
+    another clock than the server's.
+    """
+
+    def __init__(self, addresses: str | Sequence[str], api_key: str = "", without: Sequence[str] = ()):
+        self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+        self._key, self._without = api_key, tuple(without)
+
+    def __call__(self) -> Call:
+        return Call(self)
+
+    def client(self) -> Client:
+        return Client(self.addresses, api_key=self._key)
+
+    def left_at(self, place: int) -> None:
+        """Begin with this address from now on, and try the ones before it last."""
+        self.addresses = self.addresses[place:] + self.addresses[:place]
+
+    def sent(self, observation: Mapping[str, Any]) -> dict:
+        return {name: value for name, value in observation.items() if name not in self._without}
+
+
+class Call:
+    """One connection: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
+
+    def __init__(self, servers: Servers):
+        self._servers, self._client = servers, servers.client()
+
+    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
+        return self._client.infer(self._servers.sent(observation), timeout=limit).actions
+
+    def close(self) -> None:
+        self._servers.left_at(self._client.place)
+        self._client.close()
