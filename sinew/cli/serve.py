@@ -11,6 +11,7 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Literal
+from weakref import WeakSet
 
 from cyclopts import Parameter, validators
 
@@ -203,7 +204,7 @@ def _load_and_run(
 ) -> bool:
     """Returns False when a thread is still inside the model."""
     supervisor = Supervisor(bounds.stuck_s)
-    begun: list[Scheduler] = []
+    begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
     try:
         from sinew.serve.dashboard.feed import Feed
         from sinew.serve.lane import Lane
@@ -236,8 +237,9 @@ def _load_and_run(
             from sinew.serve.contexts import add
 
             add(service, contexts, lane, begun)
-        wires = tuple(process.wires)
-        return process.run(service, lambda: say(ready_text(policy, wires, more)))
+        ready = ready_text(policy, tuple(process.wires), more)
+        del policy, standing  # the service has them, until they are exchanged
+        return process.run(service, lambda: say(ready))
     except KeyboardInterrupt:
         logger.info("stopped before the server was ready")
         for scheduler in begun:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from sinew import machine
 from sinew.cli.options import RUNS, Cameras, Runs
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe")  # what decides how a bundle is run
 # Makes what loads, exchanges and unloads policies.
-Change = Callable[["Service", Supervisor, "Lane", "list[Scheduler]"], "Swapper"]
+Change = Callable[["Service", Supervisor, "Lane", "WeakSet[Scheduler]"], "Swapper"]
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
 
 
@@ -82,7 +83,7 @@ def changer(
 ) -> Change:
     """Return what lets a server load, exchange and unload policies, run with the same flags."""
 
-    def make(service: Service, supervisor: Supervisor, lane: Lane, begun: list[Scheduler]) -> Swapper:
+    def make(service: Service, supervisor: Supervisor, lane: Lane, begun: WeakSet[Scheduler]) -> Swapper:
         from sinew.serve.batching import LARGEST
         from sinew.serve.opening import stand
         from sinew.serve.swap import Swapper

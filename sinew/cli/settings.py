@@ -7,6 +7,7 @@ an error; what was taken is told on standard error, by name alone, because a val
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from cyclopts.argument import ArgumentCollection
 
 PREFIX = "SINEW_"
+SERVICE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 FILE = f"{PREFIX}CONFIG"
 
 
@@ -58,15 +60,39 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     """Take ``SINEW_VERB_FLAG``: lists are separated by spaces, switches are 1 or 0."""
     if not commands:
         return
-    prefix = PREFIX + "".join(f"{word}_".upper() for word in commands)
+    prefix = _prefix(commands)
     known = {prefix + name.upper().replace("-", "_"): name for name in flags(arguments)}
-    for variable in os.environ:
+    beside = [_prefix((commands[0], each)) for each in _members(commands)]
+    for variable, value in os.environ.items():
+        if variable not in known and _of_kubernetes(variable, value):
+            continue
         if variable.startswith(prefix) and variable not in known:
             raise SinewError(
                 f"{variable}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(variable, known)}"
             )
+        if beside and variable.startswith(_prefix(commands[:1])) and not variable.startswith(tuple(beside)):
+            names = ", ".join(f"{each}..." for each in beside)
+            raise SinewError(f"{variable}: expected a flag of one of its commands, {names}")
     with _telling(arguments, "the environment"):
         Env(PREFIX)(app, commands, arguments)
+
+
+def _of_kubernetes(variable: str, value: str) -> bool:
+    """Return True for what Kubernetes tells each pod of the Services beside it, one of which may be ``sinew-serve``."""
+    return bool(SERVICE.search(variable)) or (variable.endswith("_PORT") and "://" in value)
+
+
+def _prefix(commands: Iterable[str]) -> str:
+    return PREFIX + "".join(f"{word}_".upper().replace("-", "_") for word in commands)
+
+
+def _members(commands: tuple[str, ...]) -> list[str]:
+    """Return the names of the commands of a group, such as ``sinew perf``; none for a verb of its own."""
+    if len(commands) < 2:
+        return []
+    from sinew.cli import build_app
+
+    return [name for name in build_app()[commands[0]] if not name.startswith("-")]
 
 
 @dataclass(frozen=True)
@@ -95,6 +121,11 @@ class File:
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         """Take the flags of one command."""
         table: Any = self.tables
+        members = _members(commands)
+        for key, value in self.tables.get(commands[0], {}).items() if members else ():
+            if key not in members or not isinstance(value, dict):
+                hint = did_you_mean(key, members)
+                raise SinewError(f"{self.path}: [{commands[0]}] {key}: expected a table of a command{hint}")
         for word in commands:
             table = table.get(word, {})
             if not isinstance(table, dict):
@@ -105,6 +136,8 @@ class File:
         for key, value in table.items():
             where = f"{self.path}: [{'.'.join(commands)}] {key}"
             name = key.replace("_", "-")
+            if name in taken:
+                raise SinewError(f"{where}: expected once, it stands there with - and with _")
             if name not in known:
                 raise SinewError(
                     f"{where}: no flag of `sinew {' '.join(commands)}` is called so{did_you_mean(name, known)}"

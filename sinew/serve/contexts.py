@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class ContextPolicy:
         return ActionChunk(actions, timing, None, member.session, member.time, context=context)
 
 
-def add(service: Service, forms: Sequence[str], lane: Lane, begun: list[Scheduler]) -> None:
+def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Scheduler]) -> None:
     """Give a service the policies ``context.FORM`` beside its first one.
 
     begun: gets their schedulers. Raises SinewError for an engine whose halves do not run apart.
@@ -68,7 +69,7 @@ def add(service: Service, forms: Sequence[str], lane: Lane, begun: list[Schedule
 
         policy = ContextPolicy(standing, form)
         scheduler = Scheduler(policy, supervisor=service.supervisor, lane=lane)
-        begun.append(scheduler)
+        begun.add(scheduler)
         try:
             scheduler.start()
         except SinewError as error:

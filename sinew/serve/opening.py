@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 from sinew import __version__, machine
 from sinew.policy import Policy
@@ -55,7 +56,7 @@ def stand(
     bounds: Limits,
     supervisor: Supervisor,
     lane: Lane,
-    begun: list[Scheduler] | None = None,
+    begun: WeakSet[Scheduler] | None = None,
 ) -> Standing:
     """Return the policy behind a scheduler, warm, with what a server says of it.
 
@@ -69,7 +70,7 @@ def stand(
         lane=lane,
     )
     if begun is not None:
-        begun.append(scheduler)
+        begun.add(scheduler)
     supervisor.watch(policy.problem)  # of the files whose weights are mapped
     try:
         scheduler.start()

@@ -7,6 +7,7 @@ in memory until the old one has answered its last, which the budget takes into a
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -107,9 +108,18 @@ class Swapper:
         return took
 
     def _drain(self, old: Scheduler | None) -> None:
-        if old is not None:
-            old.drain()
-            self._service.policies.retired(old)
+        if old is None:
+            return
+        old.drain()
+        self._service.policies.retired(old)
+        del old
+        frozen = (
+            gc.get_freeze_count()
+        )  # what was there when the server began (process.py): it may go now, too
+        gc.unfreeze()
+        gc.collect()
+        if frozen:
+            gc.freeze()
 
     def _check_budget(self, need: Need) -> None:
         if self._budget is None:

@@ -14,6 +14,7 @@ from sinew import progress
 from sinew.convert import CHECKPOINT_FILES
 from sinew.core import MissingPackageError, SinewError
 
+REFUSED = (401, 403, 404)  # it has none for us; with anything else it is ill, or something before it is
 BUNDLE = "policy.gguf"  # what a repository calls its bundle, unless it has a single other one
 TIMEOUT_S = 10.0  # of the first question; robots are often offline
 # `hf:/` is what is left of `hf://` in a path. A name of the hub begins and ends with a letter, a digit or _.
@@ -64,7 +65,12 @@ def fetch(name: Name) -> Path:
     try:
         found = HfApi().model_info(name.repository, revision=name.revision, timeout=TIMEOUT_S)
         files = [sibling.rfilename for sibling in found.siblings or ()]
-    except HfHubHTTPError as error:  # it answers, and has none for us
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", 0)
+        if status not in REFUSED:
+            return _cached(
+                name, f"the hub {constants.ENDPOINT} answers with status {status} ({_words(error)})"
+            )
         raise SinewError(f"{name}: no file or folder here, and the hub says: {_words(error)}") from None
     except Exception as error:  # noqa: BLE001 - what cannot be reached: many types across versions
         return _cached(name, f"the hub {constants.ENDPOINT} cannot be reached ({_words(error)})")
@@ -124,9 +130,13 @@ def _cached(name: Name, reason: str) -> Path:
         if isinstance(file, str):
             found = Path(file)
         elif name.file is None:
-            found = Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
+            folder = Path(snapshot_download(name.repository, revision=name.revision, local_files_only=True))
+            bundle = _bundle_of(name, [each.relative_to(folder).as_posix() for each in folder.rglob("*")])
+            found = folder if bundle is None else folder / bundle
         else:
             raise FileNotFoundError(name.file)
+    except SinewError:
+        raise  # it has several
     except Exception:  # noqa: BLE001 - not there, not complete: many types across versions
         raise SinewError(
             f"{name}: no file or folder here, {reason}, and its cache {constants.HF_HUB_CACHE} does not have it;"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,3 +154,52 @@ def test_where_the_file_is_named(
     assert "expected a TOML file, got No such file" in capsys.readouterr().err
     assert main(["show", "x", "--config"]) == 1
     assert "--config: expected a .toml file, got nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "message"),
+    [
+        ('[fleet]\napi_key_file = "k"', {}, r"\[fleet\] api_key_file: expected a table of a command"),
+        ('[fleet.upp]\nhost = "::"', {}, r"\[fleet\] upp: expected a table of a command; did you mean 'up'"),
+        (
+            "",
+            {"SINEW_FLEET_API_KEY_FILE": "k"},
+            "SINEW_FLEET_API_KEY_FILE: expected a flag of one of its commands",
+        ),
+        ("[perf]\nsteps = 3", {}, r"\[perf\] steps: expected a table of a command"),
+        ("[serve]\nmax-batch = 2\nmax_batch = 3", {}, "max_batch: expected once"),
+        ("", {"SINEW_SERVE_PORT": "8000"}, "SINEW_SERVE_PORT: no flag of `sinew serve` is called so"),
+    ],
+)
+def test_what_would_be_left_out_in_silence_is_named(
+    text: str,
+    variables: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    """Settings of a group's name instead of its command's: a key's file among them would leave a server open."""
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    verb = (
+        ["serve", "none.gguf"] if "serve" in (text + str(variables)).lower() else ["fleet", "up", "none.yaml"]
+    )
+    verb = ["perf", "machines"] if "perf" in text else verb
+    assert main(["--config", str(file), *verb]) == 1
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_services_of_kubernetes_are_no_settings(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A Service called sinew-serve puts these into each pod beside it."""
+    for name, value in {
+        "SINEW_SERVE_SERVICE_HOST": "10.0.0.1",
+        "SINEW_SERVE_SERVICE_PORT_NATIVE": "5555",
+        "SINEW_SERVE_PORT": "tcp://10.0.0.1:5555",
+        "SINEW_SERVE_PORT_5555_TCP_ADDR": "10.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "none.gguf"]) == 1
+    assert "none.gguf" in capsys.readouterr().err

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import threading
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -229,3 +232,34 @@ def test_never_without_a_key(tmp_path):
     assert _is_loopback("::1")
     for address in (None, "", "192.0.2.1", "localhost.evil"):
         assert not _is_loopback(address)
+
+
+def test_the_memory_of_an_exchanged_policy_comes_back():
+    """Also that of the first one, which is frozen out of the search for garbage when a server begins."""
+    from sinew.cli.options import CAMERAS, RUNS
+    from sinew.cli.serve import Bounds
+    from sinew.cli.serve_policy import changer, loader
+    from sinew.serve.lane import Lane
+    from sinew.serve.opening import stand
+    from sinew.serve.service import Service
+    from sinew.serve.supervise import Supervisor
+
+    bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+    options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
+    supervisor, lane, begun = Supervisor(), Lane(), WeakSet()
+    found = stand(loader(bundle, options, 1)(), Bounds(), supervisor, lane, begun)
+    service = Service(found.scheduler, found.spec, found.metadata, safety=found.safety)
+    swapper = changer(bundle, options, 1, Bounds(), None)(service, supervisor, lane, begun)
+    gone = [weakref.ref(found.scheduler.policy)]
+    del found
+    gc.freeze()
+    try:
+        for name in (DEFAULT, "arm", "arm"):
+            swapper.load(name, str(bundle))
+            gone.append(weakref.ref(service.policies.get(name).scheduler.policy))
+        swapper.unload("arm")
+        assert [each() is None for each in gone] == [True, False, True, True]
+        assert list(begun) == [service.policies.get().scheduler]
+    finally:
+        service.policies.get().scheduler.stop()
+        gc.unfreeze()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -287,6 +289,43 @@ def ask(source: str, environment: dict[str, str]) -> subprocess.CompletedProcess
     return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
     )
+
+
+class Ill(http.server.BaseHTTPRequestHandler):
+    """A hub that answers, and cannot."""
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815 - http.server looks it up by name
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+def test_what_is_cached_is_used_while_the_hub_is_ill(
+    tmp_path: Path, smolvla_bundle: Callable[[str], Path]
+) -> None:
+    """Also a bundle of another name than policy.gguf: a robot that has everything boots."""
+    pytest.importorskip("huggingface_hub")
+    repository = tmp_path / "models--lab--arm"
+    (repository / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    shutil.copy(smolvla_bundle("smolvla-2cam"), repository / "snapshots" / ("a" * 40) / "model.gguf")
+    server = http.server.HTTPServer(("127.0.0.1", 0), Ill)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        found = ask("lab/arm", {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_TOKEN": ""})
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert json.loads(found.stdout)["name"] == "smolvla-2cam", found.stderr
+    assert "answers with status 503" in " ".join(found.stderr.split())
 
 
 def test_repositories_of_a_hub(run: Path, tmp_path: Path, smolvla_bundle: Callable[[str], Path]) -> None:
