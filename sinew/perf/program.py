@@ -120,7 +120,7 @@ class Program:
     def plan(self) -> Plan | None:
         if self.prepared is not None:
             return self.prepared
-        if self.like is not None:
+        if self.like is not None and self.like.engine == self.engine:
             return self.like.plan
         return Plan.of(self.model, self.shapes.steps) if self.engine == "plan" else None
 
@@ -131,7 +131,9 @@ class Program:
 
     @cached_property
     def trace(self) -> Trace:
-        return trace(self.model, self.shapes, self.plan) if self.like is None else self.like.trace
+        if self.like is not None and self.like.engine == self.engine:
+            return self.like.trace
+        return trace(self.model, self.shapes, self.plan)
 
     def precision_of(self, call: Call) -> Precision:
         return as_traced(call) if self.precision is None else self.precision[call.stage]
