@@ -58,7 +58,7 @@ def observations(policy: Policy, count: int) -> list[Observation]:
     ]
 
 
-def compare(policy: Policy, count: int = 3) -> float:
+def compare(policy: Policy, count: int = 4) -> float:
     """Return the largest difference between a batch and its members alone, over the largest action."""
     members = [policy.prepare(each) for each in observations(policy, count)]
     first = batch_key(members[0])
