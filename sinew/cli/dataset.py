@@ -77,8 +77,10 @@ def _of_records(records: Path, out: Path, hz: float | None, bundle: Path | None)
     if first is None:
         raise SinewError(f"{records}: no two requests of a session follow each other")
     state, action = ((), ()) if spec is None else (spec.state.names, spec.action.names)
-    writer = DatasetWriter(out, rate, state=state, action=action)
-    with progress.task(f"writing {out}"):
+    with (
+        DatasetWriter(out, rate, state=state, action=action) as writer,
+        progress.task(f"writing {out}"),
+    ):
         writer.add(first)
         for each in found:
             writer.add(each)
@@ -115,8 +117,10 @@ def _of_episodes(
     player.env = recorded = Recorded(player.env, player.adapter)
     won = 0
     try:
-        writer = DatasetWriter(out, player.adapter.control_hz, robot=task.env)
-        with progress.task(f"writing {out}", len(seeds)) as advance:
+        with (
+            DatasetWriter(out, player.adapter.control_hz, robot=task.env) as writer,
+            progress.task(f"writing {out}", len(seeds)) as advance,
+        ):
             for number in seeds:
                 episode = player.play(variant, number)
                 won += episode.success

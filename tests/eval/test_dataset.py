@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -142,6 +143,17 @@ def test_what_cannot_be_written_is_said_before(tmp_path: Path) -> None:
     writer = DatasetWriter(tmp_path / "b", 20)
     with pytest.raises(SinewError, match="no episode"):
         writer.close()
+
+
+def test_a_failure_leaves_whole_episodes_or_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    for complete in (0, 1):
+        with contextlib.suppress(EOFError), DatasetWriter(tmp_path / str(complete), 20) as writer:
+            for _ in range(complete):
+                writer.add(frames(2))
+            raise EOFError
+    assert not (tmp_path / "0").exists()
+    assert json.loads((tmp_path / "1" / "meta" / "info.json").read_text())["total_episodes"] == 1
 
 
 def test_statistics_of_parts_are_those_of_the_whole() -> None:

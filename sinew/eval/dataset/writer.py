@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sinew import progress
 from sinew.core import MissingPackageError, SinewError
 from sinew.eval.dataset.statistics import Statistics
 
@@ -82,6 +83,19 @@ class DatasetWriter:
         self._statistics = Statistics()
         self._frames = self._file = 0
         self._writer: Any = None
+
+    def __enter__(self) -> DatasetWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        """After a failure, leave a whole data set of the episodes that were complete, or nothing."""
+        if kind is None:
+            return
+        if self._episodes:
+            self.close()
+            progress.say(f"{self.out}: holds the {len(self._episodes)} episodes that were complete")
+        else:
+            shutil.rmtree(self.out)
 
     def add(self, frames: Sequence[Frame], success: bool | None = None) -> None:
         """Append an episode. success: None where nobody knows; what the first one has, all have."""

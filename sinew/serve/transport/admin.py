@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from sinew.core import RequestError
+from sinew.core import BundleError, ConvertError, RequestError
 from sinew.serve.service import Service, UnauthorizedError
 from sinew.serve.transport.actions import POLICIES, Handler, read_body
 
@@ -45,7 +45,11 @@ def add(service: Service, guarded: Callable[[Handler], Handler], router: web.Url
             raise RequestError("this server does not exchange its policies")
 
     async def run(change: Callable[..., dict[str, Any]], *given: str) -> web.StreamResponse:
-        return web.json_response(await asyncio.get_running_loop().run_in_executor(None, change, *given))
+        try:
+            done = await asyncio.get_running_loop().run_in_executor(None, change, *given)
+        except (BundleError, ConvertError) as error:  # of what was asked for, not of what stands
+            raise RequestError(str(error)) from None
+        return web.json_response(done)
 
     router.add_get(POLICIES, guarded(listed))
     router.add_put(f"{POLICIES}/{{policy}}", guarded(load))

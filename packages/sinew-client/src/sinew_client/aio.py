@@ -148,7 +148,15 @@ class AsyncClient:
                 if answer is not None and not answer.done():
                     answer.set_result(data)
             else:  # the server could not read which request it refuses
-                self._fail(ClientError(f"{self.address}: a reply without a request id"))
+                self._fail(self._refusal(data))
+
+    def _refusal(self, data: bytes) -> Exception:
+        """Return what the server says of a request that it could not read, or that it says nothing."""
+        try:
+            protocol.decode_reply(data, 0)
+        except ClientError as error:
+            return error
+        return ClientError(f"{self.address}: a reply without a request id")
 
     def _fail(self, error: Exception) -> None:
         for answer in self._waiting.values():
