@@ -7,6 +7,7 @@ meant. Joint limits, speeds and distances are the robot's own business (``sinew_
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 
@@ -54,7 +55,7 @@ class Safety:
             raise SinewError(f"action limits: expected one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
         self._spec, self._recipe = processor.spec, processor.recipe
-        self._state_margin, self._max_age = state_margin, max_age
+        self._state_margin, self.max_age = state_margin, max_age
         self._state_centre, self._state_half = ranges(processor.state_normalizer)
         centre, half = ranges(processor.action_normalizer)
         self._action_low, self._action_high = centre - action_margin * half, centre + action_margin * half
@@ -120,6 +121,23 @@ class Safety:
         actions = np.clip(chunk.actions, low, high).astype(np.float32)
         return replace(chunk, actions=actions, warnings=(*chunk.warnings, f"clamped: {text}"))
 
+    def of_windows(self) -> Safety:
+        """Return the same with one range for all rows, because the rows of a window are not those of a chunk: it
+        begins and ends elsewhere, and its rate may be another one."""
+        if self._action_low.ndim == 1:
+            return self
+        found = copy.copy(self)
+        found.widen()
+        return found
+
+    def widen(self) -> None:
+        """Let all rows have the widest range of any row of a chunk."""
+        rows = self._spec.chunk_size
+        self._action_low = self._action_low[:rows].min(axis=0)
+        self._action_high = self._action_high[:rows].max(axis=0)
+        if self._fixed is not None:
+            self._fixed = self._allowed((rows, self._spec.action.dim))
+
     def _allowed(
         self, shape: tuple[int, int], state: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -148,14 +166,14 @@ class Safety:
 
     def _check_age(self, observation: Observation) -> None:
         """Raise ObservationError for an observation of long ago, or of a clock that goes before this one."""
-        if self._max_age is None:
+        if self.max_age is None:
             return
         taken = _numbers(observation.time)
         if taken is None or taken.ndim:
             return
         age = time.time() - float(taken)
-        if not -self._max_age <= age <= self._max_age:  # NaN too
-            expected = f"Unix seconds of the last {self._max_age:g} s (--max-age)"
+        if not -self.max_age <= age <= self.max_age:  # NaN too
+            expected = f"Unix seconds of the last {self.max_age:g} s (--max-age)"
             when = f"{age:.3f} s ago" if age >= 0 else f"{-age:.3f} s from now; the clocks disagree"
             raise ObservationError("time", expected, when)
 

@@ -45,6 +45,27 @@ def test_ranges_are_those_of_the_statistics(policy):
         assert (np.abs(inside - centre) <= half + 1e-6).all()
 
 
+def test_windows_have_the_widest_limits_of_all_rows(policy):
+    """Statistics per row of a chunk say nothing of row k of a window, and a window may be longer or shorter."""
+    safety, observation = Safety(policy.processor), policy.dummy_observation()
+    assert safety.of_windows() is safety  # as of most policies
+    rows, dim = policy.spec.chunk_size, policy.spec.action.dim
+    safety._action_high = np.full((rows, dim), 1.0)
+    safety._action_high[-1] = 2.0  # the last row may go furthest
+    safety._action_low = -safety._action_high
+    if safety._fixed is not None:
+        safety._fixed = safety._allowed((rows, dim))
+    found = safety.of_windows()
+    lowest, highest = found._allowed((1, dim), safety._state(observation))
+    for count in (1, rows - 3, rows, 2 * rows - 1):
+        inside = np.repeat(highest, count, axis=0).astype(np.float32)
+        found.enforce(ActionChunk(inside), observation)
+        with pytest.raises(UnsafeActionError):
+            found.enforce(ActionChunk(inside + np.float32(0.1)), observation)
+        with pytest.raises(UnsafeActionError):
+            found.enforce(ActionChunk(np.repeat(lowest - 0.1, count, axis=0)), observation)
+
+
 @pytest.mark.parametrize("value", [1e30, -1e30, 1e6])
 def test_states_that_cannot_be_meant_are_refused(policy, value):
     safety = Safety(policy.processor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from sinew.core import SinewError
 from sinew.policy import Policy, load
 from sinew.serve.safety import Safety
 from sinew.serve.transport.listen import Listen
+from sinew.serve.transport.zeromq import KEEPALIVE
 from sinew.serve.wires import streams
 from tests.serve.puppet import desk, lone, until
 
@@ -120,9 +122,17 @@ def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
         link = StreamLink(server.native, RATE)
         until(lambda: link.send([0, 0], 0.0, images={"front": FRAME}, prompt="go"))
         until(lambda: len(server.streams))
+        (peer,) = server.opened["native"]._ledger.open
+        alive = {
+            name: peer.socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name, _ in KEEPALIVE
+            if hasattr(socket, name)
+        }
         link._socket.close(linger=0)
         until(lambda: not len(server.streams))
         link._context.term()
+    # One that lost power or network says nothing: the system finds it.
+    assert alive == {name: value for name, value in KEEPALIVE if name in alive}
 
 
 def test_a_stream_that_is_begun_anew_knows_nothing_of_the_old_one(policy: Policy) -> None:
@@ -248,6 +258,60 @@ def test_windows_that_nobody_reads_are_dropped(policy: Policy) -> None:
         for each in list(asker.requests):  # as the wire does when a connection ends
             each.abandon()
         assert (len(taker), asker.requests) == (0, set())
+
+
+def test_windows_pass_limits_that_are_per_row(policy: Policy) -> None:
+    safety = Safety(policy.processor)
+    safety._action_low, safety._action_high = np.full((6, 1), -1.0), np.linspace(1.0, 6.0, 6)[:, None]
+    safety._fixed = safety._allowed((6, 1))
+    with serving(policy, safety=safety) as made:
+        asker = Asker()
+        assert take(made.streams, asker, message())
+        (robot,) = made.streams._robots.values()
+        state = np.zeros(2, np.float32)
+        for count in (4, 6, 11):
+            robot.window(
+                streams.Window(1, np.full((count, 1), 5.5, np.float32), 0.0, 0.0, run=count, state=state)
+            )
+        assert [len(decode_window(each).rows) for each in asker.sent] == [4, 6, 11]
+        robot.window(streams.Window(1, np.full((4, 1), 6.5, np.float32), 0.0, 0.0, state=state))
+        with pytest.raises(ServerError, match="statistics allow"):
+            decode_window(asker.sent[-1])
+
+
+def test_the_places_of_silent_robots_are_given_away(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_STREAMS", 2)
+    with serving(policy) as made:
+        taker, now = made.streams, [0.0]
+        taker._clock = lambda: now[0]
+        lost, quiet, live, late = Asker(), Asker(), Asker(), Asker()
+
+        def there() -> set[Asker]:
+            return {robot.asker for robot in taker._robots.values()}
+
+        take(taker, lost, message())
+        now[0] = 1.0
+        take(taker, quiet, message())
+        with pytest.raises(SinewError, match="this server takes no more"):
+            take(taker, live, message())  # both have just been heard
+        now[0] = 1.0 + streams.SPARE_S + 0.1
+        assert take(taker, live, message())
+        assert there() == {quiet, live}  # the most silent one alone made room
+        assert lost.requests == set()
+        now[0] += streams.SILENT_S - 1.0
+        assert take(taker, live, message())
+        assert there() == {live}
+        now[0] += streams.SILENT_S + 1.0
+        assert take(taker, late, message())
+        assert there() == {late}
+
+
+def test_a_server_with_max_age_refuses_streams_by_name(policy: Policy) -> None:
+    with (
+        serving(policy, safety=Safety(policy.processor, max_age=1.0)) as made,
+        pytest.raises(SinewError, match="stream: expected a server without --max-age"),
+    ):
+        take(made.streams, Asker(), message())
 
 
 def take(taker: Any, asker: Asker, request: schema.PredictRequest) -> bool:

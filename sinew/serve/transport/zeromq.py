@@ -36,6 +36,11 @@ ACCEPTS = 16  # connections taken at once,
 ACCEPT_PAUSE_S = 0.02  # and then none for so long
 REFUSAL_PAUSE_S = 0.02  # after a refused request nothing is read from its connection; doubled for each
 MAX_PAUSE_S = 1.0  # more in a row, up to this
+KEEPALIVE = (  # a peer that lost power or network is found after 25 silent seconds, and not after two hours
+    ("TCP_KEEPIDLE", 10),
+    ("TCP_KEEPINTVL", 5),
+    ("TCP_KEEPCNT", 3),
+)
 
 
 class ZeroMQWire:
@@ -157,6 +162,9 @@ class ZeroMQWire:
             with contextlib.suppress(OSError):
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in KEEPALIVE:
+                    if hasattr(socket, name):  # not all systems have all three
+                        made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             peer = Peer(self, made, address[0], zmtp.Framing(self._limit), time.monotonic())
             if not self._ledger.admit(peer, time.monotonic()):
                 peer.end()

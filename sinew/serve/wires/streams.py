@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,10 @@ MAX_STREAMS = 8  # of a server; each holds two frames at most
 PER_CONNECTION = 2
 MAX_MESSAGE = 16 << 20  # bytes of one message with its frames
 MAX_UNREAD = 64 << 10  # bytes of windows that a client has not read; beyond, further ones are dropped
+SILENT_S = 10.0  # without a sample a stream ends: its robot lost power or network, and may begin another one
+SPARE_S = (
+    2.0  # and without one for so long it gives its place to another robot; a live one sends at every tick
+)
 STREAM, STREAM_END = 4, 5  # of PredictRequest.Kind
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 
@@ -51,7 +56,8 @@ class Parser(Protocol):
 
 @dataclass(eq=False)
 class Robot:
-    """One stream: where its windows go. ``abandon`` is called when the connection ends."""
+    """One stream: where its windows go. heard: when its last sample came. ``abandon`` is called when the connection
+    ends."""
 
     session: Session
     name: str
@@ -62,6 +68,7 @@ class Robot:
     safety: Safety | None
     parser: Parser
     on_end: Callable[[Robot], None]
+    heard: float
     dropped: int = 0
     size: int = 0  # the connection's account holds nothing for it
     _told: bool = False
@@ -105,10 +112,13 @@ class Robot:
 
 
 class Streams:
-    """The streams of one wire. ``take`` runs on the wire's loop; whatever computes runs on the two loops of streams."""
+    """The streams of one wire. ``take`` runs on the wire's loop; whatever computes runs on the two loops of streams.
 
-    def __init__(self, service: Service, parser: Parser):
-        self._service, self._parser = service, parser
+    clock: seconds, by which a robot that is silent is noticed, at the next message of any robot.
+    """
+
+    def __init__(self, service: Service, parser: Parser, clock: Callable[[], float] = time.monotonic):
+        self._service, self._parser, self._clock = service, parser, clock
         self._robots: dict[tuple[int, str], Robot] = {}
         self._lock = threading.Lock()
         self.loops = Loops(start=service.supervisor.thread)
@@ -135,6 +145,7 @@ class Streams:
         for name in ("noise", "lang_tokens", "state", "previous"):
             if getattr(request, name):
                 raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
+        self._end_silent(SILENT_S)
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         robot = self._robot(asker, envelope, header.session, request)
         if robot.safety is not None:
@@ -143,6 +154,7 @@ class Streams:
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()
         session.push_sample(Sample(state, request.time, delay, arrived, request.request_id))
+        robot.heard = self._clock()
         if request.prompt and request.prompt != session.prompt:
             session.say(request.prompt)
         if pictures:
@@ -179,7 +191,7 @@ class Streams:
         self._service.check_session(name)
         if sum(each.asker is asker for each in self._robots.values()) >= PER_CONNECTION:
             raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
-        if len(self._robots) >= MAX_STREAMS:
+        if len(self._robots) >= MAX_STREAMS and not self._end_silent(SPARE_S, 1):
             raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
         standing = self._service.policies.get(request.policy)
         policy: Any = standing.scheduler.policy
@@ -188,16 +200,34 @@ class Streams:
             raise RequestError(
                 f"stream: expected a policy that computes in this process, got engine {engine}"
             )
+        safety = standing.safety
+        if safety is not None and safety.max_age is not None:
+            raise RequestError(
+                "stream: expected a server without --max-age, which compares Unix times, got one with"
+                f" {safety.max_age:g} s; the moments of a stream are of the robot's clock, and `sinew stream --stale`"
+                " bounds the age of its frames there"
+            )
         session = Session(policy, settings, request.prompt)
         robot = Robot(
-            session, name, request.policy, settings, asker, envelope, standing.safety, self._parser, self._end
-        )
+            session, name, request.policy, settings, asker, envelope,
+            None if safety is None else safety.of_windows(), self._parser, self._end, self._clock(),
+        )  # fmt: skip
         with self._lock:
             self._robots[key] = robot
         asker.requests.add(robot)  # type: ignore[arg-type]  # abandoned with the connection, as requests are
         self.loops.add(session, robot)
         logger.info("a stream of %s begins: %s", asker.address, session.label)
         return robot
+
+    def _end_silent(self, seconds: float, most: int = MAX_STREAMS) -> int:
+        """End the streams without a sample for so long, the most silent first; return how many."""
+        oldest = self._clock() - seconds
+        silent = sorted(
+            (each for each in self._robots.values() if each.heard < oldest), key=lambda r: r.heard
+        )
+        for robot in silent[:most]:
+            self._end(robot)
+        return len(silent[:most])
 
     def _end(self, robot: Robot) -> None:
         with self._lock:
