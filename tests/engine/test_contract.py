@@ -149,12 +149,7 @@ def test_costs_and_trace(model):
 # ----------------------------------------------------------------------------- ONNX Runtime
 
 
-# An export each: the one that sets every field stands for the others; OpenVLA-OFT has the two towers.
-@pytest.mark.parametrize(
-    "model",
-    [name if name == "every field" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
-    indirect=True,
-)
+@pytest.mark.slow  # an export each; families are exported by tests of their own
 def test_onnx_runtime(model, tmp_path: Path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

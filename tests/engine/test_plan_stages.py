@@ -46,6 +46,11 @@ def test_stages_are_the_model(case, rewrites):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "pi0-2cam" else name for name in CASES],
+    indirect=True,
+)
 def test_stages_export_with_any_prompt_length(case):
     """One recorded program serves every prompt: recorded at one length, run at another."""
     policy, g, _, (pixels, camera_mask, tokens, token_mask, state) = case

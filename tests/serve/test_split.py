@@ -26,7 +26,7 @@ def policy(smolvla_bundle) -> Policy:
 
 def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
     padded = {"padded_state_dim": policy.padded_state_dim, "padded_action_dim": policy.padded_action_dim}
-    begun: list[Scheduler] = []
+    begun: set[Scheduler] = set()
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
         contexts.add(at.service, ("fp32", "int8"), Lane(), begun)
@@ -73,10 +73,10 @@ def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
         "sinew.engine.halves.unstreamable", lambda _engine: "expected engine eager or plan, got cuda"
     )
     with desk(policy=policy) as at:
-        begun: list[Scheduler] = []
+        begun: set[Scheduler] = set()
         with pytest.raises(
             SinewError, match="--context bf16: stream: expected engine eager or plan, got cuda"
         ):
             contexts.add(at.service, ("bf16",), Lane(), begun)
         assert at.service.policies.names == ("default",)
-        assert begun[0].join(WAIT_S)
+        assert all(scheduler.join(WAIT_S) for scheduler in begun)
