@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Images = Mapping[str, np.ndarray]
 
-MAX_RATE = 2000.0  # nodes per second
+MIN_RATE, MAX_RATE = 0.1, 2000.0  # nodes per second
 MAX_TIME = 1e9  # seconds of a robot's clock
 AHEAD_S = 0.1  # of a frame before its sample: a robot may read camera and joints in any order
 INTERPOLATIONS = ("linear", "hold")
@@ -49,8 +49,8 @@ class StreamSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.rate) and 0 < self.rate <= MAX_RATE):
-            raise ObservationError("rate", f"nodes per second above 0, at most {MAX_RATE:g}", f"{self.rate}")
+        if not (math.isfinite(self.rate) and MIN_RATE <= self.rate <= MAX_RATE):
+            raise ObservationError("rate", f"nodes per second from {MIN_RATE:g} to {MAX_RATE:g}", f"{self.rate}")
         for name, value, known in (
             ("rtc", self.guidance, GUIDANCE),
             ("interpolation", self.interpolation, INTERPOLATIONS),
