@@ -50,7 +50,9 @@ class StreamSettings:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and MIN_RATE <= self.rate <= MAX_RATE):
-            raise ObservationError("rate", f"nodes per second from {MIN_RATE:g} to {MAX_RATE:g}", f"{self.rate}")
+            raise ObservationError(
+                "rate", f"nodes per second from {MIN_RATE:g} to {MAX_RATE:g}", f"{self.rate}"
+            )
         for name, value, known in (
             ("rtc", self.guidance, GUIDANCE),
             ("interpolation", self.interpolation, INTERPOLATIONS),
