@@ -190,7 +190,7 @@ def test_a_missing_package_names_our_distribution(monkeypatch: pytest.MonkeyPatc
     assert main(["doctor"]) == 1
     assert "needs mujoco: pip install 'sinew-vla[sim]'" in flat(capsys)
     assert "pip install 'sinew-vla[plots]'" in str(MissingPackageError("a figure", "matplotlib"))
-    assert install("yaml") == "pip install --force-reinstall sinew-vla"
+    assert install("gguf") == "pip install --force-reinstall sinew-vla"
 
 
 def test_extras_exist() -> None:

@@ -48,7 +48,7 @@ def test_stages_are_the_model(case, rewrites):
 @torch.no_grad()
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=pytest.mark.slow) if name == "pi0-2cam" else name for name in CASES],
+    [name if name == "smolvla-2cam" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
     indirect=True,
 )
 def test_stages_export_with_any_prompt_length(case):

@@ -508,7 +508,7 @@ def test_gate_rules(tmp_path: Path) -> None:
 @needs_pen
 def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate = tmp_path / "pen.json"
-    options = ("--env", "sinew/Pen-v0", "--replan", 2, "--episodes", 10, "--solver-steps", 4, "--workers", 1)
+    options = ("--env", "sinew/Pen-v0", "--replan", 2, "--episodes", 8, "--solver-steps", 4, "--workers", 1)
     assert evaluate(capsys, PEN, *options, "--record-gate", gate)[0] == 0
     recorded = read_gate(gate)
     assert (recorded.protocol["env"], recorded.protocol["replan"]) == ("sinew/Pen-v0", 2)
@@ -521,7 +521,7 @@ def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "--env: the gate's is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("bundle", "count"), [(BLOCKS, 14), (PEN, 12)], ids=["blocks", "pen"])
+@pytest.mark.parametrize(("bundle", "count"), [(BLOCKS, 12), (PEN, 10)], ids=["blocks", "pen"])
 def test_embedded_policies_pass_their_gates(
     capsys: pytest.CaptureFixture[str], bundle: Path, count: int
 ) -> None:

@@ -133,8 +133,11 @@ def test_actions_match_the_reference(case):
         assert torch.allclose(centres.double(), expected, atol=1e-7, rtol=0)
 
 
-# The exporter takes minutes for VLA-Adapter's 48 layers and for seven tokens in turn.
-EXPORTS = [pytest.param("onnx", name, marks=pytest.mark.slow) for name in ("openvla-ar", "vla-adapter")]
+# The exporter takes a quarter of a minute for two towers, and minutes for 48 layers and for seven tokens in turn.
+EXPORTS = [
+    pytest.param("onnx", name, marks=pytest.mark.slow)
+    for name in ("openvla-oft", "openvla-ar", "vla-adapter")
+]
 
 
 @pytest.mark.proves(engine="*", but=("onnx-bitvla",))
@@ -142,7 +145,7 @@ EXPORTS = [pytest.param("onnx", name, marks=pytest.mark.slow) for name in ("open
 @pytest.mark.parametrize(
     ("engine", "name"),
     [(engine, name) for engine in ENGINES for name in CASES]
-    + [("cpu", "bitvla"), ("onnx", "openvla-oft"), ("onnx", "bitvla"), *EXPORTS],
+    + [("cpu", "bitvla"), ("onnx", "bitvla"), *EXPORTS],
 )
 def test_engines(engine, name, golden, openvla_bundle):
     g = Golden(golden / name)

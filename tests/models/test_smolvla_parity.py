@@ -125,8 +125,9 @@ def test_requested_half_precision_keeps_projections_wide(smolvla_bundle, dtype, 
     model = load(
         smolvla_bundle("smolvla-2cam"), dtype=dtype, engine="eager", allow_missing_cameras=True
     ).engine.model
-    wide = {n.split(".")[0] for n, p in model.named_parameters() if p.dtype == torch.float32}
-    assert wide == set(model.float32_modules)
+    wide = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    # The token table stays as the file has it; its rows are rounded as they are read.
+    assert {n.split(".")[0] for n in wide - {"language.embed_tokens.weight"}} == set(model.float32_modules)
 
 
 def test_seed_is_reproducible_and_reported(smolvla_bundle, golden):

@@ -180,6 +180,7 @@ def test_a_fit_finds_the_machines_factors() -> None:
     assert fitted.band < 0.1
 
 
+@pytest.mark.slow
 def test_a_fit_predicts_what_it_has_not_seen() -> None:
     """Times that scatter by 5 %: another request of the policy lies in the band, another policy within 15 %."""
     fitted = calibration.fit(measured_samples(noise=0.05), SPEEDS)
