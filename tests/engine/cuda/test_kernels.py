@@ -108,11 +108,11 @@ MUTANTS = [
     ("row_norm", "h = rounded.to(tl.float32)", "h = h * 1.0", {}),
     (
         "row_norm",
-        "tl.rsqrt(tl.sum(h * h, axis=0) / C + eps)",
-        "(tl.rsqrt(tl.sum(h * h, axis=0) / C) + eps)",
+        "tl.rsqrt(power / C + eps)",
+        "(tl.rsqrt(power / C) + eps)",
         {"affine": False, "quiet": 1e-4, "branch": False},
     ),
-    ("row_norm", "axis=0) / C + eps", "axis=0) / BLOCK_C + eps", {}),
+    ("row_norm", "power / C + eps", "power / BLOCK_C + eps", {}),
     ("row_norm", "h - tl.sum(h, axis=0) / C, 0.0)", "h, 0.0)", {"kind": "layer"}),
     (
         "row_norm",
