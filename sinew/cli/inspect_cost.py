@@ -1,4 +1,4 @@
-"""What an observation costs, stage by stage, for ``sinew inspect``: the trace that ``sinew perf`` reads."""
+"""Costs of an observation, stage by stage, for ``sinew inspect``: from the trace that ``sinew perf`` reads."""
 
 from __future__ import annotations
 

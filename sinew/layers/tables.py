@@ -14,7 +14,7 @@ from sinew.layers.linear import Embedding
 
 
 class StoredRows:
-    """What tables have in common that keep their stored form: the dtype and device of the rows that they give."""
+    """A table that keeps its stored form, and gives rows of one dtype on one device."""
 
     row_dtype = torch.float32
     row_device = torch.device("cpu")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from sinew.core import ActionChunk, Observation, PolicySpec, SinewError, Timing
+from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
 from sinew.engine.contexts import digest
 from sinew.policy import Policy
 from sinew.serve.lane import Lane
@@ -20,10 +21,15 @@ from sinew.serve.service import Service
 
 
 class ContextPolicy:
-    """policy: the one that stands; asked for each request, for it may be exchanged. form: of the floats that travel."""
+    """policy: the one that stands; asked for each request, for it may be exchanged. form: of the floats that travel.
+
+    digest: of the bundle that stood at first, which robots have been told and have compared with theirs.
+    """
 
     def __init__(self, policy: Callable[[], Policy], form: str):
         self._policy, self.form = policy, form
+        self.digest = digest(policy().bundle.path)
+        self._known = weakref.ref(policy())  # has this digest
 
     @property
     def spec(self) -> PolicySpec:
@@ -39,8 +45,19 @@ class ContextPolicy:
         self.run(self.prepare(self._policy().dummy_observation()))
 
     def prepare(self, observation: Observation) -> tuple[Policy, Any]:
-        """Return the policy that stands, and the prepared observation. Raises ObservationError."""
+        """Return the policy that stands, and the prepared observation.
+
+        Raises ObservationError, and RequestError where another bundle has taken its place: the robots' heads are of
+        the first one.
+        """
         policy = self._policy()
+        if policy is not self._known():
+            if digest(policy.bundle.path) != self.digest:
+                raise RequestError(
+                    f"context.{self.form}: the policy was exchanged for another bundle than the robots have;"
+                    " start the server with that one"
+                )
+            self._known = weakref.ref(policy)
         return policy, policy.prepare(observation)
 
     def run(self, prepared: tuple[Policy, Any], *, cancel: threading.Event | None = None) -> ActionChunk:
@@ -78,8 +95,7 @@ def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Sched
             raise SinewError(f"--context {form}: {error}") from error
         first = service.policies.get()
         about = first.metadata | {
-            "server": first.metadata["server"]
-            | {"context": form, "bundle_digest": digest(standing().bundle.path)}
+            "server": first.metadata["server"] | {"context": form, "bundle_digest": policy.digest}
         }
         service.policies.put(
             f"context.{form}",

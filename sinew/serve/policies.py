@@ -75,7 +75,7 @@ class Policies:
 
     @property
     def several(self) -> bool:
-        """Return whether there is more to say than what stands in the first place."""
+        """Return True if there is more to say than what stands in the first place."""
         return len(self._standing) > 1 or hasattr(self.get().scheduler.policy, "state")
 
     def put(self, name: str, standing: Standing) -> Scheduler | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from sinew_client import Client, ClientError, ServerError
 
-from sinew.core import SinewError
+from sinew.core import RequestError, SinewError
 from sinew.policy import Policy, load
 from sinew.serve import contexts
 from sinew.serve.lane import Lane
@@ -66,6 +70,34 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
         for scheduler in begun:
             scheduler.stop()
             assert scheduler.join(WAIT_S)
+
+
+class OfFile:
+    """A policy of another file."""
+
+    def __init__(self, policy: Policy, path: Path):
+        self.prepare, self.bundle = policy.prepare, SimpleNamespace(path=path)
+
+
+def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
+    """The robot has compared its file with the first one: its head would read another policy's context."""
+    copied, other = tmp_path / "copy.gguf", tmp_path / "other.gguf"
+    shutil.copyfile(policy.bundle.path, copied)
+    data = bytearray(copied.read_bytes())
+    data[-1] ^= 1
+    other.write_bytes(data)
+    stands = [policy]
+    split = contexts.ContextPolicy(lambda: stands[0], "fp32")
+    seen = observations(policy, 1)[0]
+    same, changed = OfFile(policy, copied), OfFile(policy, other)
+    for standing in (policy, same):  # the same bytes elsewhere are the same policy
+        stands[0] = standing
+        assert split.prepare(seen)[0] is standing
+    stands[0] = changed
+    with pytest.raises(RequestError, match="exchanged for another bundle"):
+        split.prepare(seen)
+    stands[0] = policy
+    assert split.prepare(seen)[0] is policy
 
 
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):

@@ -178,7 +178,7 @@ class LeRobotFiles(NvidiaFiles):
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What was chosen in place of the files."""
+        """Return what was chosen in place of the files."""
         return tuple(self.checkpoint.notes)
 
     def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:

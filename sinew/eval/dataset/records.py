@@ -1,4 +1,4 @@
-"""What `sinew serve --record` kept as episodes of a data set: one frame per request."""
+"""Records of `sinew serve --record` as episodes of a data set: one frame per request."""
 
 from __future__ import annotations
 
