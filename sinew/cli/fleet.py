@@ -86,16 +86,7 @@ def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float 
     from sinew.serve.service import Service
 
     first, *others = replicas.start().items()
-    standing = first[1]
-    service = Service(
-        standing.scheduler,
-        standing.spec,
-        standing.metadata,
-        padded_state_dim=standing.padded_state_dim,
-        padded_action_dim=standing.padded_action_dim,
-        api_key=api_key,
-        deadline_ms=deadline_ms,
-    )
+    service = Service.of(first[1], api_key=api_key, deadline_ms=deadline_ms)
     for name, other in others:
         service.policies.put(name, other)
     replicas.bind(service)

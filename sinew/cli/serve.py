@@ -216,18 +216,12 @@ def _load_and_run(
         policy = make()
         lane = Lane()
         standing = stand(policy, bounds, supervisor, lane, begun)
-        service = Service(
-            standing.scheduler,
-            policy.spec,
-            standing.metadata,
-            padded_state_dim=policy.padded_state_dim,
-            padded_action_dim=policy.padded_action_dim,
+        service = Service.of(
+            standing,
             api_key=api_key,
             deadline_ms=deadline_ms,
             recorder=recorder,
-            safety=standing.safety,
             feed=Feed(policy.image_recipe),
-            max_pixels=standing.max_pixels,
         )
         if change is not None:
             service.swapper = change(service, supervisor, lane, begun)

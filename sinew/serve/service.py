@@ -108,6 +108,20 @@ class Service:
         self._started = time.monotonic()
         self._stopping = False
 
+    @classmethod
+    def of(cls, standing: Standing, **options: Any) -> Service:
+        """Return the service whose first policy is ``standing``. options: of the constructor, beside what that says."""
+        return cls(
+            standing.scheduler,
+            standing.spec,
+            standing.metadata,
+            padded_state_dim=standing.padded_state_dim,
+            padded_action_dim=standing.padded_action_dim,
+            max_pixels=standing.max_pixels,
+            safety=standing.safety,
+            **options,
+        )
+
     # ------------------------------------------------------------------------- inference
 
     def submit(self, inference: Inference, on_done: Callable[[Outcome], None]) -> Job:
