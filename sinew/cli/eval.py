@@ -85,7 +85,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
             as in aggregate:average or rtc:guided:exp:5 (docs/control.md).
         stream: PREFIX:HEAD[:GUIDANCE], milliseconds of simulated time that the two loops of a stream take; instead of
-            chunks. guidance of whole chunks: guided, no-jacobian, ramp or none (docs/stream.md).
+            chunks; --latency is then what each window takes on top. guidance of whole chunks: guided, no-jacobian,
+            ramp or none (docs/stream.md).
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ... (docs/control.md).
         future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.

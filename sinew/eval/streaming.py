@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import gymnasium
 
     from sinew.eval.adapters import EnvAdapter
+    from sinew.eval.settings import Latency
     from sinew.policy import Policy
 
 _NUMBER = r"\d+(?:\.\d+)?"
@@ -58,13 +59,16 @@ class Costs:
 
 
 class SimulatedLink:
-    """A stream without a socket whose two loops run in simulated time. ``now``: seconds of it."""
+    """A stream without a socket whose two loops run in simulated time. ``now``: seconds of it.
 
-    def __init__(self, session: Session, costs: Costs, now: Callable[[], float]):
-        self._session, self._costs, self._now = session, costs, now
+    way: seconds that each window is under way beside what the loops take; several may be at once.
+    """
+
+    def __init__(self, session: Session, costs: Costs, now: Callable[[], float], way: float = 0.0):
+        self._session, self._costs, self._now, self._way = session, costs, now, way
         self._slow: tuple[float, Any] | None = None  # when it ends, what it then gives
         self._fast: tuple[float, Any] | None = None
-        self._done: list[StreamWindow] = []
+        self._sent: list[tuple[float, StreamWindow]] = []  # when each arrives, in that order
         self._clock = 0.0
         self.label = session.label
 
@@ -87,14 +91,16 @@ class SimulatedLink:
         return True
 
     def windows(self) -> list[StreamWindow]:
-        self._advance(self._now())
-        found, self._done = self._done, []
+        now = self._now()
+        self._advance(now)
+        found = [window for arrives, window in self._sent if arrives <= now + 1e-9]
+        del self._sent[: len(found)]
         return found
 
     def restart(self) -> None:
         """Let the next sample begin a stream that knows nothing of what was before."""
         self._session, self._slow, self._fast = self._session.anew(), None, None
-        self._done.clear()
+        self._sent.clear()
 
     def _advance(self, until: float) -> None:
         while True:
@@ -106,7 +112,7 @@ class SimulatedLink:
                 self._session.swap(self._slow[1])
                 self._slow = None
             if self._fast is not None and self._fast[0] <= self._clock:
-                self._done.append(self._fast[1])
+                self._sent.append((self._clock + self._way, self._fast[1]))
                 self._fast = None
             self._begin()
         self._clock = until
@@ -162,11 +168,23 @@ class EnvRobot:
             raise Stopped("the episode is over")
 
 
+def way(latency: Latency) -> float:
+    """Return the seconds of a constant latency in milliseconds. Raises SinewError for any other one."""
+    if latency.text != "0" and not (latency.text.endswith("ms") and latency.text[0].isdigit()):
+        raise SinewError(
+            f"latency: expected milliseconds, such as 50ms, beside --stream, got {latency.text!r}"
+        )
+    return latency.milliseconds(1.0) / 1e3
+
+
 def run_stream_episode(
     env: gymnasium.Env, adapter: EnvAdapter, policy: Policy, conduct: Conduct, seed: int, costs: Costs
 ) -> Episode:
-    """Play one episode on a stream. Environments may tell when something happened (``info["stimuli"]``: "image" and
-    "sensor", seconds or None); the episode then has the reaction to it."""
+    """Play one episode on a stream, whose windows take the conduct's latency longer to arrive.
+
+    Environments may tell when something happened (``info["stimuli"]``: "image" and "sensor", seconds or None); the
+    episode then has the reaction to it.
+    """
     begun = time.perf_counter()
     robot = EnvRobot(env, adapter, seed, conduct.reset_options)
     rate, settings = (
@@ -175,7 +193,7 @@ def run_stream_episode(
     )
     session = Session(policy, settings, robot.prompt, clock=lambda: 0.0)
     pace = Pace(1.0 / rate, now=lambda: robot.steps / rate, sleep=lambda _: None)
-    link = SimulatedLink(session, costs, pace.now)
+    link = SimulatedLink(session, costs, pace.now, way(conduct.latency))
     loop = StreamLoop(robot, link, rate, policy.spec.action.dim, robot.prompt, stale=float("inf"), pace=pace)
     try:
         while True:

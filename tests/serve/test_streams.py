@@ -300,10 +300,34 @@ def test_the_places_of_silent_robots_are_given_away(policy: Policy, monkeypatch:
         assert lost.requests == set()
         now[0] += streams.SILENT_S - 1.0
         assert take(taker, live, message())
+        assert taker.end_silent() == 1
         assert there() == {live}
-        now[0] += streams.SILENT_S + 1.0
+        now[0] += streams.SILENT_S
+        assert taker.end_silent() == 1
         assert take(taker, late, message())
         assert there() == {late}
+
+
+def test_a_silent_stream_ends_without_a_message_of_anybody(policy: Policy) -> None:
+    """The wire's loop sleeps until the first stream is due to end, and no longer."""
+    with serving(policy) as server:
+        taker, wire, now = server.streams, server.opened["native"], [0.0]
+        taker._clock = lambda: now[0]
+        assert taker.patience() is None
+        assert wire._patience() is None
+        link = StreamLink(server.native, RATE)
+        until(lambda: link.send([0, 0], 0.0, prompt="go"))
+        until(lambda: len(taker))
+        now[0] = 4.0
+        until(lambda: wire._patience() == streams.SILENT_S - 4.0, "the time that is left")
+        now[0] = streams.SILENT_S
+        assert taker.patience() == 0.0
+        wire.wake(None)  # as the end of that time would
+        until(lambda: not len(taker), "the end of the stream")
+        assert len(taker.loops) == 0
+        until(lambda: link.send([0, 0], 20.0), "the robot again")
+        until(lambda: len(taker))
+        link.close()
 
 
 def test_a_server_with_max_age_refuses_streams_by_name(policy: Policy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -14,9 +15,11 @@ from sinew.cli import main
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.runner import Conduct
-from sinew.eval.streaming import Costs, run_stream_episode
+from sinew.eval.settings import Latency
+from sinew.eval.streaming import Costs, SimulatedLink, run_stream_episode, way
 from sinew.policy import load
 from sinew.sim.egg import CONTROL_HZ, CRUSH, SPEED, STIFFNESS, EggEnv, act
+from sinew.stream import Window
 from train.egg import ROWS, EggTask, drawn_states, out_of_date
 
 BUNDLE = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "egg.gguf"
@@ -100,13 +103,44 @@ def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.Captur
         str(tmp_path),
     ]
     chunks = ["--latency", "27.3ms", "--replan", "1", "--solver-steps", "2"]
-    assert main(["eval", str(BUNDLE), *flags, *chunks, "--compare", "stream=33:2.1"]) == 0
+    assert main(["eval", str(BUNDLE), *flags, *chunks, "--compare", "stream=33:2.1,latency=0"]) == 0
     first, second = json.loads(capsys.readouterr().out.splitlines()[-1])["variants"]
     assert (first["wins"], second["wins"]) == (0, 1)
     assert second["reactions_ms"]["image"]["count"] == 1
     assert "reactions_ms" not in first
     assert main(["eval", str(BUNDLE), *flags, "--stream", "fast"]) == 1
     assert "stream: expected PREFIX:HEAD" in capsys.readouterr().err
+
+
+def test_windows_that_take_longer_to_arrive() -> None:
+    """Several windows are under way at once, in order; a latency that is no number of milliseconds is refused."""
+    ready = iter(range(100))
+
+    class Session:
+        label, prompt, wants = "", "go", False
+
+        def push_sample(self, _sample: Any) -> None:
+            self.wants = True
+
+        def compute(self) -> None:
+            return None
+
+        def run(self) -> Window | None:
+            wants, self.wants = self.wants, False
+            return Window(0, np.zeros((1, 1), np.float32), 0.0, 0.0, run=next(ready)) if wants else None
+
+    now = [0.0]
+    link = SimulatedLink(Session(), Costs(0.0, 0.01), lambda: now[0], way(Latency("50ms")))  # type: ignore[arg-type]
+    arrived = []
+    for tick in range(10):
+        now[0] = 0.02 * tick
+        arrived.append([window.run for window in link.windows()])
+        link.send([0.0], now[0])
+    assert arrived == [[], [], [], [0], [1], [2], [3], [4], [5], [6]]  # 60 ms after its sample each
+    for text in ("3", "uniform:1-4ms", "normal:80,20ms"):
+        with pytest.raises(SinewError, match="^latency: expected milliseconds"):
+            way(Latency(text))
+    assert way(Latency()) == 0.0
 
 
 @pytest.mark.parametrize("text", ["", "33", "33:x", "33:2:nothing", "-1:2", "1:2:3:4"])

@@ -86,6 +86,20 @@ def plot_sweep(report: dict[str, Any], name: str, others: Sequence[str], path: P
     _save(figure, report, path)
 
 
+def lines_over(
+    x: Sequence[float], lines: dict[str, list[dict[str, Any]]], label: str, title: str, path: Path
+) -> None:
+    """Draw success over ``x`` for each name of ``lines``, whose entries have "success" and "interval", to a PNG."""
+    figure, axis = _figure()
+    step = 0.006 * (max(x) - min(x))
+    for index, (name, entries) in enumerate(lines.items()):
+        shift = step * (index - (len(lines) - 1) / 2)  # intervals of two lines should not cover each other
+        _success_line(axis, [each + shift for each in x], entries, index, name)
+    axis.set_xlabel(label)
+    axis.legend(frameon=False, loc="lower left")
+    _write(figure, title, path)
+
+
 def _success_line(
     axis: Any, x: Sequence[float], entries: Sequence[dict[str, Any]], index: int, label: str
 ) -> None:
@@ -145,6 +159,10 @@ def _figure() -> tuple[Any, Any]:
 
 def _save(figure: Any, report: dict[str, Any], path: Path) -> None:
     task, seeds = report["task"], report["seeds"]
-    figure.axes[0].set_title(f"{task['env']}, {seeds['count']} episodes per point", fontsize=10)
+    _write(figure, f"{task['env']}, {seeds['count']} episodes per point", path)
+
+
+def _write(figure: Any, title: str, path: Path) -> None:
+    figure.axes[0].set_title(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})

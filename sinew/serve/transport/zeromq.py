@@ -72,6 +72,7 @@ class ZeroMQWire:
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._woken: deque[Peer] = deque()  # what other threads want the loop to look at
         self._paused: list[tuple[float, int, Peer | None]] = []  # until when; None: the listening socket
+        self._streams: Any = None  # the codec's, which end without a word from their robots
         self._thread: threading.Thread | None = None
         host, port = self._socket.getsockname()[:2]
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
@@ -79,6 +80,7 @@ class ZeroMQWire:
     def start(self, service: Service) -> None:
         self._service = service
         self.codec.bind(service)
+        self._streams = self.codec.streams
         self._exchange = Exchange(self.codec, service, self._limit)
         self._thread = service.supervisor.thread(f"sinew-{self.name}", self._loop)
 
@@ -87,8 +89,8 @@ class ZeroMQWire:
         self.wake(None)
         if self._thread is not None:
             self._thread.join()
-        if getattr(self.codec, "streams", None) is not None:
-            self.codec.streams.stop()
+        if self._streams is not None:
+            self._streams.stop()
         for peer in list(self._ledger.open):
             assert isinstance(peer, Peer)
             self.close(peer, "the server stops")
@@ -108,6 +110,8 @@ class ZeroMQWire:
             if (now := time.monotonic()) - swept > SWEEP_S:
                 swept = now
                 self._ledger.sweep(now)
+            if self._streams is not None:
+                self._streams.end_silent()
         end = time.monotonic() + LINGER_S
         while any(isinstance(each, Peer) and each.unsent for each in self._ledger.open):
             if (left := end - time.monotonic()) <= 0:
@@ -121,6 +125,8 @@ class ZeroMQWire:
             if each.since is not None:
                 times.append(SWEEP_S)
                 break
+        if self._streams is not None and (left := self._streams.patience()) is not None:
+            times.append(left)
         return max(0.0, min(times)) if times else None
 
     def _step(self, timeout_s: float | None) -> None:

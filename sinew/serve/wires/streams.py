@@ -112,9 +112,10 @@ class Robot:
 
 
 class Streams:
-    """The streams of one wire. ``take`` runs on the wire's loop; whatever computes runs on the two loops of streams.
+    """The streams of one wire. ``take``, ``patience`` and ``end_silent`` run on the wire's loop; whatever computes runs
+    on the two loops of streams.
 
-    clock: seconds, by which a robot that is silent is noticed, at the next message of any robot.
+    clock: seconds, by which a robot that is silent is noticed.
     """
 
     def __init__(self, service: Service, parser: Parser, clock: Callable[[], float] = time.monotonic):
@@ -145,7 +146,6 @@ class Streams:
         for name in ("noise", "lang_tokens", "state", "previous"):
             if getattr(request, name):
                 raise ObservationError(name, "nothing in a stream; the state goes into raw_state", "numbers")
-        self._end_silent(SILENT_S)
         state = np.fromiter(request.raw_state, np.float32, len(request.raw_state))
         robot = self._robot(asker, envelope, header.session, request)
         if robot.safety is not None:
@@ -162,6 +162,19 @@ class Streams:
             session.push_frame(partial(self._images, content, header.policy), taken)
         self.loops.wake()
         return True
+
+    def patience(self) -> float | None:
+        """Return the seconds until a stream that stays silent is to end; None where there is no stream."""
+        robots = self._robots.values()
+        return max(0.0, min(r.heard for r in robots) + SILENT_S - self._clock()) if robots else None
+
+    def end_silent(self, seconds: float | None = None, most: int = MAX_STREAMS) -> int:
+        """End the streams without a sample for so long (``SILENT_S``), the most silent first; return how many."""
+        oldest = self._clock() - (SILENT_S if seconds is None else seconds)
+        silent = sorted((r for r in self._robots.values() if r.heard <= oldest), key=lambda r: r.heard)
+        for robot in silent[:most]:
+            self._end(robot)
+        return len(silent[:most])
 
     def stop(self) -> None:
         """End the loops."""
@@ -191,7 +204,7 @@ class Streams:
         self._service.check_session(name)
         if sum(each.asker is asker for each in self._robots.values()) >= PER_CONNECTION:
             raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
-        if len(self._robots) >= MAX_STREAMS and not self._end_silent(SPARE_S, 1):
+        if len(self._robots) >= MAX_STREAMS and not self.end_silent(SPARE_S, 1):
             raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
         standing = self._service.policies.get(request.policy)
         policy: Any = standing.scheduler.policy
@@ -218,16 +231,6 @@ class Streams:
         self.loops.add(session, robot)
         logger.info("a stream of %s begins: %s", asker.address, session.label)
         return robot
-
-    def _end_silent(self, seconds: float, most: int = MAX_STREAMS) -> int:
-        """End the streams without a sample for so long, the most silent first; return how many."""
-        oldest = self._clock() - seconds
-        silent = sorted(
-            (each for each in self._robots.values() if each.heard < oldest), key=lambda r: r.heard
-        )
-        for robot in silent[:most]:
-            self._end(robot)
-        return len(silent[:most])
 
     def _end(self, robot: Robot) -> None:
         with self._lock:
