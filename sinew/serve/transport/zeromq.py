@@ -121,10 +121,8 @@ class ZeroMQWire:
     def _patience(self) -> float | None:
         """Seconds until there is something to do although nobody sends."""
         times = [self._paused[0][0] - time.monotonic()] if self._paused else []
-        for each in self._ledger.open:
-            if each.since is not None:
-                times.append(SWEEP_S)
-                break
+        if any(each.since is not None for each in self._ledger.open):
+            times.append(SWEEP_S)
         if self._streams is not None and (left := self._streams.patience()) is not None:
             times.append(left)
         return max(0.0, min(times)) if times else None
