@@ -97,7 +97,8 @@ def _of_episodes(
     cameras: Cameras,
     runs: Runs,
 ) -> dict[str, Any]:
-    from sinew.cli.eval import default_env, settled
+    from sinew.cli.eval import default_env
+    from sinew.cli.eval_variants import settled
     from sinew.eval.campaign import Player
     from sinew.eval.dataset.episodes import Recorded
     from sinew.eval.dataset.writer import DatasetWriter

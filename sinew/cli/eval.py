@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,16 +19,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 
 from sinew import machine
 from sinew.cli import terminal
+from sinew.cli.eval_variants import settled
+from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.core import MissingPackageError, SinewError
 from sinew.eval import suites
-from sinew.eval.policies import EXPERT, chosen
+from sinew.eval.policies import EXPERT
 from sinew.eval.report import stats
 from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
-from sinew.eval.settings import sweep as parse_sweep
-from sinew.sources import is_server, resolve
+from sinew.sources import is_server
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
@@ -59,6 +61,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     gate: Path | None = None,
     record_gate: Path | None = None,
     out: Path | None = None,
+    rerun: str | None = None,
     workers: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     realtime: Annotated[bool, Parameter(negative="")] = False,
     noise: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
@@ -95,6 +98,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         gate: a gate file; its protocol is run, and success is held against its record.
         record_gate: write the first variant as a gate file.
         out: folder for the log of episodes, report and figures; a run into the same folder continues.
+        rerun: every step for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
+            rerun+http://HOST:9876/proxy. One worker plays. Needs the extra `rerun`.
         workers: processes that play; the number of cores if absent, 1 in real time.
         realtime: pace the environment by the clock and use measured latency.
         noise: a number that enters every noise seed; 0 if absent.
@@ -106,6 +111,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         return _set_up(setup)
     if target is None:
         raise SinewError("expected a bundle file, the address of a server (tcp://host:port), or expert")
+    recording = None if rerun is None else _recording(rerun, workers, realtime, stream)
     if suite is not None and env is not None:
         raise SinewError("--suite and --env: expected one of the two; --env takes a task of a suite as well")
     env = suites.named(suite) if suite is not None else env
@@ -159,7 +165,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
         )
-    asked = _variants(base, sweep or [], compare or [])
+    asked = variants_of(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
     control_hz = _control_hz(task, asked, elsewhere)
     variants = [settled(variant) for variant in asked]
@@ -168,7 +174,12 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
         )
     seeds = range(first, first + count)
-    report = _run(task, control_hz, variants, seeds, workers or _workers(realtime), out, elsewhere)
+    if recording is not None and elsewhere is not None:
+        raise SinewError(
+            "--rerun: this environment asks a server; start `sinew serve --rerun` and give its address"
+        )
+    workers = workers or (1 if realtime or recording else machine.cores().physical)
+    report = _run(task, control_hz, variants, seeds, workers, out, elsewhere, recording)
     failed = held is not None and not _judge(held, report)
     _write(report, out, record_gate)
 
@@ -211,43 +222,6 @@ def _protocol(
     }
 
 
-def _variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> list[Variant]:
-    variants = parse_sweep(base, sweeps)
-    for text in compares:
-        if "=" in text and not Path(text).exists():
-            other = variants[0]
-            for part in text.split(","):
-                key, _, value = part.partition("=")
-                other = other.with_text(key.replace("-", "_"), value)
-        else:
-            other = replaced(variants[0], target=text)
-        if other in variants:
-            raise SinewError(f"--compare {text}: that variant is already there")
-        variants.append(other)
-    return [
-        variant
-        if variant.target == EXPERT or is_server(variant.target)
-        else replaced(variant, target=str(resolve(variant.target)))
-        for variant in variants
-    ]
-
-
-def settled(variant: Variant) -> Variant:
-    """The variant with the engine and device that will run it, so that logs and reports name them."""
-    if "://" in variant.target:
-        device = None if variant.device == "auto" else variant.device
-        flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
-        if any(flags) or variant.allow_missing_cameras:
-            raise SinewError("engine, dtype, device and cameras belong to the server; start it with them")
-        return replaced(variant, device="cpu")
-    if variant.target == EXPERT:
-        return replaced(variant, device="cpu")
-    if variant.stream and variant.engine is None:
-        variant = replaced(variant, engine="plan")  # the fastest that can run its two halves at once
-    choice = chosen(variant)
-    return replaced(variant, engine=choice.engine, device=choice.options.device)
-
-
 def _json_object(flag: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
@@ -287,8 +261,17 @@ def _elsewhere(task: Task, interpreter: Path | None, out: Path | None) -> Foreig
     return foreign.Foreign(python, None if out is None else out / "serve.log")
 
 
-def _workers(realtime: bool) -> int:
-    return 1 if realtime else machine.cores().physical
+def _recording(text: str, workers: int | None, realtime: bool, stream: str | None) -> Path | str:
+    """Return where --rerun goes. Raises :class:`SinewError` for what cannot be recorded from here."""
+    from sinew.serve.rerun_log import target_of
+
+    if workers not in (None, 1):
+        raise SinewError(f"--rerun: expected one worker, which writes the recording, got --workers {workers}")
+    if realtime or stream is not None:
+        raise SinewError(
+            "--rerun would slow down the loop that --realtime and --stream measure; start `sinew serve --rerun` instead"
+        )
+    return target_of(text)
 
 
 # ----------------------------------------------------------------------------- running
@@ -328,6 +311,7 @@ def _run(
     workers: int,
     out: Path | None,
     elsewhere: Foreign | None,
+    recording: Path | str | None = None,
 ) -> dict[str, Any]:
     """The report, with the episodes themselves under "episodes"."""
     try:
@@ -352,8 +336,21 @@ def _run(
             if not errors.is_terminal and count == len(seeds):
                 errors.print(text, markup=False, soft_wrap=True)
 
+        player = None
+        if recording is not None:
+            from sinew.eval.rerun import LoggedPlayer
+
+            labels = {v: v.label(variants) for v in variants} if len(variants) > 1 else {}
+            player = partial(LoggedPlayer, target=recording, labels=labels)
         results = campaign.run(
-            task, variants, seeds, workers=workers, out=out, on_episode=show, elsewhere=elsewhere
+            task,
+            variants,
+            seeds,
+            workers=workers,
+            out=out,
+            on_episode=show,
+            elsewhere=elsewhere,
+            player=player,
         )
     command = shlex.join(["sinew", *sys.argv[1:]])
     report = document(task, control_hz, variants, results, workers=workers, command=command)

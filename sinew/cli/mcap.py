@@ -39,7 +39,7 @@ def rrd(records: Path, out: Path, /, *, bundle: Path | None = None, hz: Rate = N
         hz: control rate: every row of a chunk is shown when it would be executed; the bundle's if absent, and the
             first rows alone where that has none.
     """
-    from sinew.serve.rrd_file import write_rrd
+    from sinew.serve.rerun_records import write_rrd
 
     return _write(write_rrd, records, out, bundle, hz, "entries")
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sinew.policy import Policy
+    from sinew.serve.backlog import Backlog
     from sinew.serve.fleet.remote import RemotePolicy
-    from sinew.serve.recorder import Recorder
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
     from sinew.serve.service import Wire
@@ -92,6 +92,7 @@ def serve(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     record: Path | None = None,
+    rerun: str | None = None,
     access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     dashboard: Literal["auto", "on", "off"] = "auto",
     verbose: Annotated[bool, Parameter(negative="")] = False,
@@ -119,6 +120,8 @@ def serve(
         tls_cert: PEM file; encrypts openpi, http and lerobot.
         tls_key: PEM file.
         record: folder for requests and replies, for `sinew client --replay`.
+        rerun: requests and replies for Rerun's viewer: a file NAME.rrd, or the address of a viewer that is running,
+            rerun+http://HOST:9876/proxy (unencrypted). Needs the extra `rerun`.
         access_log: file for one JSON line per request, or - for standard error.
         dashboard: a page at / of the openpi and http ports; auto: on loopback, or where a key is wanted.
         verbose: log more.
@@ -136,6 +139,11 @@ def serve(
             origins=bounds.allow_origin,
         )
         listen.tls()  # files that do not do are told now
+        viewer = None
+        if rerun is not None:
+            from sinew.serve.rerun_log import target_of
+
+            viewer = target_of(rerun)
         api_key = api_key_of(api_key_file)
         # Elsewhere anybody who reaches the port would see the robot's cameras.
         shown = dashboard == "on" or (dashboard == "auto" and (listen.is_loopback or bool(api_key)))
@@ -162,9 +170,7 @@ def serve(
         try:
             if not listen.is_loopback:
                 warn_of_exposure(host, wires, bool(api_key), tls_cert is not None)
-            from sinew.serve.recorder import Recorder
-
-            recorder = Recorder(record) if record is not None else None
+            recorders = _recorders(record, viewer)
             with process.signals():
                 finished = _load_and_run(
                     process,
@@ -172,12 +178,12 @@ def serve(
                     bounds,
                     api_key,
                     deadline_ms,
-                    recorder,
+                    recorders,
                     change,
                     more,
                     context,
                 )
-            if recorder is not None:
+            for recorder in recorders.values():
                 recorder.close()
         finally:
             process.close()
@@ -191,13 +197,26 @@ def serve(
         return 0 if process.hopeless is None else HOPELESS
 
 
+def _recorders(record: Path | None, viewer: Path | str | None) -> dict[str, Backlog]:
+    """Return what takes requests and answers, by the service's names of them."""
+    from sinew.serve.recorder import Recorder
+    from sinew.serve.rerun_records import RerunRecorder
+
+    found: dict[str, Backlog] = {}
+    if viewer is not None:
+        found["rerun"] = RerunRecorder(viewer)
+    if record is not None:
+        found["recorder"] = Recorder(record)
+    return found
+
+
 def _load_and_run(
     process: Process,
     make: Callable[[], Policy | Replay],
     bounds: Bounds,
     api_key: str,
     deadline_ms: float | None,
-    recorder: Recorder | None,
+    recorders: dict[str, Backlog],
     change: Change | None,
     more: dict[str, str],
     contexts: Sequence[str],
@@ -214,13 +233,15 @@ def _load_and_run(
         addresses = ", ".join(wire.address for wire in process.wires)
         logger.info("listening on %s", addresses)
         policy = make()
+        for recorder in recorders.values():
+            recorder.describe(policy.spec)
         lane = Lane()
         standing = stand(policy, bounds, supervisor, lane, begun)
         service = Service.of(
             standing,
             api_key=api_key,
             deadline_ms=deadline_ms,
-            recorder=recorder,
+            **recorders,
             feed=Feed(policy.image_recipe),
         )
         if change is not None:

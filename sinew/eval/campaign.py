@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,13 +49,14 @@ def run(
     out: Path | None = None,
     on_episode: OnEpisode | None = None,
     elsewhere: Elsewhere | None = None,
+    player: Callable[[Task], Player] | None = None,
 ) -> list[list[Episode]]:
     """Episodes of every variant, in the order of ``seeds``.
 
     out: a folder; finished episodes are appended to its ``episodes.jsonl`` and are not played again.
     workers: 1 plays in this process, more start that many, each with one compute thread.
     on_episode: called for each episode, also for those found in the log.
-    elsewhere: plays instead of this interpreter.
+    elsewhere: plays instead of this interpreter. player: makes what plays in this process, with one worker.
 
     Raises what an episode raises; what was finished before is in the log.
     """
@@ -74,7 +76,10 @@ def run(
                 on_episode(variant, episode)
     file = None if log is None else _open_log(log)
     try:
-        play = _play if elsewhere is None or not todo else elsewhere.play
+        if elsewhere is None or not todo:
+            play: Callable[..., Iterator[tuple[int, Episode]]] = partial(_play, make=player or Player)
+        else:
+            play = elsewhere.play
         for index, episode in play(task, variants, todo, workers):
             done[keys[index], episode.seed] = episode
             if file is not None:
@@ -167,14 +172,18 @@ class Player:
 
 
 def _play(
-    task: Task, variants: Sequence[Variant], todo: Sequence[tuple[int, int]], workers: int
+    task: Task,
+    variants: Sequence[Variant],
+    todo: Sequence[tuple[int, int]],
+    workers: int,
+    make: Callable[[Task], Player],
 ) -> Iterator[tuple[int, Episode]]:
     if not todo:
         return
     env, _ = make_env(task.env, task.adapter, task.env_options)
     env.close()  # what is wrong with it is said once, and here
     if workers == 1:
-        player = Player(task)
+        player = make(task)
         try:
             with one_thread(variants):
                 for index, seed in todo:

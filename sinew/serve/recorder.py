@@ -7,30 +7,19 @@ numpy reads it without pickle.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import threading
-import time
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Full, Queue
 from typing import Any
 
 import numpy as np
 
 from sinew.core import ActionChunk, Observation, SinewError
-from sinew.serve.quiet import Quiet
+from sinew.serve.backlog import Backlog
 
-logger = logging.getLogger(__name__)
-
-BACKLOG = 32  # records that may wait for the disk; beyond, they are dropped and counted
-BACKLOG_BYTES = 256 << 20  # of the frames in them
-CLOSE_S = 5.0  # how long closing waits for the disk
-RETRY_S = 10.0  # after a failure of the disk, until it is tried again
 MAX_NAME = 256  # bytes of a camera's name in a file
 _CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
 _PLAIN = ("prompt", "solver_steps", "session", "time", *_CONTINUATION)
@@ -50,7 +39,7 @@ class Record:
     meta: dict[str, Any]
 
 
-class Recorder:
+class Recorder(Backlog):
     """Writes from a thread of its own; a slow disk costs records, never latency.
 
     limit_bytes: of all files together; recording ends there with a warning. A full disk ends nothing: it is tried
@@ -66,76 +55,12 @@ class Recorder:
         self.directory = directory
         self._left = limit_bytes
         self._number = max(numbers, default=0)
-        self._written = self._dropped = self._failed = 0
-        self._waiting_bytes = 0
-        self._retry_at = 0.0
-        self._quiet = Quiet(logger)
-        self._closing = threading.Event()
-        self._queue: Queue[tuple[Any, ...] | None] = Queue(BACKLOG)
-        self._thread = threading.Thread(target=self._loop, name="sinew-record", daemon=True)
-        self._thread.start()
+        super().__init__("sinew-record", "the disk")
 
-    def put(
-        self, wire: str, session: str, observation: Observation, outcome: ActionChunk | SinewError
-    ) -> None:
-        """Keep one request and its answer. Never blocks."""
-        try:
-            if self._waiting_bytes > BACKLOG_BYTES:
-                raise Full
-            self._queue.put_nowait((time.time(), wire, session, observation, outcome))
-            self._waiting_bytes += _size(observation)
-        except Full:
-            self._dropped += 1
-            self._quiet.warning("the disk is slower than the requests: records are being dropped")
-
-    def stats(self) -> dict[str, int | bool]:
-        """Records written, dropped for lack of time, failed; whether the limit was reached; the thread's life."""
-        return {
-            "written": self._written,
-            "dropped": self._dropped,
-            "failed": self._failed,
-            "full": self._left <= 0,
-            "alive": self._thread.is_alive(),
-        }
-
-    def close(self) -> None:
-        """Write what is there, as far as the disk takes it in a few seconds."""
-        self._closing.set()
-        with contextlib.suppress(Full):  # the loop looks at the flag as well
-            self._queue.put_nowait(None)
-        self._thread.join(CLOSE_S)
-        if self._dropped or self._failed:
-            logger.warning("%d records were dropped and %d failed", self._dropped, self._failed)
-
-    def _loop(self) -> None:
-        while True:
-            try:
-                entry = self._queue.get(timeout=0.5)
-            except Empty:
-                if self._closing.is_set():
-                    return
-                continue
-            if entry is None:
-                return
-            self._waiting_bytes -= _size(entry[3])
-            if self._left <= 0:
-                continue
-            if time.monotonic() < self._retry_at:
-                self._failed += 1
-                continue
-            try:
-                self._write(*entry)
-                self._written += 1
-            except OSError as error:  # the disk is full, or gone
-                self._failed += 1
-                self._retry_at = time.monotonic() + RETRY_S
-                self._quiet.warning("a record could not be written: %s", error)
-            except Exception as error:  # noqa: BLE001 - what a client sent must not end recording
-                self._failed += 1
-                self._quiet.error("a record could not be made", error)
-            if self._left <= 0:
-                logger.warning("recording has ended: the limit is reached")
-            del entry
+    @property
+    def full(self) -> bool:
+        """Return whether the limit is reached."""
+        return self._left <= 0
 
     def _write(
         self,
@@ -186,10 +111,6 @@ class Recorder:
             if not path.exists():
                 return part, path
             part.unlink()
-
-
-def _size(observation: Observation) -> int:
-    return sum(np.asarray(frame).nbytes for frame in observation.images.values())
 
 
 def read_records(directory: Path) -> Iterator[Record]:

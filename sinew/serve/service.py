@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
+from sinew.serve.backlog import Backlog
 from sinew.serve.dashboard.feed import Feed
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import DEFAULT, Policies, Standing
 from sinew.serve.quiet import Quiet
-from sinew.serve.recorder import Recorder
 from sinew.serve.request import Check, Job, Outcome, ShuttingDownError
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -76,7 +76,7 @@ class Service:
     scheduler, spec, metadata, padded_state_dim, padded_action_dim, max_pixels, safety: of the first policy, as of
     :class:`Standing`. More are put into ``policies``.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
-    feed: what the dashboard shows, of the first policy.
+    recorder, rerun: take what was asked and answered. feed: what the dashboard shows, of the first policy.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class Service:
         padded_action_dim: int = 0,
         api_key: str = "",
         deadline_ms: float | None = None,
-        recorder: Recorder | None = None,
+        recorder: Backlog | None = None,
+        rerun: Backlog | None = None,
         max_pixels: int | None = None,
         safety: Safety | None = None,
         feed: Feed | None = None,
@@ -104,7 +105,7 @@ class Service:
         self.feed = feed or Feed()
         self._quiet: dict[str, Quiet] = {}
         self._api_key = api_key
-        self._recorder = recorder
+        self._records = {n: r for n, r in (("recorder", recorder), ("rerun", rerun)) if r is not None}
         self._started = time.monotonic()
         self._stopping = False
 
@@ -177,8 +178,8 @@ class Service:
         def done(outcome: Outcome) -> None:
             outcome = _safe(standing.safety, outcome, seen, warnings)
             self._account(inference, outcome, deadline, seen)
-            if self._recorder is not None and seen:
-                self._recorder.put(inference.wire, inference.session, seen[0], outcome)
+            for record in self._records.values() if seen else ():
+                record.put(inference.wire, inference.session, seen[0], outcome)
             on_done(outcome)
 
         return decode, done
@@ -262,7 +263,7 @@ class Service:
             "uptime_s": round(time.monotonic() - self._started, 3),
             **self.policies.stats(),
             **({"policies": self.policies.describe()} if self.policies.several else {}),
-            **({} if self._recorder is None else {"recorder": self._recorder.stats()}),
+            **{name: record.stats() for name, record in self._records.items()},
         }
 
     def problems(self) -> list[str]:

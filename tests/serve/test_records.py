@@ -15,7 +15,8 @@ from sinew_client import Client, ServerError
 
 from sinew.core import Observation, SinewError
 from sinew.policy import Policy, load
-from sinew.serve.recorder import BACKLOG, Recorder, read_record, read_records
+from sinew.serve.backlog import BACKLOG
+from sinew.serve.recorder import Recorder, read_record, read_records
 from tests.serve.groot_client import PolicyClient
 from tests.serve.test_server import CASE, FRAME, GOOD, START_S, free_port, serving
 

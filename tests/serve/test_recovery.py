@@ -149,7 +149,7 @@ def test_two_recorders_share_a_folder(tmp_path):
 
 
 def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinew.serve.recorder.RETRY_S", 0.0)
+    monkeypatch.setattr("sinew.serve.backlog.RETRY_S", 0.0)
     recorder = Recorder(tmp_path)
     real, full = np.savez, [True]
 
@@ -171,7 +171,7 @@ def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinew.serve.recorder.CLOSE_S", 0.2)
+    monkeypatch.setattr("sinew.serve.backlog.CLOSE_S", 0.2)
     hanging = threading.Event()
     monkeypatch.setattr("sinew.serve.recorder.np.savez", lambda *_a, **_k: hanging.wait(WAIT_S))
     recorder = Recorder(tmp_path)

@@ -1,0 +1,225 @@
+"""What policies saw and did as entities of Rerun: written into a file, or sent to a viewer that is running."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from sinew.core import MissingPackageError, SinewError
+
+JPEG_QUALITY = 85  # of pictures; Rerun stores raw pixels otherwise, megabytes each
+REACH_S = 1.0  # to a viewer. It is looked for first: Rerun would keep everything in memory until one is there
+SEND_S = 5.0  # until a viewer has taken what was logged
+SCHEMES = ("rerun", "rerun+http", "rerun+https")
+
+
+def target_of(text: str) -> Path | str:
+    """Return where a recording goes: a path that ends in .rrd, or the address of a running viewer.
+
+    Raises :class:`SinewError` for anything else, and for a file that is there already; :class:`MissingPackageError`
+    without rerun-sdk.
+    """
+    _package()
+    if "://" not in text:
+        path = Path(text)
+        if path.suffix != ".rrd":
+            raise SinewError(_expected(text))
+        if path.exists():
+            raise SinewError(f"{path}: is there already")
+        return path
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in SCHEMES and parts.hostname and parts.port and parts.path == "/proxy"
+    except ValueError:  # a port that is none
+        good = False
+    if not good:
+        raise SinewError(_expected(text))
+    return text
+
+
+def _package() -> Any:
+    try:
+        import rerun
+    except ImportError:
+        raise MissingPackageError("a Rerun recording", "rerun") from None
+    return rerun
+
+
+def _expected(text: str) -> str:
+    return (
+        "rerun: expected a file NAME.rrd, or the address of a running viewer, rerun+http://HOST:9876/proxy,"
+        f" got {text!r}"
+    )
+
+
+class RerunLog:
+    """A Rerun recording. One thread writes it.
+
+    target: of :func:`target_of`. simulated: times are seconds since the recording's beginning, on the timeline
+    ``time``, instead of seconds since the epoch, on ``wall``. ``counts``: entries by entity.
+
+    Raises :class:`MissingPackageError` without rerun-sdk, :class:`SinewError` where the file cannot be made or no
+    viewer answers.
+    """
+
+    def __init__(self, target: Path | str, *, simulated: bool = False):
+        self._rerun = _package()
+        self._stream: Any = None
+        self._id = uuid.uuid4()  # a viewer that was restarted shows one recording, not two
+        self._simulated = simulated
+        self.target = target
+        self.counts: dict[str, int] = {}
+        if isinstance(target, Path) and target.exists():
+            raise SinewError(f"{target}: is there already")
+        try:
+            self._open()
+        except OSError as error:
+            raise SinewError(
+                f"rerun: {error}; start a viewer there with `rerun`, or give a file NAME.rrd"
+                if self.live
+                else f"{target}: {error.strerror or error}"
+            ) from error
+
+    @property
+    def live(self) -> bool:
+        """Return whether a viewer is being sent to."""
+        return not isinstance(self.target, Path)
+
+    # ------------------------------------------------------------------------- entries
+
+    def at(self, seconds: float, **numbers: int) -> None:
+        """Set the time of what is logged next, and further timelines by name. Raises OSError without a viewer."""
+        self._open()
+        if self._simulated:
+            self._stream.set_time("time", duration=seconds)
+        else:
+            self._stream.set_time("wall", timestamp=seconds)
+        for name, number in numbers.items():
+            self._stream.set_time(name, sequence=number)
+
+    def pictures(self, root: Sequence[str], images: Mapping[str, Any]) -> None:
+        """Log frames, uint8 or float in [0, 1], [h, w, 3], as ``camera/NAME``."""
+        for name, frame in images.items():
+            picture = self._rerun.Image(_pixels(np.asarray(frame))).compress(JPEG_QUALITY)
+            self._log([*root, "camera", name], picture)
+
+    def values(self, root: Sequence[str], kind: str, names: Sequence[str], values: Any) -> None:
+        """Log a vector as one number per name, ``KIND/NAME``; numbered where the names do not fit it."""
+        vector = np.asarray(values, np.float64).reshape(-1)
+        for name, value in zip(_names(names, len(vector)), vector, strict=True):
+            self._log([*root, kind, name], self._rerun.Scalars(float(value)))
+
+    def rows(
+        self, root: Sequence[str], kind: str, names: Sequence[str], times: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Log a matrix [n, D] at times [n], as ``KIND/NAME``."""
+        if not len(times):
+            return
+        self._open()
+        column = (
+            self._rerun.TimeColumn("time", duration=times)
+            if self._simulated
+            else self._rerun.TimeColumn("wall", timestamp=times)
+        )
+        for name, values in zip(_names(names, rows.shape[1]), rows.T, strict=True):
+            entity = [*root, kind, name]
+            self._stream.send_columns(
+                self._rerun.new_entity_path(entity),
+                indexes=[column],
+                columns=self._rerun.Scalars.columns(scalars=values.astype(np.float64)),
+            )
+            self._count(entity, len(times))
+
+    def number(self, root: Sequence[str], entity: str, value: float) -> None:
+        """Log one number."""
+        self._log([*root, entity], self._rerun.Scalars(float(value)))
+
+    def text(self, root: Sequence[str], entity: str, text: str, level: str = "INFO") -> None:
+        """Log a line of text."""
+        self._log([*root, entity], self._rerun.TextLog(text, level=level))
+
+    def arrange(self, root: Sequence[str], cameras: Iterable[str], plots: Iterable[str]) -> None:
+        """Ask the viewer for pictures at the left and a plot of each kind at the right, until a person rearranges."""
+        import rerun.blueprint as layout
+
+        path = self._rerun.new_entity_path
+        pictures = [layout.Spatial2DView(origin=path([*root, "camera", name]), name=name) for name in cameras]
+        curves = [layout.TimeSeriesView(origin=path([*root, kind]), name=kind) for kind in plots]
+        self._stream.send_blueprint(
+            layout.Blueprint(
+                layout.Horizontal(layout.Vertical(*pictures), layout.Vertical(*curves), column_shares=[2, 3])
+            )
+        )
+
+    # ------------------------------------------------------------------------- the stream
+
+    def send(self) -> None:
+        """Wait until a viewer has taken what was logged. Raises OSError where it does not; files are written anyway."""
+        if not self.live or self._stream is None:
+            return
+        try:
+            self._stream.flush(timeout_sec=SEND_S)
+        except Exception as error:  # Rerun raises what its bindings raise
+            self._stream = None
+            raise OSError(f"the viewer at {self.target} takes nothing ({error})") from error
+
+    def close(self) -> None:
+        """Write what is there and end the recording."""
+        if self._stream is not None:
+            self._stream.disconnect()
+        self._stream = None
+
+    def abandon(self) -> None:
+        """Let the process end although a viewer that has stopped reading holds up the recording's end."""
+        self._rerun.unregister_shutdown()
+
+    def discard(self) -> None:
+        """End the recording and remove its file."""
+        self.close()
+        if isinstance(self.target, Path):
+            self.target.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        """Begin the stream, or begin it again at a viewer that had gone. Raises OSError."""
+        if self._stream is not None:
+            return
+        if not isinstance(self.target, Path):
+            parts = urlsplit(self.target)
+            try:
+                socket.create_connection((parts.hostname or "", parts.port or 0), REACH_S).close()
+            except OSError as error:
+                raise OSError(
+                    f"no viewer answers at {parts.hostname}:{parts.port} ({error.strerror or error})"
+                ) from None
+        stream = self._rerun.RecordingStream("sinew", recording_id=self._id)
+        if not stream.is_enabled():
+            raise SinewError("rerun: RERUN in the environment says that nothing is recorded")
+        if isinstance(self.target, Path):
+            self.target.open("xb").close()  # Rerun's own words for a folder that is not there are no help
+            stream.save(self.target)
+        else:
+            stream.connect_grpc(self.target)
+        self._stream = stream
+
+    def _log(self, entity: Sequence[str], what: Any) -> None:
+        self._stream.log(list(entity), what)
+        self._count(entity, 1)
+
+    def _count(self, entity: Sequence[str], many: int) -> None:
+        name = "/".join(entity)
+        self.counts[name] = self.counts.get(name, 0) + many
+
+
+def _pixels(frame: np.ndarray) -> np.ndarray:
+    """Return uint8 [h, w, 3]; floats are in [0, 1]."""
+    return frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
+
+
+def _names(names: Sequence[str], size: int) -> Sequence[str]:
+    return names if len(names) == size else [str(index) for index in range(size)]

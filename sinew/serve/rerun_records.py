@@ -1,0 +1,165 @@
+"""A server's requests and answers for Rerun's viewer: from records, or while they happen (``sinew serve --rerun``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from sinew.core import ActionChunk, Observation, PolicySpec, SinewError, VectorSpec
+from sinew.serve.backlog import Backlog
+from sinew.serve.recorder import Record
+from sinew.serve.rerun_log import RerunLog
+
+MAX_SESSIONS = 16  # that have entities of their own; further ones share theirs
+OTHERS = "others"
+
+
+class Answers:
+    """Requests and answers on a Rerun log.
+
+    ``camera/NAME`` are pictures, ``state/JOINT`` and ``action/JOINT`` numbers over time, ``latency_ms``, ``prompt`` and
+    ``error`` texts. Timelines: ``wall``, seconds of the server's clock, and ``answer``, the number of the request. With
+    ``hz`` the rows of a chunk stand where they would be executed, up to the next answer of their session; else the
+    first row alone. The first session has these entities, any other has them under ``session/NAME``.
+    """
+
+    def __init__(
+        self,
+        log: RerunLog,
+        *,
+        hz: float | None = None,
+        state: VectorSpec | None = None,
+        action: VectorSpec | None = None,
+    ):
+        self._log = log
+        self._hz = hz
+        self._state = () if state is None else tuple(state.names)
+        self._action = () if action is None else tuple(action.names)
+        self._number = 0
+        self._roots: dict[str, tuple[str, ...]] = {}
+        self._running: dict[tuple[str, ...], tuple[float, np.ndarray]] = {}  # the last chunk, and its time
+
+    def add(
+        self,
+        when: float,
+        session: str,
+        observation: Observation,
+        actions: np.ndarray | None,
+        error: str = "",
+        total_ms: float | None = None,
+    ) -> None:
+        """Log one request and its answer. when: seconds since the epoch. Raises OSError without a viewer."""
+        log, root = self._log, self._root(session)
+        log.at(when, answer=self._number)
+        if not self._number:
+            log.arrange(root, observation.images, ("action", "state", "latency_ms"))
+        self._number += 1
+        log.pictures(root, observation.images)
+        log.values(root, "state", self._state, observation.state)
+        log.text(root, "prompt", str(observation.prompt))
+        if error:
+            log.text(root, "error", error, level="ERROR")
+        if total_ms is not None:
+            log.number(root, "latency_ms", total_ms)
+        if actions is not None and len(actions):
+            self._finish(root, when)
+            log.values(root, "action", self._action, actions[0])
+            self._running[root] = when, actions
+
+    def end(self) -> None:
+        """Log what is left of the last chunks."""
+        for root in list(self._running):
+            self._finish(root, np.inf)
+
+    def _finish(self, root: tuple[str, ...], now: float) -> None:
+        """Log the rows of a session's last chunk that were due before ``now``."""
+        begun, actions = self._running.pop(root, (now, np.zeros((0, 0))))
+        if self._hz is None:
+            return
+        times = begun + np.arange(len(actions)) / self._hz
+        due = (times < now) & (times > begun)  # its first row is there
+        self._log.rows(root, "action", self._action, times[due], actions[due])
+
+    def _root(self, session: str) -> tuple[str, ...]:
+        if session not in self._roots and len(self._roots) >= MAX_SESSIONS:
+            return ("session", OTHERS)
+        return self._roots.setdefault(session, ("session", session or "none") if self._roots else ())
+
+
+def write_rrd(
+    records: Iterable[Record],
+    out: Path,
+    *,
+    hz: float | None = None,
+    state: VectorSpec | None = None,
+    action: VectorSpec | None = None,
+) -> dict[str, int]:
+    """Write records to a Rerun recording and return how many entries each entity has.
+
+    state, action: names of joints. hz, entities and timelines: as of :class:`Answers`. Raises
+    :class:`MissingPackageError` without rerun-sdk, :class:`SinewError` for a file that is there already.
+    """
+    log = RerunLog(out)
+    try:
+        answers = Answers(log, hz=hz, state=state, action=action)
+        for record in records:
+            answers.add(
+                float(record.meta["recorded"]),
+                str(record.meta.get("session") or ""),
+                record.observation,
+                record.actions,
+                record.error,
+                record.meta.get("total_ms"),
+            )
+        answers.end()
+    except BaseException:
+        log.discard()
+        raise
+    log.close()
+    return log.counts
+
+
+class RerunRecorder(Backlog):
+    """Writes to a file or a viewer from a thread of its own; a slow viewer costs records, never latency.
+
+    target: of :func:`sinew.serve.rerun_log.target_of`. A viewer that goes away is looked for every ten seconds.
+    Raises as :class:`RerunLog` does.
+    """
+
+    def __init__(self, target: Path | str):
+        self.log = RerunLog(target)
+        self._answers = Answers(self.log)
+        super().__init__("sinew-rerun", "the viewer" if self.log.live else "the disk")
+
+    def describe(self, spec: PolicySpec) -> None:
+        """Tell names of joints and the control rate, before the first request."""
+        self._answers = Answers(self.log, hz=spec.control_hz, state=spec.state, action=spec.action)
+
+    def close(self) -> None:
+        """Send what is there, as far as it is taken in a few seconds."""
+        super().close()
+        if self._thread.is_alive():
+            self.log.abandon()
+
+    def _write(
+        self,
+        when: float,
+        wire: str,
+        session: str,
+        observation: Observation,
+        outcome: ActionChunk | SinewError,
+    ) -> None:
+        name = session or observation.session
+        if isinstance(outcome, SinewError):
+            self._answers.add(when, name, observation, None, f"[{outcome.code}] {outcome}")
+        else:
+            self._answers.add(when, name, observation, outcome.actions, "", outcome.timing.total_ms)
+        self.log.send()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):  # a viewer that has gone
+            self._answers.end()
+        self.log.close()
