@@ -22,6 +22,7 @@ from PIL import Image
 from sinew import __version__
 from sinew.cli import GROUPS, VERBS, function_of, main
 from sinew.eval.report.stats import summarize
+from tests import processes
 
 SCRIPT = Path(sys.executable).parent / "sinew"
 STATE = "-0.1,0.2,0,0,0,1"
@@ -29,14 +30,11 @@ STATE = "-0.1,0.2,0,0,0,1"
 
 def sinew(*arguments: object, script: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run one command in its own process, wide enough that no line is broken."""
-    start = [str(SCRIPT)] if script else [sys.executable, "-m", "sinew"]
-    return subprocess.run(
-        [*start, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
+    environment = {**os.environ, "COLUMNS": "200", **environment}
+    if script:
+        command = [SCRIPT, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return processes.run([sys.executable, "-m", "sinew", *arguments], env=environment)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from sinew_client.control.robots import Dry, LeRobotArm
 
 from sinew.cli import main
 from sinew.cli.run_view import Keys, View
+from tests import processes
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
 PLAIN = ("--hz", "20", "--deadline", "60", "--prompt", "put the red block into the left bin")
@@ -147,7 +147,7 @@ def test_with_a_keyboard_it_starts_paused_and_q_ends_it(tmp_path: Path) -> None:
     journal = tmp_path / "run.jsonl"
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--record", str(journal)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    with processes.Process(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         try:
             _read_until(ours, b"paused")
@@ -172,7 +172,9 @@ def test_the_robot_holds_when_nobody_could_stop_it(tmp_path: Path, end: str) -> 
     command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--record", str(journal), "--go"]
     with (
         (tmp_path / "out").open("wb") as out,
-        subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=out, start_new_session=True) as process,
+        processes.Process(
+            command, stdin=theirs, stdout=theirs, stderr=out, start_new_session=True
+        ) as process,
     ):
         os.close(theirs)
         try:
@@ -192,7 +194,7 @@ def test_the_robot_holds_when_nobody_could_stop_it(tmp_path: Path, end: str) -> 
         assert "cadence" in (tmp_path / "out").read_text()
 
 
-def _drain(terminal: int, process: subprocess.Popen) -> bytes:
+def _drain(terminal: int, process: processes.Process) -> bytes:
     """Return what is drawn until the process ends; a terminal that nobody reads would block it. Closes the terminal."""
     seen, limit, ended = b"", time.monotonic() + 60, False
     while not ended:

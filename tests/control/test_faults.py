@@ -24,6 +24,7 @@ from sinew_client import Client
 from sinew_client.control import Command, Loop, Outcome, Settings
 from sinew_client.control.robots import Dry
 
+from tests import processes
 from tests.control.puppet import Proxy, Puppet
 from tests.control.test_loop import Scripted, loop_of
 
@@ -136,10 +137,10 @@ class Run:
 
 
 @contextmanager
-def server(port: int, log: Path) -> Iterator[subprocess.Popen[str]]:
+def server(port: int, log: Path) -> Iterator[processes.Process]:
     command = [sys.executable, "-m", "sinew", "serve", str(BLOCKS), "--wire", f"native:{port}"]
     with log.open("a") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = processes.Process(command, stdout=subprocess.PIPE, stderr=errors)
         try:
             assert process.stdout is not None
             while not (line := process.stdout.readline()).startswith("ready on"):
@@ -243,8 +244,8 @@ def test_a_controller_that_was_stopped_itself_executes_nothing_stale(tmp_path: P
         )
         root = str(Path(__file__).parents[2])
         command = [sys.executable, "-c", code, str(puppet.port), root]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": root}
-        with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with processes.Process(command, cwd=root, **pipes) as process:
             try:
                 assert process.stdout.readline().strip() == "moves"
                 process.send_signal(signal.SIGSTOP)

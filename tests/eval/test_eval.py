@@ -29,6 +29,7 @@ from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
 from sinew.eval.runner import Conduct, chunk_seed, run_episode  # noqa: E402
 from sinew.eval.server import serving  # noqa: E402
 from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
+from tests import processes  # noqa: E402
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
 BLOCKS, PEN = PACKAGE / "assets" / "blocks.gguf", PACKAGE / "assets" / "pen.gguf"
@@ -375,7 +376,7 @@ def test_killed_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         str(tmp_path),
     ]
     log = tmp_path / campaign.LOG
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with processes.Process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not log.is_file() or log.read_bytes().count(b"\n") < 6:
             assert process.poll() is None

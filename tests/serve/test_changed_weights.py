@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ from sinew_client import Client, ConnectionLost, ServerError
 from sinew.bundle import Bundle
 from sinew.core import BundleError
 from sinew.policy import load
+from tests import processes
 from tests.serve.test_server import GOOD, serving
 
 
@@ -108,10 +108,8 @@ def test_a_file_that_is_truncated_during_an_inference(bundle, tmp_path):
             assert isinstance(error, ConnectionLost)
             assert server.process.wait(60) == -signal.SIGBUS
             assert "Bus error" in server.log.read_text()
-    again = subprocess.run(
+    again = processes.run(
         [sys.executable, "-m", "sinew", "serve", bundle, *map(str, arguments)],
-        capture_output=True,
-        text=True,
         timeout=60,
     )
     assert again.returncode == 1

@@ -32,6 +32,7 @@ from websockets.sync.client import connect as websocket
 
 from sinew.serve.supervise import RESTARTS, RESTARTS_S
 from sinew.serve.transport import zmtp
+from tests import processes
 from tests.serve.puppet import (
     FRAME,
     GOOD,
@@ -445,9 +446,7 @@ def test_signals_that_end_a_server(tmp_path):
 
 def test_standard_output_and_error_that_nobody_reads():
     command = [sys.executable, "-u", "-m", "sinew", "serve", PEN, "--wire", "native:0", "--threads", "1"]
-    with subprocess.Popen(
-        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with processes.Process([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         address = process.stdout.readline().split()[-1]

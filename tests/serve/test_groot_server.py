@@ -16,6 +16,7 @@ import pytest
 
 from sinew.policy import load
 from sinew.serve.recorder import read_records
+from tests import processes
 from tests.serve import groot_client
 from tests.serve.test_server import CASE, START_S, serving
 
@@ -175,8 +176,6 @@ def test_the_printed_program_runs(bundle, tmp_path):
         assert server.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(server.process.stdout.readline, "\n")))
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=START_S, env=environment
-        )
+        done = processes.run([sys.executable, "-c", program], timeout=START_S, env=environment)
         assert done.returncode == 0, done.stderr
         assert "actions" in done.stdout

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from sinew_client import Client
 
+from tests import processes
 from tests.serve.test_lerobot_wire import CLIENTS, ROOT, lerobot_client
 from tests.serve.test_server import serving
 
@@ -123,10 +124,10 @@ def test_lerobots_evaluation_plays_our_task(plugin: Path, tmp_path: Path) -> Non
                 "the clients' environment is older than packages/clients.txt; `make clients` renews it"
             )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        ours = subprocess.run(
+        ours = processes.run(
             [sys.executable, "-m", "sinew", "eval", server.address, "--env", "sinew/Blocks-v0", "--episodes", "10",
              "--replan", "8", "--json", "--workers", "1"],
-            capture_output=True, text=True, check=True, timeout=280,
+            check=True, timeout=280,
         )  # fmt: skip
     theirs = json.loads((tmp_path / "lerobot" / "eval_info.json").read_text())["overall"]["pc_success"]
     assert abs(theirs - 100 * json.loads(ours.stdout)["variants"][0]["success"]) <= 10

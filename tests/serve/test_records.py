@@ -17,6 +17,7 @@ from sinew.core import Observation, SinewError
 from sinew.policy import Policy, load
 from sinew.serve.backlog import BACKLOG
 from sinew.serve.recorder import Recorder, read_record, read_records
+from tests import processes
 from tests.serve.groot_client import PolicyClient
 from tests.serve.test_server import CASE, FRAME, GOOD, START_S, free_port, serving
 
@@ -107,7 +108,7 @@ def test_files_that_are_no_records(tmp_path):
 
 def sinew(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "sinew", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+    return processes.run(command, timeout=START_S)
 
 
 def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):

@@ -26,6 +26,7 @@ from sinew.core import ActionChunk, BusyError, CancelledError, Observation, Sine
 from sinew.policy import load
 from sinew.serve.request import ShuttingDownError
 from sinew.serve.scheduler import Scheduler
+from tests import processes
 from tests.golden import Golden, assert_parity
 
 CASE = "smolvla-2cam"
@@ -43,11 +44,10 @@ class ServerProcess:
     ):
         self.log = directory / f"server-{time.monotonic_ns()}.log"
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = processes.Process(
                 [sys.executable, *command, *map(str, arguments)],
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
             )
         line = self.line = self.process.stdout.readline()
         assert line.startswith("ready on "), f"{line!r} {self.log.read_text()}"
@@ -413,7 +413,7 @@ def test_missing_bundle_and_foreign_address(bundle, tmp_path):
         ),
     ):
         command = [sys.executable, "-m", "sinew", "serve", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+        done = processes.run(command, timeout=START_S)
         assert done.returncode == 1
         assert text in done.stderr
         assert "Traceback" not in done.stderr
@@ -425,9 +425,7 @@ def test_the_printed_program_runs(bundle, tmp_path):
             pass
         assert server.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(server.process.stdout.readline, "\n")))
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=START_S
-        )
+        done = processes.run([sys.executable, "-c", program], timeout=START_S)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("[[")
         assert server.stop(signal.SIGINT) == 0
@@ -435,7 +433,7 @@ def test_the_printed_program_runs(bundle, tmp_path):
 
 def test_client_verb_ends_with_json(server):
     command = ["-m", "sinew", "client", server.address, "--requests", "3", "--image-size", "48x64"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=START_S)
+    done = processes.run([sys.executable, *command], timeout=START_S)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["latency_ms"]["overhead"]) == {"mean", "p50", "p90", "p95", "p99", "max"}
@@ -445,7 +443,7 @@ def test_client_verb_ends_with_json(server):
 
 def test_client_verb_without_a_server():
     command = [sys.executable, "-m", "sinew", "client", f"tcp://127.0.0.1:{free_port()}", "--timeout", "0.2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+    done = processes.run(command, timeout=START_S)
     assert done.returncode == 1
     assert done.stderr.startswith("error: no answer from tcp://127.0.0.1:")
 
@@ -513,7 +511,7 @@ def test_stops_during_a_stage_that_does_not_end(bundle, tmp_path, signals):
 def test_stops_while_loading(bundle, tmp_path):
     """A signal before the server is ready ends it just as cleanly."""
     command = [sys.executable, "-m", "sinew", "serve", bundle, "--wire", "native:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with processes.Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             while "listening on" not in (line := process.stderr.readline()):
                 assert line, "the server ended early"

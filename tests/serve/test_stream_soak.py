@@ -37,6 +37,7 @@ def resident(process: subprocess.Popen) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300 + 2 * SECONDS)
 def test_two_robots_and_a_server_that_is_killed(rolling_bundle: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

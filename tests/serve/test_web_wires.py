@@ -28,6 +28,7 @@ from sinew.core import Observation, ObservationError
 from sinew.policy import load
 from sinew.serve.decode import array as arrays
 from sinew.serve.wires import http, openpi
+from tests import processes
 from tests.convert.openpi_layout import write_checkpoint
 from tests.serve.test_server import START_S, ServerProcess, free_port
 
@@ -461,9 +462,7 @@ def test_the_printed_programs_run(bundle, tmp_path):
             pass
         assert running.process.stdout.readline() == "\n"
         program = textwrap.dedent("".join(iter(running.process.stdout.readline, "\n")))
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=START_S
-        )
+        done = processes.run([sys.executable, "-c", program], timeout=START_S)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("[[") == 2
         assert running.stop(signal.SIGINT) == 0

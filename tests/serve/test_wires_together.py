@@ -23,6 +23,7 @@ from sinew_client import Client
 from benchmarks.wire_clients import connect
 from sinew.policy import Policy, load
 from sinew.serve.recorder import read_records
+from tests import processes
 from tests.serve.test_server import CASE, START_S, ServerProcess, free_port
 
 pytest.importorskip("websockets.sync.client", reason="the client of the openpi wire needs websockets")
@@ -217,7 +218,7 @@ def test_clients_killed_in_the_middle_of_requests(server, policy):
         victims = []
         for wire in WIRES:
             command = [sys.executable, "-c", VICTIM, wire, address(server, wire), CASE]
-            victims.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+            victims.append(processes.Process(command, stdout=subprocess.PIPE, cwd=ROOT))
         for number, victim in enumerate(victims):
             assert victim.stdout.readline() == "asking\n"
             time.sleep(0.15 + 0.037 * number)

@@ -19,6 +19,7 @@ from sinew.core import SinewError
 from sinew.engine import proofs
 from sinew.engine.onnx.cache import fingerprint
 from sinew.eval.report import card as cards
+from tests import processes
 from tests.sources.fake_hub import fake_hub
 
 PARITY = {
@@ -63,9 +64,7 @@ def bundle(smolvla_bundle: Callable[[str], Path], tmp_path: Path, monkeypatch: p
 def sinew(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """huggingface_hub reads its environment when it is imported, so in a process of its own."""
     command = [sys.executable, "-m", "sinew", *map(str, words)]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
-    )
+    return processes.run(command, env={**os.environ, **environment}, timeout=240)
 
 
 def test_a_bundle_is_pushed_and_pulled(bundle: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sinew.convert.conversion import Conversion
 from sinew.core import BundleError, ConvertError, SinewError
 from sinew.policy import open_bundle
 from sinew.sources import cache, hub, is_server, resolve
+from tests import processes
 from tests.sources.fake_hub import fake_hub
 
 FLIP = bytes([0x55])
@@ -181,9 +182,7 @@ def test_files_that_change_meanwhile_are_not_kept(
 
 def test_two_processes_at_once_convert_once(run: Path, said: list[str]) -> None:
     command = [sys.executable, "-m", "sinew", "inspect", str(run), "--json"]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    both = [processes.Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     ends = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], ends
     assert sum(error.count(f"converting {run}") for _, error in ends) == 1
@@ -286,9 +285,7 @@ def test_addresses_are_no_sources() -> None:
 def ask(source: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """`sinew inspect` in a process of its own: huggingface_hub reads its environment when it is imported."""
     command = [sys.executable, "-m", "sinew", "inspect", source, "--json"]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
-    )
+    return processes.run(command, env={**os.environ, **environment}, timeout=240)
 
 
 class Ill(http.server.BaseHTTPRequestHandler):

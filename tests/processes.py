@@ -1,0 +1,312 @@
+"""Processes of Sinew that begin with torch imported, in place of seconds of import for each.
+
+``run`` and ``Process`` do what ``subprocess.run`` and ``subprocess.Popen`` do for ``python -m MODULE ...`` and
+``python -c PROGRAM ...``: a process of its own with its own environment, standard streams, signals and exit. It is
+forked from a nursery, a process per test worker that has imported torch and nothing that starts threads. Tests of how
+a process begins (what it imports, in which order, under which variables of torch's) use ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+PRELOAD = (
+    "sinew",
+    "torch",
+    "numpy",
+    "PIL.Image",
+    "rich.console",
+    "rich.live",
+    "cyclopts",
+    "gguf",
+    "zmq.asyncio",
+)
+
+
+class Process:
+    """A process that runs ``command``, whose first word is this interpreter.
+
+    ``stdin``, ``stdout`` and ``stderr`` are None (the worker's own), a file, a descriptor, ``subprocess.PIPE`` or
+    ``subprocess.DEVNULL``. Leaving it as a context manager waits for its end, as with ``subprocess.Popen``.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[object],
+        *,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        start_new_session: bool = False,
+    ):
+        words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in command]
+        assert words[0] == sys.executable, f"{words[0]} is not this interpreter"
+        self.args, self.returncode = words, None
+        ours: list[IO[str] | None] = []
+        theirs: list[int] = []
+        close: list[int] = []
+        for number, stream in enumerate((stdin, stdout, stderr)):
+            file, descriptor = None, number if stream is None else stream
+            if stream == subprocess.PIPE:
+                reader, writer = os.pipe()
+                descriptor, kept = (reader, writer) if number == 0 else (writer, reader)
+                file = os.fdopen(kept, "w" if number == 0 else "r", buffering=1 if number == 0 else -1)
+                close.append(descriptor)
+            elif stream == subprocess.DEVNULL:
+                descriptor = os.open(os.devnull, os.O_RDWR)
+                close.append(descriptor)
+            elif not isinstance(stream, int) and stream is not None:
+                descriptor = stream.fileno()
+            ours.append(file)
+            theirs.append(descriptor)
+        self.stdin, self.stdout, self.stderr = ours
+        request = {
+            "words": words[1:],
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(Path.cwd()) if cwd is None else os.fspath(cwd),
+            "session": start_new_session,
+        }
+        try:
+            self._fate = Nursery.here().fork(request, theirs)
+        finally:
+            for descriptor in close:
+                os.close(descriptor)
+        self.pid = int(self._line(None))
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+        self.wait()
+
+    def _line(self, timeout: float | None) -> str | None:
+        """Return the next line of what its keeper says, None after ``timeout`` seconds."""
+        if not select.select([self._fate], [], [], timeout)[0]:
+            return None
+        return self._fate.readline()
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            line = self._line(timeout)
+            if line is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(line)
+            self._fate.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return what it writes to its pipes until it ends."""
+        with ThreadPoolExecutor(2) as pool:
+            texts = [pool.submit(file.read) if file else None for file in (self.stdout, self.stderr)]
+            self.wait(timeout)
+            out, err = (text.result() if text else "" for text in texts)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(
+    command: Sequence[object], *, timeout: float = 120.0, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end and return what it wrote; it reads nothing.
+
+    Raises ``subprocess.TimeoutExpired`` (the process is killed) and, with ``check``, ``CalledProcessError``.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = Process(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        for file in (out, err):
+            file.seek(0)
+        done = subprocess.CompletedProcess(process.args, process.returncode or 0, out.read(), err.read())
+    if check:
+        done.check_returncode()
+    return done
+
+
+class Nursery:
+    """The process that the others are forked from; ends with the test worker that started it."""
+
+    _here: Nursery | None = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.processes", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    @classmethod
+    def here(cls) -> Nursery:
+        with cls._lock:
+            if cls._here is None:
+                cls._here = cls()
+            return cls._here
+
+    def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> IO[str]:
+        """Start a process; returns a file that tells its number at once and its exit code at the end."""
+        fate, theirs = os.pipe()
+        try:
+            message = json.dumps(request).encode()
+            with self._lock:
+                self._socket.sendall(len(message).to_bytes(4, "big"))
+                socket.send_fds(self._socket, [message[:1]], [*streams, theirs])
+                self._socket.sendall(message[1:])
+        finally:
+            os.close(theirs)
+        return os.fdopen(fate)
+
+
+def _requests(nursery: socket.socket) -> tuple[dict[str, Any], array.array]:
+    """Return the next request with its four descriptors. Raises EOFError where the worker is gone."""
+    size = nursery.recv(4, socket.MSG_WAITALL)
+    if len(size) < 4:
+        raise EOFError
+    first, descriptors, _, _ = socket.recv_fds(nursery, 1, 4)
+    rest = nursery.recv(int.from_bytes(size, "big") - 1, socket.MSG_WAITALL)
+    return json.loads(first + rest), array.array("i", descriptors)
+
+
+def _keep(request: dict[str, Any], descriptors: array.array) -> list[str] | None:
+    """Fork the process and wait for its end, in the keeper; returns the words in the process itself."""
+    *streams, fate = descriptors
+    child = os.fork()
+    if child:
+        for descriptor in streams:
+            os.close(descriptor)
+        os.write(fate, f"{child}\n".encode())
+        status = os.waitpid(child, 0)[1]
+        os.write(fate, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        return None
+    os.close(fate)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    if request["session"]:
+        os.setsid()
+    return request["words"]
+
+
+def _standard_streams(write_through: bool) -> None:
+    """Open them anew: whether a line is written at once depends on what they are now."""
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False, buffering=1 if os.isatty(1) or write_through else -1)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+
+
+def _run(words: list[str]) -> None:
+    """Run a command as the interpreter does, in this process, to its end."""
+    write_through = words[0] == "-u"
+    kind, what, *arguments = words[write_through:]
+    _standard_streams(write_through)
+    sys.path[0] = str(Path.cwd())
+    sys.path[1:1] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if kind == "-m":
+        sys.argv = [what, *arguments]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    assert kind == "-c", f"{kind}: expected -m or -c"
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(what, "<string>", "exec"), main.__dict__)
+
+
+def _end(words: list[str]) -> NoReturn:
+    """Run a command and end as the interpreter does, without freeing what the process shares with the others."""
+    code: Any = 0
+    try:
+        _run(words)
+    except SystemExit as error:
+        code = error.code
+        if not isinstance(code, int) and code is not None:
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001, as the interpreter does
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
+
+
+def main() -> None:
+    """Answer requests until the worker is gone. In a process that was asked for, run its command instead."""
+    nursery = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's business
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is never collected stays shared between the processes
+    while True:
+        try:
+            request, descriptors = _requests(nursery)
+        except EOFError:
+            return
+        if os.fork() == 0:
+            nursery.close()
+            words = _keep(request, descriptors)
+            if words is None:
+                os._exit(0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _end(words)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+if __name__ == "__main__":
+    main()
