@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from PIL import Image
-from sinew_client import protocol
+from sinew_client import protocol, zmtp
 
 from sinew.core import ActionChunk, Observation, SinewError
 from sinew.policy import load
@@ -28,7 +28,6 @@ from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.npy import dump_npy, load_npy
 from sinew.serve.decode.pickle.machine import load as load_pickle
 from sinew.serve.safety import Safety
-from sinew.serve.transport import zmtp
 from sinew.serve.wires import evo1, http, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.groot.names import Names

@@ -9,9 +9,8 @@ import struct
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from sinew_client import Client
+from sinew_client import Client, zmtp
 
-from sinew.serve.transport import zmtp
 from tests.hostile.decoders import mutate, targets
 from tests.serve.puppet import GOOD, GREETING, WAIT_S, connect, desk, frame
 from tests.serve.test_bounded_work import body, post

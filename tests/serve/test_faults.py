@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from sinew_client import Client, ClientError, ServerError, protocol
+from sinew_client import Client, ClientError, ServerError, protocol, zmtp
 from websockets.sync.client import connect as websocket
 
 from sinew.serve.supervise import RESTARTS, RESTARTS_S
-from sinew.serve.transport import zmtp
 from tests import processes
 from tests.serve.puppet import (
     FRAME,

@@ -10,9 +10,8 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client import Client, protocol, schema
+from sinew_client import Client, protocol, schema, zmtp
 
-from sinew.serve.transport import zmtp
 from sinew.serve.transport.ledger import Account, Ledger
 from sinew.serve.transport.listen import Listen
 from tests.serve.puppet import (

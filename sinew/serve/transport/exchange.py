@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from sinew_client.zmtp import Frame, Message
+
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.request import Job, Outcome
 from sinew.serve.service import Inference, Service
-from sinew.serve.transport.zmtp import Frame, Message
 
 logger = logging.getLogger(__name__)
 

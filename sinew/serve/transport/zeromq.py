@@ -19,10 +19,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from sinew_client import zmtp
+
 from sinew.core import PolicySpec, SinewError
 from sinew.serve.quiet import Quiet
 from sinew.serve.service import Service
-from sinew.serve.transport import zmtp
 from sinew.serve.transport.exchange import Codec, Exchange, Request
 from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
 from sinew.serve.transport.listen import Listen

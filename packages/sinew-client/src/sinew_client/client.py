@@ -5,23 +5,23 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import zmq
-
 from sinew_client import protocol
 from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout, ServerError
+from sinew_client.link import Link, place_of
 from sinew_client.protocol import ActionChunk
 
 logger = logging.getLogger("sinew_client")
 
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _LEAVING = ("shutting_down", "unhealthy")  # codes of a server that will not answer the next request either
-_OF_PARENTS = []  # sockets of a process that forked this one: freeing them here would wait for its threads
+_PAUSES_S = (
+    0.1,
+    1.0,
+)  # between two attempts to connect to the only address: the first, doubled up to the second
 
 
 class Client:
@@ -45,9 +45,11 @@ class Client:
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
     api_key: where the server wants one. It travels unencrypted.
 
-    A REQ socket that missed its reply can never be used again, so it is thrown away after a timeout
-    and the next call opens a new one: a server that comes back is found without further ado. A connection that
-    breaks while an answer is awaited is told at once.
+    The first call connects. A connection that missed its reply is thrown away, so that a late one answers nothing
+    else, and the next call opens a new one: a server that comes back is found without further ado. One that breaks
+    while an answer is awaited is told at once.
+
+    Frames are sent from where they lie: they must not be written to before ``infer`` returns.
 
     Thread-safe: calls from several threads take turns, each waiting for the one before it. After ``fork`` the
     child's first call opens a connection of its own.
@@ -87,20 +89,12 @@ class Client:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
-        self._context = zmq.Context()
-        self._socket: zmq.Socket | None = None
-        self._monitor: zmq.Socket | None = None
-        self._connected = self._refused = False
+        self._places = [place_of(each) for each in self.addresses]
+        self._link: Link | None = None
         self._closed = False
-        try:
-            self._connect()
-        except zmq.ZMQError as error:
-            self._drop()  # or term() would wait for the socket
-            self._context.term()
-            raise ClientError(f"cannot connect to {self.address}: {error}") from error
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "connected" if self._connected else "not connected"
+        state = "closed" if self._closed else "connected" if self._link is not None else "not connected"
         extra = "" if self.jpeg_quality is None else f", JPEG {self.jpeg_quality}"
         key = ", with a key" if self.api_key else ""  # never the key itself: this lands in logs
         return f"<sinew_client.Client {self.address}, {state}, timeout {self.timeout:g} s{extra}{key}>"
@@ -124,8 +118,8 @@ class Client:
         """
         asked = time.perf_counter()
         request_id = next(self._ids)
-        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
-        reply = self._ask(payload, request_id, timeout)
+        parts = protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
+        reply = self._ask(parts, request_id, timeout)
         chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits)
         for warning in chunk.warnings:
             if warning not in self._warned and len(self._warned) < 100:
@@ -139,8 +133,8 @@ class Client:
         Raises InvalidObservation before sending, RequestTimeout, ConnectionLost, ServerError.
         """
         request_id = next(self._ids)
-        payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
-        reply = self._ask(payload, request_id, timeout)
+        parts = protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
+        reply = self._ask(parts, request_id, timeout)
         if not reply.context:
             raise ClientError(f"{self.address}: the policy {self.policy!r} answers with actions")
         return reply.context, protocol.decode_timing(reply)
@@ -164,7 +158,6 @@ class Client:
             if not self._closed:
                 self._closed = True
                 self._drop()
-                self._context.term()
 
     def __enter__(self) -> Client:
         return self
@@ -177,18 +170,20 @@ class Client:
     def _control(self, kind: str, session: str, timeout: float | None) -> dict:
         request_id = next(self._ids)
         payload = protocol.encode_control(kind, request_id, session, self.api_key, self.policy)
-        reply = self._ask(payload, request_id, timeout)
+        reply = self._ask([payload], request_id, timeout)
         return protocol.decode_metadata(reply) if reply.metadata else {}
 
-    def _ask(self, payload: bytes, request_id: int, timeout: float | None):
+    def _ask(self, parts: Sequence, request_id: int, timeout: float | None):
         limit = self.timeout if timeout is None else timeout
         self._after_fork()
         with self._lock:
             if self._closed:
                 raise ClientError("the client is closed")
+            if self.retries or len(self.addresses) > 1:
+                parts = [b"".join(parts)]  # what may be sent twice is what the cameras saw now
             for attempt in range(self.retries + 1):
                 try:
-                    reply = self._try_each(payload, request_id, time.monotonic() + limit)
+                    reply = self._try_each(parts, request_id, time.monotonic() + limit)
                 except ConnectionLost:
                     if attempt == self.retries:
                         raise
@@ -201,16 +196,16 @@ class Client:
             )
         )
 
-    def _try_each(self, payload: bytes, request_id: int, end: float):
+    def _try_each(self, parts: Sequence, request_id: int, end: float):
         """Return the reply of the present server, or of the next that gives one; None at ``end``. Raises the last
         server's error."""
         for others in range(len(self.addresses) - 1, 0, -1):
-            reply, why = self._try(payload, request_id, end, others)
+            reply, why = self._try(parts, request_id, end, others)
             if not why:
                 return reply
             self._move(why)
         try:
-            answer = self._exchange(payload, end)
+            answer = self._exchange(parts, end)
             if answer is not None:
                 return protocol.decode_reply(answer, request_id)
         except (ConnectionLost, ServerError) as error:
@@ -220,11 +215,11 @@ class Client:
         self._move("no answer in time")
         return None
 
-    def _try(self, payload: bytes, request_id: int, end: float, others: int):
+    def _try(self, parts: Sequence, request_id: int, end: float, others: int):
         """Return (reply, "") or (None, why another server should be asked); (None, "") at ``end``. others: that are
         still to be asked, for each of which as much time is left."""
         try:
-            answer = self._exchange(payload, end, others)
+            answer = self._exchange(parts, end, others)
             if answer is not None:
                 return protocol.decode_reply(answer, request_id), ""
         except ConnectionLost as error:
@@ -245,77 +240,54 @@ class Client:
         self.address = self.addresses[self.place]
         logger.warning("%s: %s; turning to %s", before, why, self.address)
 
-    def _exchange(self, payload: bytes, end: float, others: int = 0) -> bytes | None:
+    def _exchange(self, parts: Sequence, end: float, others: int = 0) -> bytes | None:
         """Send one request and return its reply; None at ``end``, ``time.monotonic()``. Raises ConnectionLost, also
         where no connection stands in time to ask ``others`` instead."""
-        answer, several = None, len(self.addresses) > 1
-        begin = time.monotonic()
-        patience = begin + min(self.connect_timeout, (end - begin) / (others + 1))
+        answer, begin = None, time.monotonic()
+        if begin >= end:
+            return None
         try:
-            sock = self._socket or self._connect()
-            self._follow_connection()
-            sock.send(payload)
-            while answer is None and (left := end - time.monotonic()) > 0:
-                if several and not self._connected:
-                    if self._refused or left < end - patience:
-                        raise ConnectionLost(f"no server answers at {self.address}")
-                    left -= max(0.0, end - patience)
-                ready = dict(self._poller.poll(int(left * 1e3) + 1))
-                if sock in ready:
-                    answer = sock.recv()
-                elif ready and self._follow_connection():
-                    raise ConnectionLost(f"the connection to {self.address} broke before the answer came")
-        except zmq.ZMQError as error:
-            raise ClientError(f"{self.address}: {error}") from error
+            if self._link is not None and not self._link.stands:
+                self._drop()
+            if self._link is None:
+                parts = [b"".join(parts)]  # what is sent later, too
+                patience = min(self.connect_timeout, (end - begin) / (others + 1))
+                self._link = self._connect(begin + patience if len(self.addresses) > 1 else end)
+            if self._link is not None:
+                answer = self._link.ask(parts, end)
+        except ConnectionLost:
+            raise
+        except OSError as error:
+            raise ConnectionLost(f"the connection to {self.address} broke before the answer came") from error
         finally:
             if answer is None:  # also on KeyboardInterrupt: the reply may still come, to a call it is not for
                 self._drop()
         return answer
 
-    def _connect(self) -> zmq.Socket:
-        sock = self._socket = self._context.socket(zmq.REQ)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)  # backs off from 100 ms; never slower than 1 s
-        sock.setsockopt(zmq.IPV6, 1)  # takes IPv4 addresses as well
-        self._monitor = sock.get_monitor_socket(_EVENTS)
-        self._connected = self._refused = False
-        self._poller = zmq.Poller()
-        self._poller.register(sock, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        sock.connect(self.address)
-        return sock
-
-    def _follow_connection(self) -> bool:
-        """Return True if a connection that stood has broken since the last look."""
-        broke = False
-        while True:
+    def _connect(self, end: float) -> Link | None:
+        """Return a connection. None at ``end``, where there is one address, which is tried again until then; else
+        raises ConnectionLost."""
+        several, pause = len(self.addresses) > 1, _PAUSES_S[0]
+        while time.monotonic() < end:
             try:
-                event, _address = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return broke
-            kind, _value = struct.unpack("=HI", event)
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
-            elif kind == zmq.EVENT_CONNECT_RETRIED:
-                self._refused = True
-            elif kind == zmq.EVENT_DISCONNECTED:
-                broke = broke or self._connected
-                self._connected = False
+                return Link(self._places[self.place], end)
+            except ConnectionLost:  # somebody else is there
+                raise
+            except OSError as error:
+                if several:
+                    raise ConnectionLost(f"no server answers at {self.address}") from error
+            time.sleep(max(0.0, min(pause, end - time.monotonic())))
+            pause = min(2 * pause, _PAUSES_S[1])
+        return None
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            if self._monitor is not None:
-                self._monitor.close(linger=0)
-                self._monitor = None
-            self._socket.close(linger=0)
-            self._socket = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
 
     def _after_fork(self) -> None:
-        """Begin anew in a child process: the threads that move its parent's bytes do not exist there."""
+        """Begin anew in a child process, on a connection of its own."""
         if self._pid != os.getpid():
-            _OF_PARENTS.append((self._context, self._socket, self._monitor))
             self._pid = os.getpid()
             self._lock = threading.Lock()  # another thread of the parent may have held the old one
-            self._context, self._socket, self._monitor = zmq.Context(), None, None
+            self._drop()

@@ -123,7 +123,7 @@ class StreamLink:
         if images is not None:
             request.camera_names.extend(str(name) for name in images)
             request.frame_time = time if frame_time is None else frame_time
-        payload = protocol.with_frames(request, images or {})
+        payload = b"".join(protocol.with_frames(request, images or {}))
         try:
             if self._ends:
                 self._end()

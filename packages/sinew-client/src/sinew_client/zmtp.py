@@ -3,20 +3,24 @@
 The server speaks the protocol itself because ZeroMQ's library bounds a part of a message and not a message: a peer
 that sends parts without end, or never finishes one, keeps what it sent in the library's memory for ever. Here a message
 has a number of frames and of bytes, frames beyond what a request can need are counted and dropped as they come, and the
-owner of the connection can ask at any moment how much is held. There are no sockets in this file.
+owner of the connection can ask at any moment how much is held. The client speaks it because the library moves every
+message through a thread of its own. There are no sockets in this file.
 
-Protocol: https://rfc.zeromq.org/spec/23 (3.0) and /spec/37 (3.1: PING and PONG), mechanism NULL, server side of ROUTER.
+Protocol: https://rfc.zeromq.org/spec/23 (3.0) and /spec/37 (3.1: PING and PONG), mechanism NULL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Union
 
 import numpy as np
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-PEERS = (b"REQ", b"DEALER", b"ROUTER")  # socket types that may talk to a ROUTER
+PEERS = {  # socket type -> those that may talk to it
+    b"ROUTER": (b"REQ", b"DEALER", b"ROUTER"),
+    b"REQ": (b"ROUTER", b"REP"),
+}
 
 INPUT = 1 << 14  # bytes of a connection's input buffer: handshakes, heads of frames, small frames
 MAX_COMMAND = 1024  # bytes
@@ -26,20 +30,20 @@ MAX_FRAMES = 1024  # of a message; from here on the connection ends
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _DROPPED = memoryview(bytearray(1 << 16))  # what nobody reads is received into here
 
-Frame = bytes | memoryview
+Frame = Union[bytes, memoryview]
 
 
 class ZmtpError(Exception):
     """The peer does not speak ZMTP 3, or sends more than a message may be. Its connection ends."""
 
 
-@dataclass(frozen=True, slots=True)
 class Message:
     """frames: as they came, without those beyond ``KEPT_FRAMES`` or the limit of bytes. count, size: of all of them."""
 
-    frames: list[Frame]
-    count: int
-    size: int
+    __slots__ = ("count", "frames", "size")
+
+    def __init__(self, frames: list, count: int, size: int):
+        self.frames, self.count, self.size = frames, count, size
 
 
 class Framing:
@@ -48,11 +52,13 @@ class Framing:
     Receive into ``room()``, say how much with ``take``, then ask ``next`` until it has no more. ``replies`` is what the
     protocol itself wants to be sent: greeting, handshake, PONG.
 
-    limit: bytes of one message that are held; from twice that on the connection ends.
+    limit: bytes of one message that are held; from twice that on the connection ends. kind: of the socket that this
+    end is, a key of ``PEERS``.
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, kind: bytes = b"ROUTER"):
         self.limit = limit
+        self.kind = kind
         self.ready = False  # the handshake is over
         self.replies: list[bytes] = [GREETING]
         self._greeted = False
@@ -138,7 +144,8 @@ class Framing:
             raise ZmtpError("its security mechanism is not NULL")
         self._start += len(GREETING)
         self._greeted = True
-        self.replies.append(_command(b"READY", b"\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0"))
+        kind = b"\x0bSocket-Type" + len(self.kind).to_bytes(4, "big") + self.kind
+        self.replies.append(_command(b"READY", kind + b"\x08Identity\0\0\0\0"))
         return True
 
     def _begin_frame(self) -> bool:
@@ -201,8 +208,9 @@ class Framing:
         name, body = command[1 : 1 + length], command[1 + length :]
         if name == b"READY" and not self.ready:
             kind = _property(body, b"socket-type")
-            if kind not in PEERS:
-                raise ZmtpError(f"its socket is a {kind[:20]!r}, and REQ or DEALER is expected")
+            if kind not in PEERS[self.kind]:
+                expected = b" or ".join(PEERS[self.kind][:2]).decode()
+                raise ZmtpError(f"its socket is a {kind[:20]!r}, and {expected} is expected")
             self.ready = True
         elif not self.ready or name == b"ERROR":
             raise ZmtpError(f"its command is {name[:20]!r}")
@@ -211,13 +219,16 @@ class Framing:
 
 
 def message(frames: Sequence[Frame]) -> bytes:
-    """The bytes of one message."""
+    """Return the bytes of one message."""
     parts: list[Frame] = []
     for index, frame in enumerate(frames):
-        more, size = index < len(frames) - 1, len(frame)
-        parts.append(bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big"))
-        parts.append(frame)
+        parts += [head(len(frame), index < len(frames) - 1), frame]
     return b"".join(parts)
+
+
+def head(size: int, more: bool = False) -> bytes:
+    """Return what stands before a frame of ``size`` bytes. more: it is not the last of its message."""
+    return bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big")
 
 
 def _command(name: bytes, body: bytes) -> bytes:

@@ -1,0 +1,152 @@
+"""One connection to a server, over a plain socket: a request out, its reply in, and no thread in between.
+
+ZeroMQ's library gives every message to a thread of its own and back, and copies it for that. Here the kernel takes the
+frames from where they lie, and wakes the thread that asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+
+from sinew_client import zmtp
+from sinew_client.errors import ClientError, ConnectionLost
+
+MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred million
+MAX_PARTS = 512  # that the kernel takes in one call; it has 1,024
+LONGEST_S = 1e6  # of one wait
+_SELECTOR = getattr(
+    selectors, "PollSelector", selectors.SelectSelector
+)  # select() takes no descriptor above 1,023
+KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # not all systems have all three
+
+
+def place_of(address: str) -> tuple:
+    """Return (host, port) of ``tcp://host:port``. Raises :class:`ClientError`."""
+    host, _, port = address[len("tcp://") :].rpartition(":") if address.startswith("tcp://") else ("", "", "")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ClientError(f"cannot connect to {address}: expected tcp://host:port")
+    return host, int(port)
+
+
+def set_options(made: socket.socket) -> None:
+    """Have small packets sent at once, and a silent peer found after 25 seconds."""
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Link:
+    """A connection that stands, to a ROUTER or REP socket, as a REQ socket sees it. Not thread-safe.
+
+    The constructor connects and shakes hands until ``end``, ``time.monotonic()`` seconds. Raises OSError, a
+    ``socket.timeout`` at ``end``, and :class:`ConnectionLost` where something else than ZeroMQ answers.
+    """
+
+    def __init__(self, place: tuple, end: float):
+        self._socket = socket.create_connection(place, max(1e-3, end - time.monotonic()))
+        try:
+            set_options(self._socket)
+            self._socket.setblocking(False)
+            self._selector = _SELECTOR()
+            self._selector.register(self._socket, selectors.EVENT_READ)
+            self._awaited = selectors.EVENT_READ
+            self._framing = zmtp.Framing(MAX_REPLY, b"REQ")
+            self._answer(end)
+            while not self._framing.ready:
+                if not self._receive(end):
+                    raise socket.timeout("no handshake in time")
+                self._next()
+                self._answer(end)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection. A process that was forked closes its own end, and the parent's stands on."""
+        self._socket.close()
+
+    @property
+    def stands(self) -> bool:
+        """Return False if the peer has ended the connection, or sent what nobody asked for, since the last reply."""
+        try:
+            while self._receive(0.0):
+                if self._next() is not None:
+                    return False
+        except (OSError, ConnectionLost):
+            return False
+        return True
+
+    def ask(self, parts: Sequence[zmtp.Frame], end: float) -> bytes | None:
+        """Send a request of these parts, one after the other, and return its reply; None at ``end``.
+
+        Raises OSError and :class:`ConnectionLost` where the connection breaks.
+        """
+        opening = zmtp.head(0, more=True) + zmtp.head(sum(map(len, parts)))  # the empty frame of a REQ socket
+        if not self._send([opening, *parts], end):
+            return None
+        while (message := self._next()) is None:
+            self._answer(end)
+            if not self._receive(end):
+                return None
+        if message.count != 2 or len(message.frames) != 2 or message.frames[0]:
+            raise ConnectionLost(
+                f"expected a reply of one frame, got {message.count} and {message.size} bytes"
+            )
+        return bytes(message.frames[1])
+
+    # ------------------------------------------------------------------------- parts
+
+    def _next(self) -> zmtp.Message | None:
+        try:
+            return self._framing.next()
+        except zmtp.ZmtpError as error:
+            raise ConnectionLost(f"no ZeroMQ server is there: {error}") from error
+
+    def _answer(self, end: float) -> None:
+        """Send what the protocol itself wants: greeting, handshake, PONG."""
+        while self._framing.replies:
+            self._send([self._framing.replies.pop(0)], end)
+
+    def _receive(self, end: float) -> bool:
+        """Receive what is there, or comes first; False if that is nothing until ``end``."""
+        while self._wait(selectors.EVENT_READ, end):
+            with contextlib.suppress(BlockingIOError):
+                count = self._socket.recv_into(self._framing.room())
+                if not count:
+                    raise ConnectionResetError("the server has closed the connection")
+                self._framing.take(count)
+                return True
+        return False
+
+    def _send(self, parts: Sequence[zmtp.Frame], end: float) -> bool:
+        """Send it all; False if the peer has not taken it until ``end``."""
+        left = (
+            [memoryview(b"".join(parts))] if len(parts) > MAX_PARTS else [memoryview(each) for each in parts]
+        )
+        gather = getattr(self._socket, "sendmsg", None)  # not everywhere
+        while left:
+            try:
+                sent = gather(left) if gather else self._socket.send(left[0])
+            except BlockingIOError:
+                if not self._wait(selectors.EVENT_WRITE, end):
+                    return False
+                continue
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if sent:
+                left[0] = left[0][sent:]
+        return True
+
+    def _wait(self, event: int, end: float) -> bool:
+        """Wait until the socket may be read or written, or has failed; False at ``end``."""
+        if event != self._awaited:
+            self._selector.modify(self._socket, event)
+            self._awaited = event
+        return bool(self._selector.select(min(LONGEST_S, max(0.0, end - time.monotonic()))))
