@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -87,11 +88,22 @@ class Metrics:
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)
+        self._answered: deque[tuple[str, ActionChunk | SinewError, float, bool]] = deque()  # not counted yet
+        self._counting = threading.Lock()
         self._lock = threading.Lock()
         self._heard: dict[Hashable, float] = {}
 
     def request(self, wire: str, outcome: ActionChunk | SinewError, seconds: float, missed: bool) -> None:
-        """One request has been answered. missed: after its deadline."""
+        """Note that a request is answered, to be counted by :meth:`count`. missed: after its deadline."""
+        self._answered.append((wire, outcome, seconds, missed))
+
+    def count(self) -> None:
+        """Count what was noted. A robot need not wait for that: its reply is sent in between."""
+        with self._counting:  # who reads the numbers waits for those that are being counted
+            while self._answered:
+                self._count(*self._answered.popleft())
+
+    def _count(self, wire: str, outcome: ActionChunk | SinewError, seconds: float, missed: bool) -> None:
         self._requests.labels(wire, outcome.code if isinstance(outcome, SinewError) else "ok").inc()
         if missed:
             self._missed.labels(wire).inc()
@@ -123,5 +135,6 @@ class Metrics:
             return sum(now - heard <= SESSION_S for heard in self._heard.values())
 
     def exposition(self) -> bytes:
-        """All of it in Prometheus' text format, ``CONTENT_TYPE``."""
+        """Return all of it in Prometheus' text format, ``CONTENT_TYPE``."""
+        self.count()
         return generate_latest(self._registry)

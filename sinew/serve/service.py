@@ -152,6 +152,7 @@ class Service:
                         raise
         except SinewError as error:
             self._account(inference, error, deadline)
+            self.metrics.count()
             raise
         if session is not None:
             self.metrics.session(session)
@@ -181,6 +182,7 @@ class Service:
             for record in self._records.values() if seen else ():
                 record.put(inference.wire, inference.session, seen[0], outcome)
             on_done(outcome)
+            self.metrics.count()
 
         return decode, done
 
@@ -282,6 +284,7 @@ class Service:
     def refused(self, wire: str, client: str, error: SinewError) -> None:
         """Count and log a request that did not get as far as ``submit``."""
         self._account(Inference(wire, _never, client), error, None)
+        self.metrics.count()
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:

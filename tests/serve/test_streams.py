@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from sinew_client import ServerError, schema
 from sinew_client.control.pace import Pace
 from sinew_client.control.stream import StreamLoop
+from sinew_client.link import KEEPALIVE
 from sinew_client.streams import StreamLink, decode_window
 
 from sinew.core import SinewError
 from sinew.policy import Policy, load
 from sinew.serve.safety import Safety
 from sinew.serve.transport.listen import Listen
-from sinew.serve.transport.zeromq import KEEPALIVE
 from sinew.serve.wires import streams
 from tests.serve.puppet import desk, lone, until
 

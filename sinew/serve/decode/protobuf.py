@@ -8,7 +8,6 @@ import numpy as np
 from sinew.core import RequestError
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types; groups (3, 4) are not in proto3
-_SIZES = {VARINT: 0, FIXED64: 8, BYTES: 0, FIXED32: 4}  # bytes after the tag and varint
 MAX_FIELDS = 512  # of a message: a request has some fifteen beside its images and their names
 
 Field = tuple[int, int, int, int, int]  # number, wire type, value or length, start, end
@@ -17,36 +16,51 @@ Field = tuple[int, int, int, int, int]  # number, wire type, value or length, st
 def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
     """Return a message's top-level fields, added to ``found``; skips contents.
 
-    Raises RequestError, with the fields before the wrong one in ``found``. It all happens in one call: a generator is
-    called for each value, and a function for numbers once for each of them.
+    Raises RequestError, with the fields before the wrong one in ``found``. It all happens in one call, but for numbers
+    of several bytes: a generator is called for each value.
     """
     found = [] if found is None else found
     at, end = 0, len(buffer)
-    while at < end:
-        if len(found) == MAX_FIELDS:
-            raise RequestError(f"request: expected at most {MAX_FIELDS} fields, got more")
-        start, numbers = at, [0, 0]  # the tag; a value, or the length of the content
-        for index in (0, 1):
-            for shift in range(0, 70, 7):
-                if at >= end:
-                    raise RequestError("request parse failed: it ends inside a number")
-                byte, at = buffer[at], at + 1
-                numbers[index] |= (byte & 0x7F) << shift
-                if byte < 0x80:
-                    break
+    try:
+        while at < end:
+            if len(found) == MAX_FIELDS:
+                raise RequestError(f"request: expected at most {MAX_FIELDS} fields, got more")
+            start, tag, value = at, buffer[at], 0
+            at += 1
+            if tag > 0x7F:
+                tag, at = _varint(buffer, start)
+            wire_type = tag & 7
+            if wire_type in (VARINT, BYTES):
+                value = buffer[at]
+                at += 1
+                if value > 0x7F:
+                    value, at = _varint(buffer, at - 1)
+                if wire_type == BYTES:
+                    at += value
+            elif wire_type == FIXED32:
+                at += 4
+            elif wire_type == FIXED64:
+                at += 8
             else:
-                raise RequestError(f"request parse failed: a number longer than ten bytes at byte {at - 10}")
-            if numbers[0] & 7 not in (VARINT, BYTES):
-                break
-        tag, value = numbers
-        wire_type = tag & 7
-        if wire_type not in _SIZES:
-            raise RequestError(f"request parse failed: wire type {wire_type} at byte {start}")
-        at += value if wire_type == BYTES else _SIZES[wire_type]
-        if at > end:
-            raise RequestError(f"request parse failed: the field at byte {start} goes past the end")
-        found.append((tag >> 3, wire_type, value, start, at))
+                raise RequestError(f"request parse failed: wire type {wire_type} at byte {start}")
+            if at > end:
+                raise RequestError(f"request parse failed: the field at byte {start} goes past the end")
+            found.append((tag >> 3, wire_type, value, start, at))
+    except IndexError:
+        raise RequestError("request parse failed: it ends inside a number") from None
     return found
+
+
+def _varint(buffer: memoryview, start: int) -> tuple[int, int]:
+    """Return the number that begins at ``start``, and where it ends."""
+    value, shift = 0, 0
+    for at in range(start, start + 10):
+        byte = buffer[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + 1
+        shift += 7
+    raise RequestError(f"request parse failed: a number longer than ten bytes at byte {start}")
 
 
 def packed(number: int, values: np.ndarray) -> bytes:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sinew_client import zmtp
+from sinew_client.link import set_options
 
 from sinew.core import PolicySpec, SinewError
 from sinew.serve.quiet import Quiet
@@ -37,11 +38,6 @@ ACCEPTS = 16  # connections taken at once,
 ACCEPT_PAUSE_S = 0.02  # and then none for so long
 REFUSAL_PAUSE_S = 0.02  # after a refused request nothing is read from its connection; doubled for each
 MAX_PAUSE_S = 1.0  # more in a row, up to this
-KEEPALIVE = (  # a peer that lost power or network is found after 25 silent seconds, and not after two hours
-    ("TCP_KEEPIDLE", 10),
-    ("TCP_KEEPINTVL", 5),
-    ("TCP_KEEPCNT", 3),
-)
 
 
 class ZeroMQWire:
@@ -130,7 +126,10 @@ class ZeroMQWire:
 
     def _step(self, timeout_s: float | None) -> None:
         """Wait for something to happen, take requests, send what is left of replies."""
-        for key, events in self._selector.select(timeout_s):
+        happened = self._selector.select(timeout_s)
+        while self._woken:  # first, so that the books are right
+            self._watch(self._woken.popleft())
+        for key, events in happened:
             if key.fileobj is self._socket:
                 self._accept()
             elif key.fileobj is self._wake_reader:
@@ -138,13 +137,13 @@ class ZeroMQWire:
                     self._wake_reader.recv(4096)
             else:
                 peer: Peer = key.data
+                if peer.closed:
+                    continue
                 if events & selectors.EVENT_WRITE:
                     peer.flush()
                 if events & selectors.EVENT_READ:
                     self._read(peer)
                 self._watch(peer)
-        while self._woken:
-            self._watch(self._woken.popleft())
         while self._paused and self._paused[0][0] <= time.monotonic():
             _until, _number, paused = heapq.heappop(self._paused)
             if paused is None:
@@ -165,11 +164,7 @@ class ZeroMQWire:
                 break
             made.setblocking(False)
             with contextlib.suppress(OSError):
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in KEEPALIVE:
-                    if hasattr(socket, name):  # not all systems have all three
-                        made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                set_options(made)
             peer = Peer(self, made, address[0], zmtp.Framing(self._limit), time.monotonic())
             if not self._ledger.admit(peer, time.monotonic()):
                 peer.end()
@@ -284,10 +279,12 @@ class ZeroMQWire:
         assert isinstance(account, Peer)
         self.close(account, reason)
 
-    def wake(self, peer: Peer | None) -> None:
-        """The loop is to look at this connection. From any thread."""
+    def wake(self, peer: Peer | None, at_once: bool = True) -> None:
+        """The loop is to look at this connection, at once or when it wakes next. From any thread."""
         if peer is not None:
             self._woken.append(peer)
+        if not at_once:
+            return
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyway; closed: too late
             self._wake_writer.send(b"\0")
 
@@ -343,8 +340,9 @@ class Peer(Account):
             self.broken = True
             self._wire.wake(self)
             raise
-        if not self._wire.on_loop():  # it frees what the request held, and sends what is left
-            self._wire.wake(self)
+        # The loop frees what the request held before it does anything else; only what is left to send wakes it.
+        if not self._wire.on_loop():
+            self._wire.wake(self, at_once=bool(self.unsent or self.broken))
 
     def release(self, request: Request) -> None:
         """See Asker."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -49,6 +49,11 @@ _IMAGE_NUMBERS = {
 }
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 _ACTION_CHUNK = PredictResponse.DESCRIPTOR.fields_by_name["action_chunk"].number
+_IMAGES = _FIELD["images"]
+_ROUTING = {  # what ``peek`` reads or refuses
+    _FIELD[name]
+    for name in ("request_id", "kind", "session", "api_key", "policy", "deadline_ms", "precomputed_img_emb")
+}
 _NATIVE_FIELDS = {_FIELD[name] for name in ("prompt", "camera_names", "raw_state", "policy")}
 
 
@@ -71,7 +76,7 @@ class Header:
     """What routing needs to know of a request.
 
     native: False for vla.cpp's form. policy: the name of the one that is asked. error: why the request is refused; the
-    rest is what was found until then.
+    rest is what was found until then. found: the fields of the message, so that they are looked for once.
     """
 
     kind: Kind = Kind.INFER
@@ -82,6 +87,7 @@ class Header:
     api_key: str = ""
     policy: str = ""
     error: RequestError | None = None
+    found: Sequence[Field] | None = field(default=None, repr=False, compare=False)
 
 
 class NativeCodec:
@@ -109,11 +115,13 @@ class NativeCodec:
             error = refusal  # unless a field before says more
         try:
             for number, wire_type, value, start, end in found:
-                if number == _FIELD["images"]:
+                if number == _IMAGES:
                     images += 1
-                else:
-                    beside += end - start
+                    continue
+                beside += end - start
                 native = native or number in _NATIVE_FIELDS
+                if number not in _ROUTING:
+                    continue
                 if number == _FIELD["request_id"] and wire_type == VARINT:
                     request_id = value & 0xFFFFFFFFFFFFFFFF
                 elif number == _FIELD["kind"] and wire_type == VARINT:
@@ -146,7 +154,17 @@ class NativeCodec:
                 raise RequestError(f"kind: expected {', '.join(f'{k} ({k.name})' for k in Kind)}, got {kind}")
         except RequestError as refusal:
             kind, error = Kind.INFER, refusal
-        return Header(Kind(kind), request_id, session, native, deadline_ms, api_key, policy, error)
+        return Header(
+            Kind(kind),
+            request_id,
+            session,
+            native,
+            deadline_ms,
+            api_key,
+            policy,
+            error,
+            None if error else found,
+        )
 
     def authorize(self, header: Header) -> None:
         self.service.authorize(header.api_key)
@@ -162,17 +180,24 @@ class NativeCodec:
         return self.encode_metadata(header, {})
 
     def decoders(self, header: Header, payload: Payload) -> Sequence[Callable[[PixelBudget], Observation]]:
-        return [partial(self.decode, payload, policy=header.policy)]
+        return [partial(self.decode, payload, policy=header.policy, found=header.found)]
 
-    def decode(self, payload: Payload, budget: PixelBudget | None = None, policy: str = "") -> Observation:
-        """The observation of an INFER request that ``peek`` did not refuse, for a policy by its name.
+    def decode(
+        self,
+        payload: Payload,
+        budget: PixelBudget | None = None,
+        policy: str = "",
+        found: Sequence[Field] | None = None,
+    ) -> Observation:
+        """Return the observation of an INFER request that ``peek`` did not refuse. policy: the name of the one that is
+        asked. found: what ``fields`` found in the request.
 
         Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
         them twice. Raises RequestError where the message is not one, ObservationError where a field is wrong.
         """
         standing = self.service.policies.get(policy)
         spec = standing.spec
-        request, pictures = self.parse(payload)
+        request, pictures = self.parse(payload, found)
         images = [_Picture.of(picture) for picture in pictures]
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
@@ -188,12 +213,12 @@ class NativeCodec:
             **_continuation(spec, request),
         )
 
-    def parse(self, payload: Payload) -> tuple[Any, list[memoryview]]:
+    def parse(self, payload: Payload, found: Sequence[Field] | None = None) -> tuple[Any, list[memoryview]]:
         """Return the message without its images, and these apart. Raises RequestError where it is no message."""
         buffer = memoryview(payload)
         pictures, beside = [], []
-        for number, wire_type, value, start, end in fields(buffer):
-            if number == _FIELD["images"] and wire_type == BYTES:
+        for number, wire_type, value, start, end in fields(buffer) if found is None else found:
+            if number == _IMAGES and wire_type == BYTES:
                 pictures.append(buffer[end - value : end])
             else:
                 beside.append(buffer[start:end])
