@@ -1,4 +1,4 @@
-"""Client for Sinew policy servers. Needs numpy, pyzmq and protobuf; no torch."""
+"""Client for Sinew policy servers. Needs numpy and protobuf, and pyzmq for ``aio`` and ``streams``; no torch."""
 
 from sinew_client.client import Client
 from sinew_client.errors import (

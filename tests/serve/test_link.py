@@ -1,0 +1,134 @@
+"""The client's own end of a ZeroMQ connection, against the library's sockets and against peers that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+from sinew_client import Client, ClientError, ConnectionLost, protocol, schema, zmtp
+from sinew_client.link import Link, place_of
+
+from tests.serve.puppet import GREETING, WAIT_S, frame
+
+READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER", 4)
+ANSWER = schema.PredictResponse(request_id=1, horizon=2, dim=1, actions=[0.5, 1.5]).SerializeToString()
+FRAMES = {"a": np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3)}
+OBSERVATION = {"images": FRAMES, "state": [0.0], "prompt": "go"}
+
+
+@contextlib.contextmanager
+def peer(talk: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of somebody who does ``talk`` on the first connection and ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def run() -> None:
+            with contextlib.suppress(OSError), listening.accept()[0] as made:
+                made.settimeout(WAIT_S)
+                talk(made)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(WAIT_S)
+
+
+def received(made: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size and (data := made.recv(size - len(found))):
+        found += data
+    return found
+
+
+@pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.REP])
+def test_sockets_of_the_library(kind: int) -> None:
+    with zmq.Context() as context, context.socket(kind) as there:
+        port = there.bind_to_random_port("tcp://127.0.0.1")
+        found: list[list[bytes]] = []
+
+        def serve() -> None:
+            for _ in range(3):
+                found.append(there.recv_multipart())
+                there.send_multipart([*found[-1][:-1], found[-1][-1][::-1]])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        link = Link(("127.0.0.1", port), time.monotonic() + WAIT_S)
+        for parts in ([b"ab", memoryview(b"c")], [b"x"] * 2000, [bytes(1 << 20)]):
+            sent = b"".join(parts)
+            assert link.ask(parts, time.monotonic() + WAIT_S) == sent[::-1]
+            assert found[-1][-1] == sent
+        assert link.stands
+        thread.join(WAIT_S)
+        link.close()
+
+
+def test_a_peer_that_reads_slowly_gets_every_byte() -> None:
+    wanted = b"".join(protocol.infer_parts(OBSERVATION, 1)) * 20
+    found: list[bytes] = []
+
+    def talk(made: socket.socket) -> None:
+        made.sendall(GREETING + READY + frame(b"\x04PING\0\x10hello", 4))
+        received(made, len(GREETING))
+        while sum(map(len, found)) < len(wanted):
+            found.append(made.recv(1 << 14))
+        made.sendall(zmtp.message([b"", ANSWER]))
+        made.recv(1)
+
+    with peer(talk) as address:
+        link = Link(place_of(address), time.monotonic() + WAIT_S)
+        link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)  # takes a little at a time
+        assert link.ask([wanted[:1], wanted[1:]], time.monotonic() + WAIT_S) == ANSWER
+        link.close()
+    assert b"".join(found).endswith(wanted[-1000:])
+    assert frame(b"\x04PONGhello", 4) in b"".join(found)[:1000]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64), GREETING + frame(b"", 0, 1 << 40)],
+    ids=["http", "no handshake"],
+)
+def test_what_is_no_server_of_zeromq_is_told_at_once(said: bytes) -> None:
+    with (
+        peer(lambda made: (made.sendall(said), made.recv(1 << 16))) as address,
+        Client(address, timeout=WAIT_S) as robot,
+        pytest.raises(ConnectionLost, match="no ZeroMQ server"),
+    ):
+        robot.infer(OBSERVATION)
+
+
+def test_replies_of_any_bytes() -> None:
+    """Mutations of a good reply, and bytes at random: a chunk or a ClientError, and never a wait."""
+    rng = random.Random(0)
+    good = zmtp.message([b"", ANSWER]) + frame(b"\x04PING\0\x10hello", 4)
+    for _ in range(150):
+        said = bytearray(good)
+        for _ in range(rng.randrange(4)):
+            said[rng.randrange(len(said))] = rng.randrange(256)
+        del said[rng.randrange(len(said)) :: rng.choice((1, 1000))]
+
+        def talk(made: socket.socket, said: bytes = bytes(said)) -> None:
+            made.sendall(GREETING + READY)
+            made.recv(1 << 16)
+            made.sendall(said)
+
+        with peer(talk) as address, Client(address, timeout=0.2) as robot, contextlib.suppress(ClientError):
+            assert robot.infer(OBSERVATION).actions.shape == (2, 1)
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/x", "tcp://host:0", "tcp://host:65536", "tcp://:1", "a:b:c"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(ClientError, match="expected tcp://host:port"):
+        Client(address)
+
+
+def test_addresses() -> None:
+    assert place_of("tcp://[::1]:5555") == ("::1", 5555)
+    assert place_of("tcp://robot.local:1") == ("robot.local", 1)
