@@ -1,27 +1,56 @@
 """Two robots on streams of one real server that is killed and started again: nothing is lost but the time it was away.
 
-Twelve seconds, or ``SINEW_STREAM_SOAK_MINUTES``.
+Twelve seconds, or ``SINEW_STREAM_SOAK_MINUTES``, which also holds rates and memory of the second server against those of
+the first; it wants a machine with nothing beside. ``-s`` shows the numbers.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from sinew_client.control.stream import StreamLoop
-from sinew_client.streams import StreamLink
+from sinew_client.streams import StreamLink, StreamWindow
 
 from tests.serve.puppet import until
 from tests.serve.test_streams import RATE, Robot
 
-SECONDS = 60 * float(os.environ.get("SINEW_STREAM_SOAK_MINUTES", "0.2"))
+MINUTES = os.environ.get("SINEW_STREAM_SOAK_MINUTES", "")
+SECONDS = 60 * float(MINUTES or "0.2")
 STALE_S = 0.3
+FLAT = 32 << 20  # bytes
+
+
+class Mover(Robot):
+    """A robot that counts what it executes."""
+
+    executed = 0
+
+    def act(self, row: np.ndarray) -> None:
+        self.executed += 1
+
+
+class Link(StreamLink):
+    """A link that counts the server's runs of which no window has come. Another session begins with run 1."""
+
+    lost = last = 0
+
+    def windows(self) -> list[StreamWindow]:
+        found = super().windows()
+        for window in found:
+            self.lost += max(0, window.run - self.last - 1)
+            self.last = window.run
+        return found
 
 
 def serve(bundle: Path, port: int) -> subprocess.Popen:
@@ -31,9 +60,38 @@ def serve(bundle: Path, port: int) -> subprocess.Popen:
     )
 
 
-def resident(process: subprocess.Popen) -> int:
+def resident(process: int) -> int:
     """Return the bytes that a process has in memory."""
-    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def phase(server: subprocess.Popen, loops: list[StreamLoop], seconds: float) -> dict[str, Any]:
+    """Wait until the first robot has begun so many seconds of ticks; return what both did, and the server's memory."""
+
+    def counts() -> np.ndarray:  # [robots, 4]
+        return np.array([[loop.ticks, loop.windows, loop.misses, loop.link.dropped] for loop in loops])  # type: ignore[attr-defined]
+
+    begun, before, memory = time.monotonic(), counts(), [resident(server.pid)]
+    end = loops[0].ticks + int(seconds * RATE)
+    looks = iter(np.linspace(loops[0].ticks, end, 12)[1:-1])
+    due = next(looks)
+    while loops[0].ticks < end:
+        threading.Event().wait(0.2)
+        if loops[0].ticks >= due:
+            memory.append(resident(server.pid))
+            due = next(looks, np.inf)
+    memory.append(resident(server.pid))
+    took = time.monotonic() - begun
+    ticks, windows, misses, dropped = (counts() - before).T
+    return {
+        "seconds": round(took, 1),
+        "tick_hz": np.round(ticks / took, 2).tolist(),
+        "window_hz": np.round(windows / took, 2).tolist(),
+        "misses": misses.tolist(),
+        "dropped": dropped.tolist(),
+        "memory_mib": [round(each / (1 << 20), 1) for each in memory],
+        "grown": memory[-1] - memory[0],
+    }
 
 
 @pytest.mark.slow
@@ -43,19 +101,15 @@ def test_two_robots_and_a_server_that_is_killed(rolling_bundle: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = serve(rolling_bundle, port)
-    loops = [
-        StreamLoop(Robot(), StreamLink(f"tcp://127.0.0.1:{port}", RATE, name), RATE, 1, "go", stale=STALE_S)
-        for name in ("left", "right")
-    ]
+    links = [Link(f"tcp://127.0.0.1:{port}", RATE, name) for name in ("left", "right")]
+    loops = [StreamLoop(Mover(), link, RATE, 1, "go", stale=STALE_S) for link in links]
     threads = [threading.Thread(target=loop.run) for loop in loops]
     for thread in threads:
         thread.start()
     try:
         until(lambda: all(loop.windows > 50 for loop in loops), "windows of both")
-        before = resident(server)
-        ticks = loops[0].ticks
-        until_ticks(loops[0], ticks + int(SECONDS * RATE / 2))
-        grown = resident(server) - before
+        first = phase(server, loops, SECONDS / 2)
+        lost = [link.lost for link in links]
         os.kill(server.pid, signal.SIGKILL)
         server.wait()
         until(
@@ -68,7 +122,9 @@ def test_two_robots_and_a_server_that_is_killed(rolling_bundle: Path) -> None:
             lambda: all(loop.windows > old + 50 for loop, old in zip(loops, windows, strict=True)),
             "windows again",
         )
-        until_ticks(loops[0], loops[0].ticks + int(SECONDS * RATE / 2))
+        for link, count in zip(links, lost, strict=True):
+            link.lost = count  # what was under way when the server died
+        second = phase(server, loops, SECONDS / 2)
     finally:
         for loop in loops:
             loop.stop()
@@ -76,21 +132,21 @@ def test_two_robots_and_a_server_that_is_killed(rolling_bundle: Path) -> None:
             thread.join()
         server.kill()
         server.wait()
-        for loop in loops:
-            loop.link.close()  # type: ignore[attr-defined]
-    assert grown < 32 << 20
+        for link in links:
+            link.close()
+    for told in (first, second, *(loop.report().to_dict() for loop in loops)):
+        print(json.dumps(told))
+    assert [link.lost for link in links] == [0, 0]
     for loop in loops:
-        robot: Robot = loop.robot  # type: ignore[assignment]
-        assert (
-            len(robot.rows) + sum(loop.held.values()) == loop.ticks
-        )  # each tick executed or held, never both
+        robot: Mover = loop.robot  # type: ignore[assignment]
+        assert robot.executed + sum(loop.held.values()) == loop.ticks  # each executed or held, never both
         # A busy machine may stop a thread between the look at the clock and the command.
         assert max(loop.reactions.ages("image")) <= STALE_S + 2.0
         assert max(loop.reactions.ages("sensor")) <= 10.0
-        print(loop.report().to_dict())
-
-
-def until_ticks(loop: StreamLoop, ticks: int) -> None:
-    """Wait until a loop has begun so many ticks, however long that takes."""
-    while loop.ticks < ticks:
-        threading.Event().wait(0.2)
+    assert max(first["grown"], second["grown"]) < FLAT
+    if MINUTES:
+        for now, then in zip(second["window_hz"], first["window_hz"], strict=True):
+            assert now > 0.9 * then
+        for rate in (*first["tick_hz"], *second["tick_hz"]):
+            assert 0.99 * RATE <= rate <= 1.01 * RATE
+        assert abs(second["memory_mib"][-1] - first["memory_mib"][-1]) * (1 << 20) < FLAT
