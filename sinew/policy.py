@@ -135,6 +135,7 @@ class Policy:
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "unbatched": self.unbatched,
+            "lm_head": self.manifest.config.get("lm_head", ""),
         }
 
     @property

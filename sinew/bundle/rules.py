@@ -181,10 +181,11 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
         "processing.prompt: pad_token_id is not in the vocabulary": 0
         <= prompt.pad_token_id
         < prompt.vocab_size,
-        "processing.prompt: ensure_last or drop is not in the vocabulary": all(
+        "processing.prompt: ensure_last, eos_token_id or drop is not in the vocabulary": all(
             0 <= token < prompt.vocab_size for token in prompt.drop
         )
-        and -1 <= prompt.ensure_last < prompt.vocab_size,
+        and -1 <= prompt.ensure_last < prompt.vocab_size
+        and -1 <= prompt.eos_token_id < prompt.vocab_size,
         "processing.prompt: state_bins or state_values out of range": 1 <= prompt.state_bins <= MAX_SIZE
         and 0 <= prompt.state_values <= MAX_SIZE,
         "processing: a step's dims are outside its vector": all(

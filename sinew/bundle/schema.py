@@ -53,6 +53,7 @@ class PromptRecipe:
     ``{image}`` in the template is where a view stands: ``image_text`` once for each of its ``image_tokens`` tokens.
     placeholder: the id of that text; no instruction may add one.
     markers: how many tokens of the id ``marker`` the template holds; no instruction may add one of these either.
+    eos_token_id: ends a text that a language head says; -1 for none.
     """
 
     max_tokens: int
@@ -77,6 +78,7 @@ class PromptRecipe:
     placeholder: int = -1
     marker: int = -1
     markers: int = 0
+    eos_token_id: int = -1
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
         "prompt": f"{json.dumps(prompt.template + prompt.ensure_suffix)}, at most {prompt.max_tokens} tokens,"
         f" padding {padding}",
+        "language head": _lm_head(bundle),
         "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
         "quantised": _quantised(manifest.quantization),
         "hashes": _hashes(bundle.hashes),
@@ -158,6 +159,17 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     console.print(facts)
     console.print(config_table(manifest.config))
     console.print(tensor_table(bundle, all_tensors))
+
+
+def _lm_head(bundle: Bundle) -> str:
+    """Return whether the bundle can say a text, and what that takes of the file."""
+    kept = bundle.manifest.config.get("lm_head", "")
+    if kept == "tied":
+        return "the token table once more, no bytes of its own"
+    nbytes = sum(t.nbytes for t in bundle.infos.values() if t.name.startswith("lm_head."))
+    if kept != "own":
+        return f"{nbytes / 1e6:.1f} MB, which says actions" if nbytes else "not kept"
+    return f"{nbytes / 1e6:.1f} MB, for the text of streams"
 
 
 def _hashes(found: dict[str, str] | None) -> str:

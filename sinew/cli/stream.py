@@ -51,6 +51,7 @@ def stream(
     stale: float = 0.5,
     planner: str | None = None,
     planner_hz: float = 1.0,
+    text_tokens: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0,
     seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     session: str = "",
@@ -78,6 +79,8 @@ def stream(
         stale: seconds beyond which a frame is too old to act on.
         planner: module:name of a callable (instruction, observation) that returns another instruction, or None.
         planner_hz: calls of the planner per second.
+        text_tokens: of each text that the policy's language head says beside, one token a prefix; 0 for none. Bundles
+            keep it on request (sinew convert --set lm_head=true).
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
         session: name of this robot's stream on its connection.
@@ -100,7 +103,8 @@ def stream(
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
             dim = int(policy["action"]["dim"])
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
-            link = open_link(float(rate), session, {"rtc": rtc, "interpolation": interpolation}, prompt)
+            options = {"rtc": rtc, "interpolation": interpolation, "text_tokens": text_tokens}
+            link = open_link(float(rate), session, options, prompt)
             stack.callback(link.close)
             try:
                 loop = StreamLoop(
@@ -119,6 +123,9 @@ def stream(
     histograms = {name: histogram(1e3 * each for each in loop.reactions.anywhere(name)) for name in LOOPS}
     result = {"schema": SCHEMA, "robot": robot, **report.to_dict(), "histograms_ms": histograms}
     result |= {"errors": link.errors, "error": link.error}
+    if text_tokens:
+        newest = loop.newest
+        result["text"] = {"running": newest.text, "said": newest.said} if newest is not None else {}
     if hasattr(machine, "finished"):
         result |= {"episodes": machine.finished, "successes": machine.successes}
     terminal.console(stderr=True).print(report_table(report))
@@ -140,6 +147,11 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
             )
 
         def remote(rate: float, session: str, options: dict[str, Any], _prompt: str) -> StreamLink:
+            if options["text_tokens"] and not served["server"].get("lm_head"):
+                raise SinewError(
+                    f"--text-tokens: expected 0, or a bundle that keeps its language head at {target} (sinew convert"
+                    " --set lm_head=true)"
+                )
             return StreamLink(target, rate, session, api_key=key_from_environment(), options=options)
 
         return served["policy"], remote
@@ -162,7 +174,9 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
     policy["action"]["limits"] = Safety(local.processor).limits()
 
     def here(rate: float, _session: str, options: dict[str, Any], prompt: str) -> LocalLink:
-        settings = StreamSettings(rate, options["rtc"], options["interpolation"])
+        settings = StreamSettings(
+            rate, options["rtc"], options["interpolation"], text_tokens=options["text_tokens"]
+        )
         return LocalLink(Session(local, settings, prompt))
 
     return policy, here

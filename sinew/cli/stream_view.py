@@ -58,6 +58,8 @@ class StreamView:
                 f"prefix {newest.prefix_age_ms:.0f} ms old, sample {newest.sensor_age_ms:.1f} ms, head"
                 f" {newest.head_ms:.1f} ms, first node {max(1, loop.delay.steps)} ticks after its sample",
             )
+            if newest.text or newest.said:
+                facts.add_row("says", Text(newest.text or newest.said))
         for name in LOOPS:
             facts.add_row(f"{name} reaction", reaction_line(loop.reactions, name))
         return Panel(Group(facts), title="sinew stream")

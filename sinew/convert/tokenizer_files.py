@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sinew.convert.read.bpe import bpe_tokenizer, is_bpe
 from sinew.convert.read.files import read_json, read_text
@@ -26,6 +26,7 @@ class TokenizerFiles:
     path: Path
     pad_token_id: int | None
     tokenizer: Tokenizer
+    eos_token_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, special tokens in it included."""
@@ -70,13 +71,17 @@ def load_tokenizer(candidates: list[Path], missing: str) -> TokenizerFiles:
         text = tokenizer_json(path) if path.suffix == ".model" else read_text(path)
     tokenizer = open_tokenizer(text, ConvertError, f"{path}: the tokenizer")
     config = path.with_name("tokenizer_config.json")
-    pad = read_json(config).get("pad_token") if config.exists() else None
-    if isinstance(pad, dict):  # serialised AddedToken
-        pad = pad.get("content")
+    named = read_json(config) if config.exists() else {}
+    pad, eos = (_token(named.get(key)) for key in ("pad_token", "eos_token"))
     if pad is None:
         padding = json.loads(text).get("padding")
         pad = padding.get("pad_token") if isinstance(padding, dict) else None
-    return TokenizerFiles(text, path, tokenizer.token_to_id(pad) if isinstance(pad, str) else None, tokenizer)
+    ids = [tokenizer.token_to_id(token) if isinstance(token, str) else None for token in (pad, eos)]
+    return TokenizerFiles(text, path, ids[0], tokenizer, ids[1])
+
+
+def _token(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value  # serialised AddedToken
 
 
 def find_model_dir(name: str, given: Path | None, near: Path, flag: str, patterns: list[str]) -> Path:

@@ -6,6 +6,7 @@ threads, so nothing here has a state: the context that a prefix leaves is whole 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,21 @@ class Halves:
         self._engine, self.model, self.device = engine, engine.model, engine.device
         self.rolling = bool(getattr(self.model.config, "rolling", False))
         self.head_reads_state = bool(self.model.head_reads_state)
+        self.has_lm_head = bool(self.model.has_lm_head)
 
     @torch.no_grad()
     def read(self, inputs: ModelInputs) -> Any:
         """Return the context of one observation."""
         batch = Inputs.of(inputs, self.device)
         return self.model.read(self.model.embed_images(batch.pixels), *batch[1:])
+
+    @torch.no_grad()
+    def read_text(self, inputs: ModelInputs, text: Sequence[int]) -> tuple[Any, int]:
+        """Return the context of one observation, and the likeliest token behind ``text``, from the same pass."""
+        batch = Inputs.of(inputs, self.device)
+        so_far = torch.tensor(text, dtype=torch.int64, device=self.device)[None]  # [1, N]
+        context, logits = self.model.read_text(self.model.embed_images(batch.pixels), *batch[1:], so_far)
+        return context, int(logits[0].argmax())
 
     @torch.no_grad()
     def renew(self, context: Any, state: np.ndarray) -> Any:

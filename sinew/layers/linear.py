@@ -58,6 +58,10 @@ class Embedding(nn.Embedding):
         """Return rows [len(ids), C] of constant indices: no tensor of ids, which would be a copy from the host."""
         return torch.stack([self.weight[i] for i in ids])
 
+    def logits(self, h: Tensor) -> Tensor:  # [..., C] -> [..., rows]
+        """Return h W^T: a language head that is tied to its table."""
+        return F.linear(h.to(self.weight.dtype), self.weight)
+
     def reset_parameters(self) -> None:
         # On meta tensors the normal distribution goes through torch._refs, which imports all of torch._dynamo
         # (seconds, 130 MB) to fill memory that is not there: weights of a bundle are assigned.

@@ -62,7 +62,7 @@ def _ternary(in_features: int, out_features: int, bias: bool = True) -> Quantize
     return QuantizedLinear("ternary", in_features, out_features, bias, scales=1)
 
 
-class QuantizedEmbedding(StoredRows, nn.Module):
+class QuantizedEmbedding(StoredRows):
     """A table of rows in few bits; those that are read become floats."""
 
     def __init__(self, name: str, rows: int, width: int, scales: int = 0):

@@ -7,15 +7,19 @@ converted alone has the same bits as in a table that is converted whole.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.core import PROMPT_TABLE
 from sinew.layers.linear import Embedding
 
+BLOCK = 1024  # rows that are converted at once where all of them are read
 
-class StoredRows:
+
+class StoredRows(nn.Module):
     """A table that keeps its stored form, and gives rows of one dtype on one device."""
 
+    weight: Tensor
     row_dtype = torch.float32
     row_device = torch.device("cpu")
 
@@ -28,6 +32,12 @@ class StoredRows:
         """Return stored rows as a model computes on them; without memory they stay on the meta device."""
         device = rows.device if rows.is_meta else self.row_device
         return rows.to(device=device, dtype=self.row_dtype)
+
+    def logits(self, h: Tensor) -> Tensor:  # [..., C] -> [..., rows]
+        """Return what :meth:`Embedding.logits` does of the rows as they are given, a block of them at a time."""
+        count, h = len(self.weight), h.to(self.row_dtype)
+        blocks = (torch.arange(i, min(i + BLOCK, count), device=h.device) for i in range(0, count, BLOCK))
+        return torch.cat([F.linear(h, self(block)) for block in blocks], dim=-1)
 
 
 class StoredEmbedding(StoredRows, Embedding):

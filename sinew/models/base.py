@@ -90,6 +90,26 @@ class Model(nn.Module):
         """Return True if each step reads the state itself, so that :meth:`renew` needs no new prefix."""
         return False
 
+    @property
+    def has_lm_head(self) -> bool:
+        """Return True if the bundle keeps the language model's head, so that :meth:`read_text` gives a token."""
+        return False
+
+    def read_text(
+        self,
+        image_tokens: Tensor,
+        camera_mask: Tensor,
+        tokens: Tensor,
+        token_mask: Tensor,
+        state: Tensor,
+        text: Tensor,
+    ) -> tuple[Context, Tensor]:
+        """Return the context as :meth:`read` does, and the logits [B, vocabulary] of the token that follows ``text``.
+
+        text: int64 [B, N], what was said so far, N from 0 on. It sees views and prompt, and none of them sees it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no language head")
+
     def renew(self, context: Context, state: Tensor) -> Context:
         """Return the context with a newer state, float32 [B, S]; as it is where the state is in the prefix."""
         return context

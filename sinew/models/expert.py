@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.layers.decoder import KeyValue
+from sinew.layers.attention import block_mask
+from sinew.layers.decoder import Decoder, KeyValue
 from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear
 from sinew.layers.norm import Modulation, RMSNorm
@@ -18,6 +20,9 @@ from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import VisionTransformer
 from sinew.models.base import Model
+
+LMHead = Literal["", "own", "tied"]
+"""The language model's head: not kept, a matrix of its own, or the token table once more."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,13 @@ class ExpertModel(Model):
         "action_time_mlp_in",
         "action_time_mlp_out",
     )
+    components: ClassVar[Mapping[str, str]] = {**Model.components, "lm_head": "language"}
     times_per_row = True
     vision: VisionTransformer
+    language: Decoder
     expert: Any  # layers: Sequence of decoder layers; norm; dtype
     state_proj: Linear
+    lm_head: Linear  # where it is the bundle's own
     action_in_proj: Linear
     action_out_proj: Linear
     action_time_mlp_in: Linear
@@ -105,10 +113,30 @@ class ExpertModel(Model):
         """Turn the vision tower's features [N, rows * cols, C] -> image tokens [N, tokens, C'], unscaled."""
 
     @abstractmethod
+    def embed_text(self, tokens: Tensor) -> Tensor:
+        """Return the rows of tokens, int64 [B, L] -> [B, L, C], as the language model reads them."""
+
+    @abstractmethod
+    def embed_prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments as in :meth:`read`. Returns embeddings [B, P, C], valid and opens_block, bool [B, P].
+
+        A row that opens a block stands behind the instruction, which does not see it.
+        """
+
+    @abstractmethod
+    def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
+        """Return what the expert reads of the language model's keys and values. valid: bool [B, P]."""
+
     def prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Prefix:
         """Run the language model over the observation. Arguments as in :meth:`read`."""
+        x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
+        positions = valid.long().cumsum(dim=1) - 1
+        _, cache = self.language(x, positions, block_mask(valid, opens_block))
+        return self.prefix_of(cache, valid, state)
 
     @abstractmethod
     def context(self, prefix: Prefix) -> Context:
@@ -118,6 +146,44 @@ class ExpertModel(Model):
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> Context:
         return self.context(self.prefix(image_tokens, camera_mask, tokens, token_mask, state))
+
+    @property
+    def has_lm_head(self) -> bool:
+        return bool(self.config.lm_head)
+
+    def read_text(
+        self,
+        image_tokens: Tensor,
+        camera_mask: Tensor,
+        tokens: Tensor,
+        token_mask: Tensor,
+        state: Tensor,
+        text: Tensor,
+    ) -> tuple[Context, Tensor]:
+        """Run the language model once over the observation and the text behind it (Ma et al. 2025, section 6: a
+        special attention matrix). The text goes on at the position behind the instruction, and is causal."""
+        x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
+        (B, P), N = valid.shape, text.shape[1]
+        positions = valid.long().cumsum(dim=1) - 1
+        instruction = valid & ~opens_block.long().cumsum(dim=1).bool()  # [B, P], the views before it included
+        start = instruction.sum(dim=1)  # [B]
+        steps = torch.arange(N, device=x.device)
+        sees = torch.zeros(B, P + N, P + N, dtype=torch.bool, device=x.device)  # [query, key]
+        sees[:, :P, :P] = block_mask(valid, opens_block)
+        sees[:, P:, :P] = instruction[:, None]
+        sees[:, P:, P:] = steps[:, None] >= steps
+        x = torch.cat([x, self.embed_text(text).to(x.dtype)], dim=1)
+        h, cache = self.language(x, torch.cat([positions, start[:, None] + steps], dim=1), sees)
+        # The last token of the instruction says the first one of the text.
+        last = (instruction & (positions == start[:, None] - 1)).long().argmax(dim=1)  # [B]
+        row = h[:, -1] if N else h[torch.arange(B, device=h.device), last]  # [B, C]
+        context = self.context(self.prefix_of([(k[:, :P], v[:, :P]) for k, v in cache], valid, state))
+        return context, self.logits(row)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Return the score of each token, [B, vocabulary], of the language model's last hidden state [B, C]."""
+        h = self.language.norm(h)
+        return self.language.embed_tokens.logits(h) if self.config.lm_head == "tied" else self.lm_head(h)
 
     def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
         """x: float32 [B, H, A]; t: [B] or [B, H] -> float32 [B, H, A]: one step, for training and tests."""

@@ -17,21 +17,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.attention import block_mask
-from sinew.layers.decoder import AdaptiveDecoderLayer, Decoder, DecoderConfig, DecoderLayer, decoder_norm
+from sinew.layers.decoder import (
+    AdaptiveDecoderLayer,
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    KeyValue,
+    decoder_norm,
+)
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.expert import Context, ExpertModel, FlowConfig, Prefix
+from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
 
 
 @dataclass(frozen=True)
 class PI0Config(FlowConfig):
+    """``lm_head``: PaliGemma's, for the text of a stream; upstream ties it to the token table."""
+
     vision: ViTConfig
     language: DecoderConfig
     expert: DecoderConfig
+    lm_head: LMHead = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +78,8 @@ class PI0(ExpertModel):
         self.vision = VisionTransformer(config.vision)
         self.connector = Linear(config.vision.hidden_size, config.language.hidden_size)
         self.language = Decoder(config.language, config.vocab_size)
+        if config.lm_head == "own":
+            self.lm_head = Linear(config.language.hidden_size, config.vocab_size, bias=False)
         self.expert = Expert(config.expert, self.adaptive)
         self.action_in_proj = Linear(config.max_action_dim, width)
         self.action_out_proj = Linear(width, config.max_action_dim)
@@ -82,23 +93,20 @@ class PI0(ExpertModel):
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
         return self.connector(features)
 
-    def embed_prefix(
-        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Arguments as in :meth:`prefix`. Returns embeddings [B, P, C] and valid, bool [B, P]."""
-        B, V, N, C = image_tokens.shape
+    def embed_text(self, tokens: Tensor) -> Tensor:
         table = self.language.embed_tokens
-        scale = rounded(C**0.5, table.dtype)  # as Gemma's is
-        x = torch.cat([image_tokens.flatten(1, 2).to(table.dtype), table(tokens) * scale], dim=1)
-        return x, torch.cat([camera_mask.repeat_interleave(N, dim=1), token_mask], dim=1)
+        return table(tokens) * rounded(self.config.language.hidden_size**0.5, table.dtype)  # as Gemma's is
 
-    def prefix(
+    def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Prefix:
-        x, valid = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask)
-        positions = valid.long().cumsum(dim=1) - 1
-        _, kv = self.language(x, positions, block_mask(valid, torch.zeros_like(valid)))
-        return Prefix(tuple(kv), valid, valid.sum(dim=1), self.state_token(state))
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        N, dtype = image_tokens.shape[2], self.language.embed_tokens.dtype
+        x = torch.cat([image_tokens.flatten(1, 2).to(dtype), self.embed_text(tokens)], dim=1)
+        valid = torch.cat([camera_mask.repeat_interleave(N, dim=1), token_mask], dim=1)
+        return x, valid, torch.zeros_like(valid)
+
+    def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
+        return Prefix(tuple(cache), valid, valid.sum(dim=1), self.state_token(state))
 
     @property
     def head_reads_state(self) -> bool:

@@ -21,14 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.attention import block_mask
 from sinew.layers.connector import PixelShuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.rope import Rotation
 from sinew.layers.time_embedding import time_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
-from sinew.models.expert import Context, ExpertModel, FlowConfig, Prefix
+from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class SmolVLAConfig(FlowConfig):
     ``state_in_head``: the state is a token of the expert, in front of the actions, and not the prefix's last one, so
     that a newer state needs no new prefix.
     ``rolling``: trained with a time of its own for each row, and on windows that a newer state contradicts.
+    ``lm_head``: the language model's, for the text of a stream.
     """
 
     vision: ViTConfig
@@ -53,6 +53,7 @@ class SmolVLAConfig(FlowConfig):
     image_end_tokens: tuple[int, ...] = ()
     state_in_head: bool = False
     rolling: bool = False
+    lm_head: LMHead = ""
 
     def __post_init__(self) -> None:
         if self.rolling and not self.state_in_head:
@@ -106,6 +107,8 @@ class SmolVLA(ExpertModel):
         self.vision = VisionTransformer(config.vision)
         self.connector = PixelShuffleConnector(config.vision.hidden_size, width, config.pixel_shuffle)
         self.language = Decoder(config.language, config.vocab_size)
+        if config.lm_head == "own":
+            self.lm_head = Linear(width, config.vocab_size, bias=False)
         self.expert = Expert(config)
         self.state_proj = Linear(config.max_state_dim, expert_width if config.state_in_head else width)
         self.action_in_proj = Linear(config.max_action_dim, expert_width)
@@ -116,10 +119,12 @@ class SmolVLA(ExpertModel):
     def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
         return self.connector(features, rows, cols)
 
+    def embed_text(self, tokens: Tensor) -> Tensor:
+        return self.language.embed_tokens(tokens) * self.config.language.hidden_size**0.5
+
     def embed_prefix(
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Arguments as in :meth:`prefix`. Returns embeddings [B, P, C], valid and opens_block, bool [B, P]."""
         B, V, _, C = image_tokens.shape
         embed = self.language.embed_tokens
         # The reference multiplies image tokens by a scale rounded to their dtype, language by the exact one.
@@ -140,7 +145,7 @@ class SmolVLA(ExpertModel):
             add_special(self.config.image_start_tokens)
             add(scaled[:, view], camera_mask[:, view])
             add_special(self.config.image_end_tokens)
-        add(embed(tokens) * C**0.5, token_mask)
+        add(self.embed_text(tokens), token_mask)
         if not self.head_reads_state:
             add(self.state_proj(state)[:, None], always)
 
@@ -153,16 +158,11 @@ class SmolVLA(ExpertModel):
             ok, opens_block = F.pad(ok, (0, missing)), F.pad(opens_block, (0, missing))
         return x, ok, opens_block
 
-    def prefix(
-        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Prefix:
-        x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
-        positions = valid.long().cumsum(dim=1) - 1
-        _, cache = self.language(x, positions, block_mask(valid, opens_block))
+    def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         token = self.state_token(state) if self.head_reads_state else None
         return Prefix(kv=self.expert_kv(cache), valid=valid, length=valid.sum(dim=1), state=token)
 
-    def expert_kv(self, cache: list[KeyValue]) -> tuple[KeyValue, ...]:
+    def expert_kv(self, cache: Sequence[KeyValue]) -> tuple[KeyValue, ...]:
         """Return the prefix as each expert layer reads it.
 
         Cross layers re-project the language model's rotated keys and its values; no rotation follows. The

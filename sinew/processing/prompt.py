@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
-from sinew.processing.tokenizer import encode, open_tokenizer
+from sinew.processing.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
 REMEMBERED = (
@@ -80,6 +81,13 @@ class Prompter:
         if last >= 0 and ids[-1:] != [last]:
             ids = [*ids, last]
         return np.asarray(ids, np.int64)
+
+    def words(self, tokens: Sequence[int]) -> str:
+        """Return what tokens of the vocabulary spell, special ones left out; "" where the tokenizer fails."""
+        try:
+            return decode(self.tokenizer, tokens)
+        except ValueError:
+            return ""
 
     def check_tokens(self, tokens: object, name: str = "tokens") -> np.ndarray:
         """Ids from a client that tokenises itself, checked: int64 [L]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sinew.core import BundleError, SinewError
@@ -50,6 +50,16 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[in
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     except (KeyboardInterrupt, SystemExit, UnicodeEncodeError, TypeError):
+        raise
+    except BaseException as problem:  # noqa: BLE001 - Rust's panics are no Exception
+        raise ValueError(_reason(problem)) from None
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Return what tokens spell, special ones left out. Raises ValueError where the tokenizer fails."""
+    try:
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as problem:  # noqa: BLE001 - Rust's panics are no Exception
         raise ValueError(_reason(problem)) from None

@@ -73,7 +73,8 @@ class LocalLink:
     def window(self, window: Window) -> None:
         times = 1e3 * window.prefix_age, 1e3 * window.sensor_age, 1e3 * window.head_s
         where = window.step, window.rows, window.sample_time, window.frame_time
-        self._windows.append(StreamWindow(*where, *times, window.run))
+        text = window.text
+        self._windows.append(StreamWindow(*where, *times, window.run, text=text.running, said=text.said))
 
     def failed(self, error: SinewError) -> None:
         self.errors += 1

@@ -19,6 +19,7 @@ from sinew_client.control.stream import MAX_DELAY
 
 from sinew.core import RTC, Observation, ObservationError, SinewError
 from sinew.engine.base import installed
+from sinew.stream.text import MAX_TOKENS, SILENT, Speech, Text
 from sinew.stream.windows import Chunks, Rolling, Window
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ GUIDANCE = (*RTC[:3], "none")
 class StreamSettings:
     """rate: nodes per second of the robot's trajectory. guidance, interpolation: see :class:`Chunks`, for
     checkpoints whose head has one time for all rows. solver_steps: of those; the policy's own if None. seed: of the
-    noise.
+    noise. text_tokens: of each text that the language head says beside (:mod:`sinew.stream.text`); 0: none.
 
     Raises :class:`ObservationError` that names the field.
     """
@@ -47,8 +48,11 @@ class StreamSettings:
     interpolation: str = "linear"
     solver_steps: int | None = None
     seed: int | None = None
+    text_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.text_tokens <= MAX_TOKENS:
+            raise ObservationError("text_tokens", f"0 to {MAX_TOKENS}", f"{self.text_tokens}")
         if not (math.isfinite(self.rate) and MIN_RATE <= self.rate <= MAX_RATE):
             raise ObservationError(
                 "rate", f"nodes per second from {MIN_RATE:g} to {MAX_RATE:g}", f"{self.rate}"
@@ -94,6 +98,7 @@ class Prefix:
     noise: np.ndarray
     steps: int
     frame_time: float
+    text: Text = SILENT
 
 
 class Session:
@@ -139,6 +144,7 @@ class Session:
                 raise ObservationError("rtc", "none; this policy has nothing to guide", guidance)
             self._made = Chunks(self._halves, processor, settings.rate, guidance, settings.interpolation)
         self.label = self._made.label
+        self._speech = self._speaks(settings.text_tokens)
         self.frames = self.samples = self.prefixes = self.runs = 0
         self._frame: _Frame | None = None
         self._sample: Sample | None = None
@@ -181,6 +187,15 @@ class Session:
     def say(self, prompt: str) -> None:
         """Change the instruction. The next prefix knows it, also that of a frame that has been read before."""
         self.prompt = prompt
+
+    def _speaks(self, tokens: int) -> Speech | None:
+        if not tokens:
+            return None
+        if not self._halves.has_lm_head:
+            kept = "a bundle that keeps its language head (sinew convert --set lm_head=true)"
+            raise ObservationError("text_tokens", f"0, or {kept}", f"{tokens} of {self.policy.spec.name}")
+        prompter = self.policy.processor.prompter
+        return Speech(tokens, prompter.words, prompter.recipe.eos_token_id)
 
     def anew(self) -> Session:
         """Return a session of the same settings that knows nothing yet."""
@@ -230,8 +245,13 @@ class Session:
         )  # fmt: skip
         prepared = self.policy.prepare(observation)
         self.policy.check_files()
-        context = self._halves.read(prepared.inputs)
-        return Prefix(context, sample.state, prepared.noise, prepared.steps, frame.time)
+        text = SILENT
+        if self._speech is None:
+            context = self._halves.read(prepared.inputs)
+        else:
+            context, token = self._halves.read_text(prepared.inputs, self._speech.begin(prompt))
+            text = self._speech.add(token)
+        return Prefix(context, sample.state, prepared.noise, prepared.steps, frame.time, text)
 
     def swap(self, prefix: Prefix) -> None:
         """Let runs of the head that begin from now on read this prefix."""
@@ -272,4 +292,5 @@ class Session:
             run=self.runs,
             tag=sample.tag,
             state=seen,
+            text=prefix.text,
         )

@@ -15,6 +15,7 @@ from sinew_client.control import Node, Trajectory
 from sinew.core import Observation, SinewError
 from sinew.processing import Processor
 from sinew.processing.continuation import continuation
+from sinew.stream.text import SILENT, Text
 
 if TYPE_CHECKING:
     from sinew.engine.halves import Halves
@@ -31,7 +32,8 @@ class Window:
     sample_time, frame_time: of the newest sensor sample and frame in it, seconds of the robot's clock.
     prefix_age, sensor_age: seconds of this machine's clock since the prefix was swapped in, and since the sample
     arrived. head_s: what the run took. run: number of the head run. tag: what the sample was sent with.
-    state: float [D] in the robot's units, which the head saw and relative rows were made absolute with.
+    state: float [D] in the robot's units, which the head saw and relative rows were made absolute with. text: of the
+    prefix.
     """
 
     step: int
@@ -44,6 +46,7 @@ class Window:
     run: int = 0
     tag: int = 0
     state: np.ndarray | None = None
+    text: Text = SILENT
 
 
 class Rolling:

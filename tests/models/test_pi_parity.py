@@ -57,11 +57,11 @@ def test_preprocessing_matches(case):
 def test_prefix_stages_match(case):
     policy, g = case
     model = policy.engine.model
-    pixels, camera_mask, tokens, token_mask, _ = batched(policy, g)
+    pixels, *rest = batched(policy, g)
     image_tokens = model.embed_images(pixels)
     for view, camera in enumerate(g.cameras):
         assert_parity(image_tokens[:, view], g[f"image_tokens.{camera}"])
-    x, valid = model.embed_prefix(image_tokens, camera_mask, tokens, token_mask)
+    x, valid, _ = model.embed_prefix(image_tokens, *rest)
     assert_parity(x, g["prefix_embs"])
     assert torch.equal(valid, g["prefix_pad_masks"])
     assert not g["prefix_att_masks"].any()

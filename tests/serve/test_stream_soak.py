@@ -1,7 +1,7 @@
 """Two robots on streams of one real server that is killed and started again: nothing is lost but the time it was away.
 
-Twelve seconds, or ``SINEW_STREAM_SOAK_MINUTES``, which also holds rates and memory of the second server against those of
-the first; it wants a machine with nothing beside. ``-s`` shows the numbers.
+Twelve seconds, or ``SINEW_STREAM_SOAK_MINUTES``, which also holds rates and memory of the second server against those
+of the first; it wants a machine with nothing beside. ``-s`` shows the numbers.
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def test_a_server_with_max_age_refuses_streams_by_name(policy: Policy) -> None:
 
 
 def take(taker: Any, asker: Asker, request: schema.PredictRequest) -> bool:
-    header = SimpleNamespace(kind=request.kind, session=request.session)
+    header = SimpleNamespace(kind=request.kind, session=request.session, policy=request.policy)
     return taker.take(asker, [], header, memoryview(request.SerializeToString()))
 
 

@@ -199,6 +199,26 @@ def test_an_ordinary_checkpoint_streams_whole_chunks(
     assert stream.run() is None  # its state is in the prefix, so it waits for a frame
 
 
+def test_a_newer_state_reaches_the_head_of_pi0_on_every_engine(pi_bundle: Callable[[str], Path]) -> None:
+    """Engine plan has the state's keys and values behind the prefix's: another state takes their place."""
+    found = {}
+    for engine in ("eager", "plan"):
+        policy = load(pi_bundle("pi0-2cam"), engine=engine, threads=1)
+        halves = Halves(policy.engine)
+        assert halves.head_reads_state
+        images = {camera.name: FRAME for camera in policy.spec.cameras}
+        states = (np.full(policy.spec.state.dim, value, np.float32) for value in (0.0, 0.7))
+        old, new = (
+            policy.prepare({"images": images, "state": state, "prompt": "go", "seed": 1}) for state in states
+        )
+        renewed = halves.renew(halves.read(old.inputs), new.inputs.state)
+        found[engine] = halves.solve(renewed, new.noise, new.steps)
+        straight = halves.solve(halves.read(new.inputs), new.noise, new.steps)
+        np.testing.assert_allclose(found[engine], straight, rtol=1e-5, atol=1e-5)
+        assert np.abs(halves.solve(halves.read(old.inputs), old.noise, old.steps) - straight).max() > 1e-3
+    np.testing.assert_allclose(found["eager"], found["plan"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def whole(smolvla_bundle: Callable[[str], Path]) -> Policy:
     """A policy of whole chunks whose head does not read the state."""

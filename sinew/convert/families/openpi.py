@@ -16,7 +16,8 @@ from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.embodiments import OPENPI_CONFIGS, OpenPIConfig
-from sinew.convert.families.pi import DEAD, PREFIXES, model_config, tensors
+from sinew.convert.families.pi import PREFIXES, model_config, paligemma_head, tensors, with_end
+from sinew.convert.lm_head import LM_HEAD_SETTING
 from sinew.convert.names import rename
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
 from sinew.convert.read import safetensors
@@ -33,7 +34,7 @@ PERIODS = {"min_period": 4e-3, "max_period": 4.0}
 
 NAMES = ("openpi pi0", "openpi pi05")
 OPTIONS = ("tokenizer", "arch", "stats", "openpi_config")
-SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "lm_head": LM_HEAD_SETTING}
 
 
 def recognises(path: Path) -> bool:
@@ -83,6 +84,24 @@ def read(path: Path, options: Options) -> Conversion:
     robot = published.embodiment
     side = config.vision.image_size
     weights, files = read_weights(path, architecture)
+    weights = tensors(weights, architecture)
+    head = paligemma_head(options, weights, tokenizer)
+    config = replace(config, lm_head=head.kind)
+    processing = Processing(
+        image=ImageRecipe(height=side, width=side, pad="center", interpolation="pil_bilinear"),
+        prompt=prompt_recipe(published, config.vocab_size, tokenizer.pad_token_id or 0),
+        state=normalization(stats_file, "state", robot.state.dim, published.pi05),
+        action=normalization(stats_file, "actions", robot.action.dim, published.pi05),
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+        pad_missing_cameras=True,
+        empty_cameras=3 - len(robot.cameras),
+        state_steps=robot.state_steps,
+        action_steps=(
+            *((VectorStep("add_state", robot.relative),) if published.relative_actions else ()),
+            *robot.action_steps,
+        ),
+    )
     return Conversion(
         architecture=architecture,
         format=f"openpi-{architecture}",
@@ -101,25 +120,11 @@ def read(path: Path, options: Options) -> Conversion:
             keys=(robot.keys,),
             default_prompt=published.default_prompt,
         ),
-        processing=Processing(
-            image=ImageRecipe(height=side, width=side, pad="center", interpolation="pil_bilinear"),
-            prompt=prompt_recipe(published, config.vocab_size, tokenizer.pad_token_id or 0),
-            state=normalization(stats_file, "state", robot.state.dim, published.pi05),
-            action=normalization(stats_file, "actions", robot.action.dim, published.pi05),
-            padded_state_dim=config.max_state_dim,
-            padded_action_dim=config.max_action_dim,
-            pad_missing_cameras=True,
-            empty_cameras=3 - len(robot.cameras),
-            state_steps=robot.state_steps,
-            action_steps=(
-                *((VectorStep("add_state", robot.relative),) if published.relative_actions else ()),
-                *robot.action_steps,
-            ),
-        ),
+        processing=with_end(processing, head),
         tokenizer=tokenizer.text,
-        tensors=tensors(weights, architecture),
+        tensors=weights,
         rename=lambda name: rename(name, PREFIXES),
-        dead=DEAD,
+        dead=head.dead,
         sources=[
             *files,
             *([config_file] if config_file.exists() else []),
@@ -127,7 +132,7 @@ def read(path: Path, options: Options) -> Conversion:
             *([options.arch] if options.arch else []),
             tokenizer.path,
         ],
-        notes=(f"openpi training config {options.openpi_config}",),
+        notes=(f"openpi training config {options.openpi_config}", *head.notes),
     )
 
 

@@ -15,10 +15,11 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
 from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
+from sinew.convert.lm_head import LM_HEAD_SETTING, Head, lm_head
 from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.read.files import read_json
-from sinew.convert.tokenizer_files import load_tokenizer
+from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
 from sinew.core import ConvertError, PolicySpec
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
@@ -135,6 +136,7 @@ OLD_PREFIXES = (  # LeRobot before its port of openpi's PyTorch code, August 202
     ("paligemma_with_expert.paligemma.multi_modal_projector.", f"{PALIGEMMA}multi_modal_projector."),
 )
 PREFIXES = (
+    ("paligemma_with_expert.paligemma.lm_head.", "lm_head."),
     (f"{PALIGEMMA}vision_tower.vision_model.", "vision."),
     (f"{PALIGEMMA}multi_modal_projector.linear.", "connector."),
     (f"{PALIGEMMA}language_model.", "language."),
@@ -147,7 +149,7 @@ EMBEDDING, HEAD = (
 DEAD = (
     "paligemma_with_expert.paligemma.lm_head.",
     "paligemma_with_expert.gemma_expert.lm_head.",
-)  # no logits are read at inference
+)  # no action reads logits
 
 
 NAMES = ("pi0", "pi05")
@@ -156,6 +158,7 @@ SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,
     "committed_rows": COMMITTED_ROWS_SETTING,
     "ignore": IGNORE_SETTING,
+    "lm_head": LM_HEAD_SETTING,
 }
 
 
@@ -180,6 +183,9 @@ def read(path: Path, options: Options) -> Conversion:
         [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
     )
     tokenizer = load_tokenizer(candidates, "give PaliGemma's tokenizer.json with --tokenizer FILE_OR_DIR")
+    weights = tensors(checkpoint.tensors, architecture)
+    head = paligemma_head(options, weights, tokenizer)
+    config = replace(config, lm_head=head.kind)
     return Conversion(
         architecture=architecture,
         format=f"lerobot-{architecture}",
@@ -198,14 +204,26 @@ def read(path: Path, options: Options) -> Conversion:
             n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
             committed_rows=checkpoint.committed_rows(config.chunk_size),
         ),
-        processing=processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout),
+        processing=with_end(
+            processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout), head
+        ),
         tokenizer=tokenizer.text,
-        tensors=tensors(checkpoint.tensors, architecture),
+        tensors=weights,
         rename=lambda name: rename(name, PREFIXES),
-        dead=DEAD,
+        dead=head.dead,
         sources=[*checkpoint.files, *([options.arch] if options.arch else []), tokenizer.path],
-        notes=tuple(checkpoint.notes),
+        notes=(*checkpoint.notes, *head.notes),
     )
+
+
+def paligemma_head(options: Options, weights: dict[str, TensorSource], tokenizer: TokenizerFiles) -> Head:
+    """Return PaliGemma's head, which upstream ties to its token table."""
+    return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", DEAD, tied=True)
+
+
+def with_end(found: Processing, head: Head) -> Processing:
+    """Return the recipe with the token that ends a text."""
+    return replace(found, prompt=replace(found.prompt, eos_token_id=head.end))
 
 
 def current_config(old: dict[str, Any]) -> dict[str, Any]:

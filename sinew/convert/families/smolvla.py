@@ -7,6 +7,7 @@ LlamaConfig), as it does upstream. Every tensor's shape is then checked against 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
 from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
+from sinew.convert.lm_head import LM_HEAD_SETTING, lm_head
 from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.read.files import read_json
@@ -46,10 +48,13 @@ PREFIXES = (
     ("model.vlm_with_expert.vlm.model.vision_model.", "vision."),
     ("model.vlm_with_expert.vlm.model.text_model.", "language."),
     ("model.vlm_with_expert.vlm.model.connector.modality_projection.", "connector."),
+    ("model.vlm_with_expert.vlm.lm_head.", "lm_head."),
     ("model.vlm_with_expert.lm_expert.", "expert."),
     ("model.", ""),
 )
-DEAD = ("model.vlm_with_expert.vlm.lm_head.",)  # no logits are read at inference
+TABLE = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
+HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
+DEAD = ("model.vlm_with_expert.vlm.lm_head.",)  # no action reads logits
 VLM_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
@@ -65,6 +70,7 @@ SETTINGS = {
     "solver_steps": SOLVER_STEPS_SETTING,
     "committed_rows": COMMITTED_ROWS_SETTING,
     "ignore": IGNORE_SETTING,
+    "lm_head": LM_HEAD_SETTING,
 }
 SCHEMA = Schema(
     defaults={  # LeRobot's configuration_smolvla.py, unchanged from its first version to 0.6
@@ -141,19 +147,21 @@ def read(path: Path, options: Options) -> Conversion:
             "image_start_tokens": (fake, tokenizer.token_id("<global-img>")),
             "image_end_tokens": (fake,),
         }
-    config = model_config(checkpoint, vlm, special)
+    tied = bool(vlm.get("tie_word_embeddings", vlm.get("text_config", {}).get("tie_word_embeddings")))
+    head = lm_head(options, checkpoint.tensors, HEAD, TABLE, tokenizer, "<end_of_utterance>", DEAD, tied)
+    config = replace(model_config(checkpoint, vlm, special), lm_head=head.kind)
     return Conversion(
         architecture="smolvla",
         format="lerobot-smolvla",
         config=config,
         spec=policy_spec(checkpoint, config, options),
-        processing=processing(checkpoint, config, int(pad_id)),
+        processing=processing(checkpoint, config, int(pad_id), head.end),
         tokenizer=tokenizer.text,
         tensors=checkpoint.tensors,
         rename=bundle_name,
-        dead=DEAD,
+        dead=head.dead,
         sources=[*checkpoint.files, vlm_config, tokenizer.path],
-        notes=tuple(checkpoint.notes),
+        notes=(*checkpoint.notes, *head.notes),
     )
 
 
@@ -233,7 +241,7 @@ def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: O
     )
 
 
-def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int) -> Processing:
+def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int, eos_id: int) -> Processing:
     if checkpoint.image_mode() != "IDENTITY":
         raise ConvertError(
             f"VISUAL normalisation {checkpoint.image_mode()!r}: SmolVLA scales its images itself"
@@ -257,6 +265,7 @@ def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int
             max_tokens=checkpoint.max_tokens,
             vocab_size=config.vocab_size,
             pad_token_id=pad_id,
+            eos_token_id=eos_id,
             ensure_suffix="\n",
             padding=padding,
         ),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from sinew.engine.plan.rewrite import Rewrite, Status, become, spans
 from sinew.layers.attention import attend
-from sinew.layers.decoder import DecoderAttention
+from sinew.layers.decoder import DecoderAttention, KeyValue
 from sinew.layers.rope import Rotation
 from sinew.models.base import Model
-from sinew.models.expert import ExpertModel, Prefix
+from sinew.models.expert import Context, ExpertModel, Prefix
 
 
 class StateInPrefix(ExpertModel):
@@ -20,11 +22,17 @@ class StateInPrefix(ExpertModel):
     steps run over the actions alone.
     """
 
-    def prefix(
-        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
-    ) -> Prefix:
-        prefix = super().prefix(image_tokens, camera_mask, tokens, token_mask, state)  # type: ignore[safe-super]
-        return self.absorb_state(prefix)
+    def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
+        return self.absorb_state(super().prefix_of(cache, valid, state))  # type: ignore[safe-super]
+
+    def renew(self, context: Context, state: Tensor) -> Context:
+        """Return the context with the keys and values of another state. The mask knows which tokens are valid."""
+        (sees,) = context.masks
+        count = context.kv[0][0].shape[1] - 1  # P
+        valid = sees[:, 0, :count]
+        kv = tuple((k[:, :count], v[:, :count]) for k, v in context.kv)
+        prefix = Prefix(kv, valid, valid.sum(dim=1), self.state_token(state))
+        return context._replace(kv=self.absorb_state(prefix).kv)
 
     def absorb_state(self, prefix: Prefix) -> Prefix:
         assert prefix.state is not None

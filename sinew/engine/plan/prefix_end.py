@@ -11,6 +11,7 @@ from sinew.layers.decoder import DecoderAttention, DecoderLayer, KeyValue
 from sinew.layers.joints import Joint
 from sinew.layers.rope import Rotation
 
+TEXT = "the language head reads the language model's output"
 NO_CACHE = "the head does not read the language model's keys and values"
 
 
@@ -34,8 +35,8 @@ class KeyValueLayer(nn.Module):
 
 def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     depth = model.prefix_depth
-    if depth is None:
-        return "not applicable", NO_CACHE, ()
+    if depth is None or model.has_lm_head:
+        return "not applicable", NO_CACHE if depth is None else TEXT, ()
     layers = list(model.language.layers)
     last = layers[depth - 1]
     if unknown := foreign(last, DecoderLayer) or foreign(last.attn, DecoderAttention):
@@ -52,8 +53,8 @@ def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:
 
 
 def _unread(model: Any) -> tuple[Status, str, tuple[str, ...]]:
-    if model.prefix_depth is None:
-        return "not applicable", NO_CACHE, ()
+    if model.prefix_depth is None or model.has_lm_head:
+        return "not applicable", NO_CACHE if model.prefix_depth is None else TEXT, ()
     del model.language.norm
     return "applied", "nothing reads the language model's output", ("language.norm",)
 

@@ -106,6 +106,7 @@ class Robot:
         about.sample_time, about.frame_time = window.sample_time, window.frame_time
         about.prefix_age_ms, about.sensor_age_ms = 1e3 * window.prefix_age, 1e3 * window.sensor_age
         about.head_ms = 1e3 * window.head_s
+        about.text, about.said = window.text.running, window.text.said
         if not self._told:
             about.label, self._told = self.session.label, True
         return reply.SerializeToString() + packed(_ACTIONS, chunk.actions)
@@ -194,6 +195,7 @@ class Streams:
             interpolation=request.interpolation or "linear",
             solver_steps=request.solver_steps if request.HasField("solver_steps") else None,
             seed=request.seed % (1 << 62) if request.HasField("seed") else None,
+            text_tokens=request.text_tokens,
         )
         key = (id(asker), name)
         robot = self._robots.get(key)

@@ -60,6 +60,7 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (117, "frame_time", "optional double"),
             (118, "interpolation", "string"),
             (119, "policy", "string"),
+            (120, "text_tokens", "uint32"),
         ),
     },
     "Timing": {
@@ -87,6 +88,8 @@ MESSAGES: Dict[str, Dict[str, Any]] = {  # noqa: UP006 - evaluated on Python 3.8
             (6, "head_ms", "float"),
             (7, "run", "uint64"),
             (8, "label", "string"),
+            (9, "text", "string"),
+            (10, "said", "string"),
         ),
     },
     "PredictResponse": {

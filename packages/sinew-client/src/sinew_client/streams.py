@@ -22,7 +22,7 @@ UNSENT = (
     4  # messages that may wait to be sent; then further ones are dropped, for they are old when they leave
 )
 UNREAD = 256  # windows that may wait to be read
-OPTIONS = ("rtc", "interpolation", "solver_steps", "seed")
+OPTIONS = ("rtc", "interpolation", "solver_steps", "seed", "text_tokens")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class StreamWindow:
     Node k belongs to k / rate seconds of the robot's clock, on which ``sample_time`` and ``frame_time`` are those of
     the newest sample and frame in it. Ages are of the server's clock: since the prefix was ready, since the sample
     arrived. request_id: of the message with that sample. label: how the server makes windows; "" but in the first one.
+    text: what the policy's language head is saying, from its first token on. said: its last text that is complete.
     """
 
     step: int
@@ -45,6 +46,8 @@ class StreamWindow:
     run: int = 0
     request_id: int = 0
     label: str = ""
+    text: str = ""
+    said: str = ""
 
 
 class StreamLink:
@@ -52,7 +55,8 @@ class StreamLink:
 
     address: as of :class:`sinew_client.Client`, with ``/NAME`` for another policy than the server's first.
     rate: nodes per second. options: ``rtc`` (guided, no-jacobian, ramp, none), ``interpolation`` (linear, hold),
-    ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows.
+    ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows. ``text_tokens``: of each text that
+    the policy is to say beside its windows, where it keeps a language head.
 
     There is no handshake. While nobody listens at the address messages are dropped, and the first one that gets
     through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
@@ -201,4 +205,6 @@ def decode_window(payload: bytes) -> StreamWindow:
         run=about.run,
         request_id=reply.request_id,
         label=about.label,
+        text=about.text,
+        said=about.said,
     )

@@ -20,10 +20,10 @@ Plan = Callable[
 class Planner:
     """Calls ``plan`` ``hz`` times a second on a thread of its own, and tells what it answers to ``say``.
 
-    plan: gets the instruction and the newest observation ({"images", "state"}), and returns another instruction, or
-    None
-        to leave it. One that takes longer than its period is called again when it is done; one that raises is
-        logged, and the instruction stays.
+    plan: gets the instruction and the newest observation ({"images", "state"}; "said", the last text of the policy's
+        own language head, where one was asked for), and returns another instruction, or None to leave it. One that
+        takes longer than its period is called again when it is done; one that raises is logged, and the instruction
+        stays.
     look: returns instruction and observation; None while there is nothing to see.
     """
 

@@ -188,10 +188,12 @@ class StreamLoop:
         self.link.restart()
 
     def seen(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the instruction and the newest observation, for a planner; None before there is one."""
+        """Return the instruction and the newest observation, for a planner; None before there is one. ``said`` in it is
+        the last text of the policy's language head, where one was asked for."""
         if self.state is None or not self.images:
             return None
-        return self.prompt, {"images": self.images, "state": self.state}
+        said = self.newest.said if self.newest is not None else ""
+        return self.prompt, {"images": self.images, "state": self.state, **({"said": said} if said else {})}
 
     # ------------------------------------------------------------------------- the loop
 

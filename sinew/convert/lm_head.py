@@ -1,0 +1,81 @@
+"""The language model's head, which no chunk of actions needs: kept on request, for the text of a stream."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sinew.bundle.writer import TensorSource
+from sinew.convert.options import Options, Setting
+from sinew.convert.tokenizer_files import TokenizerFiles
+from sinew.core import ConvertError
+
+LM_HEAD_SETTING = Setting(
+    bool, "true keeps the language model's head, for the text of a stream (docs/stream.md)"
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a bundle keeps: ``kind`` as a model's configuration names it ("", "own", "tied"), the prefixes of tensors
+    that go into no bundle, and the id that ends a text (-1: none)."""
+
+    kind: Any
+    dead: tuple[str, ...]
+    end: int = -1
+    notes: tuple[str, ...] = ()
+
+
+def lm_head(
+    options: Options,
+    tensors: Mapping[str, TensorSource],
+    head: str,
+    table: str,
+    tokenizer: TokenizerFiles,
+    end: str,
+    dead: tuple[str, ...],
+    tied: bool,
+) -> Head:
+    """Return what ``--set lm_head=true`` keeps of a checkpoint, and nothing without it.
+
+    head, table: names of the head's matrix and of the token table, which are one where their bytes are. tied: a
+    checkpoint without a head has its table in that place. end: the token that ends a text where
+    tokenizer_config.json names no eos_token. dead: prefixes that are left out without a head. Raises
+    :class:`ConvertError` for a checkpoint without a head.
+    """
+    if not options.setting("lm_head", False):
+        return Head("", dead)
+    found = tensors.get(head)
+    if found is None and not tied:
+        raise ConvertError(f"--set lm_head=true: expected {head} in the checkpoint, got none")
+    shared = found is None or _same(found, tensors.get(table))
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        eos = tokenizer.tokenizer.token_to_id(end)
+    ends = (
+        f"a text ends with token {eos} ({tokenizer.token_text(eos)!r})"
+        if eos is not None
+        else f"the tokenizer has no {end!r}, so a text ends at its length alone"
+    )
+    if shared:
+        note = f"language head: the token table once more, no bytes of its own; {ends}"
+        return Head("tied", dead, -1 if eos is None else eos, (note,))
+    assert found is not None
+    note = f"language head: {found.nbytes / 1e6:.1f} MB; {ends}"
+    kept = tuple(prefix for prefix in dead if not head.startswith(prefix))
+    return Head("own", kept, -1 if eos is None else eos, (note,))
+
+
+def _same(head: TensorSource, table: TensorSource | None) -> bool:
+    if table is None or (head.shape, head.type) != (table.shape, table.type):
+        return False
+    return _digest(head) == _digest(table)
+
+
+def _digest(source: TensorSource) -> bytes:
+    found = hashlib.sha256()
+    for block in source.data.blocks():
+        found.update(block)
+    return found.digest()
