@@ -136,6 +136,7 @@ class Streams:
             return True
         if header.kind != STREAM:
             return False
+        now = self._clock()
         if len(content) > MAX_MESSAGE:
             raise RequestError(
                 f"stream: expected at most {MAX_MESSAGE} bytes in a message, got {len(content)}"
@@ -155,7 +156,7 @@ class Streams:
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()
         session.push_sample(Sample(state, request.time, delay, arrived, request.request_id))
-        robot.heard = self._clock()
+        robot.heard = now
         if request.prompt and request.prompt != session.prompt:
             session.say(request.prompt)
         if pictures:
