@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=5000)
     parser.add_argument("--limit", type=int, help="control steps of an episode (else 400, pen 120)")
+    parser.add_argument("--replan", type=int, help="control steps between two requests (else 8, pen 2)")
     parser.add_argument("--width", type=int, default=25, help="episodes beside each other")
     parser.add_argument(
         "--bundle", type=Path, help="another policy of the task; its points have a file of their own"
@@ -231,6 +232,7 @@ def main() -> None:
         return
     task = dict(TASKS[arguments.task])
     task["limit"] = arguments.limit or task["limit"]
+    task["replan"] = arguments.replan or task["replan"]
     bundle = arguments.bundle or ASSETS / task["bundle"]
     with ExitStack() as stack:
         policy: SideBySide | Late
@@ -254,11 +256,11 @@ def play(
     path: Path,
 ) -> None:
     """Play the points that are not there yet, and write each when it is done."""
-    done = {(p["handover"], p["latency"], p["episodes"]) for p in points}
+    done = {(p["handover"], p["latency"], p["episodes"], p["replan"]) for p in points}
     seeds = range(arguments.seed, arguments.seed + arguments.episodes)
     for latency in arguments.latency.split(","):
         for handover in arguments.handovers.split(","):
-            if (handover, latency, arguments.episodes) in done:
+            if (handover, latency, arguments.episodes, task["replan"]) in done:
                 continue
             points.append(found := point(task, policy, handover, latency, seeds, arguments.width))
             path.write_text("[\n" + ",\n".join(json.dumps(p) for p in points) + "\n]\n")

@@ -3,6 +3,7 @@
 Training-time real-time chunking (Black, Ren, Equi and Levine 2025, arXiv 2512.05964): the first d rows of a chunk are
 the actions themselves, at the time of actions, and the loss is that of the others. What reads pictures and words stays
 as it is; only the head of ``sinew/assets/blocks.gguf`` goes on learning, which takes a fifth of the time.
+``--driven 500`` adds episodes in which the policy that is started from drives late (:mod:`train.committed_demos`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +28,14 @@ from sinew.policy import Policy, load
 from train.blocks import DESIGN, BlocksTask
 from train.blocks_demos import HOLD
 from train.checkpoint import Statistics, write_configs, write_weights
-from train.committed_demos import continued, record_shard
+from train.committed_demos import continued, record_driven, record_shard
 from train.objective import repeated
 from train.rollout import normalised, to_pixels
 
 log = logging.getLogger("train")
 ASSETS = Path(__file__).parents[1] / "sinew" / "assets"
-COMMITTED = 12  # rows, 0.6 s at 20 Hz
+# Rows, 0.8 s at 20 Hz: half a chunk. Where a delay is longer, fewer rows than that are new when the chunk arrives.
+COMMITTED = 16
 ALONE = 0.25  # share of pictures whose chunk continues nothing
 FROZEN = ("vision", "connector", "language", "state_proj")
 FIRST_EPISODE = 20_000  # other seeds than those of the first training
@@ -49,15 +52,17 @@ def statistics_of(policy: Policy) -> Statistics:
 
 
 class Samples:
-    """Pictures, instructions and chunks with committed rows."""
+    """Pictures, instructions and chunks with committed rows, from every shard as many."""
 
-    def __init__(self, folder: Path, stats: Statistics):
-        self.task = BlocksTask([folder], stats)
-        self.shard, self.stats = self.task.shards.parts[0], stats
+    def __init__(self, folders: Sequence[Path], stats: Statistics):
+        self.task, self.stats = BlocksTask(folders, stats), stats
+        self._turn = 0
 
     def draw(self, rng: np.random.Generator, rows: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
         """Return the arguments of a prefix, chunks [B, H, A], committed and known rows, bool [B, H]."""
-        shard, H = self.shard, DESIGN.chunk_size
+        parts, H = self.task.shards.parts, DESIGN.chunk_size
+        shard = parts[self._turn % len(parts)]
+        self._turn += 1
         frames = rng.integers(len(shard), size=rows)
         delays = np.where(rng.random(rows) < ALONE, 0, rng.integers(1, COMMITTED + 1, size=rows))
         chunk, delays, known = continued(shard, frames, delays, H, HOLD)
@@ -158,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cpu-seconds", type=float, default=600)
     parser.add_argument("--episodes", type=int, default=1600)
+    parser.add_argument("--driven", type=int, default=0, help="episodes in which the policy drives late")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
@@ -169,7 +175,13 @@ def main() -> None:
     if not (demos / "frames.npz").exists():
         record_shard(demos, FIRST_EPISODE, args.episodes)
     policy = load(args.start, engine="eager")
-    samples = Samples(demos, statistics_of(policy))
+    folders = [demos]
+    if args.driven:
+        folders.append(args.out / "driven")
+        if not (folders[-1] / "frames.npz").exists():
+            driver = load(args.start, engine="plan", threads=1)
+            record_driven(folders[-1], driver, FIRST_EPISODE + args.episodes, args.driven, COMMITTED)
+    samples = Samples(folders, statistics_of(policy))
     train(policy, samples, args.out, args.cpu_seconds, args.rows, args.draws, args.learning_rate)
 
 

@@ -113,6 +113,7 @@ def run(
                 hz=float(rate), handover=handover, replan=replan, motion=json_object("--motion", motion),
                 limits=found.to_dict() if found is not None else None, max_age=max_age, deadline=deadline,
                 stale=stale, finish=finish, future=future, substeps=substeps,
+                committed_rows=int(policy.get("committed_rows") or 0),
             )  # fmt: skip
             loop = Loop(machine, connect, settings, dim, prompt)
             stack.callback(loop.close)

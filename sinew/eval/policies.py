@@ -25,9 +25,10 @@ EXPERT = "expert"
 
 
 class EvalPolicy(Protocol):
-    """Observation to actions. ``chunk_size``: H, rows of a chunk."""
+    """Observation to actions. chunk_size: H, rows of a chunk. committed_rows: those that it was trained to continue."""
 
     chunk_size: int
+    committed_rows: int
 
     def start(self, env: gymnasium.Env) -> None:
         """A new episode begins in ``env``, which has been reset."""
@@ -54,7 +55,7 @@ class InProcess:
         from sinew.policy import load
 
         self.policy = load(bundle, device, dtype, engine, threads=threads, **options)
-        self.chunk_size = self.policy.spec.chunk_size
+        self.chunk_size, self.committed_rows = self.policy.spec.chunk_size, self.policy.spec.committed_rows
         self.solver_steps = solver_steps
         self.policy.warm_up()
 
@@ -84,6 +85,7 @@ class Remote:
             self.client = Client(address, timeout=timeout, api_key=key_from_environment())
             self.served: dict[str, Any] = self.client.metadata()["policy"]
             self.chunk_size = int(self.served["chunk_size"])
+            self.committed_rows = int(self.served.get("committed_rows") or 0)
         except Exception as error:
             raise _as_sinew(error) from error
 
@@ -107,6 +109,7 @@ class BlocksExpert:
     """The scripted expert of the blocks task: one action per chunk, since it needs to see the state again."""
 
     chunk_size = 1
+    committed_rows = 0
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped
@@ -126,6 +129,7 @@ class PenExpert:
     """What somebody could know at the moment of the newest frame: the ceiling of every policy on this task."""
 
     chunk_size = 24
+    committed_rows = 0
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped
@@ -147,6 +151,7 @@ class EggExpert:
     """What somebody does who sees the newest frame and feels the present force: one action per chunk."""
 
     chunk_size = 1
+    committed_rows = 0
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped

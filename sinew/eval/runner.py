@@ -94,7 +94,12 @@ def run_episode(
     )
     replan = min(conduct.replan or policy.chunk_size, policy.chunk_size)
     settings = Settings(
-        adapter.control_hz, conduct.handover, str(replan), motion=conduct.motion, future=conduct.future
+        adapter.control_hz,
+        conduct.handover,
+        str(replan),
+        motion=conduct.motion,
+        future=conduct.future,
+        committed_rows=policy.committed_rows,
     )
     controller = settings.controller(0)
     player = controller.player

@@ -106,6 +106,7 @@ class Expert:
     """Meta-World's own scripted policies, which read the full state from the simulator."""
 
     chunk_size = 1
+    committed_rows = 0
 
     def start(self, env: gymnasium.Env) -> None:
         from metaworld.policies import ENV_POLICY_MAP

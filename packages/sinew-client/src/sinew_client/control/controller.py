@@ -12,6 +12,7 @@ from sinew_client.control.player import Player, Request
 from sinew_client.control.safety import Guard
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
+UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class Controller:
             why = STARVED if self.player.chunks else STARTING
             if self.player.handover.stops and self.player.waiting and self.player.chunks:
                 why = LATE
+            elif self.player.stopping and self.player.waiting:
+                why = UNTRAINED
             return Command(step, None, self._fault or why)
         age = step - node.frame
         if self.max_age is not None and age > self.max_age:

@@ -71,6 +71,11 @@ class Handover:
         return self.method not in ("freeze", "naive")
 
     @property
+    def as_trained(self) -> bool:
+        """Return True if a policy that was trained to continue committed rows does so."""
+        return self.method == "rtc" and self.guidance in ("", "trained")
+
+    @property
     def continuation(self) -> dict[str, Any]:
         """Return the fields of a request that say how the running chunk is to be continued."""
         if not self.guidance:

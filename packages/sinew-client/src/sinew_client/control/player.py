@@ -35,10 +35,21 @@ class Player:
     the robot stands still: the next chunk starts at the row of the stop, or motion would be left out that never
     happened.
     future: tell the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
+    committed_rows: rows of a frame's chunk that a policy was trained to continue; 0: no bound. Where a delay is longer,
+    the robot executes so many rows and stands still until the answer is there (real-time chunking as trained alone).
     """
 
-    def __init__(self, handover: Handover, rule: Rule, motion: Motion | None = None, future: bool = False):
+    def __init__(
+        self,
+        handover: Handover,
+        rule: Rule,
+        motion: Motion | None = None,
+        future: bool = False,
+        committed_rows: int = 0,
+    ):
         self.handover, self.rule, self.future = handover, rule, future
+        self.committed_rows = committed_rows if handover.as_trained else 0
+        self.stopping = False  # the robot will stand still before the answer under way, for want of committed rows
         self.motion = motion or Motion()
         self.delay = DelayEstimate()
         self.trajectory = Trajectory()
@@ -70,9 +81,14 @@ class Player:
     def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> Request:
         """Begin a request with a frame that was exposed at control step ``frame``; return what to send with it."""
         fields: dict[str, Any] = {}
+        self.stopping = False
         if self._known and not self._fresh:
             behind = step - frame
             coming = self.trajectory.rows_from(frame)
+            if 0 < self.committed_rows < min(behind + self.delay.steps, len(coming)):
+                self.stopping = True
+                self.trajectory.cut(frame + self.committed_rows)
+                coming = coming[: self.committed_rows]
             delay = min(behind + self.delay.steps, len(coming))  # then the rows run out, and the robot stops
             if self.future and len(coming) and state is not None:
                 fields["state"] = self.motion.roll(state, coming[behind : max(delay, behind)])

@@ -33,6 +33,8 @@ class Settings:
     deadline: seconds to wait for an answer. stale: seconds beyond which a frame is too old to act on.
     finish: execute the rows at hand after a request has failed, instead of holding at once.
     future: tell the policy the state that the robot will have when the answer arrives.
+    committed_rows: rows that the policy was trained to continue, as it states in its metadata; 0: none, or not known.
+        Real-time chunking as trained then never commits to more: the robot stands still for the rest of the delay.
     substeps: commands per control step, for actuators that want a higher rate.
     """
 
@@ -47,6 +49,7 @@ class Settings:
     finish: bool = False
     future: bool = False
     substeps: int = 1
+    committed_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hz", "deadline", "stale", "max_age"):
@@ -55,6 +58,8 @@ class Settings:
                 raise SettingsError(f"{name}: expected a number above 0, got {value}")
         if not 1 <= self.substeps <= 100:
             raise SettingsError(f"substeps: expected 1 to 100, got {self.substeps}")
+        if self.committed_rows < 0:
+            raise SettingsError(f"committed_rows: expected 0 or more, got {self.committed_rows}")
 
     @property
     def period(self) -> float:
@@ -65,7 +70,11 @@ class Settings:
         """Return a controller for commands of ``dim`` numbers. Raises ClientError that names a bad setting."""
         try:
             player = Player(
-                parse_handover(self.handover), parse_rule(self.replan), self.parse_motion(), self.future
+                parse_handover(self.handover),
+                parse_rule(self.replan),
+                self.parse_motion(),
+                self.future,
+                self.committed_rows,
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
