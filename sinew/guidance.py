@@ -3,7 +3,8 @@
 Black, Galliker and Levine 2025 (arXiv 2506.07339), algorithm 1 and equations 2 to 5; the variant without the Jacobian
 is LeRobot's; the ramp is Isaac-GR00T's; committed rows are Black, Ren, Equi and Levine 2025 (arXiv 2512.05964), for
 policies that were trained on them. Written for any direction of time: with tau from 0 (noise) to 1 (actions),
-tau = (t - start) / (end - start), and what a head gives is d x / d t.
+tau = (t - start) / (end - start), and what a head gives is d x / d t. Arrays are those of the engine: torch's, or
+numpy's where there is no torch; only the Jacobian needs it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sinew.processing.continuation import Continuation
 from sinew.solvers import Guidance, Solver, Step
@@ -36,17 +35,19 @@ class Inpainting:
     jacobian: False leaves J out, as LeRobot does: cheaper, and another direction.
     """
 
-    def __init__(self, solver: Solver, target: Tensor, weights: Tensor, beta: float, jacobian: bool = True):
+    def __init__(self, solver: Solver, target: Any, weights: Any, beta: float, jacobian: bool = True):
         self.solver, self.target, self.weights, self.beta = solver, target, weights, beta
         self.jacobian = jacobian
 
-    def __call__(self, act: Callable[[Tensor], Tensor], x: Tensor, step: Step) -> Tensor:
+    def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any:
         span = self.solver.end - self.solver.start
         g = guidance_weight((step.time - self.solver.start) / span, self.beta)
         if not self.jacobian:
             output = act(x)
             error = (self.target - self.solver.denoised(x, output, step.time)) * self.weights
             return output + (g / span) * error
+        import torch
+
         with torch.enable_grad():
             at = x.detach().requires_grad_(True)
             output = act(at)
@@ -62,28 +63,28 @@ class Ramp:
     committed: bool [B, H] where the head is told that the frozen rows are actions already, as it was in training.
     """
 
-    def __init__(self, strength: Tensor, committed: Tensor | None = None):
+    def __init__(self, strength: Any, committed: Any = None):
         self.strength, self.committed = strength, committed
 
-    def __call__(self, act: Callable[[Tensor], Tensor], x: Tensor, step: Step) -> Tensor:
+    def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any:
         return act(x) * self.strength
 
 
 def guide(
-    wanted: Sequence[Continuation], solver: Solver, noise: np.ndarray, device: torch.device
+    wanted: Sequence[Continuation], solver: Solver, noise: np.ndarray, place: Callable[[np.ndarray], Any]
 ) -> tuple[Guidance, np.ndarray]:
     """Return the guidance of requests of one kind and beta, and the start of their solution, float32 [B, H, A].
 
-    noise: float32 [B, H, A], a row for each request.
+    noise: float32 [B, H, A], a row for each request. place: turns an array into one of the engine's.
     """
     kind, beta = wanted[0].kind, wanted[0].beta
-    weights = torch.from_numpy(np.stack([each.weights for each in wanted])).to(device)
+    weights = place(np.stack([each.weights for each in wanted]))
     if kind in ("ramp", "trained"):
         started = noise.copy()
         for row, each in zip(started, wanted, strict=True):
             known = each.weights[: each.overlap] < 1.0
             row[: each.overlap][known] = each.target[: each.overlap][known]
         return Ramp(weights, (weights == 0).all(-1) if kind == "trained" else None), started
-    target = torch.from_numpy(np.stack([each.target for each in wanted])).to(device)
+    target = place(np.stack([each.target for each in wanted]))
     guided: Any = Inpainting(solver, target, weights, beta, kind == "guided")
     return guided, noise

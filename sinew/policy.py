@@ -18,10 +18,11 @@ from sinew.bundle import Bundle
 from sinew.bundle.files import watch
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rename import rename_cameras
-from sinew.core import ActionChunk, BundleError, Observation, ObservationError, SinewError
+from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationError, SinewError
 from sinew.engine.base import OFFERS
 from sinew.engine.choose import ASKED, choose
 from sinew.processing import BatchKey, Prepared, Processor, batch_key, given, stack
+from sinew.processing.continuation import kind_of
 from sinew.sources import EXPORTED, resolve
 
 
@@ -134,6 +135,7 @@ class Policy:
             "precision": self.precision,
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
+            "guidance": list(self.guidance),
             "unbatched": self.unbatched,
             "lm_head": self.manifest.config.get("lm_head", ""),
         }
@@ -241,7 +243,7 @@ class Policy:
             from sinew.guidance import guide
 
             wanted = [member.continuation for member in members if member.continuation is not None]
-            guidance, noise = guide(wanted, self.spec.solver, noise, self.device)
+            guidance, noise = guide(wanted, self.spec.solver, noise, self.engine.place)
             options = {"guidance": guidance}
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
@@ -355,19 +357,34 @@ class Policy:
         return tuple(found)
 
     @property
+    def guidance(self) -> tuple[str, ...]:
+        """Return how this policy can continue a running chunk: the values of an observation's ``rtc`` that it takes."""
+        if self._unguided()[0]:
+            return ()
+        return tuple(kind for kind in self.engine.guides if kind != "trained" or self.spec.committed_rows)
+
+    @property
     def unguided(self) -> str:
         """Return why this policy cannot continue a running chunk (real-time chunking), "" if it can."""
         expected, got = self._unguided()
         return f"expected {expected}, got {got}" if expected else ""
 
     def _unguided(self) -> tuple[str, str]:
-        if not getattr(self.engine, "takes_guidance", False):
+        if not getattr(self.engine, "guides", ()):
             return "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
         if self.spec.solver.kind != "euler":
             return "a policy that integrates a velocity; this one has nothing to guide", self.spec.solver.kind
         return "", ""
 
     def _check_guided(self, observation: Observation) -> None:
+        if observation.previous is None:
+            return
         expected, got = self._unguided()
-        if observation.previous is not None and expected:
+        if expected:
             raise ObservationError("previous", expected, got)
+        kind = kind_of(observation, self.spec)
+        if kind in RTC and kind not in self.engine.guides:
+            known = " or ".join(self.engine.guides)
+            raise ObservationError(
+                "rtc", f"{known} on engine {self.engine_name}; engines eager and plan take all", kind
+            )

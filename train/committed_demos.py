@@ -26,7 +26,7 @@ from train.shard import Shard, ShardWriter
 REPLAN = 8
 TAKEOVER = (6, 80)  # control steps that a policy drives before the expert does
 SHOVE = 0.5  # share of the episodes that a policy drives in which the block jumps
-ASTRAY = 0.35  # an executed action this far from the label is another one: what follows was not its consequence
+ASTRAY = 0.35  # an action this far from the label is another one: what follows is not the label's consequence
 
 
 def record_episode(env: BlocksEnv, writer: ShardWriter, seed: int) -> None:
@@ -93,8 +93,8 @@ def record_driven(folder: Path, policy: Policy, first: int, episodes: int, delay
     """Write episodes in which ``policy`` drives 0 to ``delays`` control steps late, until the expert takes over.
 
     So the rows that a chunk continues are such as this policy commits to, in the states that they lead to, also after
-    the block has jumped while a chunk was under way (DAgger, Ross, Gordon and Bagnell 2011: the learner acts, the expert
-    labels).
+    the block has jumped while a chunk was under way (DAgger, Ross, Gordon and Bagnell 2011: the learner acts, the
+    expert labels).
     """
     writer, beside, lock = ShardWriter(folder), SideBySide(policy), threading.Lock()
 

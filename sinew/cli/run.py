@@ -26,7 +26,7 @@ from sinew.cli import terminal
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
 from sinew.cli.run_view import Keys, View
-from sinew.core import SinewError
+from sinew.core import RTC, SinewError
 from sinew.keys import key_from_environment
 from sinew.sources import is_server
 
@@ -90,13 +90,8 @@ def run(
     """
     with ExitStack() as stack:
         try:
-            policy, unguided, connect = _connection(target, runs)
-            if handover.partition(":")[0] == "rtc" and unguided:
-                raise SinewError(f"--handover rtc: {unguided}")
-            if handover == "rtc:trained" and not policy.get("committed_rows"):
-                raise SinewError(
-                    "--handover rtc:trained: this policy was not trained to continue committed rows"
-                )
+            policy, about, connect = _connection(target, runs)
+            check_guidance(handover, policy, about)
             machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
@@ -173,9 +168,8 @@ def print_cadence(cadence: Cadence) -> None:
 # ----------------------------------------------------------------------------- what is connected to what
 
 
-def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[[], Call]]:
-    """Return what the policy says about itself, why it cannot do real-time chunking ("": it can), and what opens a
-    connection to it."""
+def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]:
+    """Return what the policy says about itself, what is said about what runs it, and what opens a connection to it."""
     if is_server(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
@@ -183,7 +177,7 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[
         with Client(target.split(","), timeout=10.0, api_key=key) as client:
             served = client.metadata()
         opener = Servers(target.split(","), key)
-        return served["policy"], str(served["server"].get("unguided", "")), opener
+        return served["policy"], served["server"], opener
     from sinew.policy import load
     from sinew.serve.safety import Safety
 
@@ -193,7 +187,28 @@ def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], str, Callable[
     log.info("%s", running(local))
     policy = local.spec.to_dict()
     policy["action"]["limits"] = Safety(local.processor).limits()
-    return policy, local.unguided, lambda: lambda observation, _: local.infer(observation).actions
+    return policy, local.describe(), lambda: lambda observation, _: local.infer(observation).actions
+
+
+def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any]) -> None:
+    """Raise :class:`SinewError` for real-time chunking that this policy, or what runs it, does not do: before the robot
+    moves. A server that does not say is asked as it comes."""
+    method, _, settings = handover.partition(":")
+    if method != "rtc":
+        return
+    if reason := about.get("unguided"):
+        raise SinewError(f"--handover rtc: {reason}")
+    trained = bool(policy.get("committed_rows"))
+    kind = settings.partition(":")[0] or ("trained" if trained else "guided")
+    if kind == "trained" and not trained:
+        raise SinewError("--handover rtc:trained: this policy was not trained to continue committed rows")
+    known = about.get("guidance", RTC)
+    if kind in RTC and kind not in known:
+        offers = " or ".join(f"rtc:{name}" for name in known)
+        raise SinewError(
+            f"--handover: expected {offers} on engine {about.get('engine')}, got rtc:{kind}; engines eager and plan"
+            " take all"
+        )
 
 
 def open_robot(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sinew import machine
-from sinew.core import CancelledError, Timing
+from sinew.core import RTC, CancelledError, Timing
 from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
 from sinew.engine.threads import settle
@@ -27,7 +27,7 @@ _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole proc
 class EagerEngine:
     """Runs a model. Not reentrant: one inference at a time."""
 
-    takes_guidance = True  # autograd goes through the head
+    guides = RTC  # autograd goes through the head, and a head that can takes a time per row
     takes_batches = True  # run_batch
     _settled: ClassVar[int] = 0  # the number of threads that the last of them settled on
 
@@ -36,6 +36,10 @@ class EagerEngine:
         self.device = device
         self.recipe: dict[str, str] = {}  # nothing is quantised
         self._threads = 0
+
+    def place(self, array: np.ndarray) -> torch.Tensor:
+        """Return an array on the engine's device."""
+        return torch.from_numpy(array).to(self.device)
 
     @property
     def threads(self) -> int:

@@ -37,7 +37,7 @@ class Halves:
     def __init__(self, engine: Any):
         if reason := unstreamable(engine):
             raise SinewError(f"stream: {reason}")
-        self._engine, self.model, self.device = engine, engine.model, engine.device
+        self._engine, self.model, self.device, self.place = engine, engine.model, engine.device, engine.place
         self.rolling = bool(getattr(self.model.config, "rolling", False))
         self.head_reads_state = bool(self.model.head_reads_state)
         self.has_lm_head = bool(self.model.has_lm_head)

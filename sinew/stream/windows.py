@@ -132,7 +132,7 @@ class Chunks:
             return self._halves.solve(context, noise, steps)
         from sinew.guidance import guide
 
-        guidance, started = guide(options, self._processor.spec.solver, noise, self._halves.device)
+        guidance, started = guide(options, self._processor.spec.solver, noise, self._halves.place)
         return self._halves.solve(context, started, steps, guidance)
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from sinew_client.control import (
     parse_rule,
 )
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
+from sinew_client.control.controller import UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.replan import Moment, disagreement
 
@@ -119,6 +120,28 @@ def test_rows_that_will_be_executed_are_guided() -> None:
     assert (len(fields["previous"]), fields["delay"], fields["horizon"]) == (6, 6, 2)
     end = min(8 - fields["horizon"], len(fields["previous"]))
     assert guidance_weights(8, fields["delay"], end).tolist() == [1] * 6 + [0] * 2
+
+
+def test_no_more_rows_are_committed_than_the_policy_was_trained_to_continue() -> None:
+    """The robot executes three rows of a delay of five, stands still, and goes on where it stopped."""
+    late = [0, 0, 5]  # the first answers are there at once; from the third on the delay is known
+    got = play("rtc", late, 24, committed_rows=3)
+    assert got[:14] == [*range(4), 100, 101, 102, 103, *range(104, 108), -1, 204]
+    assert got[14:24] == [205, 206, -1, -1, 303, 304, 305, -1, -1, 403]
+    unbound = play("rtc", late, 24)
+    assert (unbound[:14], unbound[14:18]) == (got[:14], [205, 206, 207, -1])
+    for other in ("rtc:guided", "aligned"):  # where nothing was trained there is no bound
+        assert play(other, late, 24, committed_rows=3) == play(other, late, 24)
+
+    controller = Settings(20.0, handover="rtc:trained", replan="2", committed_rows=3).controller(1)
+    controller.ask(0, 0)
+    controller.arrived(5, np.zeros((8, 1), np.float32))
+    for step in range(5, 7):
+        controller.command(step)
+    fields = controller.ask(7, 6).fields  # a frame of the step before, whose row counts
+    assert (len(fields["previous"]), fields["delay"], fields["rtc"]) == (3, 3, "trained")
+    reasons = [controller.command(step).reason for step in range(7, 11)]
+    assert reasons == ["", "", UNTRAINED, UNTRAINED]
 
 
 def test_a_chunk_after_a_stop_starts_where_the_robot_stands() -> None:

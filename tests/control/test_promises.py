@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sinew_client.control import Command, Controller, Guard, Limits, Player, parse_handover, parse_rule
 
 PERIOD = 0.05
-PLAIN = ("freeze", "naive", "aligned", "rtc")
+PLAIN = ("freeze", "naive", "aligned", "rtc", "rtc:trained")
 MIXED = ("ensemble", "aggregate:average", "aggregate:conservative", "aggregate")
 
 
@@ -22,10 +22,11 @@ class Promises(RuleBasedStateMachine):
         rule=st.sampled_from(["1", "3", "full", "queue:0.5", "disagreement:0.1,4"]),
         max_age=st.sampled_from([None, 2, 6]),
         finish=st.booleans(),
+        committed_rows=st.sampled_from([0, 1, 4]),
     )
-    def begin(self, handover: str, rule: str, max_age: int | None, finish: bool) -> None:
+    def begin(self, handover: str, rule: str, max_age: int | None, finish: bool, committed_rows: int) -> None:
         self.handover, self.max_age, self.finish = handover, max_age, finish
-        player = Player(parse_handover(handover), parse_rule(rule))
+        player = Player(parse_handover(handover), parse_rule(rule), committed_rows=committed_rows)
         self.controller = Controller(player, Guard(None, PERIOD), max_age, finish)
         self.step = 0
         self.frames: dict[int, int] = {}
@@ -39,9 +40,11 @@ class Promises(RuleBasedStateMachine):
     def ask(self, age: int) -> None:
         request = self.controller.ask(self.step, self.step - age, np.zeros(1, np.float32))
         assert not self.controller.wants_chunk(self.step)  # one under way
-        if self.handover != "rtc" or not self.may_run:
+        if not self.handover.startswith("rtc") or not self.may_run:
             assert "previous" not in request.fields
         if "previous" in request.fields:
+            most = self.controller.player.committed_rows
+            assert not most or request.fields["delay"] <= most
             assert request.fields["delay"] >= age
             assert request.fields["horizon"] >= max(1, request.fields["delay"])
             assert np.isfinite(request.fields["previous"]).all()

@@ -84,7 +84,7 @@ def test_guided_equals_the_paper(direction: tuple[float, float], schedule: str, 
         return head.velocity(x, (time - start) / (end - start)) / (end - start)
 
     wanted = Continuation("guided", target, weights, 5, beta)
-    guidance, begun = guide([wanted], solver, noise[None], torch.device("cpu"))
+    guidance, begun = guide([wanted], solver, noise[None], torch.from_numpy)
     with torch.no_grad():
         x = torch.from_numpy(begun)
         got = solve(act, x, solver.steps(steps), solver.times(steps), None, guidance)
@@ -99,7 +99,7 @@ def test_without_the_jacobian_it_is_another_method() -> None:
     found = {}
     for kind in ("guided", "no-jacobian"):
         guidance, begun = guide(
-            [Continuation(kind, target, weights, 5, 4.0)], solver, noise[None], torch.device("cpu")
+            [Continuation(kind, target, weights, 5, 4.0)], solver, noise[None], torch.from_numpy
         )
         with torch.no_grad():
             x = torch.from_numpy(begun)

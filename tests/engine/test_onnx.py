@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
+from sinew.cli import main
 from sinew.core import BundleError, CancelledError, Observation, ObservationError, SinewError
 from sinew.engine.onnx import opening
 from sinew.engine.onnx.cache import fingerprint
@@ -177,11 +178,6 @@ def test_graphs_are_cached_beside_the_bundle(exported, golden, tmp_path):
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert folder.name == f"policy.onnx-{fingerprint(bundle)[:16]}"
     assert_parity(first.infer(g.observation()).actions, g.numpy("actions")[0])
-    asked = {**g.observation(), "previous": g.numpy("actions")[0], "rtc": "guided"}
-    with pytest.raises(ObservationError, match="previous: expected engine eager or plan, .* got engine onnx"):
-        first.check(asked)
-    with pytest.raises(ObservationError, match="previous: expected engine eager or plan"):
-        first.infer(asked)
     stamp = (folder / "graphs.json").stat().st_mtime_ns
     again = load(bundle, engine="onnx")
     assert (folder / "graphs.json").stat().st_mtime_ns == stamp
@@ -193,6 +189,31 @@ def test_graphs_are_cached_beside_the_bundle(exported, golden, tmp_path):
     assert fingerprint(bundle)[:16] not in folder.name
     with pytest.raises(SinewError, match="engine onnx runs fp32 on cpu, not bf16"):
         load(bundle, dtype="bfloat16", engine="onnx")
+
+
+def test_a_running_chunk_is_continued_without_a_jacobian(exported, golden, tmp_path, smolvla_bundle, capsys):
+    """What needs the Jacobian, or a time per row, is refused by name, on the command line before a robot moves."""
+    bundle, observation = exported(tmp_path), Golden(golden / "smolvla-2cam").observation()
+    policy = load(bundle, engine="onnx")
+    eager = load(smolvla_bundle("smolvla-2cam"), engine="eager", threads=1)
+    previous = eager.infer({**observation, "noise": None, "seed": 7}).actions[3:]
+    assert (policy.unguided, policy.guidance) == ("", ("no-jacobian", "ramp"))
+    assert policy.describe()["guidance"] == ["no-jacobian", "ramp"]
+    plain = policy.infer(observation).actions
+    for kind in policy.guidance:
+        asked = {**observation, "previous": previous, "delay": 4, "horizon": 8, "rtc": kind}
+        found, wanted = policy.infer(asked).actions, eager.infer(asked).actions
+        assert float(np.abs(found - wanted).max()) <= BOUND * float(np.abs(wanted).max())
+        assert float(np.abs(found - plain).max()) > 100 * BOUND
+    for fields in ({"rtc": "guided"}, {}):
+        for ask in (policy.check, policy.infer):
+            with pytest.raises(
+                ObservationError, match=r"rtc: expected no-jacobian or ramp on engine onnx; .* got gui"
+            ):
+                ask({**observation, "previous": previous, **fields})
+    options = ("--engine", "onnx", "--hz", "20", "--seconds", "1", "--prompt", "go", "--handover")
+    assert main(["run", str(bundle), *options, "rtc"]) == 1
+    assert "expected rtc:no-jacobian or rtc:ramp on engine onnx, got rtc:guided" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # a further export

@@ -24,7 +24,7 @@ from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.trace import Trace
 from sinew.processing import ModelInputs
-from sinew.solvers import Solver, solve
+from sinew.solvers import Guidance, Solver, solve
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class OnnxEngine:
     if None. solver: the policy's; the graphs do not hold it, and there is no default, because a wrong one gives
     plausible numbers of the wrong sign (GR00T runs from 0 to 1, openpi from 1 to 0).
     """
+
+    guides = ("no-jacobian", "ramp")  # the graphs have neither a Jacobian nor a time per row
 
     def __init__(
         self,
@@ -113,6 +115,10 @@ class OnnxEngine:
         """Bytes of the graphs' weights on disk; ONNX Runtime keeps copies in the layouts of its kernels."""
         return sum((self.directory / f"{stage}.onnx.data").stat().st_size for stage in STAGES)
 
+    def place(self, array: np.ndarray) -> np.ndarray:
+        """Return an array as the graphs take it."""
+        return array
+
     def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
         """Run as :meth:`run` does and return what every stage computed."""
         found = Trace(np.empty(0))
@@ -125,11 +131,13 @@ class OnnxEngine:
         noise: np.ndarray,
         steps: int,
         cancel: threading.Event | None = None,
+        guidance: Guidance | None = None,
         *,
         trace: Trace | None = None,
     ) -> tuple[np.ndarray, Timing]:
         """noise: float32 [H, A] -> model output float32 [H, A] in model units, with per-stage times.
 
+        guidance: one that needs no Jacobian and no time per row (``guides``).
         Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set.
         """
         table = self.tables.get(steps)
@@ -167,7 +175,7 @@ class OnnxEngine:
         step_ms: list[float] = []
         moments = np.split(table, len(table))
         evaluations = self.solver.steps(steps)
-        x = solve(act, noise[None], evaluations, moments, lambda: step_ms.append(laps.next()))
+        x = solve(act, noise[None], evaluations, moments, lambda: step_ms.append(laps.next()), guidance)
         if trace is not None:
             trace.head.append(x[0].copy())
         return x[0], Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sinew.core import ObservationError
+from sinew.core import RTC, ObservationError
 from sinew.policy import load
 from tests.engine.cuda.cuda_cases import BOUND, CASES, ONE_PER_MODEL, asset_case, golden_case, shaken
 from tests.golden import Golden, assert_parity, relative_l2
@@ -54,7 +54,11 @@ def test_the_policy_matches_the_reference(open_case, golden, name):
     assert (policy.engine_name, policy.dtype, str(policy.device)) == ("cuda", "fp32", "cpu")
     chunk = policy.infer(case.observation)
     assert_parity(chunk.actions, Golden(golden / name).numpy("actions")[0])
-    assert policy.unguided == "expected engine eager or plan, which can guide a solution, got engine cuda"
+    refusal = "expected engine eager or plan, which can guide a solution, got engine cuda"
+    assert (policy.unguided, policy.guidance) == (refusal, ())
+    for rtc in RTC:
+        with pytest.raises(ObservationError, match=f"previous: {refusal}"):
+            policy.check({**Golden(golden / name).observation(), "previous": chunk.actions, "rtc": rtc})
     assert policy.engine.programs.keys()[0].sizes == ((480, 640), (480, 640))  # raw frames reached the engine
 
 

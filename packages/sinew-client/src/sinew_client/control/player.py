@@ -49,7 +49,9 @@ class Player:
     ):
         self.handover, self.rule, self.future = handover, rule, future
         self.committed_rows = committed_rows if handover.as_trained else 0
-        self.stopping = False  # the robot will stand still before the answer under way, for want of committed rows
+        self.stopping = (
+            False  # the robot stands still before the answer under way comes, for want of such rows
+        )
         self.motion = motion or Motion()
         self.delay = DelayEstimate()
         self.trajectory = Trajectory()
