@@ -114,7 +114,7 @@ class _Heard:
 
     def __init__(self, policy: EvalPolicy, player: LoggedPlayer):
         self._policy, self._player = policy, player
-        self.chunk_size = policy.chunk_size
+        self.chunk_size, self.committed_rows = policy.chunk_size, policy.committed_rows
 
     def start(self, env: gymnasium.Env) -> None:
         self._policy.start(env)
