@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.side_by_side import SideBySide
+from sinew import figures
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import Remote
 from sinew.eval.report.stats import wilson
@@ -163,37 +164,44 @@ def _smooth(found: dict[str, Any] | None) -> str:
 
 
 def figure(points: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw success, jerk and control steps over latency, a line per hand-over."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
+    """Draw success, jerk and control steps: a row per hand-over, a mark per injected delay."""
     latencies = sorted({_milliseconds(p) for p in points})
-    handovers = list(dict.fromkeys(p["handover"] for p in points))
-    for number, handover in enumerate(handovers):
-        own = sorted((p for p in points if p["handover"] == handover), key=_milliseconds)
-        # Delays are drawn evenly spaced, and lines side by side, so that intervals can be told apart.
-        x = [latencies.index(_milliseconds(p)) + 0.06 * (number - len(handovers) / 2) for p in own]
-        y = [100 * p["success"] for p in own]
-        style = "--" if handover in ("freeze", "naive") else "-"
-        spread = [[v - 100 * p["interval"][0] for v, p in zip(y, own, strict=True)],
-                  [100 * p["interval"][1] - v for v, p in zip(y, own, strict=True)]]  # fmt: skip
-        line = axes[0].errorbar(x, y, yerr=spread, fmt="o" + style, label=handover, capsize=2, linewidth=1.2)
-        color = line.lines[0].get_color()
-        axes[1].plot(x, [p["jerk"] for p in own], "o" + style, color=color, linewidth=1.2)
+    # The best at the longest delay stands on top.
+    names = sorted({p["handover"] for p in points}, key=lambda name: _rank(points, name, latencies[-1]))
+    fig, axes = figures.new(
+        1, 3, width=8.4, height=1.7 + 0.42 * len(names), sharey=True, width_ratios=(4, 3, 3)
+    )
+    handles = []
+    for index, latency in enumerate(latencies):
+        own = [p for p in points if _milliseconds(p) == latency]
+        y = [names.index(p["handover"]) - 0.22 * (index - (len(latencies) - 1) / 2) for p in own]
+        look = len(latencies) - 1 - index  # the longest delay looks the same in every figure
+        style = {"color": figures.COLORS[look], "marker": figures.MARKERS[look], "linestyle": "none"}
+        x = [100 * p["success"] for p in own]
+        spread = [[max(0.0, v - 100 * p["interval"][0]) for v, p in zip(x, own, strict=True)],
+                  [max(0.0, 100 * p["interval"][1] - v) for v, p in zip(x, own, strict=True)]]  # fmt: skip
+        label = f"delay {latency:g} ms"
+        handles.append(axes[0].errorbar(x, y, xerr=spread, capsize=3, markersize=6, label=label, **style))
+        axes[1].plot([p["jerk"] for p in own], y, markersize=6, **style)
         taken = [p["steps_to_success"] for p in own]
-        axes[2].plot(x, [np.nan if t is None else t for t in taken], "o" + style, color=color, linewidth=1.2)
-    for axis, label in zip(
-        axes, ("success, %", "jerk of the commands", "control steps to success"), strict=True
-    ):
-        axis.set(xlabel="injected delay, ms", ylabel=label, title=title if axis is axes[0] else "")
-        axis.set_xticks(range(len(latencies)), [f"{value:g}" for value in latencies])
-    axes[0].set_ylim(-3, 103)
-    axes[0].legend(fontsize=8)
-    fig.savefig(path, dpi=100)
-    plt.close(fig)
+        axes[2].plot([np.nan if t is None else t for t in taken], y, markersize=6, **style)
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].set(xlabel="success, % (95 % Wilson)", xlim=(-4, 104), ylim=(-0.6, len(names) - 0.4))
+    axes[1].set(
+        xlabel="jerk of the commands,\nper step\u00b3", xlim=(0, 1.08 * max(p["jerk"] for p in points))
+    )
+    axes[2].set(
+        xlabel="control steps\nto success", xlim=(0, 1.08 * max(p["steps_to_success"] or 0 for p in points))
+    )
+    counts = sorted({p["episodes"] for p in points})
+    fig.suptitle(f"{title}, {' or '.join(map(str, counts))} episodes per point", fontsize=10)
+    figures.legend(fig, handles)
+    figures.save(fig, path)
+
+
+def _rank(points: list[dict[str, Any]], handover: str, longest: float) -> tuple[float, float]:
+    own = {_milliseconds(p): p["success"] for p in points if p["handover"] == handover}
+    return own.get(longest, min(own.values())), max(own.values())
 
 
 def _milliseconds(point: dict[str, Any]) -> float:

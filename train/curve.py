@@ -6,32 +6,39 @@ import json
 import sys
 from pathlib import Path
 
+from sinew import figures
+from sinew.eval.report.stats import wilson
+
+LOSSES = (("flow", "loss of flow matching"), ("auxiliary", "loss of the auxiliary head (where things are)"))
+
 
 def plot(log: Path, out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    history = json.loads(log.read_text())["history"]
+    """Draw closed-loop success above and losses below, over the processors' time."""
+    found = json.loads(log.read_text())
+    history, recipe = found["history"], found["recipe"]
+    episodes = recipe["episodes"] * recipe["ranks"]  # every process plays its own
     losses = [h for h in history if "flow" in h]
     wins = [h for h in history if "success" in h]
-    figure, left = plt.subplots(figsize=(7, 4))
-    for key, label in (("flow", "flow matching"), ("auxiliary", "where things are (auxiliary)")):
-        left.plot([h["cpu_seconds"] for h in losses], [h[key] for h in losses], label=label)
-    left.set_yscale("log")
-    left.set_xlabel("CPU-seconds, all processes")
-    left.set_ylabel("loss, mean of 50 steps")
-    left.grid(alpha=0.3)
-    right = left.twinx()
-    right.plot([h["cpu_seconds"] for h in wins], [100 * h["success"] for h in wins], "k.--", label="success")
-    right.set_ylim(0, 102)
-    right.set_ylabel("closed-loop success, %")
-    lines = [*left.get_lines(), *right.get_lines()]
-    left.legend(lines, [str(line.get_label()) for line in lines], loc="lower left")
-    figure.tight_layout()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=110)
+    figure, (above, below) = figures.new(2, height=4.8, sharex=True, height_ratios=(2, 3))
+    low, high = zip(*(wilson(round(h["success"] * episodes), episodes) for h in wins), strict=True)
+    figures.wilson_bars(
+        above, [h["cpu_seconds"] for h in wins], [h["success"] for h in wins], low, high,
+        color=figures.GREY, marker="o",
+    )  # fmt: skip
+    above.set_ylim(-4, 104)
+    above.set_ylabel(f"success, %, of {episodes}\n(95 % Wilson)")
+    above.set_title(f"{log.stem.removesuffix('_training')}: closed loop and losses during training")
+    handles = []
+    for (key, label), color, line in zip(LOSSES, figures.COLORS, ("-", "--"), strict=False):
+        seconds, values = [h["cpu_seconds"] for h in losses], [h[key] for h in losses]
+        handles += below.plot(seconds, values, label=label, color=color, linestyle=line, linewidth=1.4)
+    below.set_yscale("log")
+    figures.plain_ticks(below.yaxis, [h[key] for h in losses for key, _ in LOSSES])
+    below.set_xlim(left=0)
+    below.set_xlabel("CPU-seconds, all processes")
+    below.set_ylabel("loss, mean of 50 steps")
+    figures.legend(figure, handles, columns=1)
+    figures.save(figure, out)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ def run(
             console.print(f"[yellow]{warning}[/]", highlight=False, soft_wrap=True)
     if plot is not None:
         formats = {operator.compute_dtype for part in parts for operator in part.operators}
-        plots.roofline(machines, timings, plot, formats)
+        plots.roofline(
+            machines, timings, plot, formats, f"{source}, {' and '.join(sorted(formats))}, {traffic} traffic"
+        )
     if table is not None:
         write_csv(table, [{"machine": r["machine"], **c} for r in records for c in r["components"]])
     terminal.emit({"schema": "sinew.perf/1", "source": source, "traffic": traffic, "machines": records})
@@ -135,8 +137,8 @@ def paper(
         plot.mkdir(parents=True, exist_ok=True)
         figures = study.figures()
         plots.sizes(figures["figure 5"], plot / "latency_over_size.png")
-        bars = [(str(row["where"]), float(row["ms"])) for row in (*figures["figure 8"], *figures["figure 9"])]
-        plots.placements(bars, plot / "placements.png")
+        bars = [(str(row["where"]), row["parts_ms"]) for row in (*figures["figure 8"], *figures["figure 9"])]
+        plots.placements(bars, plot / "placements.png", "where to run pi0, as VLA-Perf computes it")
         (plot / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     record = {
         "schema": "sinew.perf.paper.study/1",

@@ -64,8 +64,18 @@ def scenario(
     ways = " + ".join(link.title for link in route)
     rows: list[dict[str, Any]] = []
 
-    def add(where: str, compute_s: float, hops: Sequence[Any]) -> None:
+    bars: list[tuple[str, dict[str, float]]] = []
+
+    def bar(where: str, latency_s: float, *stages: float) -> None:
+        """Keep what a figure shows: what is not computed is the network."""
+        names = ("vision", "language", "action")
+        taken = {name: 1e3 * stage for name, stage in zip(names, stages, strict=True)}
+        bars.append((where, {"network": max(0.0, 1e3 * (latency_s - sum(stages))), **taken}))
+
+    def add(where: str, stages: Sequence[float], hops: Sequence[Any]) -> None:
+        compute_s = sum(stages)
         latency = scenarios.synchronous_s(compute_s, size, hops)
+        bar(where, latency, *stages)
         played = events.asynchronous(
             compute_s, size, hops, control_hz=control_hz, chunk=chunk, replan=every, duration_s=30
         )
@@ -84,9 +94,10 @@ def scenario(
             }
         )
 
-    add("robot", sum(here), [])
-    add("server", sum(there), route)
+    add("robot", here, [])
+    add("server", there, route)
     split = scenarios.split_s(there[0] + there[1], here[2], size.up, cache, route)
+    bar("split", split, there[0], there[1], here[2])
     rows.append(
         {
             "where": "split",
@@ -97,6 +108,7 @@ def scenario(
     for where, stage, hops in (("robot", here, []), ("server", there, route)):
         fast, slow = stage[0] + stage[2], stage[1]
         whole = scenarios.synchronous_s(fast, size, hops)
+        bar(f"dual, {where}: System 1", whole, stage[0], 0.0, stage[2])
         dual = events.dual_system(fast, slow, cap_hz, network_s=whole - fast)
         rows.append(
             {
@@ -126,7 +138,7 @@ def scenario(
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
     if plot is not None:
-        plots.placements([(row["where"], row["latency_ms"]) for row in rows[:3]], plot)
+        plots.placements(bars, plot, f"{source}: {near.title}, {far.title}, {ways}")
     terminal.emit(
         {"schema": "sinew.perf.scenario/1", "up_bytes": size.up, "down_bytes": size.down, "rows": rows}
     )

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sinew.core import MissingPackageError, SinewError
+from sinew import figures
 from sinew.perf.hardware import Hardware
 from sinew.perf.roofline import Timing
 
-COLORS = {"vision": "#0072b2", "prefix": "#d55e00", "head": "#009e73"}
-
-
-MARKS = ("o", "s", "^", "D", "v", "P")
+COMPONENTS = ("vision", "prefix", "head")  # in the order of their colours
+CALLED = {"prefix": "language", "head": "action"}  # of the figures' readers
+PLACES = ("network", "vision", "language", "action")
 
 
 def roofline(
@@ -21,98 +20,111 @@ def roofline(
     timings: Mapping[str, Sequence[Timing]],
     path: Path,
     formats: Iterable[str] = ("bf16",),
+    title: str = "",
 ) -> None:
     """FLOP/s over FLOP per byte of memory: each machine's roof, each component as a point under it.
 
-    timings: by machine name. A point lies at the rate that the component reaches if every operator does its best.
-    formats: of the arithmetic; the roof is that of the fastest.
+    timings: by machine name. A point lies at the rate that the component reaches if every operator does its best, so
+    what lies below its roof has operators on both sides of the ridge. formats: of the arithmetic; the roof is that of
+    the fastest.
     """
     formats = list(formats)
-    figure, axes = _figure()
-    lowest = min(t.intensity for rows in timings.values() for t in rows) / 3
-    highest = max(t.intensity for rows in timings.values() for t in rows) * 4
+    figure, axes = figures.new(height=4.6)
+    rows = [row for each in timings.values() for row in each]
+    peaks = {machine.name: max(machine.peak_flops(each) for each in formats) for machine in machines}
+    ridges = [peaks[machine.name] / machine.bandwidth for machine in machines]
+    intensities = [row.intensity for row in rows]
+    lowest = min([*intensities, *ridges]) / 3
+    highest = max([*intensities, *ridges]) * 9  # the ridges are in the picture, and there is room for names
+    heights = []
     for index, machine in enumerate(machines):
-        peak = max(machine.peak_flops(each) for each in formats)
-        xs = [lowest, min(max(peak / machine.bandwidth, lowest), highest), highest]
+        peak = peaks[machine.name]
+        xs = [lowest, ridges[index], highest]
         ys = [min(peak, x * machine.bandwidth) / 1e12 for x in xs]
-        shade = str(0.15 + 0.5 * index / max(1, len(machines)))
-        axes.plot(xs, ys, color=shade, linewidth=1.5)
+        heights += ys
+        axes.plot(xs, ys, color=figures.GREY, linewidth=1.5)
         axes.annotate(
-            machine.title,
-            (highest, ys[-1]),
-            textcoords="offset points",
-            xytext=(-4, 4),
-            ha="right",
-            fontsize=8,
-        )
+            f"{machine.title}, {_tera(peak)}", (highest, ys[-1]), textcoords="offset points", xytext=(-2, 5),
+            ha="right", fontsize=9,
+        )  # fmt: skip
         for row in timings[machine.name]:
-            color = COLORS.get(row.name, "#555555")
-            mark = MARKS[index % len(MARKS)]
-            rate = row.flops / row.seconds / 1e12
-            axes.plot(row.intensity, rate, mark, color=color, markeredgecolor="white", markersize=7)
-    for name, color in COLORS.items():
-        axes.plot([], [], "s", color=color, label=name)
-    for mark, machine in zip(MARKS, machines, strict=False):
-        axes.plot([], [], mark, color="#555555", label=machine.title)
+            axes.plot(row.intensity, row.flops / row.seconds / 1e12, markersize=8, **_style(row.name))
+    handles = [
+        axes.plot([], [], label=CALLED.get(n, n), markersize=8, **_style(n))[0] for n in _components(rows)
+    ]
     axes.set(
-        xscale="log", yscale="log", xlabel="operational intensity, FLOP per byte of memory", ylabel="TFLOP/s"
-    )
-    axes.legend(frameon=False, loc="lower right", ncols=2, fontsize=8)
-    _save(figure, path)
+        xscale="log", yscale="log", xlabel="operational intensity, FLOP per byte of memory",
+        ylabel="TFLOP/s, at most", title=title,
+    )  # fmt: skip
+    axes.margins(y=0.12)
+    figures.plain_ticks(axes.xaxis, [lowest, highest])
+    figures.plain_ticks(axes.yaxis, heights)
+    figures.legend(figure, handles)
+    figures.save(figure, path)
 
 
 def sizes(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Latency over parameters, one line per part and machine: figure 5's form."""
-    figure, axes = _figure()
-    marks = {"thor": "o", "rtx4090": "s", "b100": "^"}
-    order = ("vision", "prefix", "head")
-    for machine, mark in marks.items():
-        for part in order:
+    figure, axes = figures.new(height=4.6)
+    styles = {"thor": "-", "rtx4090": "--", "b100": ":"}
+    titles = {"thor": "Thor", "rtx4090": "RTX 4090", "b100": "B100"}
+    for machine, line in styles.items():
+        for part in COMPONENTS:
             own = [row for row in rows if (row["machine"], row["part"]) == (machine, part)]
             points = sorted({(row["params_b"], row["ms"]) for row in own})
-            axes.plot(*zip(*points, strict=True), marker=mark, color=COLORS[part], linewidth=1, markersize=5)
-    for part in order:
-        axes.plot([], [], color=COLORS[part], label=part)
-    for machine, mark in marks.items():
-        axes.plot([], [], mark, color="#555555", label=machine)
-    axes.set(xscale="log", yscale="log", xlabel="parameters of the part, 1e9", ylabel="milliseconds")
-    axes.legend(frameon=False, ncols=2, fontsize=8)
-    _save(figure, path)
+            axes.plot(*zip(*points, strict=True), linewidth=1.4, **{**_style(part), "linestyle": line})
+    handles = [axes.plot([], [], label=CALLED.get(p, p), **_style(p))[0] for p in COMPONENTS]
+    handles += [
+        axes.plot([], [], color=figures.GREY, linestyle=line, label=titles[machine])[0]
+        for machine, line in styles.items()
+    ]
+    axes.set(
+        xscale="log", yscale="log", xlabel="parameters of the part, 10\u2079", ylabel="latency of the part, ms",
+        title="VLA-Perf's models by size, as published",
+    )  # fmt: skip
+    figures.plain_ticks(axes.xaxis, [row["params_b"] for row in rows])
+    figures.plain_ticks(axes.yaxis, [row["ms"] for row in rows])
+    figures.legend(figure, handles, columns=3)
+    figures.save(figure, path)
 
 
-def placements(rows: Sequence[tuple[str, float]], path: Path) -> None:
-    """(where, milliseconds) as bars, the shortest on top."""
-    rows = sorted(rows, key=lambda row: row[1], reverse=True)
-    figure, axes = _figure(height=0.9 + 0.32 * len(rows))
-    bars = axes.barh([name for name, _ in rows], [ms for _, ms in rows], color="#0072b2", height=0.6)
-    axes.bar_label(bars, labels=[f"{ms:.1f}" for _, ms in rows], padding=4, fontsize=8)
-    axes.set(xscale="log", xlabel="milliseconds from observation to actions (logarithmic)")
-    axes.set_xlim(left=min(1.0, min(ms for _, ms in rows) / 2), right=2.2 * max(ms for _, ms in rows))
-    axes.set_axisbelow(True)
+def placements(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path, title: str = "") -> None:
+    """Draw (where, milliseconds of network, vision, language and action) as stacked bars, the shortest on top."""
+    rows = sorted(rows, key=lambda row: sum(row[1].values()), reverse=True)
+    figure, axes = figures.new(height=1.6 + 0.27 * len(rows))
+    names, totals = [name for name, _ in rows], [sum(parts.values()) for _, parts in rows]
+    left = [0.0] * len(rows)
+    handles = []
+    for part, color in zip(PLACES, ("#BBBBBB", *figures.COLORS), strict=False):
+        widths = [parts.get(part, 0.0) for _, parts in rows]
+        handles.append(axes.barh(names, widths, left=left, color=color, height=0.7, label=part))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for index, total in enumerate(totals):
+        axes.annotate(
+            f"{total:.1f}", (total, index), textcoords="offset points", xytext=(4, 0), va="center", fontsize=9
+        )
+    axes.set(xlabel="milliseconds from observation to actions", title=title)
+    axes.set_xlim(0, 1.12 * max(totals))
     axes.grid(visible=False, axis="y")
-    _save(figure, path)
+    figures.legend(figure, handles)
+    figures.save(figure, path)
 
 
-def _figure(height: float = 5.0) -> tuple[Any, Any]:
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingPackageError("a figure", "matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, height), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="both", alpha=0.25, linewidth=0.6)
-    return figure, axes
+def _components(rows: Sequence[Timing]) -> list[str]:
+    """Return names of components, the usual ones first."""
+    found = {row.name for row in rows}
+    return [name for name in COMPONENTS if name in found] + sorted(found - set(COMPONENTS))
 
 
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
+def _style(name: str) -> dict[str, Any]:
+    index = COMPONENTS.index(name) if name in COMPONENTS else len(COMPONENTS)
+    return {
+        "color": figures.COLORS[index],
+        "marker": figures.MARKERS[index],
+        "markeredgecolor": "white",
+        "linestyle": "none",
+    }
 
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise SinewError(f"--plot {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP/s"

@@ -15,6 +15,7 @@ from sinew.eval.adapters import EnvAdapter
 from sinew.eval.dataset.episodes import Recorded
 from sinew.eval.policies import Remote
 from sinew.eval.runner import Conduct, run_episode
+from sinew.figures import COLORS
 
 SIDE = 320  # pixels beside the scene
 TRAIL = 40  # control steps of actions that are shown
@@ -23,8 +24,6 @@ PAUSE_S = 1.2  # at the end of an episode
 QUALITY = 72
 _INK, _PAPER, _LINE, _FAINT = (27, 31, 36), (250, 250, 248), (209, 217, 224), (96, 104, 112)
 _GOOD, _BAD = (0, 122, 70), (190, 45, 30)
-# Okabe and Ito's, as sinew.eval.report.plots has them.
-_COLOURS = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233))
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _trails(draw: ImageDraw.ImageDraw, shot: Shot, box: tuple[int, int, int, int
             for index, value in enumerate(rows[:, joint])
         ]  # fmt: skip
         if len(points) > 1:
-            draw.line(points, fill=_COLOURS[joint % len(_COLOURS)], width=3, joint="curve")
+            draw.line(points, fill=COLORS[joint % len(COLORS)], width=3, joint="curve")
 
 
 def _bars(draw: ImageDraw.ImageDraw, latencies: Sequence[float], box: tuple[int, int, int, int]) -> None:
@@ -153,7 +152,7 @@ def _bars(draw: ImageDraw.ImageDraw, latencies: Sequence[float], box: tuple[int,
     wide, highest = (right - left) / REQUESTS, max([*shown, 1.0])
     for index, value in enumerate(shown):
         x = left + index * wide
-        draw.rectangle((x, bottom - (bottom - top) * value / highest, x + wide - 3, bottom), fill=_COLOURS[0])
+        draw.rectangle((x, bottom - (bottom - top) * value / highest, x + wide - 3, bottom), fill=COLORS[0])
 
 
 def _said(latencies: Sequence[float]) -> str:

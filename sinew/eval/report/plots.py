@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sinew.core import MissingPackageError
+from sinew import figures
 from sinew.eval.report.report import swept
-
-# Okabe and Ito's colours, told apart by colour-blind readers and in grey.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
@@ -34,80 +30,80 @@ def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
 
 
 def plot_replan(report: dict[str, Any], others: Sequence[str], path: Path) -> None:
-    """Success on the left axis, amortised control rate on the right, after the supplement's figure 1."""
-    figure, axis = _figure()
-    rates = axis.twinx()
-    for index, (label, entries) in enumerate(_lines(report, others).items()):
+    """Draw success above and the amortised control rate below, after the supplement's figure 1."""
+    figure, (axis, rates) = figures.new(2, height=5.2, sharex=True, height_ratios=(3, 2))
+    _success_axis(axis, report)
+    lines = _lines(report, others)
+    handles = []
+    for index, (label, entries) in enumerate(lines.items()):
         entries = sorted(entries, key=_replan)
-        x = [_replan(entry) for entry in entries]
-        _success_line(axis, x, entries, index, label or "success")
-        rates.plot(
-            x,
-            [entry["control_rate_hz"] for entry in entries],
-            color=COLORS[index] if others else "#666666",
-            linestyle=":",
-            marker=".",
-            label="control rate" if not others else None,
-        )
+        # Intervals of two lines should not cover each other; the axis is logarithmic.
+        x = [_replan(entry) * 2 ** (0.12 * _aside(index, len(lines))) for entry in entries]
+        handles.append(_success_line(axis, x, entries, index, label))
+        rates.plot(x, [entry["control_rate_hz"] for entry in entries], linewidth=1.4, **_style(index))
     ticks = sorted({_replan(entry): entry for entry in report["variants"]}.items())
     axis.set_xscale("log", base=2)
     axis.set_xticks([x for x, _ in ticks], [_tick(entry) for _, entry in ticks])
     axis.minorticks_off()
-    axis.set_xlabel("replan interval S, actions executed per inference")
-    rates.set_ylabel("amortised control rate, Hz (dotted)")
+    rates.set_xlabel("replan interval S, actions executed per inference")
+    rates.set_ylabel("amortised control\nrate, Hz")
     rates.set_yscale("log")
-    rates.spines["top"].set_visible(False)
-    handles = [*axis.get_legend_handles_labels()[0], *rates.get_legend_handles_labels()[0]]
-    axis.legend(handles=handles, frameon=False, loc="lower left")
-    _save(figure, report, path)
+    figures.plain_ticks(rates.yaxis, [entry["control_rate_hz"] for entry in report["variants"]])
+    if len(lines) > 1:
+        figures.legend(figure, handles)
+    figures.save(figure, path)
 
 
 def plot_sweep(report: dict[str, Any], name: str, others: Sequence[str], path: Path) -> None:
-    """Success over a swept field, one line per combination of the other fields."""
-    figure, axis = _figure()
+    """Draw success over a swept field, one line per combination of the other fields."""
+    figure, axis = figures.new()
+    _success_axis(axis, report)
     lines = _lines(report, others)
     names = list(dict.fromkeys(_text(entry, name) for entry in report["variants"]))
-    spread = 0.012 * max([e["delay_ms"] for e in report["variants"]]) if name == "latency" else 0.04
+    longest = max(entry["delay_ms"] for entry in report["variants"])
+    spread = 0.012 * longest if name == "latency" else 0.08
+    handles = []
     for index, (label, entries) in enumerate(lines.items()):
-        shift = spread * (index - (len(lines) - 1) / 2)  # intervals of two lines should not cover each other
+        shift = spread * _aside(index, len(lines))  # intervals of two lines should not cover each other
         if name == "latency":
             entries = sorted(entries, key=lambda entry: entry["delay_ms"])
             x = [entry["delay_ms"] + shift for entry in entries]
         else:
             x = [names.index(_text(entry, name)) + shift for entry in entries]
-        _success_line(axis, x, entries, index, label)
+        handles.append(_success_line(axis, x, entries, index, label))
     if name == "latency":
-        axis.set_xlabel("injected latency, ms")
+        beside = ", lines set a little apart" if len(lines) > 1 else ""
+        axis.set_xlabel(f"injected latency, ms{beside}")
     else:
         axis.set_xticks(range(len(names)), names)
         axis.set_xlabel(name.replace("_", " "))
     if len(lines) > 1:
-        axis.legend(frameon=False, loc="lower left")
-    _save(figure, report, path)
+        figures.legend(figure, handles)
+    figures.save(figure, path)
 
 
-def lines_over(
-    x: Sequence[float], lines: dict[str, list[dict[str, Any]]], label: str, title: str, path: Path
-) -> None:
-    """Draw success over ``x`` for each name of ``lines``, whose entries have "success" and "interval", to a PNG."""
-    figure, axis = _figure()
-    step = 0.006 * (max(x) - min(x))
-    for index, (name, entries) in enumerate(lines.items()):
-        shift = step * (index - (len(lines) - 1) / 2)  # intervals of two lines should not cover each other
-        _success_line(axis, [each + shift for each in x], entries, index, name)
-    axis.set_xlabel(label)
-    axis.legend(frameon=False, loc="lower left")
-    _write(figure, title, path)
+def _success_axis(axis: Any, report: dict[str, Any]) -> None:
+    axis.set_ylim(-4, 104)
+    axis.set_ylabel("success, %\n(95 % Wilson intervals)")
+    axis.set_title(f"{report['task']['env']}, {report['seeds']['count']} episodes per point")
 
 
 def _success_line(
     axis: Any, x: Sequence[float], entries: Sequence[dict[str, Any]], index: int, label: str
-) -> None:
-    y = [100 * entry["success"] for entry in entries]
-    low = [y_i - 100 * entry["interval"][0] for y_i, entry in zip(y, entries, strict=True)]
-    high = [100 * entry["interval"][1] - y_i for y_i, entry in zip(y, entries, strict=True)]
-    style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
-    axis.errorbar(x, y, yerr=[low, high], capsize=3, markersize=5, linewidth=1.4, label=label, **style)
+) -> Any:
+    low, high = zip(*(entry["interval"] for entry in entries), strict=True)
+    return figures.wilson_bars(
+        axis, x, [entry["success"] for entry in entries], low, high, label=label, **_style(index)
+    )
+
+
+def _style(index: int) -> dict[str, Any]:
+    colors, markers = figures.COLORS, figures.MARKERS
+    return {"color": colors[index % len(colors)], "marker": markers[index % len(markers)]}
+
+
+def _aside(index: int, count: int) -> float:
+    return index - (count - 1) / 2
 
 
 def _lines(report: dict[str, Any], others: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
@@ -134,35 +130,5 @@ def _replan(entry: dict[str, Any]) -> int:
 
 
 def _tick(entry: dict[str, Any]) -> str:
-    return _text(entry, "replan") + (f" ({entry['chunk_size']})" if not entry["variant"]["replan"] else "")
-
-
-def _figure() -> tuple[Any, Any]:
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingPackageError("a figure", "matplotlib") from None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    assert matplotlib
-    figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no window system, and no global state of pyplot
-    axis = figure.add_subplot()
-    axis.set_ylim(-3, 103)
-    axis.set_ylabel("success, % (95 % Wilson intervals)")
-    axis.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines["top"].set_visible(False)
-    return figure, axis
-
-
-def _save(figure: Any, report: dict[str, Any], path: Path) -> None:
-    task, seeds = report["task"], report["seeds"]
-    _write(figure, f"{task['env']}, {seeds['count']} episodes per point", path)
-
-
-def _write(figure: Any, title: str, path: Path) -> None:
-    figure.axes[0].set_title(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
+    whole = entry["variant"]["replan"] == 0
+    return f"full\n({entry['chunk_size']})" if whole else _text(entry, "replan")

@@ -280,14 +280,18 @@ class Study:
             for k in kinds
             for n in (7, 14, 28, 42)
         ]
-        placement: list[dict[str, Any]] = [{"where": "Thor on device", "ms": 1e3 * self.e2e("thor")}]
+        placement: list[dict[str, Any]] = [
+            self._place("Thor on device", self.e2e("thor"), *self.stages("thor"))
+        ]
         for machine in ("rtx4090", "b100"):
             for title, links in _ROUTES:
                 route = [self.links[name] for name in links]
                 s = synchronous_s(self.e2e(machine), PAYLOAD, route)
-                placement.append({"where": f"{self.machines[machine].title}, {title}", "ms": 1e3 * s})
+                where = f"{self.machines[machine].title}, {title}"
+                placement.append(self._place(where, s, *self.stages(machine)))
+        parts = (None, self.stages("b100")[1], self.stages("thor")[2])
         split = [
-            {"where": f"split over {self.links[link].title}", "ms": 1e3 * self.collaboration(link)}
+            self._place(f"split over {self.links[link].title}", self.collaboration(link), *parts)
             for link in ("ethernet-10g", "wifi7", "5g")
         ]
         return {
@@ -297,6 +301,17 @@ class Study:
             "figure 8": placement,
             "figure 9": split,
         }
+
+    @staticmethod
+    def _place(where: str, seconds: float, *stages: Timing | None) -> dict[str, Any]:
+        """Return a row of figure 8 or 9, with what of its milliseconds each stage takes; the rest is the network."""
+        names = ("vision", "language", "action")
+        taken = {
+            name: 0.0 if stage is None else 1e3 * stage.seconds
+            for name, stage in zip(names, stages, strict=True)
+        }
+        network = max(0.0, 1e3 * seconds - sum(taken.values()))
+        return {"where": where, "ms": 1e3 * seconds, "parts_ms": {"network": network, **taken}}
 
     def _action_row(self, steps: int = STEPS, chunk: int = CHUNK) -> dict[str, float]:
         stages = self.stages("b100", steps=steps, chunk=chunk)
