@@ -9,29 +9,52 @@ from typing import Any
 
 import pytest
 import yaml
+from cyclopts import App
 
-from sinew.cli import build_app, settings, terminal
+from sinew.cli import GROUPS, VERBS, build_app, settings, terminal
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (
-    *("README.md", "docs/tutorial-lerobot.md", "docs/tutorial-openpi.md", "docs/tutorial-quantise.md"),
-    *("docs/deployment.md", "docs/control.md", "docs/eval.md", "docs/ros.md"),
-)
+PAGES = [
+    ROOT / "README.md",
+    *sorted(
+        path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"
+    ),  # which tells of the past
+    *sorted((ROOT / "packages").glob("*/README.md")),
+]
+EVERYWHERE = {"json", "debug", "config", "help"}
+BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def commands(page: str) -> list[str]:
+@pytest.fixture(scope="module")
+def app() -> App:
+    return build_app()
+
+
+def commands(text: str) -> list[str]:
     """Lines of a page's code blocks that begin with ``sinew VERB``."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line.strip() for block in BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()
+    ]
     return [line for line in lines if re.match(r"sinew [a-z]+ ", line)]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_page_are_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = build_app()
+def mentions(text: str) -> list[str]:
+    """Commands within a page's sentences and tables, which may leave out what does not matter there."""
+    return [found.replace("\n", " ") for found in re.findall(r"`(sinew [^`]+)`", BLOCK.sub("", text))]
+
+
+def verb_of(app: App, words: list[str]) -> App:
+    if words[0] not in GROUPS:
+        return app[words[0]]
+    return app[words[0]][words[1]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_are_understood(page: Path, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "output", terminal.Output())
-    for line in (found := commands(page)):
-        words = shlex.split(line, comments=True)[1:]
+    text = page.read_text()
+    for line in commands(text):
+        words = [word for word in shlex.split(line, comments=True)[1:] if word != "&"]
         if "..." in words or ">" in words:
             continue
         terminal.take_json(words)
@@ -40,7 +63,18 @@ def test_commands_of_a_page_are_understood(page: str, monkeypatch: pytest.Monkey
             app.parse_args(words, exit_on_error=False, print_error=False)
         except Exception as error:  # noqa: BLE001 - whatever it is, the line is wrong
             pytest.fail(f"{line}\n{error}")
-    assert found or page == "docs/deployment.md"
+    for line in mentions(text):
+        words = line.split()[1:]
+        assert words[0] in VERBS, line
+        if flags := {word.partition("=")[0] for word in words if word.startswith("--")}:
+            known = set(settings.flags(verb_of(app, words).assemble_argument_collection())) | EVERYWHERE
+            assert {flag.removeprefix("--") for flag in flags} <= known, line
+
+
+def test_the_readme_and_tutorials_show_commands() -> None:
+    shown = {str(page.relative_to(ROOT)): len(commands(page.read_text())) for page in PAGES}
+    assert shown["README.md"] >= 10
+    assert all(count >= 5 for name, count in shown.items() if "tutorial-" in name)
 
 
 def test_every_page_is_part_of_the_site() -> None:

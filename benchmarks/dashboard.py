@@ -1,0 +1,227 @@
+"""What people who look at the dashboard cost the robot: latency of a server with and without viewers, in paired rounds.
+
+    python -m benchmarks.dashboard [--viewers 3] [--pictures] [--bundle FILE] [--rounds 40] [--requests 40] [--hz 0]
+
+One `sinew serve`, one robot on its native wire. In every round the same requests are sent once without and once with
+the viewers, in random order; a viewer is a connected event stream and, with --pictures, what the page fetches as well:
+every camera, ten times a second. Robot and viewers are processes of their own, on other cores than the server where
+there are two. Told are p50 and p95 of both, and the median of the rounds' ratios of medians with a 95 % interval (of
+ranks), which slow changes of the machine leave alone. Beside it the server's processor time per request: what viewers
+cost, however busy the machine is. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from sinew.eval.server import serving
+
+ROOT = Path(__file__).resolve().parents[1]
+FRAMES_S = 0.1  # between two looks of the page at a camera
+SETTLE_S = 0.3  # after viewers came or went
+
+
+class Helper:
+    """A process of this file that is told a line and answers one."""
+
+    def __init__(self, cores: set[int], *words: str):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.dashboard", *words],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        os.sched_setaffinity(self._process.pid, cores)
+
+    def tell(self, what: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit("a helper of the benchmark has died")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def robot(address: str, hz: float) -> None:
+    """Send as many requests as a line says, and answer their round trips in milliseconds."""
+    from sinew_client import Client
+
+    rng = np.random.default_rng(0)
+    with Client(address, timeout=120.0) as client:
+        about = client.metadata()["policy"]
+        images = {c["name"]: rng.integers(0, 256, (480, 640, 3), dtype=np.uint8) for c in about["cameras"]}
+        state = np.zeros(about["state"]["dim"], np.float32)
+        for line in sys.stdin:
+            taken = []
+            for seed in range(json.loads(line)):
+                begun = time.perf_counter()
+                client.infer({"images": images, "state": state, "prompt": "go", "seed": seed})
+                taken.append(1e3 * (time.perf_counter() - begun))
+                if hz:
+                    time.sleep(max(0.0, 1 / hz - (time.perf_counter() - begun)))
+            print(json.dumps(taken), flush=True)
+
+
+def viewers(address: str, pictures: bool) -> None:
+    """Keep as many viewers connected as a line says, and answer how many events came since the last line."""
+    import aiohttp
+
+    events = 0
+
+    async def look(session: aiohttp.ClientSession, there: asyncio.Event) -> None:
+        nonlocal events
+        async with session.get(f"{address}/v1/events") as stream:
+            there.set()
+            async for line in stream.content:
+                events += line.startswith(b"event: answer")
+
+    async def fetch(session: aiohttp.ClientSession, cameras: list[str]) -> None:
+        while True:
+            for camera in cameras:
+                async with session.get(f"{address}/v1/frames/{camera}") as reply:
+                    await reply.read()
+            await asyncio.sleep(FRAMES_S)
+
+    async def run() -> None:
+        nonlocal events
+        loop = asyncio.get_running_loop()
+        tasks: list[asyncio.Task[None]] = []
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 22
+        ) as session:
+            async with session.get(f"{address}/v1/metadata") as reply:
+                cameras = [each["name"] for each in (await reply.json())["policy"]["cameras"]]
+            while line := await loop.run_in_executor(None, sys.stdin.readline):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                tasks, seen, events = [], events, 0
+                for _ in range(json.loads(line)):
+                    there = asyncio.Event()
+                    tasks.append(asyncio.create_task(look(session, there)))
+                    await there.wait()
+                    if pictures:
+                        tasks.append(asyncio.create_task(fetch(session, cameras)))
+                print(json.dumps(seen), flush=True)
+
+    asyncio.run(run())
+
+
+def compare(
+    server: psutil.Process, robots: Helper, lookers: Helper, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Return what the rounds have shown, of latencies and of the server's processor time."""
+    rng = np.random.default_rng(0)
+    taken: dict[bool, list[list[float]]] = {False: [], True: []}
+    spent: dict[bool, list[float]] = {False: [], True: []}
+    events = 0
+    robots.tell(max(10, arguments.requests))  # whatever is slow once
+    for _ in range(arguments.rounds):
+        for looked_at in rng.permutation([False, True]):
+            lookers.tell(arguments.viewers if looked_at else 0)
+            time.sleep(SETTLE_S)
+            before = sum(server.cpu_times()[:2])
+            taken[bool(looked_at)].append(robots.tell(arguments.requests))
+            spent[bool(looked_at)].append(sum(server.cpu_times()[:2]) - before)
+            events += lookers.tell(0)
+    return {
+        "without_ms": _percentiles(taken[False]),
+        "with_ms": _percentiles(taken[True]),
+        "p50": _overhead(
+            [np.median(each) for each in taken[False]], [np.median(each) for each in taken[True]]
+        ),
+        "cpu_ms": [
+            round(1e3 * float(np.sum(spent[k])) / arguments.rounds / arguments.requests, 2)
+            for k in (False, True)
+        ],
+        "cpu": _overhead(spent[False], spent[True]),
+        "events": events,
+    }
+
+
+def _overhead(without: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
+    """Return the median of the pairs' ratios less one, in percent, and ranks that hold it with 95 %."""
+    ratios = sorted(100 * (b / a - 1) for a, b in zip(without, beside, strict=True))
+    half = 0.98 * np.sqrt(len(ratios))  # the binomial distribution's normal approximation
+    ranks = (int(np.clip(round(len(ratios) / 2 + s * half), 0, len(ratios) - 1)) for s in (-1, 1))
+    return {
+        "percent": round(float(np.median(ratios)), 2),
+        "interval": [round(float(ratios[r]), 2) for r in ranks],
+    }
+
+
+def _percentiles(rounds: list[list[float]]) -> dict[str, float]:
+    values = np.concatenate(rounds)
+    return {f"p{q}": round(float(np.percentile(values, q)), 3) for q in (50, 95)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundle", type=Path, default=ROOT / "sinew" / "assets" / "blocks.gguf")
+    parser.add_argument("--engine", default="plan")
+    parser.add_argument("--viewers", type=int, default=3)
+    parser.add_argument(
+        "--pictures", action="store_true", help="viewers fetch frames as well, as the page does"
+    )
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=40, help="of each half of a round")
+    parser.add_argument("--hz", type=float, default=0.0, help="requests per second; 0: the next at once")
+    parser.add_argument("--part", nargs=2, metavar=("WHICH", "ADDRESS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        which, address = arguments.part
+        robot(address, arguments.hz) if which == "robot" else viewers(address, arguments.pictures)
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    first, others = {cores[0]}, set(cores[1:]) or {cores[0]}
+    begun = os.getloadavg()[0]
+    os.sched_setaffinity(0, first)  # the server inherits it
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ("--wire", "http:0", "--engine", arguments.engine, "--threads", "1")
+        with serving(arguments.bundle, Path(folder) / "log", *flags) as addresses:
+            native, web = addresses.split()
+            (server,) = psutil.Process().children()
+            os.sched_setaffinity(0, others)
+            robots = Helper(others, "--part", "robot", native, "--hz", str(arguments.hz))
+            lookers = Helper(others, "--part", "viewers", web, *["--pictures"] * arguments.pictures)
+            try:
+                found = compare(server, robots, lookers, arguments)
+            finally:
+                robots.close()
+                lookers.close()
+    found |= {
+        "viewers": arguments.viewers, "pictures": arguments.pictures, "bundle": arguments.bundle.name,
+        "engine": arguments.engine, "rounds": arguments.rounds, "requests": arguments.requests, "hz": arguments.hz,
+        "cores": len(cores), "load": [round(begun, 1), round(os.getloadavg()[0], 1)],
+    }  # fmt: skip
+    for name in ("without", "with"):
+        each = found[f"{name}_ms"]
+        print(f"{name:8} {arguments.viewers} viewers: p50 {each['p50']}, p95 {each['p95']} ms")
+    for name, what in (("p50", "p50 of a round"), ("cpu", "processor time of the server")):
+        low, high = found[name]["interval"]
+        print(f"{what}: {found[name]['percent']:+.2f} % ({low:+.2f} to {high:+.2f})")
+    print(f"load {found['load'][0]} to {found['load'][1]} on {len(cores)} cores")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
