@@ -85,7 +85,6 @@ roles: $(READY) ## wheels into empty environments, one per role, and the README'
 docs: $(READY) ## the documentation as a site: build/site/index.html
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt mkdocs
 	$(BIN)/mkdocs build --strict
-	cp build/site/tutorial-lerobot.html build/site/index.html
 
 $(READY): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -1,0 +1,68 @@
+"""A hook of mkdocs: README.md is the site's front page, and files beside docs/ that pages link to are part of it."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+BESIDE = "repository"  # the folder of the site for what lies beside docs/
+LINK = re.compile(r"(\]\()([^)#\s:]+)([^)]*\))")
+PLAIN = {"", ".sh", ".service"}  # shown as text rather than downloaded
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the front page, and every file outside of docs/ that a page links to."""
+    files.append(File.generated(config, "index.md", content=_moved((ROOT / "README.md").read_text(), "")))
+    # Pages of packages link to each other, so what is added is looked at as well.
+    todo = {target for path in [*ROOT.glob("docs/*.md"), ROOT / "README.md"] for target in _targets(path)}
+    done: set[str] = set()
+    while todo - done:
+        target = sorted(todo - done)[0]
+        done.add(target)
+        path = ROOT / target
+        name = f"{BESIDE}/{target}"
+        if path.suffix == ".md":
+            todo |= _targets(path)
+            folder = posixpath.dirname(target)
+            files.append(File.generated(config, name, content=_moved(path.read_text(), folder, name)))
+        else:
+            files.append(File.generated(config, name + ".txt" * (path.suffix in PLAIN), content=path.read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links of docs/ to files beside it into links within the site."""
+    if page.file.generated_by:
+        return markdown
+    return _moved(markdown, "docs", page.file.src_uri)
+
+
+def _targets(path: Path) -> set[str]:
+    """Return what a page links to outside of docs/, from the root."""
+    folder = path.parent.relative_to(ROOT).as_posix()
+    found = {posixpath.normpath(posixpath.join(folder, target)) for _, target, _ in LINK.findall(path.read_text())}
+    return {name for name in found if not name.startswith("docs/") and name != "README.md" and (ROOT / name).is_file()}
+
+
+def _moved(text: str, folder: str, page: str = "index.md") -> str:
+    """Return a page with its links, which are relative to ``folder`` of the repository, relative to ``page``."""
+
+    def move(found: re.Match[str]) -> str:
+        before, target, after = found.groups()
+        name = posixpath.normpath(posixpath.join(folder, target))
+        if not (ROOT / name).is_file():
+            return found[0]
+        if name == "README.md":
+            name = "index.md"
+        elif name.startswith("docs/"):
+            name = name.removeprefix("docs/")
+        else:
+            name = f"{BESIDE}/{name}" + ".txt" * (Path(name).suffix in PLAIN)
+        return before + posixpath.relpath(name, posixpath.dirname(page) or ".") + after
+
+    return LINK.sub(move, text)
