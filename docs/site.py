@@ -22,7 +22,7 @@ def on_files(files: Files, config: Any) -> Files:
     todo = {target for path in [*ROOT.glob("docs/*.md"), ROOT / "README.md"] for target in _targets(path)}
     done: set[str] = set()
     while todo - done:
-        target = sorted(todo - done)[0]
+        target = min(todo - done)
         done.add(target)
         path = ROOT / target
         name = f"{BESIDE}/{target}"
