@@ -31,7 +31,9 @@ def on_files(files: Files, config: Any) -> Files:
             folder = posixpath.dirname(target)
             files.append(File.generated(config, name, content=_moved(path.read_text(), folder, name)))
         else:
-            files.append(File.generated(config, name + ".txt" * (path.suffix in PLAIN), content=path.read_bytes()))
+            files.append(
+                File.generated(config, name + ".txt" * (path.suffix in PLAIN), content=path.read_bytes())
+            )
     return files
 
 
@@ -45,8 +47,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _targets(path: Path) -> set[str]:
     """Return what a page links to outside of docs/, from the root."""
     folder = path.parent.relative_to(ROOT).as_posix()
-    found = {posixpath.normpath(posixpath.join(folder, target)) for _, target, _ in LINK.findall(path.read_text())}
-    return {name for name in found if not name.startswith("docs/") and name != "README.md" and (ROOT / name).is_file()}
+    found = {
+        posixpath.normpath(posixpath.join(folder, target)) for _, target, _ in LINK.findall(path.read_text())
+    }
+    return {
+        name
+        for name in found
+        if not name.startswith("docs/") and name != "README.md" and (ROOT / name).is_file()
+    }
 
 
 def _moved(text: str, folder: str, page: str = "index.md") -> str:
