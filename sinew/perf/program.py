@@ -98,7 +98,9 @@ class Program:
         """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
         if dtypes is None:
             return self
-        precision, read_by = by_stage(dtypes), self.read_by
+        precision = by_stage(dtypes)
+        streams = {stage.stream for stage in precision.values()}
+        read_by = self.read_by if len(streams) > 1 else {}  # a trace, which one format does not need
         model = on_meta(self.model)
         state = {}
         for name, tensor in model.state_dict().items():
