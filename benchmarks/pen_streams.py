@@ -6,35 +6,47 @@
 The camera has 30 frames a second and each is two frames late (Ma et al. 2025, section 7). A chunk takes 27.3 ms, as the
 paper measured on an RTX 4090; a stream's prefix and solution take the same in two parts, 16.5 and 10.8 ms. Chunks are
 asked for again as soon as one is there. The added latency is the way there and back, beside what is computed. In
-simulated time (sinew.eval.campaign) the outcome does not depend on the machine; points are kept in OUT, so a run that
-was ended goes on. ``clock`` plays the same through a real server's socket, behind a forwarder that delays each byte by
+simulated time the outcome does not depend on the machine; what was played is kept in OUT, so a run that was ended
+goes on. ``clock`` plays the same through a real server's socket, behind a forwarder that delays each byte by
 half of it (benchmarks.split), with what this machine needs to compute. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from benchmarks.handovers import draw_when_asked
+from benchmarks.side_by_side import SideBySide
 from benchmarks.soak import serving
 from benchmarks.split import Link
 from sinew import machine
-from sinew.eval import campaign
+from sinew.engine import halves
+from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar, wilson
-from sinew.eval.settings import Latency, Task, Variant
+from sinew.eval.runner import Conduct, Episode, run_episode
+from sinew.eval.settings import Latency
+from sinew.eval.streaming import Costs, run_stream_episode
 from sinew.perf.hardware import Network
+from sinew.policy import Policy, load
+from sinew.processing import ModelInputs
 
 BUNDLE = Path(__file__).parents[1] / "sinew" / "assets" / "pen.gguf"
 ENV, CAMERA = "sinew/Pen-v0", {"camera_fps": 30, "camera_delay": 2 / 30}
-CHUNK_MS, PREFIX_MS, HEAD_MS = 27.3, 16.5, 10.8
+CHUNK_MS, COSTS = 27.3, Costs.parse("16.5:10.8")
 ADDED = (0, 33, 67, 100, 133, 167, 200)
 KINDS = ("chunks", "stream")
 SEED = 5000
@@ -42,31 +54,73 @@ SEED = 5000
 Points = dict[tuple[str, int], list[bool]]
 
 
-def simulated(added: Sequence[int], episodes: int, out: Path, workers: int) -> Points:
+def simulated(added: Sequence[int], episodes: int, out: Path) -> Points:
     """Play every point in simulated time, and return the outcomes of its seeds."""
-    points = [(kind, ms) for ms in added for kind in KINDS]
-    variants = [variant(kind, ms) for kind, ms in points]
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "episodes.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    found = {(line["kind"], line["added_ms"], line["seed"]): line["success"] for line in lines}
+    seeds = range(SEED, SEED + episodes)
+    torch.set_num_threads(1)
+    policy = load(BUNDLE, "cpu", engine="plan", threads=1)
+    with log.open("a") as file:
 
-    def show(played: Variant, episode: Any) -> None:
-        kind, ms = points[variants.index(played)]
-        print(f"{kind} +{ms} ms, seed {episode.seed}: {episode.success}", file=sys.stderr, flush=True)
+        def note(kind: str, ms: int, seed: int, success: bool) -> None:
+            found[kind, ms, seed] = success
+            line = {"kind": kind, "added_ms": ms, "seed": seed, "success": success}
+            print(json.dumps(line), file=file, flush=True)
 
-    task = Task(env=ENV, env_options=CAMERA)
-    found = campaign.run(
-        task, variants, range(SEED, SEED + episodes), workers=workers, out=out, on_episode=show
-    )
-    return {point: [each.success for each in episodes] for point, episodes in zip(points, found, strict=True)}
+        for ms in added:
+            todo = [seed for seed in seeds if ("chunks", ms, seed) not in found]
+            for seed, success in zip(todo, chunks(policy, ms, todo), strict=True):
+                note("chunks", ms, seed, success)
+        with remembering() as forget:
+            env, adapter = make_env(ENV, env_options=CAMERA)
+            for seed in seeds:
+                for ms in added:
+                    if ("stream", ms, seed) not in found:
+                        conduct = Conduct(latency=Latency(f"{ms}ms"))
+                        played = run_stream_episode(env, adapter, policy, conduct, seed, COSTS)
+                        note("stream", ms, seed, played.success)
+                forget()
+    return {(kind, ms): [found[kind, ms, seed] for seed in seeds] for ms in added for kind in KINDS}
 
 
-def variant(kind: str, added_ms: int) -> Variant:
-    """Return a point as ``sinew eval`` would play it."""
-    if kind == "stream":
-        costs = f"{PREFIX_MS}:{HEAD_MS}"
-        return Variant(
-            str(BUNDLE), latency=Latency(f"{added_ms}ms"), device="cpu", engine="plan", stream=costs
-        )
-    latency = Latency(f"{CHUNK_MS + added_ms:g}ms")
-    return Variant(str(BUNDLE), replan=1, latency=latency, device="cpu", engine="plan")
+def chunks(policy: Policy, added_ms: int, seeds: Sequence[int]) -> list[bool]:
+    """Return the outcomes of chunks that take so much longer, many episodes beside each other."""
+    conduct = Conduct(1, Latency(f"{CHUNK_MS + added_ms:g}ms"))
+    together = SideBySide(policy)
+
+    def play(seed: int) -> Episode:
+        env, adapter = make_env(ENV, env_options=CAMERA)
+        draw_when_asked(env)
+        return run_episode(env, adapter, together, conduct, seed)
+
+    return [episode.success for episode in together.play(play, seeds)]
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[Callable[[], None]]:
+    """Within the block, streams do not solve the same inputs from the same noise twice: up to the moment at which they
+    act, episodes of one seed see the same frames whatever is added. Yields what forgets them."""
+    known: dict[bytes, np.ndarray] = {}
+
+    class Remembered(halves.Halves):
+        def read(self, inputs: ModelInputs) -> ModelInputs:
+            return inputs
+
+        def solve(self, context: Any, noise: np.ndarray, steps: int, guidance: Any = None) -> np.ndarray:
+            arrays = (context.pixels, context.camera_mask, context.tokens, context.state, noise)
+            key = hashlib.sha256(b"".join(each.tobytes() for each in arrays)).digest()
+            if key not in known:
+                known[key] = super().solve(super().read(context), noise, steps, guidance)
+            return known[key]
+
+    before, halves.Halves = halves.Halves, Remembered  # type: ignore[misc]
+    try:
+        yield known.clear
+    finally:
+        halves.Halves = before  # type: ignore[misc]
 
 
 def clock(added: Sequence[int], episodes: int, out: Path) -> Points:
@@ -158,12 +212,11 @@ def main() -> None:
     parser.add_argument(
         "--added", default=",".join(map(str, ADDED)), help="milliseconds, separated by commas"
     )
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--figure", type=Path)
     given = parser.parse_args()
     added = [int(text) for text in given.added.split(",")]
     play: dict[str, Callable[[], Points]] = {
-        "simulated": lambda: simulated(added, given.episodes, given.out, given.workers),
+        "simulated": lambda: simulated(added, given.episodes, given.out),
         "clock": lambda: clock(added, given.episodes, given.out),
     }
     rows = summary(play[given.how](), given.how == "simulated")
