@@ -1,11 +1,12 @@
 """How often the head runs beside prefixes: the table of sequential against concurrent of Ma et al. 2025, section 6.1.
 
-    python -m benchmarks.streams BUNDLE --seconds 5 [--threads 1,1] [--runs 10]
+    python -m benchmarks.streams BUNDLE --seconds 5 [--threads 1,1] [--runs 10,16]
 
-Three rounds on one machine, taken in turn: one prefix and so many head runs one after the other; prefixes and head
-runs back to back on two threads, each with its own pool; head runs alone. A run of the head is one evaluation, with
-the state renewed where the head reads it. Nothing is paced, so the rates are the most that this machine gives; cpu_ms
-is the time of the calling thread alone, which a busy machine changes less.
+The paper's rows first: one prefix and ten head runs one after the other; one prefix beside ten, and beside sixteen,
+until both are done. Then what streams do: prefixes and head runs back to back on two threads, each with its own pool;
+head runs alone; and, where the bundle keeps its language head, prefixes that say a token behind a text of 16. A run of
+the head is one evaluation, with the state renewed where the head reads it. Nothing is paced, so the rates are the most
+that this machine gives; cpu_ms is the time of the calling thread alone, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class Rounds:
     def prefix(self) -> None:
         self.context = self.halves.read(self.prepared.inputs)
 
+    def text(self) -> None:
+        self.halves.read_text(self.prepared.inputs, range(16))
+
     def head(self) -> None:
         context = self.halves.renew(self.context, self.prepared.inputs.state)
         self.halves.evaluate(context, self.prepared.noise, self.times)
@@ -59,14 +63,41 @@ def timed(call: Callable[[], None], seconds: float, threads: int, found: Found) 
         found.append((time.perf_counter() - begun, time.thread_time() - spent))
 
 
-def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int) -> dict[str, Any]:
+def beside(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int) -> Found:
+    """Return how long one prefix and so many head runs take that begin together, on two threads."""
+    found: Found = []
+    begin, done, over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    def heads() -> None:
+        torch.set_num_threads(threads[1])
+        while begin.acquire() and not over.is_set():
+            for _ in range(runs):
+                rounds.head()
+            done.release()
+
+    def both() -> None:
+        begin.release()
+        rounds.prefix()
+        done.acquire()
+
+    thread = threading.Thread(target=heads)
+    thread.start()
+    timed(both, seconds, threads[0], found)
+    over.set()
+    begin.release()
+    thread.join()
+    return found
+
+
+def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: Sequence[int]) -> dict[str, Any]:
     def one_after_the_other() -> None:
         rounds.prefix()
-        for _ in range(runs):
+        for _ in range(runs[0]):
             rounds.head()
 
     sequential: Found = []
     timed(one_after_the_other, seconds, threads[0], sequential)
+    together = {count: beside(rounds, seconds, threads, count) for count in runs}
     slow: Found = []
     fast: Found = []
     both = [
@@ -79,6 +110,11 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int)
         thread.join()
     alone: Found = []
     timed(rounds.head, seconds, threads[1], alone)
+    pairs: dict[str, Found] = {"prefix_alone": [], "prefix_and_token": []}
+    if rounds.halves.has_lm_head:
+        for _ in range(10):  # in turns, so that whatever else runs is beside both
+            timed(rounds.prefix, seconds / 10, threads[0], pairs["prefix_alone"])
+            timed(rounds.text, seconds / 10, threads[0], pairs["prefix_and_token"])
 
     def told(values: Found) -> dict[str, Any]:
         clock, cpu = zip(*values, strict=True)
@@ -89,10 +125,12 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: int)
         }
 
     return {
-        "sequential": {"heads_per_prefix": runs, **told(sequential)},
+        "sequential": {"heads_per_prefix": runs[0], **told(sequential)},
+        "concurrent": {count: told(values) for count, values in together.items()},
         "concurrent_prefix": told(slow),
         "concurrent_head": told(fast),
         "head_alone": told(alone),
+        **{name: told(values) for name, values in pairs.items() if values},
     }
 
 
@@ -104,11 +142,12 @@ def main() -> None:
     parser.add_argument("--engine", default="eager")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--threads", default="1,1")
-    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--runs", default="10,16", help="head runs beside a prefix, separated by commas")
     args = parser.parse_args()
     slow, _, fast = args.threads.partition(",")
     rounds = Rounds(args.bundle, args.engine)
-    found = measure(rounds, args.seconds, (int(slow), int(fast or slow)), args.runs)
+    runs = [int(count) for count in args.runs.split(",")]
+    found = measure(rounds, args.seconds, (int(slow), int(fast or slow)), runs)
     about = {
         "bundle": args.bundle.name,
         "engine": args.engine,
