@@ -4,7 +4,8 @@
 
 Every point plays the same seeds with the same noise, many episodes beside each other (benchmarks.side_by_side).
 ``offsets`` after a hand-over (``aligned+offsets``) follows the targets that a chunk's offsets add up to, instead of the
-offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in.
+offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in;
+``edge`` refines chunks with an edge adapter (docs/fleet.md, ``--edge-adapter``).
 Points are kept in OUT/TASK.json, so a run that was ended goes on; ``--render docs/figures`` draws a figure of them.
 With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is
 kept back until it is as old as the delay. Its points lie in OUT/TASK-clock.json.
@@ -76,10 +77,13 @@ def point(
 ) -> dict[str, Any]:
     """Play the episodes of one point and return their summary and outcomes."""
     method, *extras = handover.split("+")
-    unknown = set(extras) - {"offsets", "future"}
+    unknown = set(extras) - {"offsets", "future", "edge"}
     if unknown:
-        raise SystemExit(f"--handovers: unknown addition {unknown.pop()!r}; known are offsets and future")
-    motion = OFFSETS if extras else None  # a future state needs to know what the actions are measured from
+        raise SystemExit(
+            f"--handovers: unknown addition {unknown.pop()!r}; known are offsets, future and edge"
+        )
+    # A future state needs to know what the actions are measured from.
+    motion = OFFSETS if {"offsets", "future"} & set(extras) else None
     clock = isinstance(policy, Late)
     if isinstance(policy, Late):
         policy.milliseconds = float(latency.removesuffix("ms"))
@@ -90,6 +94,7 @@ def point(
         realtime=clock,
         motion=motion,
         future="future" in extras,
+        edge_adapter=task["edge_adapter"] if "edge" in extras else "",
     )
     wall, cpu = time.perf_counter(), time.process_time()
     episodes = policy.play(episode_of(task, policy, conduct), seeds, width)
@@ -111,6 +116,7 @@ def point(
         "delay_steps": round(float(np.mean([d for e in episodes for d in e.delays])), 2),
         "late_ticks": sum(e.late_ticks for e in episodes),
         "outcomes": "".join(str(int(e.success)) for e in episodes),
+        "steps": [e.steps for e in episodes],
         "cpu_s": round(time.process_time() - cpu, 1),
         "wall_s": round(time.perf_counter() - wall, 1),
     }
@@ -127,11 +133,24 @@ def episode_of(task: dict[str, Any], policy: Any, conduct: Conduct) -> Callable[
     return play
 
 
+class Drawing:
+    """A frame that is drawn when somebody looks at it, which has to be in the step in which it was handed out."""
+
+    def __init__(self, view: Callable[..., np.ndarray], asked: tuple[Any, ...]):
+        self._view, self._asked = view, asked
+
+    def __call__(self) -> np.ndarray:
+        return self._view(*self._asked)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self(), dtype)
+
+
 def draw_when_asked(env: gymnasium.Env) -> None:
-    """Let an environment of sinew.sim draw a frame only when :class:`SideBySide` looks at it, within the same step."""
+    """Let an environment of sinew.sim draw a frame only when a policy or an edge adapter looks at it."""
     base: Any = env.unwrapped
     view = base.view
-    base.view = lambda *asked: lambda: view(*asked)
+    base.view = lambda *asked: Drawing(view, asked)
 
 
 def table(points: list[dict[str, Any]]) -> str:
@@ -221,6 +240,9 @@ def main() -> None:
     parser.add_argument(
         "--bundle", type=Path, help="another policy of the task; its points have a file of their own"
     )
+    parser.add_argument(
+        "--edge-adapter", default=str(ASSETS / "blocks-edge.safetensors"), help="of hand-overs with +edge"
+    )
     parser.add_argument("--engine", default="plan")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--clock", action="store_true", help="in real time through a server's socket")
@@ -241,6 +263,7 @@ def main() -> None:
     task = dict(TASKS[arguments.task])
     task["limit"] = arguments.limit or task["limit"]
     task["replan"] = arguments.replan or task["replan"]
+    task["edge_adapter"] = arguments.edge_adapter
     bundle = arguments.bundle or ASSETS / task["bundle"]
     with ExitStack() as stack:
         policy: SideBySide | Late

@@ -71,6 +71,7 @@ def _frame(
         "state": observation["state"],
         "action": label,
         "executed": executed,
+        "blocks": world.blocks.reshape(-1),
         "color": float(world.color),
         "side": float(world.side),
         "phrasing": float(env.phrasing),

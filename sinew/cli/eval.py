@@ -21,7 +21,7 @@ from sinew import machine
 from sinew.cli import terminal
 from sinew.cli.eval_variants import settled
 from sinew.cli.eval_variants import variants as variants_of
-from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
+from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
 from sinew.core import MissingPackageError, SinewError
 from sinew.eval import suites
 from sinew.eval.policies import EXPERT
@@ -50,6 +50,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     replan: str | None = None,
     latency: str | None = None,
     handover: str | None = None,
+    edge_adapter: str | None = None,
     stream: str | None = None,
     motion: str | None = None,
     future: Annotated[bool, Parameter(negative="")] = False,
@@ -87,13 +88,15 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
         handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
             as in aggregate:average or rtc:guided:exp:5 (docs/control.md).
+        edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
         stream: PREFIX:HEAD[:GUIDANCE], milliseconds of simulated time that the two loops of a stream take; instead of
             chunks; --latency is then what each window takes on top. guidance of whole chunks: guided, no-jacobian,
             ramp or none (docs/stream.md).
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ... (docs/control.md).
         future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.
-        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype; repeatable.
+        sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter;
+            repeatable.
         compare: a second bundle or address, or KEY=VALUE,KEY=VALUE: another variant over the same seeds.
         gate: a gate file; its protocol is run, and success is held against its record.
         record_gate: write the first variant as a gate file.
@@ -118,12 +121,12 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     held = read_gate(gate) if gate is not None else None
     task = Task(
         env=env or default_env(target, cameras),
-        env_options=_json_object("--env-options", env_options),
-        reset_options=_json_object("--reset-options", reset_options),
+        env_options=json_object("--env-options", env_options),
+        reset_options=json_object("--reset-options", reset_options),
         adapter=adapter or "",
         noise=noise or 0,
         realtime=realtime,
-        motion=_json_object("--motion", motion),
+        motion=json_object("--motion", motion),
         future=future,
     )
     given: dict[str, Any] = {
@@ -139,6 +142,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     else:
         first = SEED if seed is None else seed
         count = EPISODES if episodes is None else episodes
+    if edge_adapter is not None and held is not None:
+        raise SinewError("--edge-adapter: a gate is judged with chunks as they come")
     if stream is not None and (realtime or held is not None):
         raise SinewError("--stream: expected simulated time and no gate; `sinew stream` runs by the clock")
     if realtime and (latency is not None or any(text.startswith("latency") for text in sweep or ())):
@@ -160,6 +165,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         cameras.rename,
         cameras.allow_missing_cameras,
         stream or "",
+        edge_adapter or "",
     )
     if runs.provider:
         raise SinewError(
@@ -220,18 +226,6 @@ def _protocol(
     return replaced(task, **{name: gate.protocol[name] for name in flags}), {
         name: gate.protocol[name] if value is None else value for name, value in given.items()
     }
-
-
-def _json_object(flag: str, text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise SinewError(f"{flag}: {error}") from error
-    if not isinstance(value, dict):
-        raise SinewError(f"{flag}: expected a JSON object, got {text!r}")
-    return value
 
 
 def _set_up(simulator: str) -> int:

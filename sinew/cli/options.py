@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+
+from sinew.core import SinewError
 
 Engine = Literal["auto", "eager", "plan", "cpu", "onnx", "cuda"]
 Providers = Annotated[tuple[str, ...], Parameter(name="--provider", negative="")]
@@ -68,3 +71,16 @@ class Cameras:
 
 
 RUNS, CAMERAS = Runs(), Cameras()
+
+
+def json_object(name: str, text: str | None) -> dict[str, Any] | None:
+    """Return what a flag says as JSON; None where it is absent. Raises :class:`SinewError`."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise SinewError(f"{name}: expected a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise SinewError(f"{name}: expected a JSON object, got {text}")
+    return value

@@ -5,32 +5,24 @@ Space pauses and holds, or goes on; ``p`` changes the instruction; ``q`` stops.
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.table import Table
-from sinew_client import Client, ClientError
-from sinew_client.control import Cadence, Journal, Limits, Loop, Servers, Settings
-from sinew_client.control.requester import Call
+from sinew_client import ClientError
+from sinew_client.control import Adapter, Cadence, Journal, Limits, Loop, Settings
 from sinew_client.control.robots import Dry, open_class, open_lerobot
 
-from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Runs
+from sinew.cli.options import RUNS, Runs, json_object
+from sinew.cli.run_connection import ASSIST_WHEN, check_guidance, open_assist, open_connection
 from sinew.cli.run_view import Keys, View
-from sinew.core import RTC, SinewError
-from sinew.keys import key_from_environment
-from sinew.sources import is_server
-
-log = logging.getLogger(__name__)
+from sinew.core import SinewError
 
 SCHEMA = "sinew.run/1"
 
@@ -54,6 +46,11 @@ def run(
     stale: float = 0.5,
     finish: Annotated[bool, Parameter(negative="")] = False,
     future: Annotated[bool, Parameter(negative="")] = False,
+    edge_adapter: Path | None = None,
+    split: str | None = None,
+    assist: str | None = None,
+    assist_when: str = ASSIST_WHEN,
+    assist_deadline: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 5.0,
     seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     go: Annotated[bool, Parameter(negative="")] = False,
@@ -83,6 +80,11 @@ def run(
         stale: seconds beyond which a frame is too old to act on.
         finish: after a failed request, execute the rows at hand instead of holding at once.
         future: tell the policy the state that the robot will have when the answer arrives.
+        edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
+        split: address of a server's context.FORM, which computes vision and prefix of the bundle whose head runs here.
+        assist: address of a larger policy that is asked beside the one that is loaded here.
+        assist_when: every:SECONDS since its last answer, disagreement:LIMIT, uncertainty:LIMIT; separated by commas.
+        assist_deadline: seconds to wait for it.
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
         go: begin at once, also with a keyboard.
@@ -90,7 +92,7 @@ def run(
     """
     with ExitStack() as stack:
         try:
-            policy, about, connect = _connection(target, runs)
+            policy, about, connect = open_connection(target, runs, split)
             check_guidance(handover, policy, about)
             machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
             if hasattr(machine, "close"):
@@ -104,13 +106,23 @@ def run(
                     "--prompt: expected an instruction; neither the policy nor the robot has one"
                 )
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
+            edge = None if edge_adapter is None else Adapter.read(edge_adapter)
+            if edge is not None:
+                edge.check(policy, float(rate))
             settings = Settings(
                 hz=float(rate), handover=handover, replan=replan, motion=json_object("--motion", motion),
                 limits=found.to_dict() if found is not None else None, max_age=max_age, deadline=deadline,
                 stale=stale, finish=finish, future=future, substeps=substeps,
                 committed_rows=int(policy.get("committed_rows") or 0),
+                refine=0 if edge is None else edge.form.max_age,
             )  # fmt: skip
-            loop = Loop(machine, connect, settings, dim, prompt)
+            assisted = None
+            if assist is not None:
+                connect = assisted = open_assist(
+                    target, assist, assist_when, assist_deadline, connect, policy, settings
+                )
+                stack.callback(assisted.close)
+            loop = Loop(machine, connect, settings, dim, prompt, adapter=edge)
             stack.callback(loop.close)
             if hasattr(machine, "on_episode"):
                 machine.on_episode = loop.restart
@@ -122,6 +134,8 @@ def run(
         except ClientError as error:
             raise SinewError(str(error)) from error
     result = {"schema": SCHEMA, "robot": robot, "settings": settings.to_dict(), **cadence.to_dict()}
+    if assisted is not None:
+        result["assist"] = assisted.report()
     if hasattr(machine, "finished"):
         result |= {"episodes": machine.finished, "successes": machine.successes}
     print_cadence(cadence)
@@ -168,49 +182,6 @@ def print_cadence(cadence: Cadence) -> None:
 # ----------------------------------------------------------------------------- what is connected to what
 
 
-def _connection(target: str, runs: Runs) -> tuple[dict[str, Any], dict[str, Any], Callable[[], Call]]:
-    """Return what the policy says about itself, what is said about what runs it, and what opens a connection to it."""
-    if is_server(target):
-        if runs != RUNS:
-            raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        key = key_from_environment()
-        with Client(target.split(","), timeout=10.0, api_key=key) as client:
-            served = client.metadata()
-        opener = Servers(target.split(","), key)
-        return served["policy"], served["server"], opener
-    from sinew.policy import load
-    from sinew.serve.safety import Safety
-
-    with progress.task(f"loading {target}"):
-        local = load(target, **runs.keywords())
-        local.warm_up()
-    log.info("%s", running(local))
-    policy = local.spec.to_dict()
-    policy["action"]["limits"] = Safety(local.processor).limits()
-    return policy, local.describe(), lambda: lambda observation, _: local.infer(observation).actions
-
-
-def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raise :class:`SinewError` for real-time chunking that this policy, or what runs it, does not do: before the robot
-    moves. A server that does not say is asked as it comes."""
-    method, _, settings = handover.partition(":")
-    if method != "rtc":
-        return
-    if reason := about.get("unguided"):
-        raise SinewError(f"--handover rtc: {reason}")
-    trained = bool(policy.get("committed_rows"))
-    kind = settings.partition(":")[0] or ("trained" if trained else "guided")
-    if kind == "trained" and not trained:
-        raise SinewError("--handover rtc:trained: this policy was not trained to continue committed rows")
-    known = about.get("guidance", RTC)
-    if kind in RTC and kind not in known:
-        offers = " or ".join(f"rtc:{name}" for name in known)
-        raise SinewError(
-            f"--handover: expected {offers} on engine {about.get('engine')}, got rtc:{kind}; engines eager and plan"
-            " take all"
-        )
-
-
 def open_robot(
     text: str, options: str | None, cameras: list[str] | None, policy: dict[str, Any], episodes: int | None
 ) -> tuple[Any, str, float | None]:
@@ -240,15 +211,3 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
         if "=" not in text:
             raise SinewError(f"--cameras: expected POLICY=ROBOT, got {text!r}")
     return dict(text.split("=", 1) for text in texts or [])
-
-
-def json_object(name: str, text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise SinewError(f"{name}: expected a JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise SinewError(f"{name}: expected a JSON object, got {text}")
-    return value

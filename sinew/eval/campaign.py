@@ -37,6 +37,8 @@ def key(task: Task, variant: Variant) -> str:
     """Everything that determines an episode except its seed: what has been played under the same key need not
     be played again. The file name of a bundle does not count, its bytes do."""
     what = {**task.to_dict(), **variant.to_dict(), "target": identity(variant.target)["id"]}
+    if variant.edge_adapter:
+        what["edge_adapter"] = identity(variant.edge_adapter)["id"]
     return json.dumps(what, sort_keys=True)
 
 
@@ -141,6 +143,7 @@ class Player:
             self.task.realtime,
             self.task.motion,
             self.task.future,
+            variant.edge_adapter,
         )
         if variant.stream:
             from sinew.eval.streaming import Costs, run_stream_episode

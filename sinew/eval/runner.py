@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sinew_client.control import Command, Settings
+from sinew_client.control import Adapter, Command, Refinement, Settings
 
 from sinew.eval.channel import Measured, Simulated
 from sinew.eval.policies import EvalPolicy
@@ -69,6 +69,7 @@ class Conduct:
     realtime: bool = False
     motion: Mapping[str, Any] | None = None  # see sinew_client.control.Settings
     future: bool = False
+    edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
 
 
 def chunk_seed(noise: int, seed: int, replan: int) -> int:
@@ -93,6 +94,7 @@ def run_episode(
         Measured(policy, adapter.control_hz) if conduct.realtime else Simulated(policy)
     )
     replan = min(conduct.replan or policy.chunk_size, policy.chunk_size)
+    edge_adapter = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
     settings = Settings(
         adapter.control_hz,
         conduct.handover,
@@ -100,8 +102,10 @@ def run_episode(
         motion=conduct.motion,
         future=conduct.future,
         committed_rows=policy.committed_rows,
+        refine=0 if edge_adapter is None else edge_adapter.form.max_age,
     )
     controller = settings.controller(0)
+    edge = None if edge_adapter is None else Refinement(edge_adapter, controller)
     player = controller.player
     task = adapter.task(info)
     last: Any = None
@@ -116,6 +120,8 @@ def run_episode(
         nonlocal misses
         if player.request is not None and (actions := channel.poll(step)) is not None:
             delays.append(step - player.request.step)
+            if edge is not None:
+                edge.arrived(actions)
             controller.arrived(step, actions)
             misses += starved and len(delays) > 1  # the first chunk has no deadline: nothing runs out
 
@@ -123,7 +129,8 @@ def run_episode(
         while True:
             # An answer that arrives now frees the policy for a question now, with this observation.
             poll()
-            if (asks := controller.wants_chunk(step)) or watch is not None or player.motion.needs_state:
+            looks = watch is not None or player.motion.needs_state or controller.refines(step)
+            if (asks := controller.wants_chunk(step)) or looks:
                 observation = adapter.observation(raw)  # drawing frames may take longer than everything else
                 state = observation.get("state")
             if asks:
@@ -131,10 +138,14 @@ def run_episode(
                 age = round(float(info.get("frame_age", 0.0)) * adapter.control_hz)
                 delay = conduct.latency.steps(rng, adapter.control_hz)
                 request = controller.ask(step, step - age, state)
+                if edge is not None:
+                    edge.asked(observation)
                 noise_seed = chunk_seed(conduct.noise, seed, asked)
                 channel.submit({**observation, **request.fields}, noise_seed, step, delay)
                 asked, starved = asked + 1, False
                 poll()  # no latency at all
+            if edge is not None and controller.refines(step):
+                edge.refine(step, observation)
             command = controller.command(step, state)
             if command.row is None:
                 action = adapter.hold(last)

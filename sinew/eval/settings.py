@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from sinew_client import ClientError
-from sinew_client.control import Settings, parse_handover
+from sinew_client.control import Adapter, Settings, parse_handover
 
 from sinew.core import SinewError, dtype_word
 from sinew.engine.base import ENGINES
@@ -71,7 +71,7 @@ class Latency:
 class Variant:
     """What a sweep changes. ``replan``: actions per inference (S); 0 is the full chunk. ``stream``:
     PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.streaming), which then takes
-    the place of chunks."""
+    the place of chunks. ``edge_adapter``: a file, see docs/fleet.md."""
 
     target: str  # a bundle file, tcp://host:port, or "expert"
     replan: int = 8
@@ -85,6 +85,7 @@ class Variant:
     rename: tuple[str, ...] = ()
     allow_missing_cameras: bool = False
     stream: str = ""
+    edge_adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.replan < 0:
@@ -97,6 +98,13 @@ class Variant:
             raise SinewError(f"solver_steps: expected 1 or more, got {self.solver_steps}")
         if self.dtype is not None:
             dtype_word(self.dtype)
+        if self.edge_adapter:
+            try:
+                Adapter.read(self.edge_adapter)
+            except ClientError as error:
+                raise SinewError(f"edge_adapter: {error}") from error
+            if self.stream:
+                raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
         if self.engine not in (None, *ENGINES):
             raise SinewError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
 
@@ -129,7 +137,7 @@ class Variant:
     def to_dict(self) -> dict[str, Any]:
         record = {**asdict(self), "latency": self.latency.text, "rename": list(self.rename)}
         # Logs of episodes that were played before there was a choice stay valid.
-        later = ("engine", "ignore_recipe", "rename", "allow_missing_cameras", "stream")
+        later = ("engine", "ignore_recipe", "rename", "allow_missing_cameras", "stream", "edge_adapter")
         return {name: value for name, value in record.items() if value or name not in later}
 
 
@@ -160,6 +168,7 @@ _PARSERS: dict[str, Any] = {
     "device": str,
     "engine": str,
     "stream": str,
+    "edge_adapter": str,
 }
 SWEEPABLE = tuple(_PARSERS)
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sinew_client import Client
+import numpy as np
+from sinew_client import Client, ClientError
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.engine.contexts import digest, unpack
@@ -31,6 +32,40 @@ class Trip:
     round_trip_ms: float
     server_ms: float
     head_ms: float
+
+
+class SplitCalls:
+    """Opens calls of a robot's controller to a policy in two places: what a Requester takes as ``connect``.
+
+    address: of the server's ``context.FORM``, as Client takes it. Raises ClientError for what a call meets.
+    """
+
+    def __init__(self, policy: Policy, address: str, api_key: str = ""):
+        self._policy, self._address, self._key = policy, address, api_key
+
+    def __call__(self) -> SplitCall:
+        return SplitCall(self._policy, Client(self._address, api_key=self._key))
+
+
+class SplitCall:
+    """One connection: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
+
+    def __init__(self, policy: Policy, client: Client):
+        self._client = client
+        try:
+            self.policy = SplitPolicy(policy, client)
+        except Exception:
+            client.close()
+            raise
+
+    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
+        try:
+            return self.policy.infer(observation, limit).actions
+        except SinewError as error:
+            raise ClientError(str(error)) from error
+
+    def close(self) -> None:
+        self._client.close()
 
 
 class SplitPolicy:
@@ -57,15 +92,20 @@ class SplitPolicy:
         self._template = Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
         self.last: Trip | None = None
 
-    def infer(self, observation: Observation | Mapping[str, Any]) -> ActionChunk:
-        """Return the chunk: the context from the server, the solution from here. Raises what both may raise."""
+    def infer(
+        self, observation: Observation | Mapping[str, Any], timeout: float | None = None
+    ) -> ActionChunk:
+        """Return the chunk: the context from the server, the solution from here. Raises what both may raise.
+
+        timeout: seconds to wait for the server, the client's own if absent."""
         found = given.observation(observation, self.policy.spec)
         prepared = self.policy.processor.prepare(found, pixels=False)
         if prepared.continuation is not None:
             raise SinewError("previous: expected nothing; a split policy does not continue chunks")
         asked = time.perf_counter()
         data, timing = self._client.context(
-            {"images": found.images, "state": found.state, "prompt": found.prompt, "session": found.session}
+            {"images": found.images, "state": found.state, "prompt": found.prompt, "session": found.session},
+            timeout=timeout,
         )
         arrived = time.perf_counter()
         context = unpack(data, self._template, self._halves.device)

@@ -6,6 +6,9 @@ sockets; the evaluator of Sinew drives the same one in simulated time. numpy alo
 
 from __future__ import annotations
 
+from sinew_client.control.adapter import Adapter
+from sinew_client.control.adapter_file import AdapterError
+from sinew_client.control.assist import Assist, AssistRule, parse_assist
 from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.handover import METHODS, Handover, parse_handover
@@ -15,6 +18,7 @@ from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.pace import Pace
 from sinew_client.control.planner import Planner
 from sinew_client.control.player import Player
+from sinew_client.control.refinement import Refinement
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.report import Cadence
 from sinew_client.control.requester import Outcome, Requester
@@ -27,6 +31,10 @@ from sinew_client.control.trajectory import Node, Trajectory
 __all__ = [
     "METHODS",
     "Absolute",
+    "Adapter",
+    "AdapterError",
+    "Assist",
+    "AssistRule",
     "Blind",
     "Cadence",
     "Command",
@@ -45,6 +53,7 @@ __all__ = [
     "Pace",
     "Planner",
     "Player",
+    "Refinement",
     "Relative",
     "Requester",
     "Robot",
@@ -57,6 +66,7 @@ __all__ = [
     "StreamRobot",
     "Trajectory",
     "is_journal",
+    "parse_assist",
     "parse_fusion",
     "parse_handover",
     "parse_rule",

@@ -105,6 +105,18 @@ class Controller:
             self.player.accept(actions, step)
             self._fault = ""
 
+    def refines(self, step: int) -> bool:
+        """Return True if an edge adapter's rows would be taken in this step."""
+        return not self.paused and self.player.refines(step)
+
+    def refined(self, step: int, rows: np.ndarray, state: np.ndarray | None = None) -> None:
+        """Take an edge adapter's rows, see :meth:`Player.refined`. Rows that are not finite are a fault."""
+        self._tell("refined", {"step": step, "rows": rows, "state": state})
+        if not np.all(np.isfinite(rows)):
+            self._fail(step, "the edge adapter's rows are not finite", drop=True)
+        elif self.refines(step):
+            self.player.refined(np.asarray(rows, np.float32), step, state)
+
     def failed(self, step: int, reason: str) -> None:
         """Give up the request under way, which will not be answered: no server, no network, too late, refused."""
         self._tell("failed", {"step": step, "reason": reason})

@@ -150,6 +150,8 @@ def _apply(controller: Controller, event: dict[str, Any]) -> Command | None:
         controller.ask(event["step"], event["frame"], _array(event["state"]))
     elif kind == "arrived":
         controller.arrived(event["step"], np.array(event["actions"], np.float32))
+    elif kind == "refined":
+        controller.refined(event["step"], np.array(event["rows"], np.float32), _array(event["state"]))
     elif kind == "failed":
         controller.failed(event["step"], event["reason"])
     elif kind == "fault":

@@ -8,12 +8,15 @@ from typing import Any, Callable, Mapping, Protocol
 
 import numpy as np
 
+from sinew_client.control.adapter import Adapter
+from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace
+from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, cadence
 from sinew_client.control.requester import Call, Requester
-from sinew_client.control.settings import Settings
+from sinew_client.control.settings import Settings, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,8 @@ class Loop:
     """Runs a robot with chunks from ``connect()``'s call until :meth:`stop`.
 
     connect: see :class:`Requester`; its call returns float [H, D]. prompt: the instruction, may change at any time.
-    watch: called after every control step with the command; must be quick.
+    watch: called after every control step with the command; must be quick. adapter: refines chunks in every control
+    step; the settings' ``refine`` is its ``max_age``.
     """
 
     def __init__(
@@ -58,9 +62,15 @@ class Loop:
         prompt: str = "",
         pace: Pace | None = None,
         watch: Callable[[Command], None] | None = None,
+        adapter: Adapter | None = None,
     ):
+        if bool(settings.refine) != (adapter is not None):
+            raise SettingsError(
+                f"refine: expected an adapter's max_age with one, else 0, got {settings.refine}"
+            )
         self.robot, self.settings, self.prompt = robot, settings, prompt
         self.controller: Controller = settings.controller(dim)
+        self._edge = None if adapter is None else Refinement(adapter, self.controller)
         self.requester = Requester(connect, settings.deadline)
         self.pace = pace or Pace(settings.period / settings.substeps)
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
@@ -149,10 +159,13 @@ class Loop:
         for wish in wishes:
             wish()
         self._poll(step, now)
-        if self.controller.player.motion.needs_state and not self.paused:
-            self._observe(step, now)
+        seen = None
+        if (self.controller.player.motion.needs_state and not self.paused) or self.controller.refines(step):
+            seen = self._observe(step, now)
         if self.controller.wants_chunk(step) and self.requester.ready(now):
-            self._ask(step, now)
+            seen = self._ask(step, now)
+        if self._edge is not None and seen is not None:
+            self._refine(self._edge, step, seen)
         command = self.controller.command(step, self._state)
         self.steps += 1
         self._log(command)
@@ -175,6 +188,8 @@ class Loop:
         if outcome.reason:
             self.controller.failed(step, outcome.reason)
         else:
+            if self._edge is not None:
+                self._edge.arrived(outcome.value)
             self.controller.arrived(step, outcome.value)
 
     def _observe(self, step: int, now: float) -> dict[str, Any] | None:
@@ -198,13 +213,26 @@ class Loop:
             return None
         return seen
 
-    def _ask(self, step: int, now: float) -> None:
+    def _ask(self, step: int, now: float) -> dict[str, Any] | None:
+        """Send a request; return what it has seen."""
         seen = self._observe(step, now)
         if seen is None:
-            return
+            return None
         frame = step - max(0, round((now - seen["time"]) * self.settings.hz))
         request = self.controller.ask(step, frame, self._state)
         self.requester.submit({**seen, "prompt": self.prompt, **request.fields}, now)
+        return seen
+
+    def _refine(self, edge: Refinement, step: int, seen: dict[str, Any]) -> None:
+        """Let the adapter see what was asked about, and refine the newest chunk; what it cannot take is a fault."""
+        try:
+            request = self.controller.player.request
+            if request is not None and request.step == step:
+                edge.asked(seen)
+            edge.refine(step, seen)
+        except AdapterError as error:
+            self.requester.cancel()
+            self.controller.fault(step, str(error))
 
     # ------------------------------------------------------------------------- between two ticks
 

@@ -8,6 +8,7 @@ its middle, and what is left of it can be re-based on a newer state before a ser
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Mapping
 
 import numpy as np
 
@@ -144,6 +145,22 @@ class Offsets(_Columns):
         columns = list(self.action)
         target[columns] = self._at(state) + self.scale * target[columns]
         return target
+
+
+def parse_motion(values: Mapping[str, Any] | None) -> Motion:
+    """Return the motion that a mapping with ``kind`` describes, rows as they come for none. Raises ValueError."""
+    given = dict(values or {})
+    kind = given.pop("kind", "as is")
+    kinds = {"as is": Motion, "absolute": Absolute, "relative": Relative, "offsets": Offsets}
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError("motion.kind: expected one of {}, got {!r}".format(", ".join(kinds), kind))
+    try:
+        columns = {
+            name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
+        }
+        return kinds[kind](**columns, **given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"motion: {error}") from error
 
 
 def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.ndarray:

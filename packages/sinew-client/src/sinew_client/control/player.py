@@ -37,6 +37,8 @@ class Player:
     future: tell the policy the state that the robot will have when the answer arrives (VLASH, arXiv 2512.01031).
     committed_rows: rows of a frame's chunk that a policy was trained to continue; 0: no bound. Where a delay is longer,
     the robot executes so many rows and stands still until the answer is there (real-time chunking as trained alone).
+    refine: control steps after a chunk's frame up to which an edge adapter's rows take the place of its own
+        (:meth:`refined`); 0: there is no adapter.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class Player:
         motion: Motion | None = None,
         future: bool = False,
         committed_rows: int = 0,
+        refine: int = 0,
     ):
-        self.handover, self.rule, self.future = handover, rule, future
+        self.handover, self.rule, self.future, self.refine = handover, rule, future, refine
         self.committed_rows = committed_rows if handover.as_trained else 0
         self.stopping = (
             False  # the robot stands still before the answer under way comes, for want of such rows
@@ -74,7 +77,7 @@ class Player:
         """Return True if now is the time to ask."""
         if self.waiting:
             return False
-        left = self.trajectory.left(step)
+        left = self._left(step)
         if not self._known or left == 0 or self._again:
             return True
         since = step - (self._started if self.handover.stops else self._asked)
@@ -124,6 +127,32 @@ class Player:
         self._disagreement = disagreement(running, self.trajectory.rows_from(step))
         self.size, self._started, self._fresh = len(actions), step, False
         self.chunks += 1
+
+    def refines(self, step: int) -> bool:
+        """Return True if an edge adapter may refine the newest chunk in this step."""
+        if not self._known or (self.handover.stops and self.waiting):
+            return False
+        return 0 <= self.age(step) <= self.refine
+
+    def refined(self, rows: np.ndarray, step: int, state: np.ndarray | None = None) -> None:
+        """Take what an edge adapter makes of the newest chunk. rows: float32 [R, D] as those of a chunk whose frame saw
+        ``state``, for ``step`` and the steps after it."""
+        newest = self._known[-1]
+        targets = self.motion.targets(rows, state)
+        self.trajectory.put(
+            Node(step + k, row, newest.frame, newest.number, step + k - newest.origin)
+            for k, row in enumerate(targets)
+        )
+
+    def age(self, step: int) -> int:
+        """Return the control steps since the frame of the newest chunk, of which there is one."""
+        return step - self._known[-1].frame
+
+    def _left(self, step: int) -> int:
+        """Return the rows that are still to be executed; an adapter's, made anew in each step, are not counted."""
+        if self.refine and self._known:
+            return max(0, self._known[-1].origin + self.size - step)
+        return self.trajectory.left(step)
 
     def failed(self) -> None:
         """Give up the request under way; the next one is due at once."""

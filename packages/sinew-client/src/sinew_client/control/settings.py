@@ -8,7 +8,7 @@ from typing import Any, Mapping
 
 from sinew_client.control.controller import Controller
 from sinew_client.control.handover import parse_handover
-from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
+from sinew_client.control.motion import Absolute, Motion, Relative, parse_motion
 from sinew_client.control.player import Player
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.safety import Guard, Limits
@@ -36,6 +36,7 @@ class Settings:
     committed_rows: rows that the policy was trained to continue, as it states in its metadata; 0: none, or not known.
         Real-time chunking as trained then never commits to more: the robot stands still for the rest of the delay.
     substeps: commands per control step, for actuators that want a higher rate.
+    refine: control steps after its frame up to which an edge adapter refines a chunk; 0: there is none.
     """
 
     hz: float
@@ -50,6 +51,7 @@ class Settings:
     future: bool = False
     substeps: int = 1
     committed_rows: int = 0
+    refine: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hz", "deadline", "stale", "max_age"):
@@ -60,6 +62,8 @@ class Settings:
             raise SettingsError(f"substeps: expected 1 to 100, got {self.substeps}")
         if self.committed_rows < 0:
             raise SettingsError(f"committed_rows: expected 0 or more, got {self.committed_rows}")
+        if self.refine < 0:
+            raise SettingsError(f"refine: expected 0 or more control steps, got {self.refine}")
 
     @property
     def period(self) -> float:
@@ -75,12 +79,18 @@ class Settings:
                 self.parse_motion(),
                 self.future,
                 self.committed_rows,
+                self.refine,
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
         if self.future and type(player.motion) is Motion:
             raise SettingsError(
                 "future: expected a motion beside it, what actions are measured from (absolute, relative, offsets)"
+            )
+        if self.refine and player.handover.method == "rtc":
+            raise SettingsError(
+                f"handover: expected one without real-time chunking beside an edge adapter, got {self.handover}: the"
+                " server is told which rows will be executed, and the adapter changes them"
             )
         if self.substeps > 1 and not isinstance(player.motion, (Absolute, Relative)):
             raise SettingsError(
@@ -91,18 +101,10 @@ class Settings:
         return Controller(player, Guard(limits, self.period), max_age, self.finish)
 
     def parse_motion(self) -> Motion:
-        given = dict(self.motion or {})
-        kind = given.pop("kind", "as is")
-        kinds = {"as is": Motion, "absolute": Absolute, "relative": Relative, "offsets": Offsets}
-        if kind not in kinds:
-            raise SettingsError("motion.kind: expected one of {}, got {!r}".format(", ".join(kinds), kind))
         try:
-            columns = {
-                name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
-            }
-            return kinds[kind](**columns, **given)
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"motion: {error}") from error
+            return parse_motion(self.motion)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

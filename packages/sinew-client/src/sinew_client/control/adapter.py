@@ -1,0 +1,217 @@
+"""An edge adapter: a small network on the robot that refines a late chunk with the newest observation.
+
+After AsyncVLA (Hirose et al. 2026, arXiv 2602.13476): a large policy answers late from a distant machine, and a network
+that runs at every control step looks at its answer, at the frame that it answers and at the newest frame. Rows are
+first re-based on the newest state. numpy alone; training is ``train/edge.py``, the file ``adapter_file.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+
+from sinew_client.control.adapter_file import KEY, AdapterError, Eye, Form, parse
+from sinew_client.control.motion import parse_motion
+
+LARGEST = 16 << 20  # bytes of a file; an adapter is small or it is none
+WIDEST = 1 << 12  # of the network
+_EPS = 1e-5  # of layer norm
+
+
+class Adapter:
+    """The network of a file. ``see`` turns frames into features, once per frame; ``refine`` returns rows.
+
+    Raises :class:`AdapterError` for tensors that are not those of its form, or not finite.
+    """
+
+    def __init__(self, form: Form, tensors: Mapping[str, np.ndarray]):
+        self.form = form
+        try:
+            self._motion = parse_motion(form.motion)
+            self._columns = [list(getattr(self._motion, name, ())) for name in ("action", "state")]
+            self.rebased(np.zeros((form.chunk, form.action)), np.zeros(form.state), np.zeros(form.state))
+        except (ValueError, TypeError, IndexError) as error:
+            raise AdapterError(f"{KEY}: motion: {error}") from error
+        self._t = {name: np.ascontiguousarray(value, np.float32) for name, value in tensors.items()}
+        self._check()
+
+    @classmethod
+    def read(cls, path: Path | str) -> Adapter:
+        """Return the adapter of a file. Raises :class:`AdapterError`."""
+        path = Path(path)
+        try:
+            if path.stat().st_size > LARGEST:
+                raise AdapterError(f"{path}: expected at most {LARGEST} bytes, got {path.stat().st_size}")
+            return cls.parse(path.read_bytes())
+        except OSError as error:
+            raise AdapterError(f"{path}: {error.strerror}") from error
+        except AdapterError as error:
+            raise AdapterError(f"{path}: {error}") from None
+
+    @classmethod
+    def parse(cls, data: bytes) -> Adapter:
+        """Return the adapter of a file's bytes. Raises :class:`AdapterError`."""
+        return cls(*parse(data))
+
+    def check(self, policy: Mapping[str, Any], hz: float) -> None:
+        """Raise :class:`AdapterError` for another policy than it was trained with, by its metadata, or another rate."""
+        form, cameras = self.form, [each["name"] for each in policy["cameras"]]
+        facts: list[tuple[str, Any, Any]] = [
+            ("rows of a chunk", form.chunk, policy.get("chunk_size", form.chunk)),
+            ("numbers of an action", form.action, policy["action"]["dim"]),
+            ("numbers of the state", form.state, policy["state"]["dim"]),
+            ("control rate", form.hz, hz),
+        ]
+        facts += [("camera", eye.name, eye.name if eye.name in cameras else cameras) for eye in form.cameras]
+        for name, expected, got in facts:
+            if expected != got:
+                raise AdapterError(f"edge adapter of {form.policy}: {name}: expected {expected}, got {got}")
+
+    # ------------------------------------------------------------------------- what it computes
+
+    def see(self, images: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the features of one moment, float32 [F]. images: uint8 [h, w, 3] of each camera."""
+        return np.concatenate([self._look(eye, images) for eye in self.form.cameras])
+
+    def refine(
+        self,
+        chunk: np.ndarray,
+        then: tuple[np.ndarray, np.ndarray],
+        now: tuple[np.ndarray, np.ndarray],
+        age: int,
+    ) -> np.ndarray:
+        """Return the rows of the present step and those after it, float32 [R, A] in the units of the chunk.
+
+        chunk: [H, A], a late answer. then, now: features (:meth:`see`) and state [S] of the frame that it answers, and
+        of the newest one. age: control steps between the two.
+        """
+        t, form = self._t, self.form
+        if chunk.shape != (form.chunk, form.action):
+            raise AdapterError(f"chunk: expected shape {[form.chunk, form.action]}, got {list(chunk.shape)}")
+        for name, (_, state) in (("state then", then), ("state now", now)):
+            if np.shape(state) != (form.state,):
+                raise AdapterError(
+                    f"{name}: expected {form.state} numbers, got shape {list(np.shape(state))}"
+                )
+        rows = (self.rebased(chunk, then[1], now[1]) - t["rows.mean"]) / t["rows.std"]
+        states = [
+            (np.asarray(state, np.float32) - t["state.mean"]) / t["state.std"] for state in (then[1], now[1])
+        ]
+        late = np.float32(min(age, form.max_age) / form.max_age)
+        x = np.concatenate([rows.ravel(), *states, [late], then[0], now[0]]).astype(np.float32)
+        x = np.maximum(t["input.weight"] @ x + t["input.bias"], 0)
+        for i in range(form.blocks):
+            y = _norm(x, t[f"block.{i}.norm.weight"], t[f"block.{i}.norm.bias"])
+            x = x + np.maximum(t[f"block.{i}.linear.weight"] @ y + t[f"block.{i}.linear.bias"], 0)
+        y = t["output.weight"] @ _norm(x, t["output.norm.weight"], t["output.norm.bias"]) + t["output.bias"]
+        return (y.reshape(form.rows, form.action) * t["action.std"] + t["action.mean"]).astype(np.float32)
+
+    def rebased(self, chunk: np.ndarray, then: np.ndarray, now: np.ndarray) -> np.ndarray:
+        """Return the targets of a chunk [H, A], those that a state has a number for as seen from the state ``now``."""
+        targets = np.array(self._motion.targets(np.asarray(chunk, np.float32), np.asarray(then, np.float32)))
+        action, state = self._columns
+        if action:
+            targets[:, action] -= np.asarray(now, np.float32)[state]
+        return targets
+
+    def _look(self, eye: Eye, images: Mapping[str, np.ndarray]) -> np.ndarray:
+        frame = images.get(eye.name)
+        if frame is None:
+            raise AdapterError(f"images: expected {eye.name}, got {', '.join(images) or 'none'}")
+        frame = np.asarray(frame)
+        if frame.shape != (eye.height, eye.width, 3) or frame.dtype != np.uint8:
+            raise AdapterError(
+                f"images.{eye.name}: expected uint8 {[eye.height, eye.width, 3]}, got {frame.dtype} {list(frame.shape)}"
+            )
+        x = frame.astype(np.float32).transpose(2, 0, 1) / np.float32(127.5) - np.float32(1)  # [3, h, w]
+        for i, stride in enumerate(eye.strides):
+            if i:
+                x = np.maximum(x, 0)
+            x = _convolved(
+                x, self._t[f"camera.{eye.name}.{i}.weight"], self._t[f"camera.{eye.name}.{i}.bias"], stride
+            )
+        return _points(x)
+
+    def _check(self) -> None:
+        form, wanted = self.form, {}
+        features = 0
+        for eye in form.cameras:
+            channels = 3
+            for i in range(len(eye.strides)):
+                name = f"camera.{eye.name}.{i}.weight"
+                shape = self._t[name].shape if name in self._t else ()
+                square = len(shape) == 4 and shape[2] == shape[3] and 1 <= shape[2] <= 15
+                if not square or shape[1] != channels or shape[0] < 1:
+                    raise AdapterError(
+                        f"{name}: expected [out, {channels}, k, k] with k up to 15, got {list(shape)}"
+                    )
+                if min(eye.height, eye.width) < shape[2]:
+                    raise AdapterError(f"{name}: expected a kernel within the frame, got {shape[2]}")
+                wanted[name], channels = shape, shape[0]
+                wanted[f"camera.{eye.name}.{i}.bias"] = (channels,)
+            features += 3 * channels
+        width = self._t["input.bias"].shape if "input.bias" in self._t else ()
+        if len(width) != 1 or not 1 <= width[0] <= WIDEST:
+            raise AdapterError(f"input.bias: expected [N] with N up to {WIDEST}, got {list(width)}")
+        n = width[0]
+        wanted["input.bias"] = (n,)
+        wanted["input.weight"] = (n, form.chunk * form.action + 2 * form.state + 1 + 2 * features)
+        for i in range(form.blocks):
+            wanted[f"block.{i}.linear.weight"] = (n, n)
+            for name in ("linear.bias", "norm.weight", "norm.bias"):
+                wanted[f"block.{i}.{name}"] = (n,)
+        wanted["output.weight"], wanted["output.bias"] = (
+            (form.rows * form.action, n),
+            (form.rows * form.action,),
+        )
+        wanted["output.norm.weight"] = wanted["output.norm.bias"] = (n,)
+        for kind, size in (("state", form.state), ("rows", form.action), ("action", form.action)):
+            wanted[f"{kind}.mean"] = wanted[f"{kind}.std"] = (size,)
+        if set(self._t) != set(wanted):
+            odd = min(set(self._t) ^ set(wanted))
+            raise AdapterError(
+                f"{odd}: " + ("expected, and not there" if odd in wanted else "expected no such tensor")
+            )
+        for name, shape in wanted.items():
+            value = self._t[name]
+            if value.shape != tuple(shape):
+                raise AdapterError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
+            if not np.all(np.isfinite(value)):
+                raise AdapterError(f"{name}: expected finite numbers")
+            if name.endswith(".std") and not np.all(value > 0):
+                raise AdapterError(f"{name}: expected numbers above 0")
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Layer norm over all numbers of x [N]."""
+    centred = x - x.mean()
+    return centred / np.sqrt(np.mean(centred * centred) + np.float32(_EPS)) * weight + bias
+
+
+def _convolved(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int) -> np.ndarray:
+    """Return the convolution of x [C, h, w] with weight [O, C, k, k], padded by (k - 1) // 2 zeros on each side."""
+    k = weight.shape[2]
+    edge = (k - 1) // 2
+    x = np.pad(x, ((0, 0), (edge, edge), (edge, edge)))
+    windows = np.lib.stride_tricks.as_strided(
+        x,
+        (x.shape[0], k, k, (x.shape[1] - k) // stride + 1, (x.shape[2] - k) // stride + 1),
+        (*x.strides[:1], *x.strides[1:], stride * x.strides[1], stride * x.strides[2]),
+        writeable=False,
+    )
+    columns = windows.reshape(-1, windows.shape[3] * windows.shape[4])  # [C k k, h' w']
+    y = weight.reshape(len(weight), -1) @ columns + bias[:, None]
+    return y.reshape(len(weight), *windows.shape[3:])
+
+
+def _points(x: np.ndarray) -> np.ndarray:
+    """Return x and y in [-1, 1] of each channel of x [C, h, w], means under a softmax, and its mean above 0: [3 C]."""
+    channels, height, width = x.shape
+    flat = x.reshape(channels, -1)
+    share = np.exp(flat - flat.max(axis=1, keepdims=True))
+    share = (share / share.sum(axis=1, keepdims=True)).reshape(x.shape)
+    across = share.sum(axis=1) @ np.linspace(-1, 1, width, dtype=np.float32)
+    down = share.sum(axis=2) @ np.linspace(-1, 1, height, dtype=np.float32)
+    return np.concatenate([across, down, np.maximum(flat, 0).mean(axis=1)])

@@ -1,0 +1,172 @@
+"""The file of an edge adapter (``adapter.py``): its form, and tensors as safetensors lays them out.
+
+Eight bytes with the length of a JSON header, the header (for each tensor dtype, shape and the two ends of its bytes),
+the bytes. ``__metadata__`` holds the text ``sinew.adapter``, a JSON object of the fields of :class:`Form`. Tensors are
+F16 or F32, little-endian. N is the width of the network, V of its input; H, A, R and S are the form's chunk, action,
+rows and state.
+
+* ``state.mean``, ``state.std`` [S]; ``rows.mean``, ``rows.std`` [A] (re-based); ``action.mean``, ``action.std`` [A];
+* for each camera ``camera.NAME.I.weight`` [out, in, k, k] and ``.bias`` [out], one pair for each of its strides;
+* ``input.weight`` [N, V], ``input.bias`` [N]; for each block ``block.I.norm.weight``, ``.bias`` [N],
+  ``block.I.linear.weight`` [N, N], ``.bias`` [N]; ``output.norm.weight``, ``.bias`` [N], ``output.weight`` [R * A, N],
+  ``output.bias`` [R * A].
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from sinew_client.errors import ClientError
+
+SCHEMA = "sinew.adapter/1"
+KEY = "sinew.adapter"
+_DTYPES = {"F16": "<f2", "F32": "<f4"}
+
+
+class AdapterError(ClientError, ValueError):
+    """An adapter that does not read, or does not fit what it is given; the message names field, expected and got."""
+
+
+@dataclass(frozen=True)
+class Eye:
+    """One camera of an adapter: frames uint8 [height, width, 3], and the stride of each convolution."""
+
+    name: str
+    height: int
+    width: int
+    strides: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The sizes of an adapter and of what it is used with.
+
+    policy: whose chunks it refines. hz: control steps per second. chunk, action: rows of a chunk and numbers of a row.
+    state: numbers of the state. rows: R, of what it returns, from the present step on. max_age: control steps after the
+    frame of a chunk up to which it was trained to refine it. motion: what rows are measured from, as in
+    :class:`~sinew_client.control.settings.Settings`. blocks: of the network.
+    """
+
+    policy: str
+    hz: float
+    chunk: int
+    action: int
+    state: int
+    rows: int
+    max_age: int
+    blocks: int
+    cameras: Sequence[Eye]
+    motion: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def parse(cls, values: Any) -> Form:
+        """Return the form that a header describes. Raises :class:`AdapterError`."""
+        if not isinstance(values, dict) or values.get("schema") != SCHEMA:
+            raise AdapterError(f"{KEY}: expected an object with schema {SCHEMA}, got {_short(values)}")
+        wanted = {each.name for each in fields(cls)} | {"schema"}
+        if set(values) != wanted:
+            odd = min(set(values) ^ wanted)
+            raise AdapterError(
+                f"{KEY}: {odd}: " + ("expected, and not there" if odd in wanted else "expected no such field")
+            )
+        for name in ("chunk", "action", "state", "rows", "max_age", "blocks"):
+            _whole(name, values[name], 1 << 12)
+        if (
+            isinstance(values["hz"], bool)
+            or not isinstance(values["hz"], (int, float))
+            or not 0 < values["hz"] <= 1e5
+        ):
+            raise AdapterError(f"{KEY}: hz: expected a number above 0, got {_short(values['hz'])}")
+        if not isinstance(values["policy"], str) or not isinstance(values["motion"], dict):
+            raise AdapterError(f"{KEY}: expected a text as policy and an object as motion")
+        cameras = values["cameras"]
+        if not isinstance(cameras, list) or not cameras:
+            raise AdapterError(f"{KEY}: cameras: expected a list of them, got {_short(cameras)}")
+        given = {name: values[name] for name in wanted - {"schema"}}
+        return cls(**{**given, "cameras": [_eye(each) for each in cameras]})
+
+
+def _eye(values: Any) -> Eye:
+    if not isinstance(values, dict) or set(values) != {"name", "height", "width", "strides"}:
+        raise AdapterError(f"{KEY}: cameras: expected name, height, width and strides, got {_short(values)}")
+    if (
+        not isinstance(values["name"], str)
+        or not isinstance(values["strides"], list)
+        or not values["strides"]
+    ):
+        raise AdapterError(f"{KEY}: cameras: expected a name and a list of strides, got {_short(values)}")
+    for name, number in (("height", values["height"]), ("width", values["width"])):
+        _whole(name, number, 1 << 11)
+    for stride in values["strides"]:
+        _whole("strides", stride, 16)
+    return Eye(**values)
+
+
+def _whole(name: str, value: Any, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise AdapterError(f"{KEY}: {name}: expected a whole number from 1 to {most}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:57] + "..."
+
+
+def parse(data: bytes) -> tuple[Form, dict[str, np.ndarray]]:
+    """Return the form and the tensors of a file's bytes. Raises :class:`AdapterError`."""
+    header, body = _split(data)
+    try:
+        form = Form.parse(json.loads(header.pop("__metadata__")[KEY]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, AdapterError):
+            raise
+        raise AdapterError(f"{KEY}: expected a JSON text of that name in __metadata__") from None
+    return form, {name: _tensor(name, entry, body) for name, entry in header.items()}
+
+
+def write(path: Path, form: Form, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write an adapter with its tensors in float16."""
+    half = {name: np.asarray(value, np.float32).astype("<f2") for name, value in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {KEY: json.dumps(form.to_dict())}}
+    at = 0
+    for name, value in half.items():
+        header[name] = {"dtype": "F16", "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
+        at += value.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(
+        len(text).to_bytes(8, "little") + text + b"".join(value.tobytes() for value in half.values())
+    )
+
+
+def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return header and bytes of the tensors of a safetensors file."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > len(data) - 8:
+        raise AdapterError(f"expected a safetensors file, got {len(data)} bytes and a header of {length}")
+    try:
+        header = json.loads(data[8 : 8 + length].decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise AdapterError("expected a safetensors file, its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise AdapterError(f"expected a safetensors file with an object as header, got {_short(header)}")
+    return header, data[8 + length :]
+
+
+def _tensor(name: str, entry: Any, body: bytes) -> np.ndarray:
+    try:
+        dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), [int(n) for n in entry["shape"]]
+        begin, end = (int(n) for n in entry["data_offsets"])
+        if not 0 <= begin <= end <= len(body) or min(shape, default=1) < 0:
+            raise ValueError(f"bytes {begin} to {end} of {len(body)}")
+        return np.frombuffer(body[begin:end], dtype).reshape(shape)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise AdapterError(f"{name}: expected F16 or F32 with its shape and its bytes: {error!r}") from None

@@ -1,0 +1,196 @@
+"""A small policy on the robot answers every request; a large one elsewhere is asked where a rule says so.
+
+The robot never waits for the far policy: it is asked beside the near one, and its chunk is followed from the moment at
+which it is there until half of its rows have passed. Rows that came too late are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+import numpy as np
+
+from sinew_client.control.motion import Motion
+from sinew_client.control.replan import disagreement
+from sinew_client.control.requester import Call, Requester
+from sinew_client.errors import ClientError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AssistRule:
+    """When to ask the far policy; see :func:`parse_assist`. None: not for this reason.
+
+    every: seconds since its last answer. disagreement: root mean square difference between the near policy's chunk and
+    the rows that it follows, over the steps of both. uncertainty: the same between two answers of the near policy to
+    one observation; its noise must differ.
+    """
+
+    every: float | None = None
+    disagreement: float | None = None
+    uncertainty: float | None = None
+
+
+def parse_assist(text: str) -> AssistRule:
+    """Return the rule that a text names: ``every:SECONDS``, ``disagreement:LIMIT`` and ``uncertainty:LIMIT``, separated
+    by commas; any of them is enough to ask. Raises ValueError that says what was expected.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition(":")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if (
+            name not in ("every", "disagreement", "uncertainty")
+            or not 0.0 <= number < float("inf")
+            or name in found
+        ):
+            raise ValueError(
+                f"assist: expected every:SECONDS, disagreement:LIMIT or uncertainty:LIMIT, each once, got {text!r}"
+            )
+        found[name] = number
+    return AssistRule(**found)
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """Targets of a chunk, float32 [H, D], and when its frame was taken, in seconds."""
+
+    targets: np.ndarray
+    time: float
+
+    def rest(self, now: float, hz: float) -> np.ndarray:
+        return self.targets[max(0, round((now - self.time) * hz)) :]
+
+
+class Assist:
+    """Opens calls to a near policy with a far one beside it; what a :class:`Requester` takes as ``connect``.
+
+    near, far: open a call each; the far one's takes at most ``deadline`` seconds. hz: control steps per second.
+    motion: what rows are measured from. Observations have ``time`` in seconds of ``clock``, the present if absent.
+    """
+
+    def __init__(
+        self,
+        near: Callable[[], Call],
+        far: Callable[[], Call],
+        rule: AssistRule,
+        hz: float,
+        deadline: float,
+        motion: Motion | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._near, self.rule, self.hz = near, rule, hz
+        self._motion, self._clock = motion or Motion(), clock
+        self._far = Requester(far, deadline)
+        self._answered = float("-inf")  # when the far policy did
+        self._sent: tuple[float, np.ndarray | None] = (
+            0.0,
+            None,
+        )  # time and state of the frame that it was sent
+        self._followed: _Followed | None = None  # the far policy's chunk
+        self._last: _Followed | None = None  # what was returned last
+        self._draws = 0
+        self.asked: Counter = Counter()  # reason -> requests
+        self.failed: Counter = Counter()  # reason -> requests without an answer
+        self.answered = self.late = self.near_chunks = self.far_chunks = 0
+
+    def __call__(self) -> Call:
+        return _AssistedCall(self, self._near())
+
+    def close(self) -> None:
+        """End the connection to the far policy."""
+        self._far.close()
+
+    def report(self) -> dict[str, Any]:
+        """Return how often the far policy was asked and why, and whose chunks the robot got."""
+        return {
+            "asked": dict(self.asked),
+            "answered": self.answered,
+            "late": self.late,
+            "failed": dict(self.failed),
+            "chunks": {"near": self.near_chunks, "far": self.far_chunks},
+        }
+
+    def answer(self, near: Call, observation: Mapping[str, Any], limit: float) -> np.ndarray:
+        """Return the chunk for an observation, float32 [H, D]: the far policy's rows while they last."""
+        now = float(observation.get("time") or self._clock())
+        state = observation.get("state")
+        self._poll(now)
+        rows = np.asarray(near(observation, limit), np.float32)
+        targets = self._motion.targets(rows, state)
+        why = self._why(near, observation, limit, targets, now)
+        if why and self._far.ready(self._clock()):
+            self.asked[why] += 1
+            self._sent = (now, state)
+            self._far.submit(observation, self._clock())
+        if self._followed is not None:
+            rest = self._followed.rest(now, self.hz)
+            if 2 * len(rest) > len(self._followed.targets):
+                self.far_chunks += 1
+                self._last = self._followed
+                return self._motion.rows(rest, state)
+            self._followed = None
+        self.near_chunks += 1
+        self._last = _Followed(targets, now)
+        return rows
+
+    def _poll(self, now: float) -> None:
+        outcome = self._far.poll(self._clock())
+        if outcome is None:
+            return
+        if outcome.reason:
+            self.failed[outcome.reason] += 1
+            logger.warning("the far policy did not assist: %s", outcome.reason)
+            return
+        then, state = self._sent
+        self._answered = now
+        self.answered += 1
+        found = _Followed(self._motion.targets(np.asarray(outcome.value, np.float32), state), then)
+        if 2 * len(found.rest(now, self.hz)) > len(found.targets):
+            self._followed = found
+        else:
+            self.late += 1
+
+    def _why(
+        self, near: Call, observation: Mapping[str, Any], limit: float, targets: np.ndarray, now: float
+    ) -> str:
+        """Return the reason to ask the far policy, "" for none."""
+        rule = self.rule
+        if rule.every is not None and now - self._answered >= rule.every:
+            return "every"
+        if rule.disagreement is not None and self._last is not None:
+            found = disagreement(self._last.rest(now, self.hz), targets)
+            if found is not None and found > rule.disagreement:
+                return "disagreement"
+        if rule.uncertainty is not None:
+            self._draws += 1
+            second = np.asarray(near({**observation, "seed": self._draws}, limit), np.float32)
+            found = disagreement(targets, self._motion.targets(second, observation.get("state")))
+            if found == 0.0 and self._draws == 1:
+                raise ClientError(
+                    "assist: uncertainty: expected two answers that differ, got equal ones; this policy draws no noise"
+                )
+            if found is not None and found > rule.uncertainty:
+                return "uncertainty"
+        return ""
+
+
+class _AssistedCall:
+    def __init__(self, assist: Assist, near: Call):
+        self._assist, self._near = assist, near
+
+    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
+        return self._assist.answer(self._near, observation, limit)
+
+    def close(self) -> None:
+        close = getattr(self._near, "close", None)
+        if close is not None:
+            close()

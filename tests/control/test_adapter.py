@@ -1,0 +1,299 @@
+"""The edge adapter: its file and what is refused of it, its numbers against the network that is trained, and what a
+controller, a loop and a journal do with its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sinew_client.control import Adapter, AdapterError, Journal, Loop, Refinement, Settings, repeat
+from sinew_client.control.adapter_file import KEY, Eye, Form, write
+from sinew_client.control.robots import Dry
+
+OFFSETS = {"kind": "offsets", "action": [0], "state": [1], "scale": 0.5}
+FORM = Form("toy", 20.0, 4, 2, 2, 3, 12, 1, [Eye("front", 12, 10, [2, 1])], OFFSETS)
+POLICY: dict[str, Any] = {
+    "chunk_size": 4,
+    "cameras": [{"name": "front", "height": 12, "width": 10}],
+    "state": {"dim": 2},
+    "action": {"dim": 2},
+}
+
+
+def tensors(form: Form = FORM, width: int = 6, channels: int = 5) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    found: dict[str, Any] = {}
+    for eye in form.cameras:
+        for i, (before, kernel) in enumerate(((3, 4), (channels, 3))):
+            found[f"camera.{eye.name}.{i}.weight"] = rng.normal(size=(channels, before, kernel, kernel)) / 6
+            found[f"camera.{eye.name}.{i}.bias"] = rng.normal(size=channels)
+    features = 3 * channels * len(form.cameras)
+    shapes = {
+        "input.weight": (width, form.chunk * form.action + 2 * form.state + 1 + 2 * features),
+        "input.bias": (width,),
+        "output.weight": (form.rows * form.action, width),
+        "output.bias": (form.rows * form.action,),
+        "output.norm.weight": (width,),
+        "output.norm.bias": (width,),
+    }
+    for i in range(form.blocks):
+        shapes[f"block.{i}.linear.weight"] = (width, width)
+        shapes |= {f"block.{i}.{name}": (width,) for name in ("linear.bias", "norm.weight", "norm.bias")}
+    found |= {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()}
+    for name, size in (("state", form.state), ("rows", form.action), ("action", form.action)):
+        found[f"{name}.mean"], found[f"{name}.std"] = rng.normal(size=size), rng.uniform(0.5, 2, size)
+    return {name: value.astype(np.float32) for name, value in found.items()}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapter") / "toy.safetensors"
+    write(path, FORM, tensors())
+    return path
+
+
+def seen(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        "images": {"front": rng.integers(0, 256, (12, 10, 3), np.uint8)},
+        "state": rng.normal(size=2).astype(np.float32),
+    }
+
+
+# ----------------------------------------------------------------------------- the file and the network
+
+
+def test_safetensors_reads_the_file(file: Path) -> None:
+    from safetensors.numpy import load_file
+
+    assert set(load_file(file)) == set(tensors())
+    assert Adapter.read(file).form == replace(FORM, cameras=[Eye("front", 12, 10, [2, 1])])
+
+
+def test_numbers_are_those_of_the_network_that_is_trained(tmp_path: Path) -> None:
+    """The packaged adapter's form with random weights, float16 in the file."""
+    torch = pytest.importorskip("torch")
+    edge = pytest.importorskip("train.edge")
+    torch.manual_seed(0)
+    network = edge.Network(edge.FORM).half().float()  # rounded as the file's
+    rng = np.random.default_rng(1)
+    H, A, S = edge.FORM.chunk, edge.FORM.action, edge.FORM.state
+
+    stats = {name: (np.zeros(4, np.float32), np.ones(4, np.float32)) for name in ("state", "rows", "action")}
+    edge.export(network, stats, tmp_path / "a.safetensors")
+    adapter = Adapter.read(tmp_path / "a.safetensors")
+    chunk, states = rng.normal(size=(H, A)).astype(np.float32), rng.normal(size=(2, S)).astype(np.float32)
+    frames = rng.integers(0, 256, (2, 2, 64, 64, 3), np.uint8)
+    moments = [
+        (adapter.see({"front": f[0], "wrist": f[1]}), state) for f, state in zip(frames, states, strict=True)
+    ]
+    with torch.no_grad():
+        features = network.see(torch.from_numpy(frames).permute(0, 1, 4, 2, 3).float() / 127.5 - 1)
+        rows, _ = network(
+            torch.from_numpy(adapter.rebased(chunk, *states))[None],
+            torch.from_numpy(states).reshape(1, -1),
+            torch.tensor([[60 / edge.FORM.max_age]]),
+            features[:1],
+            features[1:],
+        )
+    np.testing.assert_allclose(np.stack([m[0] for m in moments]), features.numpy(), atol=2e-4)
+    np.testing.assert_allclose(adapter.refine(chunk, *moments, 60), rows[0].numpy(), atol=2e-4)
+
+
+def test_rows_are_rebased_on_the_newest_state(file: Path) -> None:
+    adapter = Adapter.read(file)
+    chunk = np.array([[1, 9], [1, 8], [-1, 7], [0, 6]], np.float32)
+    moved = adapter.rebased(chunk, np.array([5.0, 2.0]), np.array([5.0, 3.0]))
+    np.testing.assert_allclose(moved, [[-0.5, 9], [0, 8], [-0.5, 7], [-0.5, 6]])
+
+
+def test_what_does_not_fit_is_named(file: Path, tmp_path: Path) -> None:
+    good = tensors()
+    for change, message in (
+        ({"input.weight": good["input.weight"][:, 1:]}, r"input\.weight: expected shape"),
+        ({"odd": np.zeros(1)}, "odd: expected no such tensor"),
+        ({"rows.std": np.zeros(2)}, r"rows\.std: expected numbers above 0"),
+        ({"output.bias": np.full(6, np.nan)}, r"output\.bias: expected finite"),
+        (
+            {"camera.front.1.weight": np.zeros((5, 4, 3, 3))},
+            r"camera\.front\.1\.weight: expected \[out, 5, k, k\]",
+        ),
+    ):
+        write(tmp_path / "a", FORM, {**good, **change})
+        with pytest.raises(AdapterError, match=message):
+            Adapter.read(tmp_path / "a")
+    for form, message in (
+        (replace(FORM, motion={"kind": "warp"}), "motion.kind"),
+        (replace(FORM, motion={**OFFSETS, "state": [2]}), "motion"),
+        (replace(FORM, rows=0), "rows: expected a whole number"),
+        (replace(FORM, cameras=[]), "cameras: expected a list"),
+        (replace(FORM, hz=float("nan")), "hz: expected a number above 0"),
+    ):
+        write(tmp_path / "a", form, good)
+        with pytest.raises(AdapterError, match=message):
+            Adapter.read(tmp_path / "a")
+    with pytest.raises(AdapterError, match="No such file"):
+        Adapter.read(tmp_path / "nowhere")
+    adapter = Adapter.read(file)
+    adapter.check(POLICY, 20.0)
+    for policy, hz, message in (
+        (POLICY, 30.0, "control rate: expected 20.0, got 30.0"),
+        ({**POLICY, "chunk_size": 8}, 20.0, "rows of a chunk: expected 4, got 8"),
+        ({**POLICY, "cameras": [{"name": "top"}]}, 20.0, "camera: expected front"),
+    ):
+        with pytest.raises(AdapterError, match=message):
+            adapter.check(policy, hz)
+    with pytest.raises(AdapterError, match="images: expected front, got none"):
+        adapter.see({})
+    with pytest.raises(AdapterError, match=r"images\.front: expected uint8 \[12, 10, 3\]"):
+        adapter.see({"front": np.zeros((6, 5, 3), np.uint8)})
+
+
+PIECES = [b"9", b"-", b'"', b"]", b"[", b"{}", b"1e9", b"null", b",", b"99999999999999999999", b"\xff"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_damaged_file_is_refused(file: Path, random: Any) -> None:
+    """Bytes changed, cut or put in anywhere, mostly in the header: an adapter or an AdapterError, nothing else."""
+    whole = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(header if random.random() < 0.9 else len(whole))
+        end = at + random.choice([0, 1, 1, 30])
+        whole[at:end] = random.choice(PIECES) if end - at < 30 else b""
+    with contextlib.suppress(AdapterError):
+        Adapter.parse(bytes(whole))
+
+
+def test_headers_of_other_kinds_are_refused() -> None:
+    def packed(header: Any) -> bytes:
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text
+
+    form = FORM.to_dict()
+    for header in (
+        [],
+        {},
+        {"__metadata__": []},
+        {"__metadata__": {KEY: "{"}},
+        {
+            "__metadata__": {KEY: json.dumps(form)},
+            "input.bias": {"dtype": "F16", "shape": [-1], "data_offsets": [0, 0]},
+        },
+        {
+            "__metadata__": {KEY: json.dumps(form)},
+            "input.bias": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]},
+        },
+        {"__metadata__": {KEY: json.dumps({**form, "cameras": [{"name": 1}]})}},
+        {"__metadata__": {KEY: json.dumps({**form, "schema": "sinew.adapter/2"})}},
+        {"__metadata__": {KEY: "[" * 100_000}},
+    ):
+        with pytest.raises(AdapterError):
+            Adapter.parse(packed(header))
+
+
+# ----------------------------------------------------------------------------- beside a controller
+
+
+def controlled(adapter: Adapter, handover: str = "aligned", **options: Any) -> Refinement:
+    chosen = Settings(20.0, handover, "2", refine=adapter.form.max_age, **options)
+    return Refinement(adapter, chosen.controller(2))
+
+
+def test_refined_rows_are_executed_up_to_the_greatest_age(file: Path) -> None:
+    """One chunk of four rows: aligned executes them and stops; the adapter goes on for its twelve steps."""
+    adapter = Adapter.read(file)
+    edge = controlled(adapter)
+    controller = edge.controller
+    chunk = np.random.default_rng(5).normal(size=(4, 2)).astype(np.float32)
+    rows = []
+    for step in range(16):
+        if step == 0:
+            edge.asked(seen(0))
+            controller.ask(0, 0, seen(0)["state"])
+        if step == 2:
+            edge.arrived(chunk)
+            controller.arrived(step, chunk)
+        if controller.refines(step):
+            edge.refine(step, seen(step))
+        rows.append(controller.command(step).row)
+    then = (adapter.see(seen(0)["images"]), seen(0)["state"])
+    for step in range(2, 13):
+        now = (adapter.see(seen(step)["images"]), seen(step)["state"])
+        np.testing.assert_array_equal(rows[step], adapter.refine(chunk, then, now, step)[0])
+    # Beyond its age the rows of its last answer are left (R = 3); then the robot holds.
+    assert rows[13] is not None
+    assert rows[14] is not None
+    assert [row is None for row in rows[:2] + rows[15:]] == [True, True, True]
+    assert controller.wants_chunk(16)
+
+
+def test_an_adapter_does_not_keep_the_queue_full(file: Path) -> None:
+    adapter = Adapter.read(file)
+    edge = Refinement(adapter, Settings(20.0, "aligned", "queue:0.5", refine=12).controller(2))
+    edge.asked(seen(0))
+    edge.controller.ask(0, 0)
+    edge.arrived(np.ones((4, 2)))
+    edge.controller.arrived(0, np.ones((4, 2), np.float32))
+    wants = []
+    for step in range(4):
+        wants.append(edge.controller.wants_chunk(step))
+        edge.refine(step, seen(step))
+        edge.controller.command(step)
+    assert wants == [False, False, True, True]
+
+
+def test_rows_that_are_not_finite_hold(file: Path) -> None:
+    edge = controlled(Adapter.read(file))
+    controller = edge.controller
+    controller.ask(0, 0)
+    controller.arrived(0, np.ones((4, 2), np.float32))
+    controller.refined(0, np.full((3, 2), np.nan, np.float32))
+    assert controller.command(0).reason == "the edge adapter's rows are not finite"
+    assert controller.command(1).row is None
+
+
+class Camera(Dry):
+    """A dry robot whose front camera can be unplugged."""
+
+    def __init__(self) -> None:
+        super().__init__(POLICY)
+        self.unplugged = False
+
+    def observe(self) -> dict[str, Any]:
+        found = super().observe()
+        return {**found, "images": {}} if self.unplugged else found
+
+
+def test_a_loop_refines_journals_and_holds_without_its_camera(file: Path, tmp_path: Path) -> None:
+    adapter = Adapter.read(file)
+    robot = Camera()
+    chosen = Settings(200.0, replan="2", deadline=30.0, refine=12)
+    chunk = np.zeros((4, 2), np.float32)
+    loop = Loop(robot, lambda: lambda observation, limit: chunk, chosen, 2, adapter=adapter)
+    journal = Journal(tmp_path / "run.jsonl", chosen, 2)
+    loop.listeners.append(journal.put)
+    rows = []
+    loop.watch(lambda command: rows.append(command.row))
+    while not any(row is not None for row in rows):
+        loop.run(loop.steps + 5)
+    assert any(np.abs(row).max() > 0 for row in rows if row is not None)  # the chunk's own rows are 0
+    robot.unplugged = True
+    while not loop.controller.held["images: expected front, got none"]:
+        loop.run(loop.steps + 1)
+    loop.close()
+    journal.close()
+    found = repeat(tmp_path / "run.jsonl")
+    assert (found.commands, found.differences) == (loop.steps, [])
+    with pytest.raises(ValueError, match="handover: expected one without real-time chunking"):
+        replace(chosen, handover="rtc").controller(2)
+    with pytest.raises(ValueError, match="refine"):
+        Loop(robot, lambda: lambda observation, limit: chunk, replace(chosen, refine=0), 2, adapter=adapter)
