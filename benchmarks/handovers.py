@@ -99,6 +99,7 @@ def point(
     wall, cpu = time.perf_counter(), time.process_time()
     episodes = policy.play(episode_of(task, policy, conduct), seeds, width)
     won = [episode for episode in episodes if episode.success]
+    delays = [delay for episode in episodes for delay in episode.delays]
     low, high = wilson(len(won), len(episodes))
     return {
         "handover": handover,
@@ -113,7 +114,7 @@ def point(
         "seam": round(float(np.mean([e.seam for e in episodes])), 3),
         "jerk": round(float(np.mean([e.jerk for e in episodes])), 3),
         "held": round(float(np.mean([e.held for e in episodes])), 1),
-        "delay_steps": round(float(np.mean([d for e in episodes for d in e.delays])), 2),
+        "delay_steps": round(float(np.mean(delays)), 2) if delays else None,  # none: no chunk came in time
         "late_ticks": sum(e.late_ticks for e in episodes),
         "outcomes": "".join(str(int(e.success)) for e in episodes),
         "steps": [e.steps for e in episodes],
