@@ -15,6 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client import ServerError, schema
+from sinew_client.control import Planner
 from sinew_client.control.pace import Pace
 from sinew_client.control.stream import StreamLoop
 from sinew_client.link import KEEPALIVE
@@ -115,6 +116,31 @@ def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> 
         "prefix_age_ms",
     } <= report.measured.keys()
     assert report.held
+
+
+def test_a_planner_changes_the_instruction_in_mid_stream(policy: Policy) -> None:
+    """What a planner answers is in the next prefix of the same session, and windows go on."""
+    seen: list[Any] = []
+
+    def plan(prompt: str, observation: Any) -> str | None:
+        seen.append((prompt, set(observation)))
+        return "stop" if prompt == "go" else None
+
+    with serving(policy) as server:
+        loop = robot_loop(StreamLink(server.native, RATE))
+        planner = Planner(plan, 0.01, loop.seen, loop.say)
+        planner.once()  # there is nothing to see yet
+        drive(loop, 3)
+        (robot,) = server.streams._robots.values()
+        assert robot.session.prompt == "go"
+        planner.once()
+        until(lambda: loop.tick(loop.pace.next()) or robot.session._seen[1] == "stop", "a prefix of it")
+        drive(loop, loop.windows + 3)
+        assert list(server.streams._robots.values()) == [robot]
+        planner.once()
+        planner.close()
+        loop.link.close()
+    assert seen == [("go", {"images", "state"}), ("stop", {"images", "state"})]
 
 
 def test_a_connection_that_breaks_ends_its_streams(policy: Policy) -> None:
