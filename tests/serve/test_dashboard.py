@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import io
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,9 @@ from sinew.bundle import Bundle
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing import Processor
 from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
+from sinew.serve.dashboard.routes import News
 from tests.serve import browser
+from tests.serve.puppet import WAIT_S
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, picture, record
 from tests.serve.test_server import CASE, START_S, ServerProcess, free_port, serving
 
@@ -76,6 +80,28 @@ def test_an_answer_in_words() -> None:
     assert (answered["missed"], answered["deadline_ms"], answered["ms"]) == (True, 10.0, 20.0)
     assert (answered["actions"], answered["prompt"], answered["state"]) == ([[1.0, 1.0]] * 3, "go", [0.0] * 6)
     assert (refused["outcome"], len(refused["error"]), refused["state"]) == ("internal", 300, None)
+
+
+def test_viewers_are_woken_by_answers_and_told_the_same_bytes() -> None:
+    """No timer of the viewers' own has to run out, and JSON is made once for all of them."""
+    feed = Feed()
+    news = News(SimpleNamespace(feed=feed))  # type: ignore[arg-type]
+
+    async def look() -> list[bytes]:
+        seen = feed.newest
+        await news.wait(seen, asyncio.get_running_loop().create_future(), seconds=float(WAIT_S))
+        return [news.message(answer) for answer in feed.since(seen)]
+
+    async def both() -> list[list[bytes]]:
+        looks = [asyncio.create_task(look()) for _ in range(2)]
+        await asyncio.sleep(0)  # both wait now
+        await asyncio.to_thread(put, feed)
+        return await asyncio.wait_for(asyncio.gather(*looks), WAIT_S / 2)
+
+    with feed.viewer():
+        first, second = asyncio.run(both())
+    assert len(first) == 1
+    assert first[0] is second[0]
 
 
 @settings(deadline=None, max_examples=50)

@@ -11,7 +11,7 @@ import io
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,6 +85,13 @@ class Feed:
         self._answers: deque[Answer] = deque(maxlen=KEPT)
         self._frames: tuple[int, Mapping[str, Any]] = (0, {})
         self._pictures: dict[str, tuple[int, bytes]] = {}
+        self._making = threading.Lock()  # several viewers ask for the same picture at once
+        self._bells: tuple[Callable[[], None], ...] = ()
+
+    def ring(self, bell: Callable[[], None]) -> None:
+        """Call ``bell`` after every answer that is kept, on the scheduler's thread: it must not block."""
+        with self._lock:
+            self._bells += (bell,)
 
     def put(
         self,
@@ -121,6 +128,9 @@ class Feed:
             )
             if observation is not None and isinstance(outcome, ActionChunk):
                 self._frames = self._number, observation.images
+            bells = self._bells
+        for bell in bells:
+            bell()
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:
@@ -155,16 +165,17 @@ class Feed:
 
     def picture(self, camera: str) -> tuple[int, bytes] | None:
         """Return the last frame of a camera as the policy sees it, a JPEG file, and the number of its answer."""
-        with self._lock:
-            number, frames = self._frames
-            made = self._pictures.get(camera)
-        if camera not in frames:
-            return None
-        if made is None or made[0] != number:
-            made = number, jpeg(self._seen(np.asarray(frames[camera])))
+        with self._making:
             with self._lock:
-                if self._frames[0] == number:
-                    self._pictures[camera] = made
+                number, frames = self._frames
+                made = self._pictures.get(camera)
+            if camera not in frames:
+                return None
+            if made is None or made[0] != number:
+                made = number, jpeg(self._seen(np.asarray(frames[camera])))
+                with self._lock:
+                    if self._frames[0] == number:
+                        self._pictures[camera] = made
         return made
 
     def _seen(self, frame: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from sinew import machine
 from sinew.core import SinewError
+from sinew.serve.dashboard.feed import KEPT, Answer
 from sinew.serve.dashboard.host import Host
 from sinew.serve.service import Service
 
@@ -56,6 +57,7 @@ class Dashboard:
             for name, (file, kind) in PAGES.items()
         }
         self._guarded, self._actions = guarded, actions
+        self._news = News(service)
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
         """Add the routes and return the page's handler. at_root: the page's at / as well; else clients share it."""
@@ -94,19 +96,25 @@ class Dashboard:
             response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
             response.headers["Connection"] = "close"
             await response.prepare(request)
-            seen, told, host = feed.newest, 0.0, Host()
+            seen, told = feed.newest, -HEALTH_S
             loop = asyncio.get_running_loop()
-            with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
-                await _send(response, "about", self._about())
-                while not self._ended.is_set():
-                    for answer in (new := feed.since(seen)):
-                        await _send(response, "answer", answer.to_dict())
-                    seen = new[-1].number if new else seen
-                    if loop.time() - told > HEALTH_S:
-                        told = loop.time()
-                        await _send(response, "health", self._health() | {"host": host.look()})
-                    with contextlib.suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._ended.wait(), EVENTS_S)
+            ended = loop.create_task(self._ended.wait())
+            try:
+                with contextlib.suppress(ConnectionError, asyncio.TimeoutError):
+                    await _send(response, encoded("about", self._about()))
+                    while not ended.done():
+                        new = feed.since(seen)
+                        messages = [self._news.message(answer) for answer in new]
+                        seen = new[-1].number if new else seen
+                        if (now := loop.time()) >= told + HEALTH_S:
+                            told = now
+                            messages.append(self._news.health(now))
+                        if messages:
+                            await _send(response, b"".join(messages))
+                            await asyncio.wait({ended}, timeout=EVENTS_S)
+                        await self._news.wait(seen, ended, told + HEALTH_S - loop.time())
+            finally:
+                ended.cancel()
         return response
 
     def _about(self) -> dict[str, Any]:
@@ -116,12 +124,6 @@ class Dashboard:
             "state_range": None if safety is None else safety.state_range(),
             "deadline_ms": service.deadline_ms,
             "as_seen": service.feed.image is not None,
-        }
-
-    def _health(self) -> dict[str, Any]:
-        return self._service.health() | {
-            "memory_bytes": _resident(),
-            "viewers": self._service.feed.viewers,
         }
 
     async def _frame(self, request: web.Request) -> web.Response:
@@ -136,15 +138,77 @@ class Dashboard:
         )
 
 
+class News:
+    """What all viewers of one event loop are told: awaited without asking again and again, and written as JSON once."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._host = Host()
+        self._health: tuple[float, bytes] = (float("-inf"), b"")
+        self._messages: dict[int, bytes] = {}  # by number of the answer, the newest last
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._rung = False
+
+    def message(self, answer: Answer) -> bytes:
+        """Return the event of an answer."""
+        if answer.number not in self._messages:
+            self._messages[answer.number] = encoded("answer", answer.to_dict())
+            while len(self._messages) > KEPT:
+                del self._messages[next(iter(self._messages))]
+        return self._messages[answer.number]
+
+    def health(self, now: float) -> bytes:
+        """Return the event of the server's health, not older than the time between two of them."""
+        if now >= self._health[0] + HEALTH_S:
+            service = self._service
+            found = {"memory_bytes": _resident(), "viewers": service.feed.viewers, "host": self._host.look()}
+            self._health = now, encoded("health", service.health() | found)
+        return self._health[1]
+
+    async def wait(self, seen: int, ended: asyncio.Future[Any], seconds: float) -> None:
+        """Return once there is an answer after the one numbered ``seen``, at the end, or after so many seconds."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._service.feed.ring(self._ring)
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(future)
+        try:
+            if self._service.feed.newest == seen:  # a later one finds the future and wakes it
+                both = {future, ended}
+                await asyncio.wait(both, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting.discard(future)
+
+    def _ring(self) -> None:
+        """Wake the loop, once for all answers that come before it is awake. Called on the scheduler's threads."""
+        if not self._waiting or self._rung or self._loop is None:
+            return
+        self._rung = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._rung = False
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+
 def _resident() -> int:
     found = machine.resident_bytes()
     return found.get("now", found["peak"])
 
 
-async def _send(response: web.StreamResponse, event: str, record: dict[str, Any]) -> None:
-    """Write one event. Raises TimeoutError where the reader takes nothing."""
+async def _send(response: web.StreamResponse, message: bytes) -> None:
+    """Write events. Raises TimeoutError where the reader takes nothing."""
+    await asyncio.wait_for(response.write(message), STALLED_S)
+
+
+def encoded(event: str, record: dict[str, Any]) -> bytes:
+    """Return a server-sent event. Raises :class:`SinewError` for a record that JSON cannot carry."""
     try:
         text = json.dumps(record, allow_nan=False, separators=(",", ":"))
     except ValueError as error:  # a record of ours with NaN in it: told, not swallowed
         raise SinewError(f"event {event}: {error}") from None
-    await asyncio.wait_for(response.write(f"event: {event}\ndata: {text}\n\n".encode()), STALLED_S)
+    return f"event: {event}\ndata: {text}\n\n".encode()
