@@ -17,12 +17,12 @@ from sinew.eval.policies import Remote
 from sinew.eval.runner import Conduct, run_episode
 from sinew.figures import COLORS
 
-SIDE = 320  # pixels beside the scene
+SIDE = 400  # pixels beside the scene
 TRAIL = 40  # control steps of actions that are shown
 REQUESTS = 24  # latencies that are shown
 PAUSE_S = 1.2  # at the end of an episode
 QUALITY = 72
-_INK, _PAPER, _LINE, _FAINT = (27, 31, 36), (250, 250, 248), (209, 217, 224), (96, 104, 112)
+_INK, _PAPER, _LINE, _FAINT = (27, 31, 36), (250, 250, 248), (209, 217, 224), (72, 80, 88)
 _GOOD, _BAD = (0, 122, 70), (190, 45, 30)
 
 
@@ -95,21 +95,27 @@ def compose(scene: np.ndarray, shot: Shot) -> Image.Image:
     picture = Image.new("RGB", (width + SIDE, height), _PAPER)
     picture.paste(Image.fromarray(scene), (0, 0))
     draw = ImageDraw.Draw(picture)
-    small, large = ImageFont.load_default(size=14), ImageFont.load_default(size=20)
+    small, large = ImageFont.load_default(size=20), ImageFont.load_default(size=26)
     _words(draw, shot, width, height, large)
     left, inner = width + 14, SIDE - 28
     size = (inner - 8 * (len(shot.images) - 1)) // max(1, len(shot.images))
-    draw.text((left, 10), "what the policy sees", fill=_FAINT, font=small)
+    draw.text((left, 8), "what the policy sees", fill=_FAINT, font=small)
     for index, (name, image) in enumerate(shot.images.items()):
         at = left + index * (size + 8)
-        picture.paste(Image.fromarray(image).resize((size, size), Image.Resampling.NEAREST), (at, 32))
-        draw.text((at, 34 + size), name, fill=_FAINT, font=small)
-    top = 64 + size
-    draw.text((left, top), f"actions, step {shot.step}", fill=_FAINT, font=small)
-    _trails(draw, shot, (left, top + 24, left + inner, height - 190), small)
-    draw.text((left, height - 174), _said(shot.latency_ms), fill=_FAINT, font=small)
-    _bars(draw, shot.latency_ms, (left, height - 150, left + inner, height - 14))
+        picture.paste(Image.fromarray(image).resize((size, size), Image.Resampling.NEAREST), (at, 36))
+        draw.text((at, 38 + size), name, fill=_FAINT, font=small)
+    top = 70 + size
+    low, high = _bounds(shot.actions)
+    draw.text((left, top), f"actions, {low:g} to {high:g}; step {shot.step}", fill=_FAINT, font=small)
+    _trails(draw, shot, (left, top + 28, left + inner, height - 160), small)
+    draw.text((left, height - 152), _said(shot.latency_ms), fill=_FAINT, font=small)
+    _bars(draw, shot.latency_ms, (left, height - 122, left + inner, height - 14))
     return picture
+
+
+def _bounds(actions: np.ndarray) -> tuple[float, float]:
+    """Return the range that strips show: one unit to either side, or what the actions need."""
+    return min(-1.0, float(actions.min())), max(1.0, float(actions.max()))
 
 
 def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font: Any) -> None:
@@ -117,9 +123,9 @@ def _words(draw: ImageDraw.ImageDraw, shot: Shot, width: int, height: int, font:
     lines = [(shot.prompt, (255, 255, 255))]
     if shot.result:
         lines.append((shot.result, (140, 240, 170) if shot.success else (255, 160, 150)))
-    draw.rectangle((0, height - 14 - 30 * len(lines), width, height), fill=(30, 34, 40))
+    draw.rectangle((0, height - 14 - 36 * len(lines), width, height), fill=(30, 34, 40))
     for index, (text, color) in enumerate(lines):
-        draw.text((16, height - 8 - 30 * (len(lines) - index)), text, fill=color, font=font)
+        draw.text((16, height - 8 - 36 * (len(lines) - index)), text, fill=color, font=font)
 
 
 def _trails(draw: ImageDraw.ImageDraw, shot: Shot, box: tuple[int, int, int, int], font: Any) -> None:
@@ -128,7 +134,7 @@ def _trails(draw: ImageDraw.ImageDraw, shot: Shot, box: tuple[int, int, int, int
     actions = shot.actions
     rows = actions[-TRAIL:]
     each = (bottom - top) / rows.shape[1]
-    low, high = min(-1.0, float(actions.min())), max(1.0, float(actions.max()))
+    low, high = _bounds(actions)
     for joint in range(rows.shape[1]):
         y0 = top + joint * each
         middle = y0 + (each - 10) / 2
@@ -158,4 +164,4 @@ def _bars(draw: ImageDraw.ImageDraw, latencies: Sequence[float], box: tuple[int,
 def _said(latencies: Sequence[float]) -> str:
     if not latencies:
         return "ms per request"
-    return f"ms per request: last {latencies[-1]:.1f}, median {np.median(latencies):.1f}"
+    return f"ms per request: last {latencies[-1]:.0f}, median {np.median(latencies):.0f}"
