@@ -13,7 +13,7 @@ to the twin here in every bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,16 +95,35 @@ def twin(
     return y if bias is None else y + bias
 
 
-Multiply = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None", str, float], Tensor]
-_on_cpu: list[Multiply] = [twin]  # the one in use
+def twin_all(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    name: str,
+    smallest: float,
+) -> list[Tensor]:
+    """Compute :func:`twin` for each of several layers that read the same x."""
+    layers = zip(weights, scales, biases, strict=True)
+    return [twin(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
 
 
-def install(multiply: Multiply) -> None:
-    """Let the operator compute with ``multiply`` on CPUs; it has to equal :func:`twin` in every bit."""
-    _on_cpu[:] = [multiply]
+MultiplyAll = Callable[
+    [Tensor, Sequence[Tensor], "Sequence[Tensor | None]", "Sequence[Tensor | None]", str, float], list[Tensor]
+]
+_on_cpu: list[MultiplyAll] = [twin_all]  # the one in use
 
 
-def _compute(*arguments: Any) -> Tensor:
+def install(multiply_all: MultiplyAll) -> None:
+    """Let the operators compute with ``multiply_all`` on CPUs; it has to equal :func:`twin_all` in every bit."""
+    _on_cpu[:] = [multiply_all]
+
+
+def _compute(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
+    return _on_cpu[0](x, [weight], [scale], [bias], *rest)[0]
+
+
+def _compute_all(*arguments: Any) -> list[Tensor]:
     return _on_cpu[0](*arguments)
 
 
@@ -112,13 +131,24 @@ def _shape(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def _shapes(x: Tensor, weights: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [_shape(x, weight) for weight in weights]
+
+
 _LIBRARY = torch.library.Library("sinew", "FRAGMENT")
 _LIBRARY.define(
     "lowbit_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, str name, float smallest) -> Tensor"
 )
+_LIBRARY.define(
+    "lowbit_linears(Tensor x, Tensor[] weights, Tensor?[] scales, Tensor?[] biases, str name, float smallest)"
+    " -> Tensor[]"
+)
 _LIBRARY.impl("lowbit_linear", _compute, "CPU")
 _LIBRARY.impl("lowbit_linear", twin, "CompositeExplicitAutograd")
+_LIBRARY.impl("lowbit_linears", _compute_all, "CPU")
+_LIBRARY.impl("lowbit_linears", twin_all, "CompositeExplicitAutograd")
 torch.library.register_fake("sinew::lowbit_linear", _shape, lib=_LIBRARY)
+torch.library.register_fake("sinew::lowbit_linears", _shapes, lib=_LIBRARY)
 
 
 def lowbit_linear(
@@ -129,3 +159,17 @@ def lowbit_linear(
     flat = x.reshape(-1, x.shape[-1])
     y = torch.ops.sinew.lowbit_linear(flat, weight, scale, bias, name, smallest)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def lowbit_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    name: str,
+    smallest: float = TINY,
+) -> list[Tensor]:
+    """Return :func:`lowbit_linear` of several layers that read the same x; its rows are rounded once for all."""
+    flat = x.reshape(-1, x.shape[-1])
+    made = torch.ops.sinew.lowbit_linears(flat, weights, scales, biases, name, smallest)
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in made]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -37,6 +37,7 @@ class Extension:
     reason: str
     available: tuple[str, ...] = ()
     multiply: Callable[..., Tensor] = lowbit.twin
+    multiply_all: Callable[..., list[Tensor]] = lowbit.twin_all
     between: Between = TWINS
 
     @property
@@ -49,7 +50,7 @@ class Extension:
 def extension() -> Extension:
     """Return what this machine has, compiled, loaded, checked and installed behind the operator on the first call."""
     found = _load(os.environ.get(SWITCH, ""))
-    lowbit.install(found.multiply)
+    lowbit.install(found.multiply_all)
     floats.install(found.between)
     if not found.compiled:
         log.warning("low-bit products are computed by PyTorch, slowly: %s", found.reason)
@@ -76,7 +77,8 @@ def _load(wish: str) -> Extension:
         return Extension(
             "twin", f"{names[index]} kernels of {built.path} differ from the twin in {wrong}", names
         )
-    return Extension(names[index], built.reason, names, multiply, between)
+    multiply_all = partial(_multiply_all, library, index)
+    return Extension(names[index], built.reason, names, multiply, multiply_all, between)
 
 
 def load(path: str) -> Any:
@@ -87,10 +89,8 @@ def load(path: str) -> Any:
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     library.lowbit_multiply.argtypes = [
         *(ctypes.c_int, ctypes.c_int),  # kernels, format
-        *(pointer, integer, integer),  # x, rows, k
-        *(pointer, integer),  # weights, channels
-        *(pointer, integer),  # scale, how many
-        *(pointer, ctypes.c_float, pointer, ctypes.c_int),  # bias, smallest, y, threads
+        *(pointer, integer, integer, ctypes.c_float),  # x, rows, k, smallest
+        *(pointer, ctypes.c_int, ctypes.c_int),  # layers, how many, threads
     ]
     library.lowbit_attend.argtypes = [ctypes.c_int, *[pointer] * 6, ctypes.c_float, ctypes.c_int]
     library.lowbit_gelu.argtypes = [ctypes.c_int, pointer, integer, ctypes.c_int]
@@ -117,34 +117,52 @@ def _multiply(
     smallest: float,
 ) -> Tensor:
     """As :func:`sinew.layers.lowbit.twin`. Raises ValueError for tensors that do not fit each other."""
+    return _multiply_all(library, kernels, x, [weight], [scale], [bias], name, smallest)[0]
+
+
+def _multiply_all(
+    library: Any,
+    kernels: int,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    name: str,
+    smallest: float,
+) -> list[Tensor]:
+    """As :func:`sinew.layers.lowbit.twin_all`. Raises ValueError for tensors that do not fit each other."""
     stored = FORMATS[name]
     rows, k = x.shape
-    channels = weight.shape[0]
-    scales = 0 if scale is None else scale.numel()
-    fits = (
-        weight.dtype == torch.uint8
-        and weight.is_contiguous()
-        and weight.shape[1] == stored.row_bytes(k)
-        and (scales == 0 if stored.group else scales in (1, channels))
-        and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (scale, bias))
-        and (bias is None or bias.shape == (channels,))
-        and x.dtype == torch.float32
-    )
-    if not fits:
-        raise ValueError(
-            f"{name}: x {x.dtype} {list(x.shape)}, weight {weight.dtype} {list(weight.shape)}"
-            f" and {scales} scales do not fit"
+    layers, results = [], []
+    for weight, scale, bias in zip(weights, scales, biases, strict=True):
+        channels = weight.shape[0]
+        count = 0 if scale is None else scale.numel()
+        fits = (
+            weight.dtype == torch.uint8
+            and weight.is_contiguous()
+            and weight.shape[1] == stored.row_bytes(k)
+            and (count == 0 if stored.group else count in (1, channels))
+            and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (scale, bias))
+            and (bias is None or bias.shape == (channels,))
+            and x.dtype == torch.float32
         )
-    x = x.contiguous()
-    y = torch.empty(rows, channels)
+        if not fits:
+            raise ValueError(
+                f"{name}: x {x.dtype} {list(x.shape)}, weight {weight.dtype} {list(weight.shape)}"
+                f" and {count} scales do not fit"
+            )
+        y = torch.empty(rows, channels)
+        addresses = (0 if t is None else t.data_ptr() for t in (weight, scale, bias, y))
+        layers += [*addresses, channels, count]
+        results.append(y)
+    x, given = x.contiguous(), torch.tensor(layers)
     status = library.lowbit_multiply(
-        *(kernels, stored.number, x.data_ptr(), rows, k, weight.data_ptr(), channels),
-        *(None if scale is None else scale.data_ptr(), scales),
-        *(None if bias is None else bias.data_ptr(), smallest, y.data_ptr(), torch.get_num_threads()),
+        *(kernels, stored.number, x.data_ptr(), rows, k, smallest),
+        *(given.data_ptr(), len(results), torch.get_num_threads()),
     )
     if status:
         raise RuntimeError(f"low-bit product: {STATUS.get(status, status)}")
-    return y
+    return results
 
 
 def differs(multiply: Callable[..., Tensor]) -> str:

@@ -11,9 +11,8 @@
 #include "kernels.h"
 
 extern "C" const char* lowbit_kernels(int index);
-extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, const uint8_t* weights,
-                               int64_t channels, const float* scale, int64_t scales, const float* bias, float smallest,
-                               float* y, int threads);
+extern "C" int lowbit_multiply(int kernels, int format, const float* x, int64_t rows, int64_t k, float smallest,
+                               const int64_t* layers, int count, int threads);
 extern "C" int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const uint8_t* mask, float* out,
                              const int64_t* sizes, float scale, int threads);
 extern "C" int lowbit_gelu(int kernels, float* x, int64_t count, int threads);
@@ -103,9 +102,10 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
   }
   for (float& b : bias) b = below(2000) / 1000.0f - 1;
   const bool biased = below(2);
-  const int status = lowbit_multiply(kernels, format, x.data(), rows, k, weights.stored.data(), channels,
-                                     weights.scale.empty() ? nullptr : weights.scale.data(), weights.scale.size(),
-                                     biased ? bias.data() : nullptr, smallest, y.data(), threads);
+  const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
+  const int64_t given[6] = {address(weights.stored.data()), weights.scale.empty() ? 0 : address(weights.scale.data()),
+                            biased ? address(bias.data()) : 0, address(y.data()), channels, int64_t(weights.scale.size())};
+  const int status = lowbit_multiply(kernels, format, x.data(), rows, k, smallest, given, 1, threads);
   if (status != 0) {
     std::printf("status %d\n", status);
     return false;

@@ -113,10 +113,10 @@ def test_compiled_and_plain_pytorch_give_the_same_actions(case, tmp_path) -> Non
     policy = load(stored(path, RECIPES["q4_0"], tmp_path / "small.gguf"), engine="cpu")
     compiled = chunk(policy, g)
     try:
-        lowbit.install(lowbit.twin)
+        lowbit.install(lowbit.twin_all)
         plain = chunk(policy, g)
     finally:
-        lowbit.install(extension().multiply)
+        lowbit.install(extension().multiply_all)
     np.testing.assert_array_equal(compiled, plain)
 
 

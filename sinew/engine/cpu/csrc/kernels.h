@@ -5,9 +5,9 @@
 // rows of activations, so expanding costs little, and no second copy of the weights is ever made.
 //
 //   codes     w = code - offset, and sum(x * w) = sum(x * code) - offset * sum(x): integers, exact.
-//   unit      values of k that lie together: 4 bytes (8 with i8mm), or 2 of 16 bits where products are of 16 bits.
-//   panel     [k / unit][CHANNELS][unit]
-//   block     of activations: [k / unit][rows][unit]
+//   unit      values of k that lie together: 4 (8 with i8mm), or 2 where products are of 16 bits.
+//   panel     [k / unit][CHANNELS][unit], bytes
+//   block     of activations: [k / unit][rows][unit], bytes; where a unit is 2, of 16 bits each
 //   group     values of k that share a scale: 32 in Q4_0 and Q8_0, all of them in the other formats.
 #pragma once
 #include <cstdint>
@@ -27,7 +27,8 @@ struct Tile {
   const void* x;           // block of activations
   const void* w;           // panel of codes
   const float* scales;     // [groups][CHANNELS]
-  const int32_t* offsets;  // [groups][width]: offset * sum(x) over the group; width is the block's
+  const int32_t* offsets;  // [groups][width]: what a row's sum over the group has too much; width is the block's
+  const int32_t* bases;    // [groups][CHANNELS]: what a channel's has too much; only where `pairs` is
   float* out;              // [rows][CHANNELS]: sum over groups of scale * sum(x * w)
   int rows, width;         // width: rows of the block as it lies in memory
   int groups, units;       // units of a group
@@ -35,18 +36,23 @@ struct Tile {
 
 struct Kernels {
   const char* name;
-  int rows;        // the most rows of a tile
+  int rows[3];     // the most rows of a tile, by Width
   int even;        // 1 where blocks are padded to an even number of rows
   int unit;        // values of k in a unit, of codes up to 4 bits
-  int wide_unit;   // the same for 8 bits; 2 means that codes and activations are widened to 16 bits
+  int wide_unit;   // the same for 8 bits; 2 means that products are of 16 bits
   int wide_bias;   // added to 8-bit codes, which makes them unsigned: 128 or 0
   void (*multiply[3])(const Tile&);  // by Width
   // Row of activations -> int8, its sums per group of 32 (or of all), and its scale. See activations().
   float (*quantize)(const float* x, int64_t k, float smallest, int8_t* out);
-  // CHANNELS rows of stored weights -> panel of codes and their scales. See panels().
-  void (*expand)(const struct Weights&, int64_t channel, void* panel, float* scales);
-  // int8 [rows][k] -> block. See blocks().
+  // CHANNELS rows of stored weights -> panel of codes, their scales, and bases. See expand_panel().
+  void (*expand)(const struct Weights&, int64_t channel, void* panel, float* scales, int32_t* bases);
+  // int8 [rows][k] -> block. See pack_block().
   void (*pack)(const int8_t* x, int64_t k, int rows, int width, int wide, void* block);
+  // Result of a tile [rows][CHANNELS] -> rows of y that are `stride` apart, their first `there` channels. See finish().
+  void (*finish)(const float* out, int rows, int there, const float* inverses, const float* bias, float* y,
+                 int64_t stride);
+  // What a row of 8-bit activations contributes alone where two products are made of one (x86_avx2.cpp), else null.
+  int32_t (*pairs)(const int8_t* x, int64_t k);
 };
 
 struct Weights {

@@ -29,7 +29,8 @@ struct Multiply {
 
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels PORTABLE = {
-    "portable", ROWS, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
+    "portable", {ROWS, ROWS, ROWS}, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
+    finish, nullptr,
 };
 
 }  // namespace

@@ -136,17 +136,36 @@ inline void transpose(const int32_t* rows, int row_words, int words, int32_t* pa
     for (int c = 0; c < CHANNELS; ++c) panel[u * CHANNELS + c] = rows[c * row_words + u];
 }
 
+inline int rows_of(const Weights& w, int64_t channel) {
+  return static_cast<int>(w.channels - channel < CHANNELS ? w.channels - channel : CHANNELS);
+}
+
+// Scales of CHANNELS rows, from `channel` on, [groups][CHANNELS]. Rows behind the last have zeros.
+template <int FORMAT>
+void expand_scales(const Weights& w, int64_t channel, float* scales) {
+  const int rows = rows_of(w, channel);
+  if (FORMAT == TERNARY || FORMAT == INT8) {
+    for (int c = 0; c < CHANNELS; ++c) scales[c] = c < rows ? w.scale[w.scales == 1 ? 0 : channel + c] : 0.0f;
+    return;
+  }
+  const int64_t bytes = row_bytes(FORMAT, w.k);
+  const int block = FORMAT == Q8_0 ? 34 : 18;
+  for (int64_t g = 0; g < w.k / 32; ++g, scales += CHANNELS) {
+    uint16_t halves[CHANNELS] = {};
+    for (int c = 0; c < rows; ++c) std::memcpy(halves + c, w.data + (channel + c) * bytes + g * block, 2);
+    for (int c = 0; c < CHANNELS; ++c) scales[c] = half_to_float(halves[c]);
+  }
+}
+
 // CHANNELS rows of weights, from `channel` on, -> panel [k / unit][CHANNELS][unit] and scales [groups][CHANNELS].
 // Rows behind the last are zeros with a scale of zero. k is padded to a multiple of 8.
 template <int FORMAT, int UNIT, int BIAS>
 void expand_panel(const Weights& w, int64_t channel, void* panel, float* scales) {
   const int64_t bytes = row_bytes(FORMAT, w.k), padded = round_up(w.k, 8);
-  const int rows = static_cast<int>(w.channels - channel < CHANNELS ? w.channels - channel : CHANNELS);
+  const int rows = rows_of(w, channel);
   const uint8_t* first = w.data + channel * bytes;
   alignas(64) int8_t codes[CHANNELS][CHUNK];
-  alignas(64) int16_t wide[CHANNELS][CHUNK];
   std::memset(codes, 0, sizeof codes);
-  std::memset(wide, 0, sizeof wide);
   for (int64_t at = 0; at < padded; at += CHUNK) {
     const int size = static_cast<int>(padded - at < CHUNK ? padded - at : CHUNK);
     const int there = static_cast<int>(w.k - at < CHUNK ? w.k - at : CHUNK);
@@ -155,36 +174,19 @@ void expand_panel(const Weights& w, int64_t channel, void* panel, float* scales)
       if (BIAS)
         for (int i = 0; i < CHUNK; ++i) codes[c][i] = static_cast<int8_t>(codes[c][i] ^ BIAS);
     }
-    if (UNIT == 2) {
-      const int8_t* from = &codes[0][0];
-      int16_t* to = &wide[0][0];
-      for (int i = 0; i < CHANNELS * CHUNK; ++i) to[i] = from[i];
-    }
     if (UNIT == 8) {
       uint64_t* to = static_cast<uint64_t*>(panel) + at / 8 * CHANNELS;
       for (int i = 0; i < size / 8; ++i)
         for (int c = 0; c < CHANNELS; ++c) std::memcpy(to + i * CHANNELS + c, codes[c] + 8 * i, 8);
-    } else if (UNIT == 4) {
-      transpose(reinterpret_cast<int32_t*>(codes), CHUNK / 4, size / 4, static_cast<int32_t*>(panel) + at / 4 * CHANNELS);
     } else {
-      transpose(reinterpret_cast<int32_t*>(wide), CHUNK / 2, size / 2, static_cast<int32_t*>(panel) + at / 2 * CHANNELS);
+      transpose(reinterpret_cast<int32_t*>(codes), CHUNK / 4, size / 4, static_cast<int32_t*>(panel) + at / 4 * CHANNELS);
     }
   }
-  const int64_t groups = TRAITS[FORMAT].group ? w.k / TRAITS[FORMAT].group : 1;
-  if (FORMAT == TERNARY || FORMAT == INT8) {
-    for (int c = 0; c < CHANNELS; ++c) scales[c] = c < rows ? w.scale[w.scales == 1 ? 0 : channel + c] : 0.0f;
-    return;
-  }
-  const int block = FORMAT == Q8_0 ? 34 : 18;
-  for (int64_t g = 0; g < groups; ++g, scales += CHANNELS) {
-    uint16_t halves[CHANNELS] = {};
-    for (int c = 0; c < rows; ++c) std::memcpy(halves + c, first + c * bytes + g * block, 2);
-    for (int c = 0; c < CHANNELS; ++c) scales[c] = half_to_float(halves[c]);
-  }
+  expand_scales<FORMAT>(w, channel, scales);
 }
 
 template <int UNIT, int WIDE_UNIT, int BIAS>
-void expand(const Weights& w, int64_t channel, void* panel, float* scales) {
+void expand(const Weights& w, int64_t channel, void* panel, float* scales, int32_t*) {
   switch (w.format) {
     case TERNARY: return expand_panel<TERNARY, UNIT, 0>(w, channel, panel, scales);
     case Q4_0: return expand_panel<Q4_0, UNIT, 0>(w, channel, panel, scales);
@@ -199,6 +201,30 @@ void pack(const int8_t* x, int64_t k, int rows, int width, int wide, void* block
     pack_block<WIDE_UNIT>(x, k, rows, width, block);
   else
     pack_block<UNIT>(x, k, rows, width, block);
+}
+
+// y = out * inverse + bias: two roundings, in this order.
+template <int COUNT>
+inline void finish_row(const float* __restrict out, int count, float inverse, const float* __restrict bias,
+                       float* __restrict y) {
+  const int n = COUNT ? COUNT : count;
+  if (bias == nullptr) {
+    for (int i = 0; i < n; ++i) y[i] = out[i] * inverse;
+  } else {
+    for (int i = 0; i < n; ++i) {
+      const float scaled = out[i] * inverse;
+      y[i] = scaled + bias[i];
+    }
+  }
+}
+
+void finish(const float* out, int rows, int there, const float* inverses, const float* bias, float* y, int64_t stride) {
+  for (int r = 0; r < rows; ++r, out += CHANNELS, y += stride) {
+    if (there == CHANNELS)
+      finish_row<CHANNELS>(out, there, inverses[r], bias, y);
+    else
+      finish_row<0>(out, there, inverses[r], bias, y);
+  }
 }
 
 // One function for each number of rows, chosen by a table.
