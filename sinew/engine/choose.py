@@ -9,12 +9,13 @@ from pathlib import Path
 from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import SinewError, dtype_word
+from sinew.core import SinewError, dtype_word, install
 from sinew.engine.base import ENGINES, OFFERS, Offer, Options, followers, installed, recipe
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.storage import half_storage, upcast_text
 
 ASKED = "asked for"
+NO_GRAPHS = "engine onnx has no graphs of this bundle yet; `--engine onnx` exports them, once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,12 @@ def choose(
         problem = _refused(offer, bundle, options, ignore_recipe) or offer.unproved(bundle, options)
         if not problem:
             problem = _slow_start(name, bundle)
+        if not problem and name == "cpu" and recipe(bundle) and not ignore_recipe:
+            wins, found = _onnx_instead(bundle, replace(options, dtype="fp32", storage=""))
+            if wins:
+                problem = found
+            elif found:
+                passed_over.append(("onnx", found))
         if not problem:
             reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
             if recipe(bundle) and not ignore_recipe:
@@ -177,7 +184,31 @@ def _slow_start(name: str, bundle: Bundle) -> str:
     """Why an engine that could run would keep its user waiting: nobody asked for an export of minutes."""
     if name != "onnx" or recipe(bundle) or (cache_folder(bundle.path) / "graphs.json").exists():
         return ""
-    return "engine onnx has no graphs of this bundle yet; `--engine onnx` exports them, once"
+    return NO_GRAPHS
+
+
+def _onnx_instead(bundle: Bundle, options: Options) -> tuple[bool, str]:
+    """Return whether ONNX Runtime computes the bundle's recipe faster than engine cpu on this machine, and what to say
+    of it: nothing where it could not run. Both obey the recipe, in ways that the words name."""
+    offer = OFFERS["onnx"]
+    kinds = recipe(bundle)
+    if not offer.follows.issuperset(kinds.values()) or offer.uninstalled() or offer.unfit(bundle, options):
+        return False, ""
+    if problem := offer.unproved(bundle, options):
+        return False, problem
+    from sinew.engine.onnx.opening import usable_bits, variant
+
+    bits = usable_bits(bundle)
+    if not (cache_folder(bundle.path, variant(bits)) / "graphs.json").exists():
+        return False, NO_GRAPHS
+    if not installed("onnx"):
+        return False, f"engine onnx was not measured beside it: {install('onnx')}"
+    from sinew.engine.probe import measure
+
+    measured = measure(bundle, kinds, options.threads)
+    per = "tensor" if "int8" in kinds.values() else "token"
+    parity = f"onnx rounds weights to {bits} bits and activations per {per}, cpu keeps 8 bits, per token"
+    return measured.onnx_wins, f"{measured.text}; {parity}"
 
 
 def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sinew.layers.linear import Embedding, Linear
-from sinew.layers.lowbit import TINY, dequantize, lowbit_linear
+from sinew.layers.lowbit import TINY, dequantize, lowbit_linear, lowbit_linears
 from sinew.layers.tables import StoredRows
 
 TERNARY_SMALLEST = 1e-5  # BitNet's: rows of smaller activations count as this large
@@ -51,6 +51,21 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.name}, bias={self.bias is not None}"
+
+
+def apart(layers: Sequence[nn.Module]) -> str | None:
+    """Return why layers that read the same input cannot share its rounding; None if they can."""
+    if not all(isinstance(layer, QuantizedLinear) for layer in layers):
+        return "weights in floats"
+    found: Any = layers
+    return "several formats" if len({(layer.name, layer.smallest) for layer in found}) > 1 else None
+
+
+def together(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Return what each of ``layers`` gives for x [..., K]; they are not :func:`apart`, so x is rounded once."""
+    biases = [None if layer.bias is None else layer.bias.float() for layer in layers]
+    weights, scales = [layer.weight for layer in layers], [layer.scale for layer in layers]
+    return lowbit_linears(x.float(), weights, scales, biases, layers[0].name, layers[0].smallest)
 
 
 def linear_layer(ternary: bool) -> Callable[..., Any]:

@@ -12,14 +12,17 @@ import torch
 from PIL import Image
 
 from sinew import load, machine
-from sinew.bundle import Bundle
+from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.schema import Quantization
 from sinew.cli import main
 from sinew.cli.quantize import write
+from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import SinewError
-from sinew.engine import base, proofs
+from sinew.engine import base, probe, proofs
 from sinew.engine.choose import choose
+from sinew.engine.cpu import extension
 from sinew.engine.onnx.cache import cache_folder
+from sinew.engine.onnx.opening import usable_bits, variant
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 INT8 = {"vision": "int8", "language": "int8", "head": "fp32"}
@@ -186,3 +189,127 @@ def test_the_reported_precision_is_what_is_loaded(monkeypatch) -> None:
     assert load(PEN, "cpu", "bfloat16").precision == load(PEN, "cpu", "bf16").precision
     assert load(PEN, "cpu").precision == {"vision": "fp32", "language": "fp32", "head": "fp32"}
     assert replace(choose(Bundle(PEN), device="cpu"), ignored="x").precision_text.endswith("IGNORED: x)")
+
+
+# ----------------------------------------------------------------------------- two engines that follow a recipe
+
+
+def stored_in_int8(out: Path) -> Bundle:
+    """The pen policy with every layer in int8, as both engines take it, and the folder of graphs that it would have."""
+    bundle = Bundle(PEN)
+    recipe = dict.fromkeys(("vision", "language", "head"), "int8")
+    manifest = replace(
+        bundle.manifest, quantization=Quantization(recipe, 8, 0.01, 0.02, 1, "a test", "a test")
+    )
+    write_bundle(out, lambda: manifest, lowbit_sources(bundle, plan_formats(bundle, recipe)))
+    made = Bundle(out)
+    graphs = cache_folder(out, variant(usable_bits(made)))
+    graphs.mkdir()
+    (graphs / "graphs.json").touch()
+    return made
+
+
+needs_kernels = pytest.mark.skipif(not extension().compiled, reason=extension().reason)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("onnx_seconds", "engine"),
+    [(0.5, "onnx"), (0.97, "cpu"), (1.0, "cpu"), (2.0, "cpu")],
+    ids=["faster", "a little faster", "tie", "slower"],
+)
+def test_the_faster_of_two_that_follow_a_recipe_is_taken(tmp_path, monkeypatch, onnx_seconds, engine) -> None:
+    bundle = stored_in_int8(tmp_path / "small.gguf")
+    asked = []
+
+    def measure(*arguments):
+        asked.append(arguments)
+        return probe.Measured(1.0, onnx_seconds)
+
+    monkeypatch.setattr(probe, "measure", measure)
+    choice = choose(bundle, device="cpu", threads=1)
+    assert choice.engine == engine
+    assert asked == [(bundle, bundle.manifest.quantization.recipe, 1)]
+    assert choice.engine_reason.startswith("it follows the bundle's recipe; measured on this machine: ")
+    assert f"cpu 1000, onnx {1e3 * onnx_seconds:.0f} CPU ms" in choice.engine_reason
+    assert (
+        f"onnx rounds weights to {usable_bits(bundle)} bits and activations per tensor"
+        in choice.engine_reason
+    )
+
+
+@needs_kernels
+def test_nothing_is_measured_where_there_is_nothing_to_choose(tmp_path, monkeypatch) -> None:
+    def measure(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(probe, "measure", measure)
+    bundle = stored_in_int8(tmp_path / "small.gguf")
+    assert choose(bundle, "cpu", device="cpu").engine_reason == "asked for"
+    assert choose(bundle, device="cpu", ignore_recipe=True).engine == "cpu"
+    (cache_folder(bundle.path, variant(usable_bits(bundle))) / "graphs.json").unlink()
+    without_graphs = choose(bundle, device="cpu")
+    assert without_graphs.engine == "cpu"
+    assert "engine onnx has no graphs of this bundle yet" in without_graphs.engine_reason
+    monkeypatch.setattr(base.Onnx, "packages", ("no_such_runtime",))
+    assert choose(bundle, device="cpu").engine_reason == "it follows the bundle's recipe"
+
+
+SMALL = probe.Block(24, 32, 64, 4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["int8", "int8-rows", "fp32"])
+def test_a_probe_gives_both_engines_the_same_layer(kind: str) -> None:
+    random = np.random.default_rng(0)
+    x = random.standard_normal((1, SMALL.tokens, SMALL.width), np.float32)
+    shapes = [(32, 32)] * 4 + [(32, 64), (64, 32)]
+    weights = [random.standard_normal(shape, np.float32) / 6 for shape in shapes]
+    ours = probe._on_cpu(SMALL, kind, x, weights)().numpy()
+    (theirs,) = probe._on_onnx(SMALL, kind, x, weights, 1)()
+    error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    assert error < (1e-5 if kind == "fp32" else 0.08)
+    assert kind == "fp32" or error > 1e-4
+
+
+@needs_kernels
+def test_a_probe_is_kept_for_this_machine(monkeypatch) -> None:
+    before = torch.get_num_threads()
+    first = probe.block_seconds(SMALL, "int8", 1)
+    assert torch.get_num_threads() == before
+    assert set(first) == {"cpu", "onnx"}
+    assert all(seconds > 0 for seconds in first.values())
+    runs: list[tuple] = []
+
+    def again(*arguments):
+        runs.append(arguments)
+        return {"cpu": 3.0, "onnx": 4.0}
+
+    monkeypatch.setattr(probe, "_run_in_turn", again)
+    assert probe.block_seconds(SMALL, "int8", 1) == first
+    assert runs == []
+    probe.block_seconds(SMALL, "int8", 2)
+    probe.block_seconds(SMALL, "fp32", 1)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
+    assert probe.block_seconds(SMALL, "int8", 1) == {"cpu": 3.0, "onnx": 4.0}
+    assert len(runs) == 3
+    for kept in machine.cache_folder("probes").iterdir():
+        kept.write_text('{"seconds": {"cpu": -1, "onnx": "fast"}}')
+    assert probe.block_seconds(SMALL, "int8", 1) == {"cpu": 3.0, "onnx": 4.0}
+    assert len(runs) == 4
+
+
+def test_a_probe_weighs_what_the_bundle_has(monkeypatch) -> None:
+    """Seconds of a block, times how many blocks of work the components are."""
+    monkeypatch.setattr(probe, "block_seconds", _seconds)
+    bundle = Bundle(PEN)
+    both = probe.measure(bundle, {"vision": "int8", "head": "int8"}, 1)
+    vision = probe.measure(bundle, {"vision": "int8"}, 1)
+    head = probe.measure(bundle, {"head": "int8"}, 1)
+    assert both.cpu == pytest.approx(vision.cpu + head.cpu)
+    assert both.onnx == pytest.approx(2 * both.cpu)
+    assert min(vision.cpu, head.cpu) > 0
+
+
+def _seconds(block: probe.Block, kind: str, threads: int) -> dict[str, float]:
+    return {"cpu": 1.0, "onnx": 2.0} if kind == "int8" else {"cpu": 0.0, "onnx": 0.0}

@@ -12,6 +12,7 @@ from sinew.engine.cpu.between import attend, gelu_, silu_times_
 from sinew.engine.plan import Outcome, Plan
 from sinew.engine.plan.rewrite import Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
+from sinew.layers.quantized import apart, together
 from sinew.layers.vit import ViTAttention, ViTMLP
 
 
@@ -35,15 +36,37 @@ class CompiledViTMLP(ViTMLP):
         return self.fc2(h)
 
 
+class SharedViTAttention(ViTAttention):
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, L, C] -> [B, L, C] each
+        q, k, v = together((self.q_proj, self.k_proj, self.v_proj), x)
+        return q, k, v
+
+
+class SharedAttention(DecoderAttention):
+    def heads(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = together((self.q_proj, self.k_proj, self.v_proj), h)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        return q, k, v
+
+
 class CompiledMLP(GatedMLP):
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [B, L, C] -> [B, L, intermediate] each
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = self.project(x)
         if self.kind == "silu":
             silu_times_(gate, up)
         else:
             gelu_(gate)
             gate.mul_(up)
         return self.output(gate)
+
+
+class SharedMLP(CompiledMLP):
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = together((self.gate_proj, self.up_proj), x)
+        return gate, up
 
 
 def _always(_: Any) -> str | None:
@@ -60,18 +83,36 @@ def _gated(module: Any) -> str | None:
     return None if module.kind in ("silu", "gelu_tanh") else f"activation {module.kind}"
 
 
-COMPILED: tuple[tuple[type[nn.Module], Callable[[Any], str | None], type[nn.Module]], ...] = (
-    (ViTAttention, _always, CompiledViTAttention),
-    (DecoderAttention, _always, CompiledAttention),
-    (ViTMLP, _vit_mlp, CompiledViTMLP),
-    (GatedMLP, _gated, CompiledMLP),
+def _attention_apart(module: Any) -> str | None:
+    if not hasattr(module, "q_proj"):
+        return "the projections are packed"
+    if getattr(module, "is_cross", False):
+        return "queries, keys and values read three tensors"
+    return apart((module.q_proj, module.k_proj, module.v_proj))
+
+
+def _gated_apart(module: Any) -> str | None:
+    return _gated(module) or apart((module.gate_proj, module.up_proj))
+
+
+COMPILED: tuple[tuple[str, type[nn.Module], Callable[[Any], str | None], type[nn.Module]], ...] = (
+    ("compile", ViTAttention, _always, CompiledViTAttention),
+    ("compile", DecoderAttention, _always, CompiledAttention),
+    ("compile", ViTMLP, _vit_mlp, CompiledViTMLP),
+    ("compile", GatedMLP, _gated, CompiledMLP),
+    ("round once in", ViTAttention, _attention_apart, SharedViTAttention),
+    ("round once in", DecoderAttention, _attention_apart, SharedAttention),
+    ("round once in", GatedMLP, _gated_apart, SharedMLP),
 )
 
 
 def compile_between(plan: Plan) -> Plan:
-    """Return ``plan`` with compiled operators in its model, which is changed in place, and what became of each kind."""
+    """Return ``plan`` with compiled operators in its model, which is changed in place, and what became of each kind.
+
+    Layers that read the same input are one call where their weights are of one format: it is rounded once.
+    """
     outcomes = [*plan.outcomes]
-    for kind, misfit, into in COMPILED:
+    for what, kind, misfit, into in COMPILED:
         done, left = [], {}
         for name, module in list(plan.model.named_modules()):
             if not isinstance(module, kind):
@@ -83,5 +124,5 @@ def compile_between(plan: Plan) -> Plan:
             done.append(name)
         reason = "compiled for this CPU" if done or left else "the model has none"
         status: Status = "applied" if done else "not applicable"
-        outcomes.append(Outcome(f"compile {kind.__name__}", status, reason + left_out(left), spans(done)))
+        outcomes.append(Outcome(f"{what} {kind.__name__}", status, reason + left_out(left), spans(done)))
     return Plan(plan.model, tuple(outcomes), plan._tables)  # noqa: SLF001 - the same plan

@@ -64,16 +64,7 @@ class OnnxEngine:
         self.device = Device(
             "cpu" if wanted[0] == CPU else wanted[0].removesuffix("ExecutionProvider").lower()
         )
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.log_severity_level = 3
-        # One arena for the three stages, which never run at once, that takes no more than it is asked for;
-        # and no plan of a whole run's memory, which another prompt length makes void (docs/engines.md).
-        _share_arena(ort)
-        options.add_session_config_entry("session.use_env_allocators", "1")
-        options.enable_mem_pattern = False
-        # Threads that wait shall sleep: other programs want the cores (docs/log.md has the measurement).
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options = session_options(self.threads)
         self.sessions = {
             stage: _open(ort, self.directory / f"{stage}.onnx", options, wanted) for stage in STAGES
         }
@@ -241,6 +232,22 @@ def _noted(act: Any, trace: Trace) -> Any:
         return output
 
     return noted
+
+
+def session_options(threads: int) -> Any:
+    """Return the options that every session of this engine has."""
+    ort = runtime()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # One arena for the three stages, which never run at once, that takes no more than it is asked for;
+    # and no plan of a whole run's memory, which another prompt length makes void (docs/engines.md).
+    _share_arena(ort)
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    options.enable_mem_pattern = False
+    # Threads that wait shall sleep: other programs want the cores (docs/log.md has the measurement).
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
 
 
 @lru_cache(maxsize=1)

@@ -75,7 +75,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     for stage in STAGES:
         model = onnx.load(str(source / f"{stage}.onnx"))
         names = [f"{stage}.onnx", f"{stage}.onnx.data"]
-        if not _quantize(model, chosen, bits):
+        if not quantize_products(model, chosen, bits):
             if source != target:
                 for name in names:
                     shutil.copyfile(source / name, target / name)
@@ -103,7 +103,7 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
     return record
 
 
-def _quantize(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
+def quantize_products(model: Any, recipe: Mapping[str, str], bits: int) -> bool:
     """Replace the constant matrix products of the components in ``recipe``, in place; whether there were any."""
     from onnx import helper, numpy_helper
 

@@ -103,9 +103,14 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
   for (float& b : bias) b = below(2000) / 1000.0f - 1;
   const bool biased = below(2);
   const auto address = [](const void* p) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(p)); };
-  const int64_t given[6] = {address(weights.stored.data()), weights.scale.empty() ? 0 : address(weights.scale.data()),
-                            biased ? address(bias.data()) : 0, address(y.data()), channels, int64_t(weights.scale.size())};
-  const int status = lowbit_multiply(kernels, format, x.data(), rows, k, smallest, given, 1, threads);
+  const int64_t scale_at = weights.scale.empty() ? 0 : address(weights.scale.data());
+  const int64_t first = below(int(channels) + 1);  // and a second layer of the first rows, without bias
+  std::vector<float> y2(rows * first, 1e9f);
+  const int64_t scales = int64_t(weights.scale.size());
+  const int64_t given[12] = {address(weights.stored.data()), scale_at, biased ? address(bias.data()) : 0, address(y.data()),
+                             channels,                       scales,   address(weights.stored.data()),    scale_at,
+                             0,                              address(y2.data()), first,                   scales > 1 ? first : scales};
+  const int status = lowbit_multiply(kernels, format, x.data(), rows, k, smallest, given, 2, threads);
   if (status != 0) {
     std::printf("status %d\n", status);
     return false;
@@ -131,6 +136,11 @@ static bool check(int kernels, int format, int64_t rows, int64_t k, int64_t chan
         sum = sum + term;
       }
       volatile float expected = sum * inverse;
+      if (c < first && !same(finite ? expected : NAN, y2[r * first + c])) {
+        std::printf("%s format %d: second layer: expected %.9g, got %.9g\n", lowbit_kernels(kernels), format, expected,
+                    y2[r * first + c]);
+        return false;
+      }
       if (biased) expected = expected + bias[c];
       if (!finite) expected = NAN;
       if (!same(expected, y[r * channels + c])) {

@@ -76,6 +76,9 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     for component, formats in cpu.recipe.items():
         assert set(formats.split("+")) <= {kept[component], "int8"}  # int8: rows that 32 does not divide
     assert cpu.weights_nbytes < wide.weights_nbytes
+    if extension().compiled:
+        applied = {outcome.name for outcome in cpu.engine.plan.outcomes if outcome.status == "applied"}
+        assert {"round once in DecoderAttention", "round once in GatedMLP"} <= applied
 
 
 @pytest.mark.parametrize("name", ["evo1", "groot-n15", "openvla-oft"])

@@ -100,6 +100,23 @@ def test_long_sums_neither_saturate_nor_wrap(all_kernels, name) -> None:
             assert torch.equal(multiply(*arguments), wanted)
 
 
+def test_layers_that_read_the_same_rows_give_what_each_gives_alone(all_kernels) -> None:
+    library, index = next(iter(all_kernels.values())).args
+    together = partial(compiled._multiply_all, library, index)
+    for name in FORMATS:
+        x, *first = problem(name, 9, 320, 61, "plain", 1)  # with a bias; a last panel of fewer channels
+        _, *second = problem(name, 9, 320, 5, "odd rows", 3)
+        third = [second[0], second[1], None]
+        layers = zip(first[:3], second[:3], third, strict=True)
+        made = together(x, *layers, name, lowbit.TINY)
+        for got, layer in zip(made, (first[:3], second[:3], third), strict=True):
+            assert torch.equal(got, lowbit.twin(x, *layer, name, lowbit.TINY)), name
+    with pytest.raises(ValueError, match="do not fit"):
+        together(x, [first[0], second[0][:, 1:]], [None, None], [None, None], name, lowbit.TINY)
+    with pytest.raises(RuntimeError, match="make no sense"):
+        together(x, [first[0]] * 17, [first[1]] * 17, [None] * 17, name, lowbit.TINY)
+
+
 def test_threads_and_callers_do_not_change_a_bit(all_kernels) -> None:
     multiply = next(iter(all_kernels.values()))
     arguments = problem("q4_0", 61, 320, 400, "plain", 7)
@@ -152,9 +169,11 @@ def test_tensors_that_do_not_fit_are_refused(all_kernels) -> None:
 
 def test_the_operator_is_seen_by_tracers() -> None:
     arguments = problem("q4_0", 5, 64, 6, "plain", 3)
-    torch.library.opcheck(
-        torch.ops.sinew.lowbit_linear.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.sinew.lowbit_linear.default, arguments, test_utils=utils)
+    x, *layer, name, smallest = arguments
+    several = (x, *([tensor] * 2 for tensor in layer), name, smallest)
+    torch.library.opcheck(torch.ops.sinew.lowbit_linears.default, several, test_utils=utils)
 
     class Product(torch.nn.Module):
         def forward(self, x, weight):

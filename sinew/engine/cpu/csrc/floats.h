@@ -6,12 +6,16 @@
 #include <cstring>
 
 #include "kernels.h"
+#if LOWBIT_VECTOR == 32
+#include <immintrin.h>
+#endif
 
 namespace lowbit {
 namespace {
 
 // LOWBIT_VECTOR: bytes of a vector. LOWBIT_ROWS: of a tile of 16 columns.
 constexpr int LANES = LOWBIT_VECTOR / 4, COLUMNS = CHANNELS, VECTORS = COLUMNS / LANES, TILE = LOWBIT_ROWS;
+constexpr int TILES = 4, DEPTH = 128;  // of values: 8 KiB, beside 12 of scores
 typedef float Floats __attribute__((vector_size(LOWBIT_VECTOR)));
 typedef uint32_t Bits __attribute__((vector_size(LOWBIT_VECTOR)));
 
@@ -22,25 +26,28 @@ inline Floats load(const float* from) {
 }
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 inline Floats all(float value) { return value - Floats{}; }
+// b where one of the two is NaN.
+#if LOWBIT_VECTOR == 32
+inline Floats largest(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+#else
 inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
+#endif
 
-// e^x to within 2 units in the last place for x in [-87, 88]; beyond, as at that end. NaN stays NaN. Cody and Waite's
-// reduction to |r| <= ln(2) / 2, then Cephes' polynomial.
+// e^x to within 3e-7 of itself for x in [-87, 88]; beyond, as at that end. NaN stays NaN. x = n ln(2) + r with |r| at
+// most ln(2) / 2, and the polynomial 1 + r + r^2 p(r) of the least relative error there, 1.1e-7.
 inline Floats exponential(Floats x) {
-  x = x < -87.0f ? all(-87.0f) : x;
+  x = largest(all(-87.0f), x);
   x = x > 88.0f ? all(88.0f) : x;
-  const Floats shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the whole number is in the low bits
-  const Floats n = shifted - 12582912.0f;
-  const Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  const Floats shifted = x * 1.44269504f + (12582912.0f + 127.0f);  // 1.5 * 2^23: n + 127 is in the low bits
+  const Floats n = shifted - (12582912.0f + 127.0f);
+  const Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;  // Cody and Waite: the first product is exact
+  Floats p = r * 8.3125010e-3f + 4.1890331e-2f;
+  p = p * r + 1.6667116e-1f;
+  p = p * r + 4.9999231e-1f;
   p = p * (r * r) + r + 1.0f;
   Bits bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits - 0x4b400000u + 127u) << 23;
+  bits = bits << 23;
   Floats power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
@@ -76,13 +83,13 @@ void silu_times(float* gate, const float* up, int64_t count) {
   }
 }
 
-// [R][COLUMNS] sums of a[r * stride + i] * b[i][COLUMNS] over i < n.
+// [R][COLUMNS] sums of a[r * stride + i] * b[i][COLUMNS] over i < n, added to what is there if `more`.
 template <int R>
-inline void tile(const float* a, int64_t stride, const float* b, int64_t n, float* out, int64_t out_stride) {
+inline void tile(const float* a, int64_t stride, const float* b, int64_t n, float* out, int64_t out_stride, bool more) {
   Floats sums[R][VECTORS];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < VECTORS; ++v) sums[r][v] = Floats{};
+    for (int v = 0; v < VECTORS; ++v) sums[r][v] = more ? load(out + r * out_stride + v * LANES) : Floats{};
   for (int64_t i = 0; i < n; ++i, b += COLUMNS) {
     Floats columns[VECTORS];
 #pragma GCC unroll 4
@@ -105,8 +112,12 @@ inline float weights(float* scores, const uint8_t* seen, int64_t keys, int64_t p
   if (seen != nullptr)
     for (int64_t i = 0; i < keys; ++i) scores[i] = seen[i] ? scores[i] : LEAST;
   for (int64_t i = keys; i < padded; ++i) scores[i] = LEAST;
-  Floats top = load(scores);
-  for (int64_t i = LANES; i < padded; i += LANES) top = largest(load(scores + i), top);
+  Floats tops[VECTORS];  // several, for each waits for the last
+  for (int v = 0; v < VECTORS; ++v) tops[v] = load(scores + v * LANES);
+  for (int64_t i = COLUMNS; i < padded; i += COLUMNS)
+    for (int v = 0; v < VECTORS; ++v) tops[v] = largest(load(scores + i + v * LANES), tops[v]);
+  Floats top = tops[0];
+  for (int v = 1; v < VECTORS; ++v) top = largest(tops[v], top);
   float most = top[0];
   for (int i = 1; i < LANES; ++i) most = top[i] > most ? top[i] : most;
   Floats sum = {};
@@ -124,14 +135,16 @@ inline float weights(float* scores, const uint8_t* seen, int64_t keys, int64_t p
   return total;
 }
 
-// One head of `a`: queries `first` to `last` of batch b over all keys. `memory`: attend_bytes().
+// One head of `a`: queries `first` to `last` of batch b over all keys. `memory`: attend_bytes(). TILES tiles of queries go
+// together, so that what they read of keys and values is read from the first cache.
 void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t last, char* memory) {
   const int64_t padded = round_up(a.keys, COLUMNS), width = round_up(a.size, COLUMNS), shared = a.heads / a.key_heads;
-  float* keys = reinterpret_cast<float*>(memory);         // [padded / COLUMNS][size][COLUMNS]
-  float* values = keys + padded * width;                  // [width / COLUMNS][padded][COLUMNS]
-  float* scores = values + padded * width;                // [TILE][padded]
-  float* queries = scores + TILE * padded;                // [TILE][size]
-  float* out = queries + TILE * width;                    // [TILE][width]
+  const int64_t stride = score_stride(a.keys);
+  float* keys = reinterpret_cast<float*>(memory);          // [padded / COLUMNS][size][COLUMNS]
+  float* values = keys + padded * width;                   // [width / COLUMNS][padded][COLUMNS]
+  float* scores = values + padded * width;                 // [TILES * TILE][stride]
+  float* queries = scores + TILES * TILE * stride;         // [TILES * TILE][size]
+  float* out = queries + TILES * TILE * width;             // [TILES * TILE][width]
   const float* k = a.k + b * a.k_batch + head / shared * a.size;
   const float* v = a.v + b * a.v_batch + head / shared * a.size;
   std::memset(memory, 0, 2 * padded * width * sizeof(float));
@@ -143,22 +156,26 @@ void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t 
       std::memcpy(values + (d * padded / COLUMNS + i) * COLUMNS, v + i * a.v_row + d, there * sizeof(float));
     }
   }
-  for (int64_t row = first; row < last; row += TILE) {
-    const int rows = static_cast<int>(last - row < TILE ? last - row : TILE);
-    std::memset(queries, 0, TILE * a.size * sizeof(float));
-    for (int r = 0; r < rows; ++r) {
-      const float* q = a.q + b * a.q_batch + (row + r) * a.q_row + head * a.size;
-      for (int64_t d = 0; d < a.size; ++d) queries[r * a.size + d] = q[d] * a.scale;
+  for (int64_t row = first; row < last; row += TILES * TILE) {
+    const int rows = static_cast<int>(last - row < TILES * TILE ? last - row : TILES * TILE);
+    const int behind = (rows + TILE - 1) / TILE * TILE;  // the last tile's, with rows that are not there
+    for (int r = 0; r < behind; ++r) {
+      const float* q = a.q + b * a.q_batch + (row + (r < rows ? r : 0)) * a.q_row + head * a.size;
+      for (int64_t d = 0; d < a.size; ++d) queries[r * a.size + d] = r < rows ? q[d] * a.scale : 0.0f;
     }
     for (int64_t i = 0; i < padded; i += COLUMNS)
-      tile<TILE>(queries, a.size, keys + i * a.size, a.size, scores + i, padded);
-    float totals[TILE];
-    for (int r = 0; r < TILE; ++r) {
+      for (int r = 0; r < behind; r += TILE)
+        tile<TILE>(queries + r * a.size, a.size, keys + i * a.size, a.size, scores + r * stride + i, stride, false);
+    float totals[TILES * TILE];
+    for (int r = 0; r < behind; ++r) {
       const uint8_t* seen = a.mask == nullptr || r >= rows ? nullptr : a.mask + (b * a.queries + row + r) * a.keys;
-      totals[r] = weights(scores + r * padded, seen, a.keys, padded);
+      totals[r] = weights(scores + r * stride, seen, a.keys, padded);
     }
-    for (int64_t d = 0; d < width; d += COLUMNS)
-      tile<TILE>(scores, padded, values + d * padded, a.keys, out + d, width);
+    for (int64_t i = 0; i < a.keys; i += DEPTH)
+      for (int64_t d = 0; d < width; d += COLUMNS)
+        for (int r = 0; r < behind; r += TILE)
+          tile<TILE>(scores + r * stride + i, stride, values + d * padded + i * COLUMNS,
+                     a.keys - i < DEPTH ? a.keys - i : DEPTH, out + r * width + d, width, i > 0);
     for (int r = 0; r < rows; ++r) {
       const float inverse = 1.0f / totals[r];
       float* y = a.out + ((b * a.queries + row + r) * a.heads + head) * a.size;
@@ -167,7 +184,7 @@ void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t 
   }
 }
 
-const Between BETWEEN = {TILE, attend, gelu, silu_times};
+const Between BETWEEN = {TILES * TILE, attend, gelu, silu_times};
 
 }  // namespace
 }  // namespace lowbit

@@ -89,16 +89,19 @@ struct Attention {
 
 // What stands between products (floats.h).
 struct Between {
-  int rows;  // of a tile of attention
+  int rows;  // that attention takes together
   void (*attend)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
   void (*gelu)(float* x, int64_t count);
   void (*silu_times)(float* gate, const float* up, int64_t count);
 };
 
-// Bytes that one call of `attend` works in: keys, values, and a tile of scores, queries and results.
+// Floats from one row of scores to the next: never a multiple of 4 KiB, where rows would share the same lines of a cache.
+constexpr int64_t score_stride(int64_t keys) { return round_up(keys, CHANNELS) + CHANNELS; }
+
+// Bytes that one call of `attend` works in: keys, values, and `rows` rows of scores, queries and results.
 constexpr int64_t attend_bytes(const Attention& a, int rows) {
   const int64_t padded = round_up(a.keys, CHANNELS), width = round_up(a.size, CHANNELS);
-  return 4 * (2 * padded * width + rows * (padded + 2 * width));
+  return 4 * (2 * padded * width + rows * (score_stride(a.keys) + 2 * width));
 }
 
 // One instruction set, as dispatch.cpp chooses it.

@@ -99,7 +99,14 @@ void multiply_panels(const Call& c, const Layer& layer, int64_t panel, int count
                       bases + p * each);
   alignas(64) float out[MAX_ROWS * CHANNELS];
   const int64_t channels = layer.weights.channels;
+  // The weights behind these are wanted next, by this thread or another. Their rows are too short for hardware to
+  // see a stream in them.
+  const int64_t bytes = row_bytes(c.format, c.k), behind = (panel + count) * CHANNELS;
+  const char* next = reinterpret_cast<const char*>(layer.weights.data) + behind * bytes;
+  const int64_t left = (channels - behind) * bytes, most = count * CHANNELS * bytes;
+  const int64_t wanted = left < 0 ? 0 : left < most ? left : most, slice = round_up(wanted / c.blocks + 1, 64);
   for (int64_t b = 0; b < c.blocks; ++b) {
+    for (int64_t i = b * slice; i < wanted && i < (b + 1) * slice; i += 64) __builtin_prefetch(next + i, 0, 2);
     const int64_t row = c.first(b);
     for (int p = 0; p < count; ++p) {
       const Tile tile = {blocks + b * c.block_bytes(), memory + p * c.panel_bytes(), scales + p * each,
