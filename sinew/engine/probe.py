@@ -159,7 +159,8 @@ def _on_cpu(block: Block, kind: str, x: Any, weights: list[Any]) -> Callable[[],
 
         def products(y: Any, *layers: int) -> list[Any]:
             if len(layers) == 1:
-                return [lowbit_linear(y, *stored[layers[0]], biases[layers[0]], "int8")]
+                code, scale = stored[layers[0]]
+                return [lowbit_linear(y, code, scale, biases[layers[0]], "int8")]
             codes, scales = zip(*(stored[layer] for layer in layers), strict=True)
             return lowbit_linears(y, codes, scales, [biases[layer] for layer in layers], "int8")
 
