@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import io
 import json
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,6 +219,19 @@ def test_state_travels_in_double_precision(policy):
     state = openpi.observation(message, policy.spec).state
     assert state.dtype == np.float64
     np.testing.assert_array_equal(state, STATE)
+
+
+def test_a_message_is_freed_without_the_collector(policy):
+    """A circle of references kept each message, up to 64 MiB, until the collector came."""
+    payload = np.frombuffer(arrays.pack(OBSERVED), np.uint8).copy()
+    gone = weakref.ref(payload)
+    gc.disable()
+    try:
+        assert openpi.observation(openpi.read(payload.data), policy.spec).images
+        del payload
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_any_path_and_the_dialect(server):

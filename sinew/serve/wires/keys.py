@@ -29,24 +29,26 @@ _STATE_KEYS = ("state", "observation.state", "observation/state")
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
     """Nested mappings as one, keys joined with "/". Raises ObservationError where it is too deep or too wide."""
     found: dict[str, Any] = {}
-
-    def walk(node: Mapping[Any, Any], path: str, depth: int) -> None:
-        if depth > MAX_DEPTH:
-            raise ObservationError(path, f"at most {MAX_DEPTH} levels of containers", "more")
-        for key, value in node.items():
-            if not isinstance(key, (str, bytes)):
-                raise ObservationError(path or "observation", "text as keys", type(key).__name__)
-            name = key if isinstance(key, str) else key.decode("utf-8", "replace")
-            full = f"{path}/{name}" if path else name
-            if isinstance(value, Mapping):
-                walk(value, full, depth + 1)
-            else:
-                found[full] = value
-            if len(found) > MAX_KEYS:
-                raise ObservationError("observation", f"at most {MAX_KEYS} keys", "more")
-
-    walk(tree, "", 1)
+    _walk(tree, "", 1, found)
     return found
+
+
+def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any]) -> None:
+    """Flatten one mapping into ``found``. No function inside of ``flatten``: one that calls itself is a circle of
+    references, and keeps frames until the collector comes."""
+    if depth > MAX_DEPTH:
+        raise ObservationError(path, f"at most {MAX_DEPTH} levels of containers", "more")
+    for key, value in node.items():
+        if not isinstance(key, (str, bytes)):
+            raise ObservationError(path or "observation", "text as keys", type(key).__name__)
+        name = key if isinstance(key, str) else key.decode("utf-8", "replace")
+        full = f"{path}/{name}" if path else name
+        if isinstance(value, Mapping):
+            _walk(value, full, depth + 1, found)
+        else:
+            found[full] = value
+        if len(found) > MAX_KEYS:
+            raise ObservationError("observation", f"at most {MAX_KEYS} keys", "more")
 
 
 def key_maps(spec: PolicySpec, wire: str) -> list[KeyMap]:
