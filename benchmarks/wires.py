@@ -5,8 +5,9 @@
 One server process and one client process per wire, one request after the other, two frames of 224 x 224, on a policy
 so small that the wire counts: one solver step, which LeRobot's protocol cannot ask for. The call is timed where a robot
 program would time it, around the client's own function: encoding, both ways through the sockets, decoding, the server's
-threads and checks are all in it. The row "sockets" is ZeroMQ alone: as many bytes there, a kilobyte back, and between
-the two a sleep as long as the native wire's inference. The last line is JSON.
+threads and checks are all in it. The rows "zeromq" and "tcp" are sockets alone, of the library and of the kernel: as
+many bytes there, a kilobyte back, and between the two a sleep as long as the native wire's inference. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,33 +103,60 @@ def measure(wire: str, requests: int, warmup: int, side: int, access: Path) -> d
     }
 
 
-ECHO = """
-import sys, time, zmq
+PAUSE = """
+import socket, sys, time
+def pause():
+    begin = time.perf_counter()
+    time.sleep(float(sys.argv[1]) / 1e3)
+    return f"{1e3 * (time.perf_counter() - begin):20.6f}".encode().ljust(1024)
+"""
+ECHOES = {
+    "zeromq": """
+import zmq
 router = zmq.Context().socket(zmq.ROUTER)
 print(router.bind_to_random_port("tcp://127.0.0.1"), flush=True)
 while True:
     *envelope, payload = router.recv_multipart(copy=False)
-    begin = time.perf_counter()
-    time.sleep(float(sys.argv[1]) / 1e3)
-    took = 1e3 * (time.perf_counter() - begin)
-    router.send_multipart([frame.bytes for frame in envelope] + [f"{took:20.6f}".encode().ljust(1024)])
-"""
+    router.send_multipart([frame.bytes for frame in envelope] + [pause()])
+""",
+    "tcp": """
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+made, _ = listening.accept()
+made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+room = memoryview(bytearray(int(sys.argv[2])))
+while True:
+    filled = 0
+    while filled < len(room):
+        filled += made.recv_into(room[filled:])
+    made.sendall(pause())
+""",
+}
 
 
-def measure_sockets(requests: int, warmup: int, side: int, pause_ms: float) -> dict[str, Any]:
-    """What no ZeroMQ server can be faster than, with a processor that has slept meanwhile."""
-    process = subprocess.Popen([sys.executable, "-c", ECHO, str(pause_ms)], stdout=subprocess.PIPE, text=True)
+def measure_sockets(kind: str, requests: int, warmup: int, side: int, pause_ms: float) -> dict[str, Any]:
+    """What no server of this kind of sockets can be faster than, with a processor that has slept meanwhile."""
+    payload, calls, pauses = os.urandom(2 * 3 * side * side), [], []
+    program = [sys.executable, "-c", PAUSE + ECHOES[kind], str(pause_ms), str(len(payload))]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    with zmq.Context() as context, context.socket(zmq.REQ) as sock:
-        sock.connect(f"tcp://127.0.0.1:{int(process.stdout.readline())}")
-        payload, calls, pauses = os.urandom(2 * 3 * side * side), [], []
+    port = int(process.stdout.readline())
+    with contextlib.ExitStack() as stack:
+        if kind == "zeromq":
+            sock = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.REQ))
+            sock.connect(f"tcp://127.0.0.1:{port}")
+            send, receive = sock.send, sock.recv
+        else:
+            made = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send, receive = made.sendall, partial(made.recv, 1024, socket.MSG_WAITALL)
         for _ in range(warmup + requests):
             begin = time.perf_counter()
-            sock.send(payload)
-            reply = sock.recv()
+            send(payload)
+            reply = receive()
             calls.append(1e3 * (time.perf_counter() - begin))
             pauses.append(float(reply))
-    process.kill()
+        process.kill()
     process.wait()
     return {
         "call_ms": statistics(np.array(calls)[warmup:]),
@@ -162,7 +192,8 @@ def main() -> None:
             for wire in arguments.wires
         }
         pause = rows.get("native", {"policy_ms": {"p50": 5.0}})["policy_ms"]["p50"]
-        rows["sockets"] = measure_sockets(arguments.requests, arguments.warmup, arguments.side, pause)
+        for kind in ECHOES:
+            rows[kind] = measure_sockets(kind, arguments.requests, arguments.warmup, arguments.side, pause)
     print("| wire | call p50 (ms) | policy p50 (ms) | overhead p50 (ms) | overhead p99 (ms) | goal p50 |")
     print("|---|--:|--:|--:|--:|--:|")
     for wire, row in rows.items():

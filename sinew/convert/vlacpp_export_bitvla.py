@@ -19,7 +19,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert import vlacpp_export_prismatic
 from sinew.convert.families.vlacpp_bitvla import COLUMNS, ROWS, TOKENS, tiled
 from sinew.convert.tensors import Rule, Transformed, apply, join, read_elements, reshape
-from sinew.convert.vlacpp_export_prismatic import statistics
+from sinew.convert.vlacpp_export_prismatic import language_keys, statistics, tower_keys
 from sinew.core import ConvertError
 from sinew.layers import regression_head
 
@@ -87,23 +87,12 @@ def keys(bundle: Bundle) -> dict[str, Any]:
     vision, language, image = config["vision"][0], config["language"], manifest.processing.image
     words = Tokenizer.from_str(manifest.tokenizer)
     found: dict[str, Any] = {
-        "vit.hidden": vision["hidden_size"],
-        "vit.layers": vision["num_layers"],
-        "vit.heads": vision["num_heads"],
-        "vit.head_dim": vision["hidden_size"] // vision["num_heads"],
-        "vit.inter": vision["intermediate_size"],
+        **tower_keys("vit", vision),
         "vit.image_size": vision["image_size"],
         "vit.patch_size": vision["patch_size"],
         "vit.n_patches": (vision["image_size"] // vision["patch_size"]) ** 2,
         "vit.ln_eps": vision["norm_eps"],
-        "lm.hidden": language["hidden_size"],
-        "lm.layers": language["num_layers"],
-        "lm.q_heads": language["num_heads"],
-        "lm.kv_heads": language["num_kv_heads"],
-        "lm.head_dim": language["head_dim"],
-        "lm.inter": language["intermediate_size"],
-        "lm.rope_theta": float(language["rope_theta"]),
-        "lm.rms_eps": language["norm_eps"],
+        **language_keys(language),
         "lm.vocab_size": config["vocab_size"],
         "action.num_actions_chunk": config["chunk_size"],
         "action.action_dim": config["max_action_dim"],

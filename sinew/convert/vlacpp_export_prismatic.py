@@ -108,13 +108,7 @@ def keys(bundle: Bundle) -> dict[str, Any]:
     side, patch = towers[0]["image_size"], towers[0]["patch_size"]
     found: dict[str, Any] = {}
     for name, tower in zip(("dino", "sig"), towers, strict=True):
-        found |= {
-            f"vit.{name}.hidden": tower["hidden_size"],
-            f"vit.{name}.layers": tower["num_layers"],
-            f"vit.{name}.heads": tower["num_heads"],
-            f"vit.{name}.head_dim": tower["hidden_size"] // tower["num_heads"],
-            f"vit.{name}.inter": tower["intermediate_size"],
-        }
+        found |= tower_keys(f"vit.{name}", tower)
     found |= {
         "vit.image_size": side,
         "vit.patch_size": patch,
@@ -122,15 +116,8 @@ def keys(bundle: Bundle) -> dict[str, Any]:
         "vit.ln_eps": towers[0]["norm_eps"],
         "vit.proj_mid": config["projector"][0],
         "vit.vdim": sum(tower["hidden_size"] for tower in towers),
-        "lm.hidden": language["hidden_size"],
-        "lm.layers": language["num_layers"],
-        "lm.q_heads": language["num_heads"],
-        "lm.kv_heads": language["num_kv_heads"],
-        "lm.head_dim": language["head_dim"],
-        "lm.inter": language["intermediate_size"],
+        **language_keys(language),
         "lm.vocab": config["vocab_size"],
-        "lm.rope_theta": float(language["rope_theta"]),
-        "lm.rms_eps": language["norm_eps"],
         "action.chunk": config["chunk_size"],
         "action.action_dim": config["max_action_dim"],
         "action.proprio_dim": config["max_state_dim"],
@@ -158,6 +145,31 @@ def keys(bundle: Bundle) -> dict[str, Any]:
 def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
     """Return no options: all that the importer reads is in the file."""
     return {}
+
+
+def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
+    """Return what both exporters say of a vision tower."""
+    return {
+        f"{prefix}.hidden": tower["hidden_size"],
+        f"{prefix}.layers": tower["num_layers"],
+        f"{prefix}.heads": tower["num_heads"],
+        f"{prefix}.head_dim": tower["hidden_size"] // tower["num_heads"],
+        f"{prefix}.inter": tower["intermediate_size"],
+    }
+
+
+def language_keys(language: dict[str, Any]) -> dict[str, Any]:
+    """Return what both exporters say of the language model."""
+    return {
+        "lm.hidden": language["hidden_size"],
+        "lm.layers": language["num_layers"],
+        "lm.q_heads": language["num_heads"],
+        "lm.kv_heads": language["num_kv_heads"],
+        "lm.head_dim": language["head_dim"],
+        "lm.inter": language["intermediate_size"],
+        "lm.rope_theta": float(language["rope_theta"]),
+        "lm.rms_eps": language["norm_eps"],
+    }
 
 
 def statistics(manifest: Manifest) -> dict[str, Any]:

@@ -27,8 +27,12 @@ def fields(buffer: memoryview, found: list[Field] | None = None) -> list[Field]:
                 raise RequestError(f"request: expected at most {MAX_FIELDS} fields, got more")
             start, tag, value = at, buffer[at], 0
             at += 1
-            if tag > 0x7F:
-                tag, at = _varint(buffer, start)
+            if tag > 0x7F:  # of a field above 15
+                second = buffer[at]
+                if second < 0x80:
+                    tag, at = tag & 0x7F | second << 7, at + 1
+                else:
+                    tag, at = _varint(buffer, start)
             wire_type = tag & 7
             if wire_type in (VARINT, BYTES):
                 value = buffer[at]
