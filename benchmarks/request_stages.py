@@ -1,0 +1,173 @@
+"""Where the time of one request on the native wire goes: clocks at each boundary, in the client and in the server.
+
+    python -m benchmarks.request_stages [--requests 2000]
+
+Both processes stamp one clock when functions begin or end; the table has the medians of the times between two stamps,
+two frames of 224 x 224 on the smallest embedded policy, one solver step. Stamps cost some 20 microseconds in all. The
+last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.request_cost import BUNDLE, ROOT
+
+STAGES = (  # the stamp that ends a stage, and what the stage is
+    ("client: infer begins", ""),
+    ("client: ask begins", "client: encoding"),
+    ("client: sent", "client: into the socket"),
+    ("server: whole", "the server wakes and receives"),
+    ("server: looked over", "looked over: fields, key, size"),
+    ("server: submitted", "queued"),
+    ("server: begun", "the inference thread wakes"),
+    ("server: decoded", "decoded: message, frames, safety"),
+    ("server: prepared", "prepared (the policy's time)"),
+    ("server: computed", "computed (the policy's time)"),
+    ("server: encoding", "limits, notes of metrics"),
+    ("server: encoded", "encoded"),
+    ("server: replied", "into the socket"),
+    ("client: answered", "the client wakes and receives"),
+    ("client: infer ends", "client: decoding"),
+)
+
+STAMPS = """
+import atexit, json, sys, time
+stamps, out = [], sys.argv.pop(1)
+def stamp(owner, name, begin=None, end=None):
+    plain = getattr(owner, name)
+    def stamped(*given, **named):
+        if begin: stamps.append((begin, time.perf_counter()))
+        found = plain(*given, **named)
+        if end: stamps.append((end, time.perf_counter()))
+        return found
+    setattr(owner, name, stamped)
+def dump():
+    with open(out, "w") as file:
+        json.dump(stamps, file)
+atexit.register(dump)
+"""
+
+SERVER = (
+    STAMPS
+    + """
+from sinew.policy import Policy
+from sinew.serve.scheduler import Scheduler
+from sinew.serve.service import Service
+from sinew.serve.transport.exchange import Exchange
+from sinew.serve.transport.zeromq import Peer
+from sinew.serve.wires.native import NativeCodec
+stamp(Exchange, "take", begin="server: whole")
+stamp(Service, "submit", begin="server: looked over", end="server: submitted")
+stamp(Scheduler, "_run", begin="server: begun")
+stamp(Policy, "prepare", begin="server: decoded", end="server: prepared")
+stamp(Policy, "run_batch", end="server: computed")
+stamp(NativeCodec, "encode", begin="server: encoding", end="server: encoded")
+stamp(Peer, "send", end="server: replied")
+from sinew.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+)
+
+CLIENT = (
+    STAMPS
+    + """
+import numpy as np
+from sinew_client import Client
+from sinew_client.link import Link
+stamp(Client, "infer", begin="client: infer begins", end="client: infer ends")
+stamp(Link, "ask", begin="client: ask begins", end="client: answered")
+stamp(Link, "_send", end="client: sent")
+rng = np.random.default_rng(0)
+with Client(sys.argv[1], timeout=120.0) as client:
+    about = client.metadata()["policy"]
+    frames = {each["name"]: rng.integers(0, 256, (224, 224, 3), dtype=np.uint8) for each in about["cameras"]}
+    state = np.zeros(about["state"]["dim"], np.float32)
+    for seed in range(int(sys.argv[2])):
+        client.infer({"images": frames, "state": state, "prompt": "swing it up", "seed": seed, "solver_steps": 1})
+"""
+)
+
+
+def stamped(requests: int) -> list[dict[str, float]]:
+    """Return the times of each request by stamp, in order."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "packages/sinew-client/src"))),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("server.json", "client.json")]
+        serve = [
+            "serve",
+            BUNDLE,
+            "--wire",
+            "native:0",
+            "--threads",
+            "1",
+            "--engine",
+            "plan",
+            "--device",
+            "cpu",
+        ]
+        command = [sys.executable, "-c", SERVER, files[0], *serve]
+        with subprocess.Popen(
+            list(map(str, command)), env=environment, cwd=folder, stdout=subprocess.PIPE, text=True
+        ) as server:
+            assert server.stdout is not None
+            line = next((each for each in server.stdout if each.startswith("ready on ")), "")
+            if not line:
+                raise SystemExit("the server did not start")
+            client = [sys.executable, "-c", CLIENT, str(files[1]), line.split()[2], str(requests)]
+            subprocess.run(client, env=environment, cwd=folder, check=True)
+            server.send_signal(signal.SIGINT)
+        both = sorted(
+            ((name, at) for file in files for name, at in json.loads(file.read_text())),
+            key=lambda stamp: stamp[1],
+        )
+    found: list[dict[str, float]] = []
+    for name, at in both:
+        if name == STAGES[0][0]:
+            found.append({})
+        if found:
+            found[-1][name] = at
+    return [each for each in found if len(each) == len(STAGES)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=2000)
+    arguments = parser.parse_args()
+    before = os.getloadavg()
+    rows = stamped(arguments.requests)[30:]
+    names = [name for name, _ in STAGES]
+    took = {
+        what: statistics.median(1e3 * (row[end] - row[start]) for row in rows)
+        for start, end, (_, what) in zip(names, names[1:], STAGES[1:], strict=False)
+    }
+    print("| stage | p50, ms |\n|---|--:|")
+    for what, ms in took.items():
+        print(f"| {what} | {ms:.3f} |")
+    print(
+        json.dumps(
+            {
+                "schema": "sinew.benchmark.request_stages/1",
+                "requests": len(rows),
+                "stages_ms": {what: round(ms, 4) for what, ms in took.items()},
+                "load_average": {"before": before, "after": os.getloadavg()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
