@@ -1,8 +1,8 @@
 """Draw the figures of docs/figures: ``python -m benchmarks.figures [NAME ...]``.
 
 Sweeps come from the tables of docs/eval.md, so page and figure cannot differ; learning curves from docs/logs,
-hand-overs from benchmarks/results/handovers, and the two of the roofline are computed. None of them measures. The
-README's picture is a frame of an episode that is played for it, and shows how long the machine took: ``film.png`` is
+hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are computed. None of them measures.
+The README's picture is a frame of an episode that is played for it, and shows how long the machine took: ``film.png`` is
 drawn only when it is named, on a machine with EGL that does nothing else.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pen_streams
 from benchmarks.handovers import figure as handovers
 from sinew.cli import main as sinew
 from sinew.eval.adapters import make_env
@@ -90,6 +91,11 @@ def points(name: str, title: str) -> Callable[[Path], None]:
     return lambda path: handovers(found, path, title)
 
 
+def pen_over_latency(path: Path) -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "pen_streams.json").read_text())
+    pen_streams.draw(found["rows"], path)
+
+
 def roofline(path: Path) -> None:
     machines = [word for name in ("agx-orin", "rtx4090", "h200") for word in ("--hardware", name)]
     sinew(["perf", "run", "pi0", *machines, "--plot", str(path)])
@@ -122,6 +128,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "shove_replan.png": lambda path: replan("sinew/BlocksShove-v0", path),
     "blocks_latency.png": lambda path: latency("sinew/Blocks-v0", path),
     "pen_latency.png": lambda path: latency("sinew/Pen-v0", path),
+    "pen_streams.png": pen_over_latency,
     "blocks_training.png": lambda path: curve(LOGS / "blocks_training.json", path),
     "pen_training.png": lambda path: curve(LOGS / "pen_training.json", path),
     "blocks_handovers.png": points("blocks", "blocks.gguf"),

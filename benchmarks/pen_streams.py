@@ -1,14 +1,15 @@
 """Success over added latency on the falling pen with the seed's camera: a stream against chunks, paired episodes.
 
-    python -m benchmarks.pen_streams simulated --out OUT [--episodes 100] [--figure docs/figures/pen_streams.png]
+    python -m benchmarks.pen_streams simulated --out OUT [--episodes 100] [--figure FILE.png]
     python -m benchmarks.pen_streams clock --out OUT [--episodes 30]
 
 The camera has 30 frames a second and each is two frames late (Ma et al. 2025, section 7). A chunk takes 27.3 ms, as the
 paper measured on an RTX 4090; a stream's prefix and solution take the same in two parts, 16.5 and 10.8 ms. Chunks are
 asked for again as soon as one is there. The added latency is the way there and back, beside what is computed. In
-simulated time the outcome does not depend on the machine; what was played is kept in OUT, so a run that was ended
-goes on. ``clock`` plays the same through a real server's socket, behind a forwarder that delays each byte by
-half of it (benchmarks.split), with what this machine needs to compute. The last line is JSON.
+simulated time the outcome does not depend on the machine; what was played is kept in OUT, so a run that was ended goes
+on. benchmarks.figures draws what lies in benchmarks/results. ``clock`` plays the same through a real server's socket,
+behind a forwarder that delays each byte by half of it (benchmarks.split), with what this machine needs to compute. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.handovers import draw_when_asked
 from benchmarks.side_by_side import SideBySide
 from benchmarks.soak import serving
 from benchmarks.split import Link
-from sinew import machine
+from sinew import figures, machine
 from sinew.engine import halves
 from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar, wilson
@@ -189,17 +190,23 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Write the figure: success with Wilson intervals, a line each."""
-    from sinew.eval.report.plots import lines_over
-
-    entries = {
-        kind: [
-            {"success": row[kind]["wins"] / row[kind]["episodes"], "interval": row[kind]["interval"]}
-            for row in rows
-        ]
-        for kind in KINDS
-    }
-    title = f"{ENV}, camera 30 fps and two frames late, {rows[0]['stream']['episodes']} episodes per point"
-    lines_over([row["added_ms"] for row in rows], entries, "added latency, ms", title, path)
+    figure, axis = figures.new()
+    step = 0.006 * (rows[-1]["added_ms"] - rows[0]["added_ms"])
+    handles = []
+    for index, kind in enumerate(KINDS):
+        x = [
+            row["added_ms"] + step * (2 * index - 1) for row in rows
+        ]  # intervals should not cover each other
+        share = [row[kind]["wins"] / row[kind]["episodes"] for row in rows]
+        low, high = zip(*(row[kind]["interval"] for row in rows), strict=True)
+        style = {"color": figures.COLORS[index], "marker": figures.MARKERS[index], "label": kind}
+        handles.append(figures.wilson_bars(axis, x, share, low, high, **style))
+    axis.set_ylim(-4, 104)
+    axis.set_ylabel("success, %\n(95 % Wilson intervals)")
+    axis.set_xlabel("added latency, ms, lines set a little apart")
+    axis.set_title(f"{ENV}, camera two frames late, {rows[0]['stream']['episodes']} episodes per point")
+    figures.legend(figure, handles)
+    figures.save(figure, path)
 
 
 def main() -> None:

@@ -222,6 +222,8 @@ def answer(address: str, *requests: schema.PredictRequest) -> bytes:
         ("bad_observation", "previous: expected", {"previous": [1.0]}),
         ("bad_observation", "rtc: expected", {"rtc": "trained"}),
         ("bad_observation", "interpolation: expected", {"interpolation": "cubic"}),
+        ("bad_observation", "text_tokens: expected 0, or a bundle that keeps", {"text_tokens": 1}),
+        ("bad_observation", "text_tokens: expected 0 to 256", {"text_tokens": 257}),
         ("bad_request", "session: expected", {"session": "x" * 200}),
     ],
 )
@@ -383,6 +385,7 @@ FIELDS = st.fixed_dictionaries(
         "rtc": st.sampled_from(["", "none", "guided", "?"]),
         "seed": st.integers(0, 2**64 - 1),
         "solver_steps": st.integers(0, 2**32 - 1),
+        "text_tokens": st.sampled_from([0, 1, 2**32 - 1]),
         "camera_names": st.lists(st.text(max_size=5), max_size=2),
     },
 )
