@@ -38,8 +38,10 @@ EPISODES = 100  # of every point of docs/eval.md's two sweeps
 
 def table_before(picture: str) -> list[list[str]]:
     """Return the cells of the last table of docs/eval.md before a picture, header first."""
-    text = (ROOT / "docs" / "eval.md").read_text().split(f"figures/{picture}")[0]
-    found = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)[-1].splitlines()
+    before, shown, _ = (ROOT / "docs" / "eval.md").read_text().partition(f"figures/{picture}")
+    if not shown:
+        raise SystemExit(f"{picture}: docs/eval.md does not show it")
+    found = re.findall(r"(?:^\|.*\|\n)+", before, re.MULTILINE)[-1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
     return [rows[0], *rows[2:]]
 

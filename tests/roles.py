@@ -8,8 +8,10 @@ name (policy.gguf, front.jpg, records/) lie in the folder in which they run.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -138,6 +140,13 @@ def readme() -> tuple[list[str], list[str]]:
     return commands, [body for kind, body in blocks if kind == "python"]
 
 
+def healthcheck() -> str:
+    """Return the line by which an image of docker/Dockerfile is asked for its health."""
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    (words,) = re.findall(r"^HEALTHCHECK .*\\\n +(\[.*\])$", text, re.MULTILINE)
+    return shlex.join(json.loads(words))
+
+
 def matches(line: str, words: tuple[str, ...]) -> bool:
     return line.startswith(words)
 
@@ -215,6 +224,7 @@ def torch_free(role: Role, exported: Path) -> None:
     with role.serving(next(line for line in commands if line.startswith("sinew serve policy.gguf"))):
         role.run(next(line for line in commands if line.startswith("sinew client")))
         role.run("python remote.py")
+        role.run(healthcheck())
     role.run("""python -c 'from importlib.util import find_spec; assert find_spec("torch") is None'""")
 
 

@@ -8,6 +8,8 @@ import json
 import re
 import shlex
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from sinew.serve import wires
 from sinew.serve.fleet.cluster import app_name
 from sinew.serve.fleet.config import parse
 from sinew.serve.metrics import Metrics
+from tests.serve.puppet import desk
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKER = ROOT / "docker"
@@ -80,6 +83,26 @@ def test_the_dockerfile_copies_what_is_there_and_installs_roles_that_exist() -> 
             assert f"!{source}" in ignored
     for variable in set(re.findall(r"SINEW_\w+", DOCKERFILE)) - {"SINEW_VERB_FLAG"}:
         assert_flag(variable)
+
+
+def test_the_image_asks_for_health_in_a_way_that_the_server_answers() -> None:
+    """The line of the Dockerfile itself, at a server: it ends with 0 while that is healthy."""
+    (text,) = re.findall(r"^HEALTHCHECK .*\\\n +(\[.*\])$", DOCKERFILE, re.MULTILINE)
+    with desk(("web",)) as at:
+        program, *words = json.loads(
+            text.replace("http://127.0.0.1:8000", at.web.replace("ws://", "http://"))
+        )
+        assert program == "python"
+        assert subprocess.run([sys.executable, *words]).returncode == 0
+        at.service.supervisor.watch(lambda: "a fault of the test")
+        assert subprocess.run([sys.executable, *words], stderr=subprocess.DEVNULL).returncode != 0
+
+
+def test_images_have_extras_that_exist() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    given = re.findall(r"^(?:ARG|RUN) EXTRAS=([\w,]+)", DOCKERFILE, re.MULTILINE)
+    assert given
+    assert {extra for each in given for extra in each.split(",")} <= known.keys()
 
 
 def test_compose_names_files_and_flags_that_exist() -> None:
