@@ -7,6 +7,7 @@ which it is there until half of its rows have passed. Rows that came too late ar
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ class Assist:
         self._followed: _Followed | None = None  # the far policy's chunk
         self._last: _Followed | None = None  # what was returned last
         self._draws = 0
+        self._lock = threading.Lock()
         self.asked: Counter = Counter()  # reason -> requests
         self.failed: Counter = Counter()  # reason -> requests without an answer
         self.answered = self.late = self.near_chunks = self.far_chunks = 0
@@ -123,23 +125,30 @@ class Assist:
         """Return the chunk for an observation, float32 [H, D]: the far policy's rows while they last."""
         now = float(observation.get("time") or self._clock())
         state = observation.get("state")
-        self._poll(now)
+        with self._lock:  # a call that was given up may still be running beside the next one
+            self._poll(now)
+            self._draws += 1
+            draw = self._draws
         rows = np.asarray(near(observation, limit), np.float32)
         targets = self._motion.targets(rows, state)
-        why = self._why(near, observation, limit, targets, now)
-        if why and self._far.ready(self._clock()):
-            self.asked[why] += 1
-            self._sent = (now, state)
-            self._far.submit(observation, self._clock())
-        if self._followed is not None:
-            rest = self._followed.rest(now, self.hz)
-            if 2 * len(rest) > len(self._followed.targets):
-                self.far_chunks += 1
-                self._last = self._followed
-                return self._motion.rows(rest, state)
-            self._followed = None
-        self.near_chunks += 1
-        self._last = _Followed(targets, now)
+        spread = (
+            None if self.rule.uncertainty is None else self._spread(near, observation, limit, targets, draw)
+        )
+        with self._lock:
+            why = self._why(targets, spread, now)
+            if why and self._far.ready(self._clock()):
+                self.asked[why] += 1
+                self._sent = (now, state)
+                self._far.submit(observation, self._clock())
+            if self._followed is not None:
+                rest = self._followed.rest(now, self.hz)
+                if 2 * len(rest) > len(self._followed.targets):
+                    self.far_chunks += 1
+                    self._last = self._followed
+                    return self._motion.rows(rest, state)
+                self._followed = None
+            self.near_chunks += 1
+            self._last = _Followed(targets, now)
         return rows
 
     def _poll(self, now: float) -> None:
@@ -159,9 +168,19 @@ class Assist:
         else:
             self.late += 1
 
-    def _why(
-        self, near: Call, observation: Mapping[str, Any], limit: float, targets: np.ndarray, now: float
-    ) -> str:
+    def _spread(
+        self, near: Call, observation: Mapping[str, Any], limit: float, targets: np.ndarray, draw: int
+    ) -> float | None:
+        """Return how far a second answer of the near policy to the same observation is from the first."""
+        second = np.asarray(near({**observation, "seed": draw}, limit), np.float32)
+        found = disagreement(targets, self._motion.targets(second, observation.get("state")))
+        if found == 0.0 and draw == 1:
+            raise ClientError(
+                "assist: uncertainty: expected two answers that differ, got equal ones; this policy draws no noise"
+            )
+        return found
+
+    def _why(self, targets: np.ndarray, spread: float | None, now: float) -> str:
         """Return the reason to ask the far policy, "" for none."""
         rule = self.rule
         if rule.every is not None and now - self._answered >= rule.every:
@@ -170,16 +189,8 @@ class Assist:
             found = disagreement(self._last.rest(now, self.hz), targets)
             if found is not None and found > rule.disagreement:
                 return "disagreement"
-        if rule.uncertainty is not None:
-            self._draws += 1
-            second = np.asarray(near({**observation, "seed": self._draws}, limit), np.float32)
-            found = disagreement(targets, self._motion.targets(second, observation.get("state")))
-            if found == 0.0 and self._draws == 1:
-                raise ClientError(
-                    "assist: uncertainty: expected two answers that differ, got equal ones; this policy draws no noise"
-                )
-            if found is not None and found > rule.uncertainty:
-                return "uncertainty"
+        if rule.uncertainty is not None and spread is not None and spread > rule.uncertainty:
+            return "uncertainty"
         return ""
 
 
