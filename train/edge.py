@@ -1,7 +1,8 @@
-"""Train the edge adapter of the blocks task: ``python -m train.edge --cpu-seconds 420``.
+"""Train the edge adapter of the blocks task: ``python -m train.edge --episodes 450 --cpu-seconds 165``.
 
-Stages, each skipped when its output is there: demonstrations, the policy's chunks for some of their frames, a first
-training, episodes that the first adapter drives under injected delays (train/edge_demos.py), a second training on both.
+Stages, each skipped when its output is there: demonstrations, the policy's chunks for some of their frames, the training.
+With ``--driven N`` half of the time goes to a second one, on N episodes beside them that the first adapter drives under
+injected delays (train/edge_demos.py). The packaged adapter was made without.
 A draw is a frame that has a chunk and a later frame of its episode: the network sees the late chunk, re-based on the
 later state, both frames and how late it is, and learns what the expert does in the later one. All of an episode's
 frames in a batch are seen once and paired in every way.
@@ -281,9 +282,9 @@ def export(network: Network, stats: Statistics, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cpu-seconds", type=float, default=420, help="of both trainings together")
-    parser.add_argument("--episodes", type=int, default=500, help="of demonstrations")
-    parser.add_argument("--driven", type=int, default=150, help="episodes that the first adapter drives")
+    parser.add_argument("--cpu-seconds", type=float, default=165, help="of all training")
+    parser.add_argument("--episodes", type=int, default=450, help="of demonstrations")
+    parser.add_argument("--driven", type=int, default=0, help="episodes that the first adapter drives")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--policy", type=Path, default=ASSETS / "blocks.gguf")
     parser.add_argument("--out", type=Path, default=Path("runs/edge"))
@@ -301,6 +302,10 @@ def main() -> None:
     if not (demos / CHUNKS).exists():
         record_chunks(demos, policy, tuple(eye.name for eye in FORM.cameras))
         log.info("chunks: %.0f CPU seconds so far", clock())
+    if not args.driven:
+        if not second.exists():
+            train(Data([demos]), args.cpu_seconds, second, args.learning_rate, None)
+        return
     weights = args.out / "first.pt"
     if not first.exists():
         torch.save(train(Data([demos]), args.cpu_seconds / 2, first, args.learning_rate, None), weights)

@@ -101,6 +101,11 @@ def test_cloud_asks_for_every_command(server, capsys, monkeypatch):
     assert found["chunks"] >= found["executed"]
 
 
+def test_cloud_with_an_adapter(server, capsys, monkeypatch):
+    found = drive("cloud-adapter", server.native, ["--stale", "60"], capsys, monkeypatch)
+    assert found["settings"]["refine"] == 240
+
+
 def test_a_policy_here_with_assistance(server, capsys, monkeypatch):
     found = drive("assist", str(BLOCKS), ["--assist", server.native], capsys, monkeypatch)
     assert found["assist"]["asked"]["every"] >= 1
