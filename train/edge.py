@@ -1,6 +1,6 @@
 """Train the edge adapter of the blocks task: ``python -m train.edge --episodes 450 --cpu-seconds 165``.
 
-Stages, each skipped when its output is there: demonstrations, the policy's chunks for some of their frames, the training.
+Stages, each skipped when its output is there: demonstrations, the policy's chunks for some of their frames, training.
 With ``--driven N`` half of the time goes to a second one, on N episodes beside them that the first adapter drives under
 injected delays (train/edge_demos.py). The packaged adapter was made without.
 A draw is a frame that has a chunk and a later frame of its episode: the network sees the late chunk, re-based on the
