@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,11 +31,8 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
     if not isinstance(data, (bytes, memoryview)):
         raise ObservationError(name, "bytes of an array", type(data).__name__)
     text = bytes(dtype).decode("ascii", "replace") if isinstance(dtype, (bytes, memoryview)) else dtype
-    try:
-        kind = np.dtype(text) if isinstance(text, str) and len(text) <= 16 else None
-    except (TypeError, ValueError, SyntaxError):
-        kind = None
-    if kind is None or kind not in _DTYPES:
+    kind = _kind(text) if isinstance(text, str) and len(text) <= 16 else None
+    if kind is None:
         raise ObservationError(name, "a plain number type, little-endian", f"dtype {str(dtype)[:40]!r}")
     if not (
         isinstance(shape, (list, tuple))
@@ -44,11 +42,21 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
         raise ObservationError(name, f"a shape of at most {MAX_NDIM} sizes", str(shape)[:80])
     expected = math.prod(shape) * kind.itemsize
     spread = math.prod(
-        max(1, n) for n in shape
+        [n or 1 for n in shape]
     )  # numpy refuses what would not fit without its axes of length 0
     if expected != len(data) or spread > 1 << 40:
         raise ObservationError(name, f"{expected} bytes ({list(shape)} x {kind})", f"{len(data)} bytes")
     return np.frombuffer(data, kind).reshape(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _kind(text: str) -> np.dtype[Any] | None:
+    """Return the type of numbers of that name, None for one that is not taken."""
+    try:
+        kind = np.dtype(text)
+    except (TypeError, ValueError, SyntaxError):
+        return None
+    return kind if kind in _DTYPES else None
 
 
 # ----------------------------------------------------------------------------- msgpack

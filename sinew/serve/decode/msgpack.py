@@ -51,7 +51,7 @@ def unpack(buffer: memoryview, max_values: int = MAX_VALUES) -> Any:
 class _Reader:
     def __init__(self, buffer: memoryview, max_values: int):
         self.buffer = buffer
-        self.at = 0
+        self.at, self.end = 0, len(buffer)
         self.left = max_values
 
     def value(self, depth: int) -> Any:
@@ -60,22 +60,25 @@ class _Reader:
             raise RequestError("MessagePack: the message has too many values")
         if depth > MAX_DEPTH:
             raise RequestError(f"MessagePack: expected at most {MAX_DEPTH} levels of containers, got more")
-        first = self.take(1)[0]
+        if self.at >= self.end:
+            raise RequestError(f"MessagePack: the message ends inside the value at byte {self.at}")
+        first = self.buffer[self.at]
+        self.at += 1
         if first < 0x80:
             return first
+        if 0xA0 <= first < 0xC0:
+            return self.text(first & 0x1F)
         if first >= 0xE0:
             return first - 0x100
         if first < 0x90:
             return self.map(first & 0x0F, depth)
         if first < 0xA0:
             return self.array(first & 0x0F, depth)
-        if first < 0xC0:
-            return self.text(first & 0x1F)
+        if first in _BINARY:
+            return self.take(self.length(_BINARY[first]))
         if first in _NUMBERS:
             form, size = _NUMBERS[first]
             return struct.unpack(form, self.take(size))[0]
-        if first in _BINARY:
-            return self.take(self.length(_BINARY[first]))
         if first in _TEXT:
             return self.text(self.length(_TEXT[first]))
         if first in _ARRAY:
@@ -93,10 +96,10 @@ class _Reader:
         found = {}
         for _ in range(count):
             key = self.value(depth + 1)
-            if isinstance(key, memoryview):
-                key = _decode(key)
             if not isinstance(key, str):
-                raise RequestError(f"MessagePack: expected text as key, got {type(key).__name__}")
+                if not isinstance(key, memoryview):
+                    raise RequestError(f"MessagePack: expected text as key, got {type(key).__name__}")
+                key = _decode(key)
             found[key] = self.value(depth + 1)
         return found
 
@@ -104,11 +107,11 @@ class _Reader:
         return _decode(self.take(length))
 
     def length(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "big")
+        return int.from_bytes(self.take(size), "big") if size > 1 else self.take(1)[0]
 
     def take(self, size: int) -> memoryview:
         start, self.at = self.at, self.at + size
-        if self.at > len(self.buffer):
+        if self.at > self.end:
             raise RequestError(f"MessagePack: the message ends inside the value at byte {start}")
         return self.buffer[start : self.at]
 

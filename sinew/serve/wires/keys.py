@@ -89,18 +89,18 @@ def read_observation(
     maps = key_maps(spec, wire)
     keys = next((k for k in maps if any(key in flat for key in k.images)), maps[0] if maps else None)
     frames: dict[str, Any] = {}
-    for camera, candidates in _cameras(spec, keys).items():
+    cameras = _cameras(spec, keys)
+    for camera, candidates in cameras.items():
         key = next((key for key in candidates if key in flat), None)
         if key is not None:
             frames[camera] = (key, flat[key])
     if not frames:
-        names = ", ".join(candidates[0] for candidates in _cameras(spec, keys).values())
+        names = ", ".join(candidates[0] for candidates in cameras.values())
         raise ObservationError("images", f"a frame under one of the keys {names}", f"keys {_some(flat)}")
     if len(frames) > MAX_IMAGES:
         raise ObservationError("images", f"at most {MAX_IMAGES}", str(len(frames)))
-    _refuse_strange_frames(
-        flat, _cameras(spec, keys), {key for key, _value in frames.values()} | _unread(spec, wire)
-    )
+    unread = {key for each in maps for key in each.unread}
+    _refuse_strange_frames(flat, cameras, {key for key, _value in frames.values()} | unread)
     channels_first = keys.channels_first if keys is not None else None
     images = {camera: frame(key, value, budget, channels_first) for camera, (key, value) in frames.items()}
     return Observation(
@@ -181,10 +181,6 @@ def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
     if keys is not None:
         return {camera: (key,) for key, camera in keys.images.items()}
     return {camera.name: [form.format(camera.name) for form in _CAMERA_KEYS] for camera in spec.cameras}
-
-
-def _unread(spec: PolicySpec, wire: str) -> set[str]:
-    return {key for keys in key_maps(spec, wire) for key in keys.unread}
 
 
 def _refuse_strange_frames(

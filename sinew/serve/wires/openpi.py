@@ -51,6 +51,8 @@ def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None =
     """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
     made = keys.read_observation(flat, spec, NAME, budget, session=message.session, **options(flat))
+    if all(frame.dtype == np.uint8 for frame in made.images.values()):
+        return made
     images = {
         name: frame if frame.dtype == np.uint8 else _bytes(name, frame) for name, frame in made.images.items()
     }
