@@ -258,7 +258,6 @@ class Policy:
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
             end = time.perf_counter()
             self.check_files()
-        timing = replace(timing, postprocess_ms=1e3 * (end - computed))
         return [
             actions
             if isinstance(actions, SinewError)
@@ -266,6 +265,7 @@ class Policy:
                 actions,
                 replace(
                     timing,
+                    postprocess_ms=1e3 * (end - computed),
                     preprocess_ms=member.milliseconds,
                     total_ms=1e3 * (end - start) + member.milliseconds,
                 ),
