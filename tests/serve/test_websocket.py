@@ -178,3 +178,29 @@ def test_any_bytes() -> None:
 def test_the_answer_of_the_rfc() -> None:
     """Section 1.3's example."""
     assert b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n" in switching("dGhlIHNhbXBsZSBub25jZQ==")
+
+
+def test_who_answers_no_ping_is_closed() -> None:
+    async def run(answers: bool) -> int:
+        everybody = Connections("test", 8, 1 << 20, 10.0)
+        connection = everybody.accept(asyncio.Protocol())
+        assert isinstance(connection, Connection)
+        pings = []
+
+        class Peer(Transport):
+            def write(self, data: Any) -> None:
+                pings.append(data)
+                if answers:
+                    feed(made, frame(PONG))
+
+        transport = Peer()
+        connection.connection_made(transport)
+        made = WebSocket(connection, LIMIT, 0.02, lambda *_: None, lambda: None)
+        while not transport.closed and len(pings) < 3:
+            await asyncio.sleep(0.001)
+        made.connection_lost(None)
+        assert set(pings) == {b"\x89\x00"}
+        return len(pings)
+
+    assert asyncio.run(run(answers=False)) == 1
+    assert asyncio.run(run(answers=True)) == 3

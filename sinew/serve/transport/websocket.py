@@ -128,8 +128,8 @@ class WebSocket(asyncio.BufferedProtocol):
             return
         quiet = loop.time() - self._heard
         if quiet >= self._ping_s:
-            self._write(_PING, b"")
             self._asked, quiet = loop.time(), self._ping_s / 2
+            self._write(_PING, b"")
         self._timer = loop.call_later(self._ping_s - quiet, self._beat)
 
     # ------------------------------------------------------------------------- asyncio's calls
