@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout is en
 from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.lang import kernel, tl, triton, wait_for_input
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.kernels.shapes import Problem, arguments, cost, launch, problems
+from sinew.engine.cuda.kernels.shapes import Problem, arguments, cost, dims, launch, problems
 from sinew.engine.cuda.tune import tuning
 from sinew.engine.cuda.tune.tiles import candidates
 from sinew.engine.cuda.tune.timing import graph_ms
@@ -114,11 +114,10 @@ def kernel_row(label: str, problem: Problem, replays: int) -> Iterator[Row]:
     """Best tile of a problem, and all others beside it; before that a row for each tile that does not do."""
     spent = cost(problem)
     copies = max(1, min(64, STREAMED // spent.bytes)) if problem.sizes.get("K") else 1
-    s = problem.sizes
-    packed = problem.kernel == "packed_attention"
-    rows = s["M"] * s["H"] // s["KV"] if packed else s["M"]
     tried = {}
-    for tile in candidates(problem.kernel, rows, torch.bfloat16, tuning.capability(torch.device("cuda", 0))):
+    for tile in candidates(
+        problem.kernel, dims(problem), torch.bfloat16, tuning.capability(torch.device("cuda", 0))
+    ):
         try:
             tried[tile] = graph_ms(checked(problem, tile, copies), replays)["p50"]
         except Exception as error:  # noqa: BLE001 - the other tiles still count
@@ -247,9 +246,8 @@ def through_l2(problem: Problem) -> float:
     """
     s = problem.sizes
     packed = problem.kernel == "packed_attention"
-    rows = s["M"] * s["H"] // s["KV"] if packed else s.get("M", 1)
     dtype = torch.float32 if s.get("wide") else torch.bfloat16
-    tile = candidates(problem.kernel, rows, dtype, 90)[0]
+    tile = candidates(problem.kernel, dims(problem), dtype, 90)[0]
     if not packed and "K" not in s:
         return float(cost(problem).bytes)
     programs = math.prod(launch(problem, "meta", tile=tile).grid)

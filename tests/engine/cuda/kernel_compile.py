@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sinew.engine.cuda.kernels.launch import Tile
-from sinew.engine.cuda.kernels.shapes import Problem, capability_of, launch, problems
+from sinew.engine.cuda.kernels.shapes import Problem, capability_of, dims, launch, problems
 from sinew.engine.cuda.tune.tiles import ARCHITECTURES, candidates
 
 # One of each kind that the heads and the prefix of pi0.5 ask for, and what only SmolVLA asks for.
@@ -97,11 +97,6 @@ class Report:
     seconds: float
 
 
-def rows_of(problem: Problem) -> int:
-    s = problem.sizes
-    return s["M"] * s["H"] // s["KV"] if problem.kernel == "packed_attention" else s.get("M", 1)
-
-
 def architectures_of(problem: Problem) -> list[int]:
     """Those that have its instructions."""
     return [each for each in ARCHITECTURES if each >= capability_of(problem)]
@@ -109,7 +104,7 @@ def architectures_of(problem: Problem) -> list[int]:
 
 def tiles_of(problem: Problem, capability: int) -> list[Tile]:
     dtype = torch.float32 if problem.sizes.get("wide") else torch.bfloat16
-    return candidates(problem.kernel, rows_of(problem), dtype, capability)
+    return candidates(problem.kernel, dims(problem), dtype, capability)
 
 
 def compile_one(problem: Problem, capability: int, tile: Tile | None = None, **dependent: bool) -> Report:

@@ -3,6 +3,8 @@ that every launch is one that the kernels accept. Nothing is computed."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -13,15 +15,30 @@ from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.graphs import Calls
 from sinew.engine.cuda.kernels.launch import Launch
+from sinew.engine.cuda.kernels.shapes import dims, launch, problems
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.tune import tuning
-from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY
+from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, candidates, has_work
 from sinew.engine.plan import Plan
 from sinew.perf.program import preset
 
 pytest.importorskip("triton")
 META = torch.device("meta")
 IDENTITY = Normalization("identity")
+
+
+def idle(launch: Launch) -> int:
+    """Programs of a launch that have neither depth nor keys to multiply, by the arguments that the kernel gets."""
+    has = launch.arguments
+    if "SPLIT" not in has:
+        return 0
+    tiles, split = launch.grid
+    extent, size = (has["K"], has["BLOCK_K"]) if "K" in has else (has["P"], has["BLOCK_N"])
+    blocks = math.ceil(math.ceil(extent / size) / split)  # of each program, as in the kernels
+    without = [part for part in range(split) if part * blocks * size >= extent]
+    if has.get("own_k") is not None:
+        without = [part for part in without if part < split - 1]
+    return tiles * len(without)
 
 
 @pytest.fixture
@@ -31,6 +48,7 @@ def launches(monkeypatch) -> Counter[str]:
 
     def count(launch: Launch) -> None:
         assert all(size > 0 for size in launch.grid)
+        assert not idle(launch), f"{idle(launch)} of {launch.grid} programs: {launch.tile}"
         kernel = getattr(launch.kernel, "fn", launch.kernel)
         counted[kernel.__name__.removesuffix("_kernel")] += 1
 
@@ -127,6 +145,24 @@ def test_every_launch_of_a_chunk_is_accepted(
     assert ops.given["qkv_rope"] == language + head - (10 if name == "pi0" else 0)
     assert ops.given["gated_mlp"] == language + head
     assert ops.given["norm_linear"] == (0 if name == "pi0" else 10)
+
+
+@pytest.mark.parametrize("kernel", ["splitk_linear", "packed_attention"])
+def test_tuning_is_offered_no_tile_that_leaves_programs_without_work(kernel: str) -> None:
+    """What is left out would leave some; a problem that no tile of the table fits is not split."""
+    seen = {False: 0, True: 0}
+    heads = (each for each in problems() if each.kernel == kernel and each.where.startswith("head"))
+    for problem, capability in itertools.product(heads, ARCHITECTURES):
+        offered = candidates(kernel, dims(problem), torch.bfloat16, capability)
+        regimes = TILES[kernel][capability]
+        for tile in {*regimes["few"], *regimes.get("narrow", ())}:
+            spare = idle(launch(problem, "meta", tile=tile))
+            assert has_work(kernel, dims(problem), tile) == (spare == 0), (problem.name, tile)
+            assert not (spare and tile in offered)
+            seen[spare == 0] += 1
+    assert min(seen.values()) > 0 or kernel == "splitk_linear"
+    short = (50, 16, 0, 64) if kernel == "packed_attention" else (50, 720, 32)
+    assert {tile.split for tile in candidates(kernel, short, torch.bfloat16, 90)} == {1}
 
 
 @pytest.mark.parametrize(("name", "layers", "tokens"), [("pi05", 18, 200), ("smolvla", 16, 48)])

@@ -126,7 +126,10 @@ def test_without_a_gpu_tiles_are_the_defaults(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning.choose.cache_clear()
     tile, reason = tuning.choose("gated_mlp", (50, 4096, 1024), torch.bfloat16, CPU)
-    assert (tile, reason) == (candidates("gated_mlp", 50, torch.bfloat16, 80)[0], "default: no GPU")
+    assert (tile, reason) == (
+        candidates("gated_mlp", (50, 4096, 1024), torch.bfloat16, 80)[0],
+        "default: no GPU",
+    )
 
 
 @pytest.fixture
@@ -142,7 +145,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_tuning_keeps_the_fastest_tile_on_disk(gpu: torch.device) -> None:
     problem = next(p for p in problems() if p.name == "pi0.5 head gate up")
-    dims, tried = (50, 4096, 1024), candidates("gated_mlp", 50, torch.bfloat16, 90)
+    dims, tried = (50, 4096, 1024), candidates("gated_mlp", (50, 4096, 1024), torch.bfloat16, 90)
     times = {tile: 3.0 - index if index < 2 else 2.0 + index for index, tile in enumerate(tried)}
 
     def prepare(tile):
@@ -161,7 +164,7 @@ def test_a_tile_that_does_not_fit_is_left_out(gpu: torch.device) -> None:
         pass
 
     def measure(made):
-        if made.tile == candidates("row_norm", 50, torch.bfloat16, 90)[0]:
+        if made.tile == candidates("row_norm", (50, 1024), torch.bfloat16, 90)[0]:
             raise OutOfResources("shared memory")
         return float(made.tile.warps)
 
@@ -182,7 +185,7 @@ def test_a_broken_cache_is_reported_and_not_used(gpu: torch.device, text: str, c
     path.write_text(text.replace("KEY", tuning.key("gated_mlp", dims, torch.bfloat16)))
     tile, reason = tuning.choose("gated_mlp", dims, torch.bfloat16, gpu)
     assert reason == "default: not tuned on this device"
-    assert tile == candidates("gated_mlp", 50, torch.bfloat16, 90)[0]
+    assert tile == candidates("gated_mlp", (50, 4096, 1024), torch.bfloat16, 90)[0]
     assert "tuned tiles" in caplog.text
 
 

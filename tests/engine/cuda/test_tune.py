@@ -93,7 +93,7 @@ def test_a_tile_that_computes_something_else_is_never_chosen(
 
     def launch(self, kernel, dims, like, prepare, other, out):
         result = right(self, kernel, dims, like, prepare, other, out)
-        default = candidates(kernel, dims[0], like.dtype, tuning.NO_GPU)[0]
+        default = candidates(kernel, dims, like.dtype, tuning.NO_GPU)[0]
         wrong[kernel, dims] = default
         if self.tile == default:
             for part in result if isinstance(result, tuple) else (result,):
@@ -121,7 +121,7 @@ def test_a_default_tile_that_does_not_run_does_not_end_it(monkeypatch: pytest.Mo
     right, raised = tuner.Forced.launch, []
 
     def launch(self, kernel, dims, like, prepare, other, out):
-        default = candidates(kernel, dims[0], like.dtype, tuning.NO_GPU)[0]
+        default = candidates(kernel, dims, like.dtype, tuning.NO_GPU)[0]
 
         def refused(tile):
             if kernel == "splitk_linear" and tile in (None, default):

@@ -177,7 +177,7 @@ def prepare(
     for name, (a, b) in (("k, v", kv), ("own k, v", own or kv)):
         if a.stride(0) != b.stride(0):
             raise ValueError(f"{name}: expected one distance between rows, got {a.stride(0)}, {b.stride(0)}")
-    tile = tile or tile_for("packed_attention", (M * H // KV, P + S, D), q.dtype, q.device)
+    tile = tile or tile_for("packed_attention", (M * H // KV, P, S, D), q.dtype, q.device)
     tiles = -(-M * (H // KV) // tile.m) * KV
     if tile.split > 1:
         workspace.require(tile.split * tiles * tile.m * (D + 2), tiles)

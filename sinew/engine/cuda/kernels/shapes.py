@@ -301,6 +301,14 @@ def recipe(problem: Problem) -> ImageRecipe:
     )
 
 
+def dims(problem: Problem) -> tuple[int, ...]:
+    """Return what tiles of a problem are chosen by, as ``tuning`` has it; without what no choice looks at."""
+    s = problem.sizes
+    if problem.kernel == "packed_attention":
+        return s["M"] * s["H"] // s["KV"], s["P"], s.get("S", 0), s["D"]
+    return s.get("M", 1), s.get("N", 0), s.get("K", 0)
+
+
 def launch(
     problem: Problem,
     device: str,

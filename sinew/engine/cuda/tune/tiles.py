@@ -5,19 +5,25 @@ and registers that the compiler reports (``tests/engine/cuda/kernel_compile.py``
 
 ``few``: up to 64 rows, the iterative head, which streams weights and wants as many programs as the device has
 multiprocessors (132 on an H200), each with some 23 KB of weight on its way (4.3 TB/s for 700 ns, computed).
-``many``: the prefix, limited by arithmetic, which wants large tiles.
+``many``: the prefix, limited by arithmetic, which wants large tiles. ``narrow``: a few rows of attention with heads of
+up to 64, whose prefixes are short as well.
+
+A tile is only offered for a problem where each of its programs has something to multiply (:func:`has_work`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from sinew.engine.cuda.kernels.launch import Tile
 
-Regime = Literal["few", "many"]
+Regime = Literal["few", "many", "narrow"]
 FEW_ROWS = 64
+NARROW_HEAD = 64
 ARCHITECTURES = (80, 89, 90)
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have
 # Compute capabilities that have another one's shared memory and instructions: A10, RTX 3090; Orin; B200; RTX 5090.
@@ -43,6 +49,23 @@ _PAIR_90 = [
     Tile(64, 16, 64, stages=6),
     Tile(64, 64, 64, warps=8, stages=4),
 ]
+# A head of 64 has 16 of its 32 pairs of columns per program, so that 15 heads are 30 programs. On sm_90 two kernels
+# of 98 KB fit beside each other for dependent launch; six stages hold all of a depth of 720 and are left to tuning.
+_QKV_80 = [Tile(64, 16, 128, stages=4), *_PAIR_80]
+_QKV_90 = [
+    Tile(64, 16, 128, stages=4),
+    Tile(64, 16, 128, stages=6),
+    Tile(32, 16, 256, stages=3),
+    Tile(64, 32, 64, stages=4),
+    Tile(64, 32, 128, stages=4),
+    Tile(64, 32, 128, warps=8, stages=4),
+]
+_NARROW_HEADS = [
+    Tile(32, 64, split=4, stages=2),
+    Tile(32, 64, split=3, stages=2),
+    Tile(32, 64, split=2, stages=2),
+    Tile(16, 64, split=3, stages=2),
+]
 _SPLIT = [Tile(64, 64, 64, 8, stages=4), Tile(64, 32, 128, 4, stages=3), Tile(64, 64, 128, 4, stages=3)]
 _SKINNY_90 = [
     Tile(64, 32, 128, stages=3),
@@ -60,6 +83,7 @@ _SPLIT_90 = [  # the first joins four parts in two dependent round trips to L2; 
     Tile(64, 64, 128, 4, stages=3),
 ]
 _SMALL = [Tile(64, 32, 64, warps=8, stages=3), Tile(64, 16, 64, stages=4), Tile(64, 32, 64, stages=3)]
+_QKV_89 = [_SMALL[1], _SMALL[0], _SMALL[2]]
 _WHOLE_ROWS = {"few": [Tile(warps=8), Tile(warps=4), Tile(warps=16)]}
 _FP8_MANY_89 = [Tile(128, 128, 64, warps=8, stages=4), Tile(64, 128, 64, warps=4, stages=4)]
 _FP8_FEW_89 = [Tile(64, 32, 128, stages=4), Tile(64, 16, 128, stages=4), Tile(64, 64, 64, stages=4)]
@@ -95,10 +119,10 @@ TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
         },
     },
     "qkv_rope": {
-        80: {"few": _PAIR_80, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 64, warps=4)]},
-        89: {"few": _SMALL, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 32, warps=4)]},
+        80: {"few": _QKV_80, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 64, warps=4)]},
+        89: {"few": _QKV_89, "many": [Tile(128, 64, 32, warps=8, stages=4), Tile(64, 64, 32, warps=4)]},
         90: {
-            "few": _PAIR_90,
+            "few": _QKV_90,
             "many": [
                 Tile(128, 64, 64, warps=8, stages=4),
                 Tile(64, 64, 64, warps=4, stages=4),
@@ -127,21 +151,29 @@ TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
     },
     "packed_attention": {
         80: {
-            "few": [Tile(32, 32, split=8, warps=4, stages=2), Tile(64, 32, split=8, warps=8, stages=2)],
+            "few": [
+                Tile(32, 32, split=8, warps=4, stages=2),
+                Tile(32, 32, split=7, warps=4, stages=2),
+                Tile(64, 32, split=8, warps=8, stages=2),
+            ],
             "many": [Tile(64, 32, warps=8, stages=2), Tile(64, 16, warps=8, stages=3)],
+            "narrow": _NARROW_HEADS,
         },
         89: {
             "few": [Tile(32, 32, split=4, warps=4, stages=2), Tile(16, 32, split=4, warps=4, stages=2)],
             "many": [Tile(64, 16, warps=8, stages=2), Tile(64, 32, warps=8, stages=1)],
+            "narrow": _NARROW_HEADS,
         },
         90: {
             "few": [
                 Tile(32, 32, split=8, warps=4, stages=2),
+                Tile(32, 32, split=7, warps=4, stages=2),  # 513 keys: the eighth would have none
                 Tile(16, 32, split=4, warps=4, stages=2),
                 Tile(64, 32, split=8, warps=8, stages=2),
                 Tile(64, 32, split=16, warps=8, stages=2),
             ],
             "many": [Tile(128, 32, warps=8, stages=2), Tile(64, 64, warps=8, stages=2)],
+            "narrow": _NARROW_HEADS,
         },
     },
     "row_norm": dict.fromkeys(ARCHITECTURES, _ROWWISE),
@@ -200,10 +232,33 @@ def architecture(capability: int) -> int:
     return known[-1]
 
 
-def candidates(kernel: str, rows: int, dtype: torch.dtype, capability: int) -> list[Tile]:
-    """Return the tiles for ``rows`` rows (packed rows for attention), the default first. dtype: the weight's."""
+def candidates(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: int) -> list[Tile]:
+    """Return the tiles for a problem, the default first.
+
+    dims: the key of the problem, rows first (packed rows for attention). dtype: the weight's.
+    """
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
-    # Attention packs the heads of a group into its rows: 8 x 64.
-    few = FEW_ROWS * 8 if kernel == "packed_attention" else FEW_ROWS
-    return regimes["few"] if rows <= few or "many" not in regimes else regimes["many"]
+    found = regimes[_regime(kernel, dims, regimes)]
+    return [tile for tile in found if has_work(kernel, dims, tile)] or [replace(found[0], split=1)]
+
+
+def _regime(kernel: str, dims: Sequence[int], regimes: Mapping[str, list[Tile]]) -> Regime:
+    packed = kernel == "packed_attention"
+    few = FEW_ROWS * 8 if packed else FEW_ROWS  # attention packs the heads of a group into its rows: 8 x 64
+    if dims[0] > few and "many" in regimes:
+        return "many"
+    return "narrow" if packed and dims[-1] <= NARROW_HEAD and "narrow" in regimes else "few"
+
+
+def has_work(kernel: str, dims: Sequence[int], tile: Tile) -> bool:
+    """Return True if none of the programs that share an output block is left without depth or keys."""
+    if kernel == "splitk_linear":
+        (_, _, extent), size, own = dims, tile.k, 0
+    elif kernel == "packed_attention":
+        (_, extent, own, _), size = dims, tile.n  # the last program has the queries' own keys
+    else:
+        return True
+    blocks = -(-extent // size)
+    busy = -(-blocks // -(-blocks // tile.split))
+    return busy + (own > 0) >= tile.split

@@ -45,7 +45,7 @@ def tile_for(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) 
 @lru_cache(maxsize=4096)
 def choose(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> tuple[Tile, str]:
     """(tile, why it was chosen)."""
-    default = candidates(kernel, dims[0], dtype, capability(device))[0]
+    default = candidates(kernel, dims, dtype, capability(device))[0]
     if device.type != "cuda":
         return default, "default: no GPU"
     entry = read_json(cache_file(device), WHAT, _is_entry).get(key(kernel, dims, dtype))
@@ -65,7 +65,7 @@ def tune(
     """
     times: dict[Tile, float] = {}
     failed: list[str] = []
-    for tile in candidates(kernel, dims[0], dtype, capability(device)):
+    for tile in candidates(kernel, dims, dtype, capability(device)):
         try:
             times[tile] = measure(prepare(tile))
         except Exception as error:  # noqa: BLE001 - the other tiles still count
@@ -77,7 +77,7 @@ def tune(
     if not times:
         raise NoTile(f"{kernel} {dims}: no tile does on {device}: {'; '.join(failed)}")
     best = min(times, key=lambda tile: times[tile])
-    default = times.get(candidates(kernel, dims[0], dtype, capability(device))[0], times[best])
+    default = times.get(candidates(kernel, dims, dtype, capability(device))[0], times[best])
     entry = {"tile": asdict(best), "ms": times[best], "default_ms": default, "failed": failed}
     path = cache_file(device)
     write_json(path, read_json(path, WHAT, _is_entry) | {key(kernel, dims, dtype): entry})
