@@ -27,6 +27,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return out.view(B, Hkv, G, Lq, D).permute(0, 3, 1, 2, 4).reshape(B, Lq, H * D)
 
 
+def key_mask(valid: Tensor, queries: int) -> Tensor:
+    """Return a mask by which every query sees every valid key: one row of memory, expanded.
+
+    valid: bool [B, L], False for padding -> bool [B, queries, L]. Over a sequence's own keys it is
+    :func:`block_mask` of one block, but that queries of padding, which nobody reads, see the same as the others.
+    """
+    return valid[:, None].expand(-1, queries, -1)
+
+
 def block_mask(valid: Tensor, opens_block: Tensor) -> Tensor:
     """Block-causal mask: a token sees every valid token of its own block and of the blocks before it.
 

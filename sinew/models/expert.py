@@ -125,6 +125,10 @@ class ExpertModel(Model):
         A row that opens a block stands behind the instruction, which does not see it.
         """
 
+    def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
+        """Return what each row of the prefix sees, bool [B, P, P]; arguments of :meth:`embed_prefix`."""
+        return block_mask(valid, opens_block)
+
     @abstractmethod
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         """Return what the expert reads of the language model's keys and values. valid: bool [B, P]."""
@@ -135,7 +139,7 @@ class ExpertModel(Model):
         """Run the language model over the observation. Arguments as in :meth:`read`."""
         x, valid, opens_block = self.embed_prefix(image_tokens, camera_mask, tokens, token_mask, state)
         positions = valid.long().cumsum(dim=1) - 1
-        _, cache = self.language(x, positions, block_mask(valid, opens_block))
+        _, cache = self.language(x, positions, self.prefix_mask(valid, opens_block))
         return self.prefix_of(cache, valid, state)
 
     @abstractmethod

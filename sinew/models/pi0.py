@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.layers.attention import key_mask
 from sinew.layers.decoder import (
     AdaptiveDecoderLayer,
     Decoder,
@@ -105,6 +106,9 @@ class PI0(ExpertModel):
         valid = torch.cat([camera_mask.repeat_interleave(N, dim=1), token_mask], dim=1)
         return x, valid, torch.zeros_like(valid)
 
+    def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
+        return key_mask(valid, valid.shape[1])  # no row opens a block
+
     def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
         return Prefix(tuple(cache), valid, valid.sum(dim=1), self.state_token(state))
 
@@ -132,9 +136,12 @@ class PI0(ExpertModel):
         steps = torch.arange(S, device=device)
         rotate = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
         # Everyone sees the prefix. A state token sees itself; the actions see it and each other.
-        own = torch.ones(S, S, dtype=torch.bool, device=device)
-        own[: S - H, S - H :] = False
-        sees = torch.cat([prefix.valid[:, None].expand(B, S, -1), own.expand(B, S, S)], dim=-1)
+        if prefix.state is None:
+            sees = key_mask(torch.cat([prefix.valid, prefix.valid.new_ones(B, S)], dim=1), S)
+        else:
+            own = torch.ones(S, S, dtype=torch.bool, device=device)
+            own[: S - H, S - H :] = False
+            sees = torch.cat([key_mask(prefix.valid, S), own.expand(B, S, S)], dim=-1)
         return Context(prefix.kv, (rotate,), (sees,), prefix.state)
 
     def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:

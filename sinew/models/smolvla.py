@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.layers.attention import key_mask
 from sinew.layers.connector import PixelShuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
 from sinew.layers.linear import Linear, rounded
@@ -194,7 +195,7 @@ class SmolVLA(ExpertModel):
         steps = torch.arange(H, device=device).expand(B, H)
         after_prefix = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
         from_zero = Rotation.at(steps, config.head_dim, config.rope_theta)
-        sees_prefix = prefix.valid[:, None].expand(B, H, -1)  # [B, H, P]
+        sees_prefix = key_mask(prefix.valid, H)  # [B, H, P]
         causal = torch.ones(H, H, dtype=torch.bool, device=device).tril().expand(B, H, H)
         sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
         return Context(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix), prefix.state)

@@ -65,7 +65,11 @@ def test_prefix_stages_match(case):
     assert_parity(x, g["prefix_embs"])
     assert torch.equal(valid, g["prefix_pad_masks"])
     assert not g["prefix_att_masks"].any()
-    _, cache = model.language(x, valid.long().cumsum(1) - 1, block_mask(valid, torch.zeros_like(valid)))
+    one_block = torch.zeros_like(valid)
+    mask = model.prefix_mask(valid, one_block)
+    assert torch.equal(mask[valid], block_mask(valid, one_block)[valid])
+    assert mask.stride(1) == 0  # one row of memory: engines read it as a mask of keys
+    _, cache = model.language(x, valid.long().cumsum(1) - 1, mask)
     for layer, (k, v) in enumerate(cache):
         # Padded rows hold what nobody reads; upstream's differ by how its mask rounds.
         assert_parity(k[valid], g[f"kv.{layer}.k"].transpose(1, 2)[valid])

@@ -190,7 +190,7 @@ def splitk_linear(
 
 
 def packed_attention(
-    module: ModuleType, dtype, device, M=5, H=6, KV=2, D=16, P=37, S=5, loud=1.0, tile=SPLIT
+    module: ModuleType, dtype, device, M=5, H=6, KV=2, D=16, P=37, S=5, loud=1.0, key_mask=False, tile=SPLIT
 ) -> None:
     s = Source(dtype, device)
     q = (s.rows(M, H, D).float() * loud).to(dtype)
@@ -198,6 +198,8 @@ def packed_attention(
     own = (s.rows(S, KV, D), s.rows(S, KV, D)) if S else None
     mask = s.random(M, P + S, dtype=torch.float32) > -0.5
     mask[M // 2] = False  # a query that may see nothing
+    if key_mask:  # one row in memory, behind which the next byte would show another key
+        mask = (s.random(1, P + S, dtype=torch.float32) > 0.0).expand(M, -1)
     workspace = Workspace(1 << 16, 64, device)
     workspace.parts.fill_(float("nan"))
     want, outs = KERNELS["packed_attention"].twin(q, kv, mask, own=own), []
@@ -302,6 +304,8 @@ EDGES = {
         {"P": 7, "S": 3, "tile": Tile(16, 16, split=4)},  # programs without any key
         {"loud": 40.0},  # scores whose exponentials overflow unless the largest is taken off
         {"M": 1, "H": 3, "KV": 1, "D": 64, "P": 16, "S": 16},
+        {"key_mask": True},
+        {"key_mask": True, "S": 0, "D": 32, "tile": Tile(16, 32)},
     ],
     "preprocess": [
         {"exact": False, "pad": "top_left", "views": 2},

@@ -41,16 +41,22 @@ def idle(launch: Launch) -> int:
     return tiles * len(without)
 
 
+key_masks: list[Launch] = []  # attention that reads a byte per key, not one per query and key
+
+
 @pytest.fixture
 def launches(monkeypatch) -> Counter[str]:
     """Of every kernel. Launches are made, with all of their checks, and none is run."""
     counted: Counter[str] = Counter()
+    key_masks.clear()
 
     def count(launch: Launch) -> None:
         assert all(size > 0 for size in launch.grid)
         assert not idle(launch), f"{idle(launch)} of {launch.grid} programs: {launch.tile}"
         kernel = getattr(launch.kernel, "fn", launch.kernel)
         counted[kernel.__name__.removesuffix("_kernel")] += 1
+        if launch.arguments.get("KEY_MASK"):
+            key_masks.append(launch)
 
     monkeypatch.setattr(Launch, "__call__", count)
     return counted
@@ -136,6 +142,8 @@ def test_every_launch_of_a_chunk_is_accepted(
         "splitk_linear": 2 * (language + head) + 10,
         "norm_linear": 10 if name == "pi05" else 20,
     }
+    # SmolVLA's state token and causal chunk have a mask of their own; its cross layers see what is valid.
+    assert len(key_masks) == (10 * 8 if name == "smolvla" else language + head)
     per_image = {224: 256, 512: 64}[side]
     prefix = views * per_image + tokens + (name == "smolvla")
     actions = made.model.config.chunk_size

@@ -22,7 +22,14 @@ from sinew.engine.cuda.kernels.shapes import arguments, cost, launch, problems
 from sinew.engine.cuda.tune import tuning
 from sinew.engine.cuda.tune.tiles import SHARED_MEMORY, TILES, architecture, candidates
 from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
-from tests.engine.cuda.kernel_compile import IN_CI, TOO_LARGE, WITH_PDL, WITH_PREFETCH, architectures_of
+from tests.engine.cuda.kernel_compile import (
+    IN_CI,
+    LARGEST,
+    TOO_LARGE,
+    WITH_PDL,
+    WITH_PREFETCH,
+    architectures_of,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
@@ -304,6 +311,16 @@ def test_only_the_weight_is_asked_for_before_the_wait(compiled: dict, name: str)
     assert (report["dependencies"], plain["dependencies"], plain["prefetches"]) == (2, 0, 0)
     assert (report["spilled"], report["shared"]) == (0, plain["shared"])
     assert report["registers"] <= plain["registers"] + 16
+
+
+@pytest.mark.kernels
+@needs_triton
+def test_a_mask_of_keys_leaves_registers_for_the_largest_tile(compiled: dict) -> None:
+    """With a byte per query and key, 128 bytes of it spill."""
+    report = compiled[f"{LARGEST[0]}, largest", 90]
+    assert (report["spilled"], report["tensor_core"]) == (0, "wgmma.mma_async")
+    assert report["shared"] <= SHARED_MEMORY[90]
+    assert LARGEST[1] in candidates("packed_attention", (7744, 968, 0, 256), torch.bfloat16, 90)
 
 
 @pytest.mark.kernels

@@ -58,12 +58,15 @@ def test_linear_kernels_of_any_size(M: int, K: int, N: int, split: int) -> None:
 @needs_triton
 @few
 @given(
-    M=st.integers(1, 9), KV=st.integers(1, 2), G=st.integers(1, 4), P=st.integers(1, 50), S=st.integers(0, 9)
+    M=st.integers(1, 9),
+    KV=st.integers(1, 2),
+    G=st.integers(1, 4),
+    P=st.integers(1, 50),
+    S=st.integers(0, 9),
+    key_mask=st.booleans(),
 )
-def test_attention_of_any_size(M: int, KV: int, G: int, P: int, S: int) -> None:
-    CHECKS["packed_attention"](
-        module_of("packed_attention"), torch.float32, DEVICE, M=M, H=KV * G, KV=KV, P=P, S=S
-    )
+def test_attention_of_any_size(KV: int, G: int, **sizes: int) -> None:
+    CHECKS["packed_attention"](module_of("packed_attention"), torch.float32, DEVICE, H=KV * G, KV=KV, **sizes)
 
 
 # A line of a kernel, what it is changed into, and the sizes that show it.
@@ -101,7 +104,9 @@ MUTANTS = [
     ),
     ("qkv_rope", "given_squares(given, rows, row_ok", "given_squares(given, rows // 2, row_ok", {"given": 3}),
     ("packed_attention", "v_tile, acc * fade[:, None], UPCAST", "v_tile, acc, UPCAST", {"loud": 4.0}),
-    ("packed_attention", 'scores, float("-inf"))', "scores, MASKED)", {}),
+    ("packed_attention", 'MASKED, float("-inf"))', "MASKED, MASKED)", {}),
+    ("packed_attention", "tl.load(mask + keys,", "tl.load(mask + keys // 2,", {"key_mask": True}),
+    ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {"key_mask": True}),
     ("packed_attention", "own_v + head * D, mask + P", "own_v + head * D, mask", {}),
     ("packed_attention", "numerator * rise[:, None]", "numerator", {"loud": 4.0}),
     ("row_norm", "added *= tl.load(gate", "added += tl.load(gate", {}),

@@ -3,6 +3,9 @@
 All query heads of one key/value head are packed into the rows of a tile (50 queries of 8 heads are 400 rows), so
 each key is read once for all of them. The keys may be split between ``tile.split`` programs per row block; the
 last one to arrive joins the parts in their order, as in :mod:`.splitk_linear`.
+
+A mask whose rows are one row in memory (``expand``) is read as that: a byte per key instead of one per query and key,
+which leaves registers for larger tiles.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ def fold_keys(
     row,
     scale,
     MASKED: tl.constexpr,
+    KEY_MASK: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -45,11 +49,15 @@ def fold_keys(
     k_tile = tl.load(
         k + (keys[None, :] * row + inside[:, None]), mask=key_ok[None, :], other=0.0
     )  # [D, BLOCK_N]
-    ok = row_ok[:, None] & key_ok[None, :]
-    sees = tl.load(mask + (mask_rows[:, None] + keys[None, :]), mask=ok, other=0)
+    # The score of a key that may not be seen, and of none.
+    hidden = tl.where(key_ok, MASKED, float("-inf"))
+    if KEY_MASK:
+        sees = tl.load(mask + keys, mask=key_ok, other=0)[None, :]
+    else:
+        ok = row_ok[:, None] & key_ok[None, :]
+        sees = tl.load(mask + (mask_rows[:, None] + keys[None, :]), mask=ok, other=0)
     scores = dot(query, k_tile, tl.zeros((query.shape[0], BLOCK_N), tl.float32), UPCAST) * scale
-    scores = tl.where(sees != 0, scores, MASKED)
-    scores = tl.where(key_ok[None, :], scores, float("-inf"))
+    scores = tl.where(sees != 0, scores, hidden[None, :])
     highest = tl.maximum(peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - highest[:, None])
     fade = tl.exp2(peak - highest)
@@ -67,7 +75,7 @@ def packed_attention_kernel(
     v,
     own_k,  # [S, KV, D] or None
     own_v,
-    mask,  # uint8 [M, P + S]
+    mask,  # uint8 [M, P + S], or [P + S] with KEY_MASK
     out,  # [M, KV * GROUP, D]
     parts,  # float32 [SPLIT, tiles, BLOCK_M, D], then [SPLIT, tiles, BLOCK_M] twice
     arrivals,  # int32 [tiles]
@@ -84,6 +92,7 @@ def packed_attention_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     MASKED: tl.constexpr,
+    KEY_MASK: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -108,14 +117,14 @@ def packed_attention_kernel(
     for block in range(BLOCKS):
         acc, peak, total = fold_keys(
             acc, peak, total, query, k + head * D, v + head * D, mask, (split * BLOCKS + block) * BLOCK_N,
-            row_ok, mask_rows, P, kv_row, scale, MASKED, D, BLOCK_N, UPCAST,
+            row_ok, mask_rows, P, kv_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
         )  # fmt: skip
     if own_k is not None:  # noqa: SIM102 - known when the kernel is compiled, unlike what follows
         if split == SPLIT - 1:
             for first in range(0, S, BLOCK_N):
                 acc, peak, total = fold_keys(
                     acc, peak, total, query, own_k + head * D, own_v + head * D, mask + P, first,
-                    row_ok, mask_rows, S, own_row, scale, MASKED, D, BLOCK_N, UPCAST,
+                    row_ok, mask_rows, S, own_row, scale, MASKED, KEY_MASK, D, BLOCK_N, UPCAST,
                 )  # fmt: skip
     is_last = True
     if SPLIT > 1:
@@ -204,6 +213,7 @@ def prepare(
         "GROUP": H // KV,
         "D": D,
         "MASKED": MASKED,
+        "KEY_MASK": M > 1 and mask.stride(0) == 0,
         "SPLIT": tile.split,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
@@ -219,7 +229,8 @@ def packed_attention(
     """q: [M, H, D]; kv: k and v of the prefix, [P, Hkv, D]; mask: bool [M, P + S], True = may see -> [M, H, D].
 
     ``own``: k and v of the queries' own tokens, [S, Hkv, D]; without it, S = 0. Rows may be strided, so all of
-    them may be views of one cache. ``tile.m`` counts packed rows (query x head), ``tile.n`` keys.
+    them may be views of one cache, and a mask that is the same for every query one row, expanded. ``tile.m`` counts
+    packed rows (query x head), ``tile.n`` keys.
     """
     out = torch.empty_like(q) if out is None else out
     prepare(q, kv, mask, out, workspace, **options)()

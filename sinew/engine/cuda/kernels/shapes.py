@@ -69,7 +69,13 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
         Problem(
             model, "language last kv", "qkv_rope", 1, {"M": prefix, "K": 2048, **heads, "H": 0, "norm": True}
         ),
-        Problem(model, "language attention", "packed_attention", 17, {"M": prefix, **heads, "P": prefix}),
+        Problem(
+            model,
+            "language attention",
+            "packed_attention",
+            17,
+            {"M": prefix, **heads, "P": prefix, "key_mask": True},
+        ),
         Problem(model, "language o", "splitk_linear", 17, {"M": prefix, "N": 2048, "K": 2048}),
         Problem(
             model, "language gate up", "gated_mlp", 17, {"M": prefix, "N": 16384, "K": 2048, "norm": True}
@@ -79,7 +85,11 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
     expert = [
         Problem(model, "head qkv", "qkv_rope", head, {"M": rows, "K": 1024, **heads, **norm}),
         Problem(
-            model, "head attention", "packed_attention", head, {"M": rows, **heads, "P": seen, "S": rows}
+            model,
+            "head attention",
+            "packed_attention",
+            head,
+            {"M": rows, **heads, "P": seen, "S": rows, "key_mask": True},
         ),
         Problem(model, "head o", "splitk_linear", head, {"M": rows, "N": 1024, "K": 2048, "gate": adaptive}),
         Problem(model, "head gate up", "gated_mlp", head, {"M": rows, "N": 4096, "K": 1024, **norm}),
@@ -194,7 +204,9 @@ def _smolvla(views: int, prompt: int, rows: int) -> list[Problem]:
         Problem(
             model, "head attention", "packed_attention", each, {"M": rows, **heads, "P": prefix, "S": rows}
         ),
-        Problem(model, "head cross", "packed_attention", each, {"M": rows, **heads, "P": prefix}),
+        Problem(
+            model, "head cross", "packed_attention", each, {"M": rows, **heads, "P": prefix, "key_mask": True}
+        ),
         Problem(model, "head o", "splitk_linear", 2 * each, {"M": rows, "N": 720, "K": 960}),
         Problem(model, "head gate up", "gated_mlp", 2 * each, {"M": rows, "N": 2048, "K": 720, **silu}),
         Problem(model, "head down", "splitk_linear", 2 * each, {"M": rows, "N": 720, "K": 2048}),
@@ -255,7 +267,7 @@ def arguments(
         H, KV, D, P, S = (s.get(name, 0) for name in ("H", "KV", "D", "P", "S"))
         cache = new(2, P + S, KV, D)
         options = {"own": (cache[0, P:], cache[1, P:])} if S else {}
-        mask = torch.ones(M, P + S, dtype=torch.bool, device=device)
+        mask = torch.ones(1 if s.get("key_mask") else M, P + S, dtype=torch.bool, device=device).expand(M, -1)
         return [new(M, H, D), (cache[0, :P], cache[1, :P]), mask, new(M, H, D), workspace], options
     if problem.kernel == "fp8_quantize":
         eighth = torch.zeros(M, s["C"], dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
@@ -349,7 +361,7 @@ def cost(problem: Problem) -> Cost:
     if problem.kernel == "packed_attention":  # apart, with scores in memory: two products and a softmax
         keys = P + S
         scores = 4 * M * H * keys
-        bytes_ = 2 * (2 * M * H * D + 2 * keys * KV * D) + M * keys
+        bytes_ = 2 * (2 * M * H * D + 2 * keys * KV * D) + (1 if s.get("key_mask") else M) * keys
         return Cost(4 * M * H * keys * D, bytes_, 2, 2 * scores + scores // 2 * 2)
     if problem.kernel == "fp8_quantize":  # apart: the largest values, division and clamp, conversion
         return Cost(0, 3 * M * s["C"] + 4 * M, 2, (2 + 2 * 2) * M * s["C"])

@@ -172,7 +172,11 @@ TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
                 Tile(64, 32, split=8, warps=8, stages=2),
                 Tile(64, 32, split=16, warps=8, stages=2),
             ],
-            "many": [Tile(128, 32, warps=8, stages=2), Tile(64, 64, warps=8, stages=2)],
+            "many": [  # the second fits where the mask is one of keys alone
+                Tile(64, 64, warps=8, stages=2),
+                Tile(128, 64, warps=8, stages=2),
+                Tile(128, 32, warps=8, stages=2),
+            ],
             "narrow": _NARROW_HEADS,
         },
     },
