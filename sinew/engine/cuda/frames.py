@@ -71,6 +71,11 @@ class Patches:
         shape = len(sizes), self.grid[0] * self.grid[1], values
         self.rows = torch.zeros(shape, dtype=dtype, device=device)
 
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """The field of each view, ``frames.`` and the number of its run, and its row there."""
+        return [(f"frames.{i}", row) for i, run in enumerate(self.runs) for row in range(run.views)]
+
     def write(self, frames: Sequence[Tensor], ops: Ops) -> Tensor:
         """frames: uint8 [views, h, w, 3] of each run -> rows [V, patches, values], the same memory every time."""
         for run, table, tensor in zip(self.runs, self.tables, frames, strict=True):

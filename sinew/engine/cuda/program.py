@@ -7,6 +7,7 @@ solver's times and of the resize are made when the program is.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from sinew.bundle.schema import Processing
 from sinew.engine.cuda.frames import Patches, Size
 from sinew.engine.cuda.fused.ops import Ops
 from sinew.engine.cuda.graphs import Recorded, Recorder
-from sinew.engine.cuda.staging import Field, Staging
+from sinew.engine.cuda.staging import Field, Staging, as_done, threads_for
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.example import Inputs
 from sinew.engine.plan import Plan
@@ -78,6 +79,11 @@ class Program:
         else:
             fields["pixels"] = ((key.views, self.model.channels, image.height, image.width), torch.float32)
         self.staging = Staging(fields, device)
+        self.places = (
+            [] if self.patches is None else self.patches.places
+        )  # of each view: its field, and the row
+        first = self.staging.part("frames.0" if self.patches else "pixels").start
+        self.small = slice(0, first)  # bytes of everything but frames
         shape = (1, *self.model.noise_shape)
         # The chunk: noise before the steps, actions after them.
         self.x = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -88,8 +94,9 @@ class Program:
         self._recorded: dict[str, Recorded] = {}
 
     def write(self, inputs: ModelInputs, noise: np.ndarray) -> None:
-        """Host memory, then one copy to the device on the current stream."""
-        put, host = self.staging.write, self.staging.host
+        """Write host memory and copy it to the device, on the current stream: what is small at once, then each frame
+        when it is there."""
+        put, upload = self.staging.write, self.staging.upload
         spare = self.key.tokens - len(inputs.tokens)
         sides = (spare, 0) if self.prompt.padding_side == "left" else (0, spare)
         put("tokens", np.pad(inputs.tokens, sides, constant_values=self.prompt.pad_token_id))
@@ -99,11 +106,13 @@ class Program:
         put("noise", noise)
         if self.patches is None:
             put("pixels", inputs.pixels)
-        else:
-            for i, run in enumerate(self.patches.runs):
-                for view in range(run.views):
-                    host[f"frames.{i}"][view] = inputs.frames[run.first + view]
-        self.staging.upload()
+            upload()
+            return
+        upload(self.small)
+        views = list(zip(self.places, inputs.frames, strict=True))
+        jobs = [partial(put, name, frame, row) for (name, row), frame in views]
+        for view in as_done(jobs, threads_for([frame.nbytes for frame in inputs.frames])):
+            upload(self.staging.part(*self.places[view]))
 
     def recorded(self, name: str) -> Recorded:
         """``name``: "chunk", the whole; or "vision", "read" and "step", of which each reads the one before."""

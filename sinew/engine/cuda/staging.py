@@ -1,19 +1,26 @@
-"""Staging of an observation: one block of memory on the host, one on the device, one copy between them.
+"""Staging of an observation: one block of memory on the host, one on the device, and the copies between them.
 
-A recorded graph reads the device's block, so neither moves. The host's is pinned, without which the copy would
-wait in a buffer of the driver's.
+A recorded graph reads the device's block, so neither moves. The host's is pinned, without which a copy would
+wait in a buffer of the driver's. Each camera's frame has a part of its own, which is sent as soon as it is written, so
+that one frame travels while the next is copied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sinew.machine import recommended_threads
+
 ALIGNMENT = 256  # bytes: what a device's allocator gives, and more than any load wants
+WORTH_A_THREAD = 512 << 10  # bytes of a frame: handing over a smaller one took longer than copying it
+MOST_THREADS = 3  # beside the caller's: one copy alone takes a good part of a core's share of memory
 
 Field = tuple[tuple[int, ...], torch.dtype]  # shape and type
 
@@ -22,12 +29,13 @@ class Staging:
     """``host``: numpy views to be written; ``device``: tensors over the same layout."""
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device):
-        places, end = {}, 0
+        places: dict[str, tuple[int, int]] = {}
+        end = 0
         for name, (shape, dtype) in fields.items():
             size = math.prod(shape) * dtype.itemsize
             places[name] = (end, size)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        on_gpu = device.type == "cuda"
+        self._places, on_gpu = places, device.type == "cuda"
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=on_gpu)
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
         self.host: dict[str, np.ndarray] = {}
@@ -41,13 +49,59 @@ class Staging:
     def nbytes(self) -> int:
         return self._host.numel()
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Raises ValueError for an array of another shape; numpy would stretch it."""
-        place = self.host[name]
+    def write(self, name: str, array: np.ndarray, row: int | None = None) -> None:
+        """Write a field, or one row of it. Raises ValueError for an array of another shape; numpy would stretch it."""
+        place = self.host[name] if row is None else self.host[name][row]
         if array.shape != place.shape:
             raise ValueError(f"{name}: expected shape {list(place.shape)}, got {list(array.shape)}")
         np.copyto(place, array, casting="same_kind")
 
-    def upload(self) -> None:
-        """On the current stream. The host's block may be written again once that stream has caught up."""
-        self._device.copy_(self._host, non_blocking=True)
+    def part(self, name: str, row: int | None = None) -> slice:
+        """Return the bytes of a field, or of one of its rows, in both blocks."""
+        start, size = self._places[name]
+        if row is not None:
+            size //= len(self.host[name])
+            start += row * size
+        return slice(start, start + size)
+
+    def upload(self, part: slice = slice(None)) -> None:
+        """Copy these bytes, on the current stream. They may be written again once that stream has caught up."""
+        self._device[part].copy_(self._host[part], non_blocking=True)
+
+
+def threads_for(nbytes: Sequence[int]) -> int:
+    """Return how many threads beside the caller's copy arrays of these sizes: none on a machine without spare cores,
+    none for small ones."""
+    large = sum(size >= WORTH_A_THREAD for size in nbytes)
+    return max(0, min(large, _cores(), MOST_THREADS + 1) - 1)
+
+
+def as_done(jobs: Sequence[Callable[[], None]], threads: int) -> Iterator[int]:
+    """Run jobs, the first on this thread and the others beside it where there are ``threads``, and yield the number of
+    each when it is done. All have ended when this ends, even where one raised: they write what the caller owns."""
+    if threads < 1:
+        for index, job in enumerate(jobs):
+            job()
+            yield index
+        return
+    pool = _copiers()
+    futures = {pool.submit(job): index for index, job in enumerate(jobs) if index}
+    try:
+        jobs[0]()
+        yield 0
+        for future in as_completed(futures):
+            future.result()
+            yield futures[future]
+    finally:
+        wait(futures)
+
+
+@cache
+def _cores() -> int:
+    return recommended_threads()[0]
+
+
+@cache
+def _copiers() -> ThreadPoolExecutor:
+    """Started when first asked for; shared by the engines of a process."""
+    return ThreadPoolExecutor(MOST_THREADS, "frame")

@@ -13,12 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sinew.engine.cuda import program as programs
 from sinew.engine.cuda.frames import runs
 from sinew.engine.cuda.graphs import Calls, Kept
 from sinew.engine.cuda.program import Program
-from sinew.engine.cuda.staging import ALIGNMENT, Staging
+from sinew.engine.cuda.staging import ALIGNMENT
 from sinew.layers.linear import rounded
-from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, Frozen, asset_case, golden_case, shaken
+from tests.engine.cuda.cuda_cases import BOUND, Case, Frozen, asset_case, golden_case, shaken
 
 ONE_PER_MODEL = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
 
@@ -129,7 +130,7 @@ def test_a_recording_that_keeps_an_input_is_caught(open_case, monkeypatch):
     engine.run(first, noise, 2)
     (key,) = engine.programs.keys()
     program = engine.programs[key]
-    monkeypatch.setattr(program.staging, "upload", lambda: None)  # what was written does not arrive
+    monkeypatch.setattr(program.staging, "upload", lambda *_: None)  # what was written does not arrive
     second, noise = rotated(case, 2)
     assert not np.array_equal(engine.run(second, noise, 2)[0], fresh.run(second, noise, 2)[0])
 
@@ -183,25 +184,33 @@ def test_calls_run_each_time():
         assert recorded.result == wanted
 
 
-def test_staging_is_one_block_with_a_copy_between():
-    fields = {"a": ((3,), torch.bool), "b": ((2, 2), torch.float32), "c": ((5,), torch.int64)}
-    staging = Staging(fields, CPU)
-    assert staging.nbytes == 3 * ALIGNMENT
-    places = {name: tensor.data_ptr() for name, tensor in staging.device.items()}
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in staging.device.values())
-    b = np.arange(4, dtype=np.float32).reshape(2, 2)
-    staging.write("b", b)
-    staging.write("a", np.array([True, False, True]))
-    assert not staging.device["b"].any()
-    staging.upload()
-    assert np.array_equal(staging.device["b"].numpy(), b)
-    assert staging.device["a"].tolist() == [True, False, True]
-    assert not staging.device["c"].any()
-    assert {name: tensor.data_ptr() for name, tensor in staging.device.items()} == places
-    with pytest.raises(ValueError, match=r"b: expected shape \[2, 2\], got \[2\]"):
-        staging.write("b", np.zeros(2, np.float32))
-    with pytest.raises(TypeError):
-        staging.write("c", np.zeros(5, np.float32))
+@pytest.mark.parametrize("threads", [0, 2])
+def test_each_frame_is_sent_when_it_is_there(open_case, monkeypatch, threads: int):
+    """By itself, after what is small and after it was written; every byte once, and the answer stays the same."""
+    case = shaken(open_case("pi0-2cam"))
+    engine, fresh = case.engine(), case.engine()
+    engine.run(*rotated(case, 1), 2)
+    (key,) = engine.programs.keys()
+    staging, log = engine.programs[key].staging, []
+    write, upload = staging.write, staging.upload
+    monkeypatch.setattr(programs, "threads_for", lambda sizes: threads)
+    monkeypatch.setattr(staging, "write", lambda name, array, row=None: (
+        write(name, array, row), log.append((name, row)) if row is not None else None
+    ))  # fmt: skip
+    monkeypatch.setattr(staging, "upload", lambda part: (log.append(part), upload(part)))
+    inputs, noise = rotated(case, 2)
+    got, _ = engine.run(inputs, noise, 2)
+    assert np.array_equal(got, fresh.run(inputs, noise, 2)[0])
+    views = [("frames.0", view) for view in range(2)]
+    sent = [entry for entry in log if isinstance(entry, slice)]
+    assert log[0] == sent[0] or threads  # what is small does not wait for a frame
+    assert sent[0].stop == staging.part("frames.0").start
+    assert sorted(sent[1:], key=lambda part: part.start) == [staging.part(*view) for view in views]
+    assert sum(part.stop - part.start for part in sent) >= staging.nbytes - ALIGNMENT
+    for view in views:
+        assert log.index(view) < log.index(staging.part(*view))
+    if not threads:
+        assert log[1:] == [views[0], staging.part(*views[0]), views[1], staging.part(*views[1])]
 
 
 def test_neighbours_of_one_size_are_one_launch():
