@@ -5,6 +5,8 @@ no network, no bundle (``docs/gpu.md``). Writes ``benchmarks/results/<gpu>-<date
 it, after every section. Each section runs in a process of its own with its own time, so that a crash or a
 section that is too slow costs nothing but itself; its rows up to then are kept.
 
+``python -m benchmarks.gpu ahead`` compiles the kernels at home and packs them (``ahead.py``).
+
 The last line is one JSON object. Status 0 when every section that could run did, 1 when something failed or there is
 no GPU.
 """
@@ -217,6 +219,11 @@ def save_to(folder: Path) -> Callable[[Record], None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["ahead"]:
+        from benchmarks.gpu import ahead
+
+        return ahead.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
     parser.add_argument("--only", help="sections, comma-separated; all that need a GPU by default")

@@ -142,8 +142,8 @@ def test_every_launch_of_a_chunk_is_accepted(
         "splitk_linear": 2 * (language + head) + 10,
         "norm_linear": 10 if name == "pi05" else 20,
     }
-    # SmolVLA's state token and causal chunk have a mask of their own; its cross layers see what is valid.
-    assert len(key_masks) == (10 * 8 if name == "smolvla" else language + head)
+    # pi0's state token and SmolVLA's, and its causal chunk, have masks of their own; its cross layers have not.
+    assert len(key_masks) == {"pi05": language + head, "pi0": language, "smolvla": 10 * 8}[name]
     per_image = {224: 256, 512: 64}[side]
     prefix = views * per_image + tokens + (name == "smolvla")
     actions = made.model.config.chunk_size

@@ -281,7 +281,9 @@ def test_kernel_compiles_without_spills(compiled: dict, name: str, capability: i
         rows = report["tile"]["m"]
         wanted = "wgmma.mma_async" if capability == 90 and rows >= 64 else "mma.sync"
         assert report["tensor_core"] == wanted
-        assert report["async_copies"] > 0 or report["tile"]["stages"] == 1
+        tile, keys = report["tile"], problem.sizes.get("P", float("inf"))
+        loops = problem.kernel != "packed_attention" or tile["n"] * tile["split"] < keys
+        assert report["async_copies"] > 0 or tile["stages"] == 1 or not loops
         is_eight_bit = problem.kernel == "fp8_product"
         assert report["eight_bit"] == (report["tensor_core_count"] if is_eight_bit else 0)
     assert report["dependencies"] == 0

@@ -190,9 +190,10 @@ class Fp8Linear(nn.Module):
         """x_scale: of the layer's input, from calibration; None: each row's own. Raises as :func:`quantize_weight`."""
         device = linear.weight.device
         if x_scale is not None:
-            x_scale = torch.as_tensor(x_scale, dtype=torch.float32, device=device).reshape(())
-            if not 0 < float(x_scale) < float("inf"):
+            x_scale = torch.as_tensor(x_scale, dtype=torch.float32).reshape(())
+            if not 0 < float(x_scale) < float("inf"):  # before it moves: the meta device holds no value
                 raise ValueError(f"x_scale: expected a finite number above 0, got {float(x_scale)}")
+            x_scale = x_scale.to(device)
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(quantize_weight(linear.weight.detach()), bias, x_scale)
 

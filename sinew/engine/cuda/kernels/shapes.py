@@ -89,7 +89,7 @@ def _pi(model: str, views: int, prompt: int, rows: int, adaptive: bool) -> list[
             "head attention",
             "packed_attention",
             head,
-            {"M": rows, **heads, "P": seen, "S": rows, "key_mask": True},
+            {"M": rows, **heads, "P": seen, "S": rows, "key_mask": adaptive},
         ),
         Problem(model, "head o", "splitk_linear", head, {"M": rows, "N": 1024, "K": 2048, "gate": adaptive}),
         Problem(model, "head gate up", "gated_mlp", head, {"M": rows, "N": 4096, "K": 1024, **norm}),

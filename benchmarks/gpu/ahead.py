@@ -1,0 +1,272 @@
+"""Compile at home, without a GPU, what the sections of ``make gpu`` would compile on borrowed time.
+
+``python -m benchmarks.gpu ahead --out build/gpu/tc.tgz [--capability 90] [--only PART,...]`` packs Triton's machine
+code into an archive; ``python -m benchmarks.gpu ahead --check build/gpu/tc.tgz`` says on the other machine if Triton
+will find it there. Triton's key is made of its own files and of the compiler's, so both machines need the same wheel,
+of the same Python version, and the same TRITON_CACHE_DIR, whose path is in the files.
+
+Everything is launched on the meta device, and what is launched is taken down and compiled instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+Kinds = dict[str, Any]  # sinew.engine.cuda.kernels.launch.Specialised by its key
+CACHE = "/tmp/tc"
+MANIFEST = "ahead.json"
+KEPT = (".cubin", ".json")  # what a launch reads; the rest of a compilation is for people
+VARIANTS: tuple[dict[str, bool], ...] = ({}, {"pdl": True}, {"pdl": True, "prefetch": True})
+NARROW = ("vision", "language")
+
+
+def parts() -> tuple[str, ...]:
+    """Return the names of what can be compiled: two sections, and the ladders of the models."""
+    from benchmarks.gpu.models import MODELS
+
+    return ("checks", "first", *MODELS)
+
+
+def kinds_of(part: str, capability: int) -> Kinds:
+    """Return what a part launches on a device of this compute capability; within :func:`pretending`."""
+    if part == "checks":
+        return of_checks()
+    return of_first(capability) if part == "first" else of_model(part)
+
+
+def of_checks() -> Kinds:
+    """Return what the checks of the kernels launch."""
+    from sinew.engine.cuda.kernels.launch import collecting
+    from tests.engine.cuda import kernel_checks
+
+    with collecting() as found:
+        for name, check in kernel_checks.CHECKS.items():
+            for dtype in kernel_checks.DTYPES:
+                for sizes in ({}, *kernel_checks.EDGES[name]):
+                    try:
+                        check(kernel_checks.module_of(name), dtype, "cpu", **sizes)
+                    except Exception:  # noqa: BLE001 - nothing ran, so nothing is what it should be
+                        continue
+    return found
+
+
+def of_first(capability: int) -> Kinds:
+    """Return what the first measurements launch, with every tile."""
+    import torch
+
+    from benchmarks.gpu.kernels import HEAD, HEAD_ROWS, LANGUAGE_ROWS, by_name, resized
+    from sinew.engine.cuda.kernels.shapes import capability_of, dims, launch
+    from sinew.engine.cuda.tune.tiles import candidates
+
+    heads = [name for _, name, *_ in HEAD]
+    narrow = [f"{name.removesuffix(', given')}, fp8" for name in heads if not name.endswith("scaled")]
+    found = [resized(by_name(name), HEAD_ROWS) for name in (*heads, *narrow)]
+    wide = ("pi0.5 language gate up, given", "pi0.5 language gate up, fp8")
+    found += [resized(by_name(name), rows) for name in wide for rows in LANGUAGE_ROWS]
+    found += [by_name(f"pi0.5 {where} attention") for where in ("head", "language")]
+    made = [
+        launch(problem, "meta", tile=tile).specialised()
+        for problem in found
+        if capability >= capability_of(problem)
+        for tile in candidates(problem.kernel, dims(problem), torch.bfloat16, capability)
+    ]
+    return {each.key(): each for each in made}
+
+
+def of_model(name: str, tiny: bool = False) -> Kinds:
+    """Return what the rungs of a model's ladder launch, and all that tuning tries before them."""
+    import torch
+
+    from benchmarks.gpu.models import TARGETS, processing
+    from benchmarks.gpu.rungs import plan_of
+    from benchmarks.gpu.session import shrunk
+    from sinew.engine.cuda.fp8.scales import linears
+    from sinew.engine.cuda.fused.launches import Kernels
+    from sinew.engine.cuda.kernels.launch import collecting
+    from sinew.engine.cuda.tune import tuner
+    from sinew.engine.cuda.tune.trials import Trials
+
+    case, meta, found = shrunk(TARGETS[name], tiny), torch.device("meta"), Kinds()
+    with torch.no_grad():
+        model = weightless(name, case.chunk, tiny)
+        recipe, plan = processing(name, model.config), plan_of(model)
+        calibrated = dict.fromkeys(linears(plan.model, NARROW), 1.0)
+        for fp8, scales in (((), {}), (NARROW, calibrated)):
+            for options in VARIANTS:
+                with collecting() as launched:
+                    program(case, plan, recipe, Kernels(meta, **options), fp8, scales).chunk()
+                found |= launched
+            made = program(case, plan, recipe, Kernels(meta), fp8, scales)
+            engine = SimpleNamespace(
+                device=meta, model=made.model, ops=made.ops, programs=SimpleNamespace(limit=1, make=None)
+            )
+
+            def run(made: Any = made, engine: Any = engine) -> None:
+                made.ops = engine.ops
+                made.chunk()
+
+            trials = Trials(meta, lambda _: 0.0, lambda: 1.0, lambda _: None, again=True)
+            found |= tuner.gather(engine, run, trials)
+    return found
+
+
+def weightless(name: str, chunk: int, tiny: bool) -> Any:
+    """Return the model of a ladder on the meta device, in the types that ``random_model`` gives it."""
+    from dataclasses import replace
+
+    import torch
+
+    from benchmarks.gpu.models import MODELS
+    from sinew.models import build_on_meta
+
+    architecture, full, small = MODELS[name]
+    model = build_on_meta(architecture, replace(small if tiny else full, chunk_size=chunk))
+    for key, parameter in model.named_parameters():
+        wide = key.split(".")[0] in model.float32_modules
+        parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+def program(
+    case: Any, plan: Any, recipe: Any, ops: Any, fp8: tuple[str, ...], scales: dict[str, float]
+) -> Any:
+    """Return the program that an engine would record for a case's observation."""
+    import torch
+
+    from benchmarks.gpu.models import CAMERA, STEPS
+    from sinew.engine.cuda.fused.fuse import fuse
+    from sinew.engine.cuda.graphs import Calls
+    from sinew.engine.cuda.options import CudaOptions
+    from sinew.engine.cuda.program import Key, Program
+
+    key = Key(case.views, (CAMERA,) * case.views, CudaOptions().bucket(case.prompt), STEPS)
+    fused = fuse(plan, ops, True, fp8, scales)
+    return Program(key, fused, ops, recipe, Calls(), torch.device("meta"))
+
+
+@contextmanager
+def pretending(capability: int) -> Iterator[None]:
+    """Tiles are those of a device of this compute capability."""
+    import sinew.engine.cuda.kernels  # noqa: F401 - before what it is tuned with
+    from sinew.engine.cuda.tune import tuning
+
+    real = tuning.capability
+    tuning.capability = lambda _: capability
+    tuning.choose.cache_clear()
+    try:
+        yield
+    finally:
+        tuning.capability = real
+        tuning.choose.cache_clear()
+
+
+def facts() -> dict[str, Any]:
+    """Return what Triton's key depends on besides the kernels: where these differ, it finds nothing."""
+    import triton
+    from triton.runtime.cache import triton_key
+
+    return {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "triton": triton.__version__,
+        "triton_key": triton_key(),
+        "cache": str(cache_folder()),
+    }
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("TRITON_CACHE_DIR", CACHE))
+
+
+def pack(out: Path, about: dict[str, Any]) -> int:
+    """Write the machine code of the cache and ``about`` it; returns how many kernels there are."""
+    folder = cache_folder()
+    files = sorted(path for path in folder.rglob("*") if path.suffix in KEPT)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(about, indent=1).encode()
+    with tarfile.open(out, "w:gz") as archive:
+        for path in files:
+            archive.add(path, str(Path(folder.name) / path.relative_to(folder)))
+        member = tarfile.TarInfo(f"{folder.name}/{MANIFEST}")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text))
+    return sum(path.suffix == ".cubin" for path in files)
+
+
+def differences(archive: Path, here: dict[str, Any]) -> list[str]:
+    """Return why Triton would not find here what an archive holds: field, expected, got. OSError and ValueError for a
+    file that is no such archive."""
+    with tarfile.open(archive) as tar:
+        member = next((each for each in tar if Path(each.name).name == MANIFEST), None)
+        held = tar.extractfile(member) if member is not None else None
+        if held is None:
+            raise ValueError(f"{archive}: expected {MANIFEST} in it, got none")
+        about = json.loads(held.read())
+    differ = (name for name in here if about.get(name) != here[name])
+    return [f"{name}: expected {about.get(name)}, got {here[name]}" for name in differ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
+    os.environ.setdefault("TRITON_CACHE_DIR", CACHE)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu ahead", description=(__doc__ or "").split("\n\n")[0]
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="compile, and pack into this file")
+    what.add_argument(
+        "--check", type=Path, metavar="FILE", help="does this machine's Triton find what FILE holds?"
+    )
+    parser.add_argument("--capability", type=int, default=90, help="80, 89 or 90")
+    parser.add_argument("--triton", help="refuse to compile with another version")
+    parser.add_argument("--only", help=f"some of {', '.join(parts())}; all by default")
+    options = parser.parse_args(arguments)
+    here = facts()
+    if options.check is not None:
+        try:
+            found = differences(options.check, here)
+        except (OSError, ValueError, tarfile.TarError) as error:
+            found = [str(error)]
+        print("\n".join(found) or f"{options.check}: fits triton {here['triton']}, Python {here['python']}")
+        return int(bool(found))
+    if options.triton not in (None, here["triton"]):
+        parser.error(f"--triton: expected {options.triton}, got {here['triton']}")
+    names = options.only.split(",") if options.only else list(parts())
+    if unknown := set(names).difference(parts()):
+        parser.error(f"--only: expected some of {', '.join(parts())}, got {', '.join(sorted(unknown))}")
+    return compiled(names, options.capability, options.out, here)
+
+
+def compiled(names: list[str], capability: int, out: Path, here: dict[str, Any]) -> int:
+    """Compile and pack; 1 where nothing did."""
+    from sinew.engine.cuda.tune.ahead import compile_all
+
+    done: set[str] = set()
+    rows = {}
+    with pretending(capability):
+        for name in names:
+            start = time.monotonic()
+            found = {key: each for key, each in kinds_of(name, capability).items() if key not in done}
+            done |= found.keys()
+            good = compile_all(found, capability)
+            rows[name] = {"kinds": len(found), "compiled": good}
+            print(f"{name}: {good} of {len(found)} new kinds, {time.monotonic() - start:.0f} s", flush=True)
+    count = pack(out, here | {"capability": capability, "parts": rows})
+    print(f"{out}: {count} kernels, {out.stat().st_size / 2**20:.1f} MiB")
+    print(f"there: tar xzf {out.name} -C {cache_folder().parent}; export TRITON_CACHE_DIR={cache_folder()}")
+    return int(count == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
