@@ -87,7 +87,11 @@ class LoggedPlayer(Player):
 
     def _open(self, variant: Variant) -> EvalPolicy:
         policy: Any = super()._open(variant)
-        self.names = _names(policy)
+        scene: Any = self.env.unwrapped
+        self.names = {  # the policy's own, or what the environment calls them
+            kind: found or tuple(getattr(scene, f"{kind}_names", ()))
+            for kind, found in _names(policy).items()
+        }
         return _Heard(policy, self)
 
 
