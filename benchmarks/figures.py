@@ -134,6 +134,8 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "blocks_training.png": lambda path: curve(LOGS / "blocks_training.json", path),
     "pen_training.png": lambda path: curve(LOGS / "pen_training.json", path),
     "blocks_handovers.png": points("blocks", "blocks.gguf"),
+    "shove_handovers.png": points("shove", "shove, blocks.gguf"),
+    "pen_handovers.png": points("pen", "pen.gguf"),
     "blocks-with-blocks-rtc_handovers.png": points("blocks-with-blocks-rtc", "blocks-rtc.gguf"),
     "roofline_pi0.png": roofline,
     "placements.png": placements,

@@ -124,7 +124,7 @@ def test_the_embedded_policy_continues_what_it_committed_to() -> None:
     policy = load(
         Path(__file__).parents[2] / "sinew" / "assets" / "blocks-rtc.gguf", engine="plan", threads=1
     )
-    assert policy.spec.committed_rows == 12
+    assert policy.spec.committed_rows == 16
     env = pytest.importorskip("gymnasium").make("sinew/Blocks-v0")
     seen, _ = env.reset(seed=1)
     left, right = (np.tile(np.float32([move, 0.0, 0.0, 1.0]), (8, 1)) for move in (-1.0, 1.0))
