@@ -2,9 +2,9 @@
 
     python -m benchmarks.request_stages [--requests 2000]
 
-Both processes stamp one clock when functions begin or end (never when a sender returns, whom the receiver may overtake);
-the table has the medians of the times between two stamps, two frames of 224 x 224 on the smallest embedded policy, one solver step. Stamps cost some 20 microseconds in all. The
-last line is JSON.
+Both processes stamp one clock when functions begin or end, but never when a sender returns, whom the receiver may have
+overtaken. The table has the medians of the times between two stamps; two frames of 224 x 224 on the smallest embedded
+policy, one solver step. The last line is JSON.
 """
 
 from __future__ import annotations
