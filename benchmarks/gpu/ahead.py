@@ -18,6 +18,7 @@ import platform
 import sys
 import tarfile
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,7 +212,7 @@ def differences(archive: Path, here: dict[str, Any]) -> list[str]:
         member = next((each for each in tar if Path(each.name).name == MANIFEST), None)
         held = tar.extractfile(member) if member is not None else None
         if held is None:
-            raise ValueError(f"{archive}: expected {MANIFEST} in it, got none")
+            raise ValueError(f"expected {MANIFEST} in it, got none")
         about = json.loads(held.read())
     differ = (name for name in here if about.get(name) != here[name])
     return [f"{name}: expected {about.get(name)}, got {here[name]}" for name in differ]
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
     what.add_argument(
         "--check", type=Path, metavar="FILE", help="does this machine's Triton find what FILE holds?"
     )
-    parser.add_argument("--capability", type=int, default=90, help="80, 89 or 90")
+    parser.add_argument("--capability", type=int, choices=(80, 89, 90), default=90)
     parser.add_argument("--triton", help="refuse to compile with another version")
     parser.add_argument("--only", help=f"some of {', '.join(parts())}; all by default")
     options = parser.parse_args(arguments)
@@ -236,8 +237,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.check is not None:
         try:
             found = differences(options.check, here)
-        except (OSError, ValueError, tarfile.TarError) as error:
-            found = [str(error)]
+        except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+            found = [f"{options.check}: {error}"]
         print("\n".join(found) or f"{options.check}: fits triton {here['triton']}, Python {here['python']}")
         return int(bool(found))
     if options.triton not in (None, here["triton"]):
