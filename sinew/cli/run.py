@@ -20,7 +20,7 @@ from sinew_client.control.robots import Dry, open_class, open_lerobot
 
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Runs, json_object
-from sinew.cli.run_connection import ASSIST_WHEN, check_guidance, open_assist, open_connection
+from sinew.cli.run_connection import ASSIST_WHEN, assist_rule, check_guidance, open_assist, open_connection
 from sinew.cli.run_view import Keys, View
 from sinew.core import SinewError
 
@@ -92,6 +92,8 @@ def run(
     """
     with ExitStack() as stack:
         try:
+            rule = assist_rule(target, assist, assist_when)
+            edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             policy, about, connect = open_connection(target, runs, split)
             check_guidance(handover, policy, about)
             machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
@@ -106,7 +108,6 @@ def run(
                     "--prompt: expected an instruction; neither the policy nor the robot has one"
                 )
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
-            edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             if edge is not None:
                 edge.check(policy, float(rate))
             settings = Settings(
@@ -117,10 +118,8 @@ def run(
                 refine=0 if edge is None else edge.form.max_age,
             )  # fmt: skip
             assisted = None
-            if assist is not None:
-                connect = assisted = open_assist(
-                    target, assist, assist_when, assist_deadline, connect, policy, settings
-                )
+            if assist is not None and rule is not None:
+                connect = assisted = open_assist(assist, rule, assist_deadline, connect, policy, settings)
                 stack.callback(assisted.close)
             loop = Loop(machine, connect, settings, dim, prompt, adapter=edge)
             stack.callback(loop.close)

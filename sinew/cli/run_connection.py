@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sinew_client import Client, ClientError
-from sinew_client.control import Assist, Servers, Settings, parse_assist
+from sinew_client.control import Assist, AssistRule, Servers, Settings, parse_assist
 from sinew_client.control.requester import Call
 
 from sinew import progress
@@ -74,24 +74,29 @@ def check_guidance(handover: str, policy: dict[str, Any], about: dict[str, Any])
         )
 
 
-def open_assist(
-    target: str,
-    address: str,
-    when: str,
-    deadline: float,
-    near: Callable[[], Call],
-    policy: dict[str, Any],
-    settings: Settings,
-) -> Assist:
-    """Return what opens connections to ``near`` with the policy at ``address`` beside it, asked as ``when`` says."""
+def assist_rule(target: str, address: str | None, when: str) -> AssistRule | None:
+    """Return when the far policy is asked; None where there is none."""
+    if address is None:
+        return None
     if is_server(target):
         raise SinewError(
             f"--assist: expected a policy here, which the far one assists, got the server {target}"
         )
     try:
-        rule = parse_assist(when)
+        return parse_assist(when)
     except ValueError as error:
         raise SinewError(f"--assist-when: {error}") from error
+
+
+def open_assist(
+    address: str,
+    rule: AssistRule,
+    deadline: float,
+    near: Callable[[], Call],
+    policy: dict[str, Any],
+    settings: Settings,
+) -> Assist:
+    """Return what opens connections to ``near`` with the policy at ``address`` beside it."""
     try:
         far = _served(address)["policy"]
     except ClientError as error:  # the robot can do without, and asks again later

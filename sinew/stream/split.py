@@ -42,18 +42,19 @@ class SplitCalls:
 
     def __init__(self, policy: Policy, address: str, api_key: str = ""):
         self._policy, self._address, self._key = policy, address, api_key
+        self._template = template_of(policy)  # takes seconds, and does not change with a connection
 
     def __call__(self) -> SplitCall:
-        return SplitCall(self._policy, Client(self._address, api_key=self._key))
+        return SplitCall(self._policy, Client(self._address, api_key=self._key), self._template)
 
 
 class SplitCall:
     """One connection: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
 
-    def __init__(self, policy: Policy, client: Client):
+    def __init__(self, policy: Policy, client: Client, template: Any = None):
         self._client = client
         try:
-            self.policy = SplitPolicy(policy, client)
+            self.policy = SplitPolicy(policy, client, template)
         except Exception:
             client.close()
             raise
@@ -68,13 +69,20 @@ class SplitCall:
         self._client.close()
 
 
+def template_of(policy: Policy) -> Any:
+    """Return the shapes of a policy's context, on no device."""
+    meta = on_meta(Halves(policy.engine).model)
+    return Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
+
+
 class SplitPolicy:
     """policy: the bundle on this machine, on an engine whose halves run apart. client: of a server's ``context.FORM``.
+    template: :func:`template_of` the policy, if it is there already.
 
     Raises SinewError for a server that has another policy, or sends no contexts.
     """
 
-    def __init__(self, policy: Policy, client: Client):
+    def __init__(self, policy: Policy, client: Client, template: Any = None):
         self.policy, self._client = policy, client
         self._halves = Halves(policy.engine)
         served = client.metadata()
@@ -88,8 +96,7 @@ class SplitPolicy:
             raise SinewError(
                 f"split: expected the server's bundle, digest {there}, got {here} ({policy.bundle.path})"
             )
-        meta = on_meta(self._halves.model)
-        self._template = Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
+        self._template = template_of(policy) if template is None else template
         self.last: Trip | None = None
 
     def infer(

@@ -29,7 +29,7 @@ BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
 class Arm:
     """Sees noise, and ends the run after so many commands."""
 
-    def __init__(self, commands: int = 6):
+    def __init__(self, commands: int = 3):
         self._left = commands
         self._images = {
             name: np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
@@ -84,7 +84,7 @@ def drive(
     for name in ("handover", "replan", "max_age", "finish"):
         if (wanted := asked.get(name.replace("_", "-"))) is not None:
             assert found["settings"][name] == wanted
-    assert found["executed"] >= 5
+    assert found["executed"] >= 2
     return found
 
 
@@ -112,6 +112,7 @@ def test_a_policy_here_with_assistance(server, capsys, monkeypatch):
     assert found["assist"]["chunks"]["near"] + found["assist"]["chunks"]["far"] >= found["chunks"]
 
 
+@pytest.mark.slow  # tests/serve/test_split.py has the rest
 def test_split(server, capsys, monkeypatch):
     drive("split", str(BLOCKS), ["--split", f"{server.native}/context.bf16"], capsys, monkeypatch)
 
