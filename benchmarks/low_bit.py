@@ -1,7 +1,11 @@
 """Engines side by side over one policy in float32 and in few bits, in rounds of one process, by CPU time.
 
+python -m benchmarks.low_bit --make FOLDER [--depth 4] [--rounds 3] [--threads 2]
 python -m benchmarks.low_bit BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx QUANTISED] [--nbits FOLDER]
 
+--make writes a random SmolVLA of full width and 1 / DEPTH of its layers to FOLDER (2,048 tokens unless DEPTH is 1), its
+bundles in int8 and in 4 bits with an int8 head, and takes the six sides: eager, plan, onnx, onnx int8, cpu int8, cpu
+4 bits. What is there already is used again.
 Every round runs each engine once, in an order that turns; a ratio is to eager of the same round. CPU seconds of the
 process, all threads together: they do not see who else has the cores, but they do see a neighbour on the other thread
 of a core. LOWBIT are bundles that `sinew quantize --engine cpu` made of BUNDLE. Peak memory comes from a process of its
@@ -97,9 +101,36 @@ def four_bits(bundle: Path, folder: Path) -> Path:
     return folder
 
 
+def make(folder: Path, depth: int) -> tuple[Path, Path, Path]:
+    """Write the float bundle and its two low-bit ones to ``folder``, unless they are there; return their paths."""
+    from sinew.cli import main as sinew
+    from sinew.presets.random_checkpoint import write_checkpoint
+    from sinew.presets.smolvla_layout import Widths
+
+    wide, int8, four = (folder / f"{name}.gguf" for name in ("wide", "int8", "q4"))
+    if not wide.exists():
+        layers = {"vision_layers": 12 // depth, "num_vlm_layers": 16 // depth, "text_layers": 16 // depth}
+        sizes = Widths() if depth == 1 else Widths(**layers, vocab_size=2048)
+        made = write_checkpoint(folder, widths=sizes)
+        if sinew(["convert", str(made.policy), str(wide), "--vlm", str(made.vlm)]):
+            raise SystemExit("the conversion failed")
+    for path, body in ((int8, "int8"), (four, "q4_0")):
+        recipe = f"vision={body},language={body},head=int8"
+        options = ["--observations", "1", "--episodes", "0", "--engine", "cpu"]
+        if not path.exists() and sinew(
+            ["quantize", str(wide), "--recipe", recipe, "--out", str(path), *options]
+        ):
+            raise SystemExit("the quantisation failed")
+    return wide, int8, four
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, nargs="?")
+    parser.add_argument("--make", type=Path, help="folder for random bundles, which are then compared")
+    parser.add_argument(
+        "--depth", type=int, default=1, choices=(1, 2, 4), help="a divisor of --make's layers"
+    )
     parser.add_argument("lowbit", type=Path, nargs="*")
     parser.add_argument("--engines", nargs="+", default=["eager", "plan"], help="of BUNDLE, eager first")
     parser.add_argument("--onnx", type=Path, action="append", default=[], help="also with engine onnx")
@@ -114,6 +145,12 @@ def main() -> None:
         policy.infer(make_observation(policy.spec, None, PROMPT, None))
         print(machine.resident_bytes()["peak"] >> 20)
         return
+    if arguments.make is not None:
+        arguments.bundle, int8, four = make(arguments.make, arguments.depth)
+        arguments.lowbit, arguments.onnx = [int8, four], [int8]
+        arguments.engines = ["eager", "plan", "onnx"]
+    elif arguments.bundle is None:
+        parser.error("expected BUNDLE or --make FOLDER")
     sides = {name: (arguments.bundle, name) for name in arguments.engines}
     sides |= {f"onnx {path.stem}": (path, "onnx") for path in arguments.onnx}
     if arguments.nbits is not None:

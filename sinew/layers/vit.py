@@ -160,7 +160,9 @@ class VisionTransformer(nn.Module):
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
         """x: [B, rows * cols, C], embedded patches without their positions -> features [B, rows * cols, C]."""
-        x = x + self.positions(rows, cols)
+        # Positions first: the sum is laid out as the first term is. Embedded patches come with the channels of a token
+        # far apart, and every norm and sum of the residual stream would read and write them so.
+        x = self.positions(rows, cols) + x
         skip = self.config.prefix_tokens
         if skip:
             x = torch.cat([self.prefix.expand(x.shape[0], -1, -1), x], dim=1)

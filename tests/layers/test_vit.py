@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -90,3 +91,12 @@ def test_the_exact_gelu_is_left_alone():
     assert "exact form" in str(outcome)
     assert torch.equal(exact(pixels), before[0])
     torch.testing.assert_close(tanh(pixels), before[1])
+
+
+def test_the_channels_of_a_token_lie_together():
+    """From the first block on: norms of a stream laid out as the patch embedding gives it took ten times as long."""
+    model = tower(replace(SIGLIP, final_norm=False))
+    seen = []
+    model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].stride(-1)))
+    assert model(torch.zeros(2, 3, 28, 28)).is_contiguous()
+    assert seen == [1]
