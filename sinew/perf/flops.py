@@ -41,6 +41,7 @@ PRODUCTS: dict[str, Count] = {  # by ATen's names, and our own
     "baddbmm": lambda args, _: _bmm(args[1], args[2]),
     # [M, K] by rows of N channels in few bits; the precision is that of its activations
     "lowbit_linear": lambda args, _: 2 * args[0].numel() * args[1].shape[0],
+    "lowbit_linears": lambda args, _: sum(2 * args[0].numel() * weight.shape[0] for weight in args[1]),
     "mv": lambda args, _: 2 * args[0].numel(),
     "convolution": lambda args, out: _convolution(out, args[1]),
     **dict.fromkeys(FUSED_ATTENTION, lambda args, _: _attention(*args[:3])),
