@@ -43,7 +43,7 @@ struct Multiply {
 
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels DOTPROD = {
-    "neon-dotprod", {ROWS, ROWS, ROWS}, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
+    "neon-dotprod", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 0, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 0>, pack<4, 4>,
     finish, nullptr,
 };
 

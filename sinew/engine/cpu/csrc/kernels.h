@@ -21,7 +21,7 @@ constexpr int MAX_ROWS = 12;  // of a tile, over all kernels
 enum Format : int { TERNARY = 0, INT8 = 1, Q8_0 = 2, Q4_0 = 3, FORMATS = 4 };
 
 // How far sums of products may go in 16 bits before they are widened; kernels without such sums ignore it.
-enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS };
+enum Width : int { TWO_BITS, FOUR_BITS, EIGHT_BITS, EIGHT_BITS_IN_GROUPS, WIDTHS };
 
 struct Tile {
   const void* x;           // block of activations
@@ -36,12 +36,12 @@ struct Tile {
 
 struct Kernels {
   const char* name;
-  int rows[3];     // the most rows of a tile, by Width
+  int rows[WIDTHS];  // the most rows of a tile
   int even;        // 1 where blocks are padded to an even number of rows
   int unit;        // values of k in a unit, of codes up to 4 bits
   int wide_unit;   // the same for 8 bits; 2 means that products are of 16 bits
   int wide_bias;   // added to 8-bit codes, which makes them unsigned: 128 or 0
-  void (*multiply[3])(const Tile&);  // by Width
+  void (*multiply[WIDTHS])(const Tile&);
   // Row of activations -> int8, its sums per group of 32 (or of all), and its scale. See activations().
   float (*quantize)(const float* x, int64_t k, float smallest, int8_t* out);
   // CHANNELS rows of stored weights -> panel of codes, their scales, and bases. See expand_panel().
@@ -51,7 +51,7 @@ struct Kernels {
   // Result of a tile [rows][CHANNELS] -> rows of y that are `stride` apart, their first `there` channels. See finish().
   void (*finish)(const float* out, int rows, int there, const float* inverses, const float* bias, float* y,
                  int64_t stride);
-  // What a row of 8-bit activations contributes alone where two products are made of one (x86_avx2.cpp), else null.
+  // What a row of activations contributes alone where EIGHT_BITS makes two products of one (x86_avx2.cpp), else null.
   int32_t (*pairs)(const int8_t* x, int64_t k);
 };
 
@@ -70,7 +70,7 @@ struct Traits {
   int width, offset, group;  // group: 0 means all of k
 };
 constexpr Traits TRAITS[FORMATS] = {
-    {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS, 0, 32}, {FOUR_BITS, 8, 32}};
+    {TWO_BITS, 1, 0}, {EIGHT_BITS, 0, 0}, {EIGHT_BITS_IN_GROUPS, 0, 32}, {FOUR_BITS, 8, 32}};
 
 constexpr int64_t row_bytes(int format, int64_t k) {
   return format == TERNARY ? round_up(k, 64) / 4 : format == INT8 ? k : k / 32 * (format == Q8_0 ? 34 : 18);

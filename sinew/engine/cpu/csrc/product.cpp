@@ -34,10 +34,10 @@ struct Call {
 
   void plan() {
     traits = TRAITS[format];
-    wide = traits.width == EIGHT_BITS;
+    wide = traits.width >= EIGHT_BITS;
     unit = wide ? kernels->wide_unit : kernels->unit;
     bytes = unit == 2 ? 2 : 1;
-    paired = wide && kernels->pairs != nullptr;
+    paired = traits.width == EIGHT_BITS && kernels->pairs != nullptr;
     offset = traits.offset + (wide ? kernels->wide_bias : 0);
     padded = round_up(k, 8);
     groups = traits.group ? static_cast<int>(k / traits.group) : 1;

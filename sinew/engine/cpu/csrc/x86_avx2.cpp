@@ -100,30 +100,51 @@ struct Ternary {  // one group, in parts of 64 units
 };
 
 template <int R>
-struct Paired {  // 8 bits: a unit is 2 values of k, two units make a pair
+struct Wide {  // 8 bits in groups, whose ends cost more than pairs save: a unit is 2 values of k
   static void run(const Tile& t) {
     const int32_t* x = static_cast<const int32_t*>(t.x);
     const __m128i* w = static_cast<const __m128i*>(t.w);
     for (int g = 0; g < t.groups; ++g) {
-      const __m256i zero = _mm256_setzero_si256();
       __m256i sums[R][2];
-      for (int h = 0; h < 2; ++h) {
-        const __m256i base = _mm256_sub_epi32(zero, load(t.bases + g * CHANNELS + 8 * h));
-        for (int r = 0; r < R; ++r) sums[r][h] = base;
-      }
-      for (int u = 0; u < t.units; u += 2, x += 2 * R, w += 4) {
-        const __m256i even[2] = {widen(w), widen(w + 1)}, odd[2] = {widen(w + 2), widen(w + 3)};
+      for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+      for (int u = 0; u < t.units; ++u, x += R, w += 2) {
+        const __m256i low = widen(w), high = widen(w + 1);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const __m256i first = broadcast(x + r), second = broadcast(x + R + r);
-          for (int h = 0; h < 2; ++h)
-            add32(sums[r][h], _mm256_madd_epi16(_mm256_add_epi16(first, odd[h]), _mm256_add_epi16(second, even[h])));
+          const __m256i a = broadcast(x + r);
+          add32(sums[r][0], _mm256_madd_epi16(low, a));
+          add32(sums[r][1], _mm256_madd_epi16(high, a));
         }
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
-        add_scaled(t.out + r * CHANNELS, sums[r][0], sums[r][1], t.offsets[g * R + r], t.scales + g * CHANNELS, g == 0);
+        add_scaled(t.out + r * CHANNELS, sums[r][0], sums[r][1], 0, t.scales + g * CHANNELS, g == 0);
     }
+  }
+};
+
+template <int R>
+struct Paired {  // 8 bits, one group: a unit is 2 values of k, two units make a pair
+  static void run(const Tile& t) {
+    const int32_t* x = static_cast<const int32_t*>(t.x);
+    const __m128i* w = static_cast<const __m128i*>(t.w);
+    __m256i sums[R][2];
+    for (int h = 0; h < 2; ++h) {
+      const __m256i base = _mm256_sub_epi32(_mm256_setzero_si256(), load(t.bases + 8 * h));
+      for (int r = 0; r < R; ++r) sums[r][h] = base;
+    }
+    for (int u = 0; u < t.units; u += 2, x += 2 * R, w += 4) {
+      const __m256i even[2] = {widen(w), widen(w + 1)}, odd[2] = {widen(w + 2), widen(w + 3)};
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m256i first = broadcast(x + r), second = broadcast(x + R + r);
+        for (int h = 0; h < 2; ++h)
+          add32(sums[r][h], _mm256_madd_epi16(_mm256_add_epi16(first, odd[h]), _mm256_add_epi16(second, even[h])));
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+      add_scaled(t.out + r * CHANNELS, sums[r][0], sums[r][1], t.offsets[r], t.scales, true);
   }
 };
 
@@ -193,7 +214,7 @@ inline void transpose(const uint8_t* from, int64_t stride, __m256i (&units)[8]) 
   }
 }
 
-// As expand_panel() of 8 bits in units of 2, and the bases.
+// As expand_panel() of 8 bits in units of 2, and of INT8 the bases.
 template <int FORMAT>
 void expand_pairs(const Weights& w, int64_t channel, void* panel, float* scales, int32_t* bases) {
   constexpr int PART = 16, GROUP = 32, BLOCK = 34;
@@ -216,18 +237,13 @@ void expand_pairs(const Weights& w, int64_t channel, void* panel, float* scales,
     for (int u = 0; u < PART / 2 && at + 2 * u < padded; u += 2) {
       _mm256_storeu_si256(to + u, units[u]);
       _mm256_storeu_si256(to + u + 1, units[u + 1]);
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; FORMAT == INT8 && h < 2; ++h) {
         const __m256i even = widen(to + u, h), odd = widen(to + u + 1, h);
         sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(even, odd));
       }
     }
-    if (FORMAT == INT8 ? at + PART < padded : (at + PART) % GROUP) continue;
-    for (int h = 0; h < 2; ++h) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(bases + 8 * h), sums[h]);
-      sums[h] = _mm256_setzero_si256();
-    }
-    bases += CHANNELS;
   }
+  for (int h = 0; h < 2; ++h) _mm256_storeu_si256(reinterpret_cast<__m256i*>(bases + 8 * h), sums[h]);
   expand_scales<FORMAT>(w, channel, scales);
 }
 
@@ -238,8 +254,9 @@ void expand_avx2(const Weights& w, int64_t channel, void* panel, float* scales, 
 }
 
 const Kernels AVX2 = {
-    "avx2", {ROWS, ROWS, PAIRED}, 0, 4, 2, 0,
-    {Table<Ternary, ROWS>::run, Table<Narrow, ROWS>::run, Table<Paired, PAIRED>::run},
+    "avx2", {ROWS, ROWS, PAIRED, ROWS}, 0, 4, 2, 0,
+    {Table<Ternary, ROWS>::run, Table<Narrow, ROWS>::run, Table<Paired, PAIRED>::run,
+     Table<Wide, ROWS>::run},
     quantize, expand_avx2, pack_avx2, finish, pairs,
 };
 

@@ -36,7 +36,7 @@ struct Multiply {
 
 const auto MULTIPLY = Table<Multiply, ROWS>::run;
 const Kernels AVX512VNNI = {
-    "avx512vnni", {ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
+    "avx512vnni", {ROWS, ROWS, ROWS, ROWS}, 0, 4, 4, 128, {MULTIPLY, MULTIPLY, MULTIPLY, MULTIPLY}, quantize, expand<4, 4, 128>, pack<4, 4>,
     finish, nullptr,
 };
 
