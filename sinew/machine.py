@@ -81,22 +81,6 @@ def spinning() -> str:
     return "idle threads spin for milliseconds, because torch was imported before sinew"
 
 
-def keep_freed_memory() -> bool:
-    """Let this process keep memory that it frees for what it allocates next; return False where the C library cannot.
-
-    glibc gives large blocks back at once, and every inference pays for the same pages again: of the CPU time of an int8
-    SmolVLA that was 5 % (docs/log.md). What is kept is at most the peak of before.
-    """
-    import ctypes  # a client of this module may never need it
-
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # no such function; no such library
-        return False
-    trim, from_the_system = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-    return bool(set_option(from_the_system, 1 << 30) and set_option(trim, (1 << 31) - 1))
-
-
 def _cpu_quota() -> float | None:
     """Cores that the cgroup allows: the smallest limit on the way to the root (v2, then v1)."""
     limits = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -135,7 +134,3 @@ def test_loading_imports_no_compiler() -> None:
 def test_this_process_has_memory() -> None:
     found = machine.resident_bytes()
     assert found["peak"] >= found.get("now", 0) > 0
-
-
-def test_freed_memory_is_kept_where_the_c_library_can() -> None:
-    assert machine.keep_freed_memory() == (platform.libc_ver()[0] == "glibc")

@@ -63,7 +63,6 @@ def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
     engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where)
     engine.recipe = stored_recipe(bundle, model)
     bundle.release(engine.model.parameters())
-    machine.keep_freed_memory()  # not before: what loading frees is not needed again
     log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine
 
