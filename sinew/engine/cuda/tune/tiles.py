@@ -220,7 +220,11 @@ FLOAT32: dict[str, dict[str, list[Tile]]] = {
     "gated_mlp": {"few": [Tile(16, 32, 32, warps=4, stages=2)]},
     "qkv_rope": {"few": [Tile(16, 32, 32, warps=4, stages=2)]},
     "splitk_linear": {  # a depth of 32, as the first projection of the head has, is not worth splitting
-        "few": [Tile(16, 32, 64, 4, warps=4, stages=2), Tile(16, 32, 32, 1, warps=4, stages=2)]
+        "few": [
+            Tile(16, 32, 64, 4, warps=4, stages=2),
+            Tile(16, 32, 32, 1, warps=4, stages=2),
+            Tile(16, 16, 32, 1, warps=4, stages=2),
+        ]
     },
     "packed_attention": {"few": [Tile(16, 16, split=4, warps=4, stages=1)]},
 }
@@ -244,7 +248,10 @@ def candidates(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability:
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
     found = regimes[_regime(kernel, dims, regimes)]
-    return [tile for tile in found if has_work(kernel, dims, tile)] or [replace(found[0], split=1)]
+    unsplit = dict.fromkeys(
+        replace(tile, split=1) for tile in found
+    )  # for depths and keys shorter than any split
+    return [tile for tile in found if has_work(kernel, dims, tile)] or list(unsplit)
 
 
 def _regime(kernel: str, dims: Sequence[int], regimes: Mapping[str, list[Tile]]) -> Regime:
