@@ -205,7 +205,10 @@ def _onnx_instead(bundle: Bundle, options: Options) -> tuple[bool, str]:
         return False, f"engine onnx was not measured beside it: {install('onnx')}"
     from sinew.engine.probe import measure
 
-    measured = measure(bundle, kinds, options.threads)
+    try:
+        measured = measure(bundle, kinds, options.threads)
+    except Exception as error:  # noqa: BLE001, whatever ONNX Runtime has: engine cpu runs
+        return False, f"engine onnx was not measured beside it: {type(error).__name__}: {error}"
     per = "tensor" if "int8" in kinds.values() else "token"
     parity = f"onnx rounds weights to {bits} bits and activations per {per}, cpu keeps 8 bits, per token"
     return measured.onnx_wins, f"{measured.text}; {parity}"

@@ -9,13 +9,14 @@ these libraries and this number of threads.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 from sinew import __version__, machine
@@ -88,12 +89,15 @@ def measure(bundle: Bundle, recipe: Mapping[str, str], threads: int | None) -> M
 
 def block_seconds(block: Block, kind: str, threads: int) -> dict[str, float]:
     """Return the CPU seconds of each engine for one block in precision ``kind``, measured now unless they are kept."""
+    import torch
+
     from sinew.engine.cpu import build, extension
+    from sinew.engine.onnx.providers import runtime
 
     kernels = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(build.SOURCES.iterdir())))
     key = [
         *(__version__, asdict(block), kind, threads, machine.cpu_model(), sorted(machine.cpu_flags())),
-        *(version("torch"), version("onnxruntime"), extension().kernels, kernels.hexdigest()),
+        *(torch.__version__, runtime().__version__, extension().kernels, kernels.hexdigest()),
     ]
     path = (
         machine.cache_folder("probes") / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
@@ -106,8 +110,11 @@ def block_seconds(block: Block, kind: str, threads: int) -> dict[str, float]:
     except (OSError, ValueError, TypeError, KeyError):
         pass
     found = _run_in_turn(block, kind, threads)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"key": key, "seconds": found}) + "\n", encoding="utf-8")
+    with contextlib.suppress(OSError):  # a folder that is not for writing: it is measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"key": key, "seconds": found}) + "\n", encoding="utf-8")
+        partial.replace(path)  # another process may do the same
     return found
 
 

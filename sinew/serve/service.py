@@ -199,18 +199,12 @@ class Service:
             else:
                 future.set_result(outcome)
 
-        job = self.submit_from(loop, inference, settle)
+        job = self.submit(inference, lambda outcome: _call_soon(loop, settle, outcome))
         try:
             return await future
         except asyncio.CancelledError:
             self.cancel(job)
             raise
-
-    def submit_from(
-        self, loop: asyncio.AbstractEventLoop, inference: Inference, settle: Callable[[Outcome], None]
-    ) -> Job:
-        """``submit`` whose outcome is told on an event loop, unless that has ended meanwhile."""
-        return self.submit(inference, lambda outcome: _call_soon(loop, settle, outcome))
 
     def cancel(self, job: Job) -> None:
         """The client of this job has left."""

@@ -129,6 +129,40 @@ def test_addresses_that_are_none(address: str) -> None:
         Client(address)
 
 
+def test_a_host_that_cannot_be_one() -> None:
+    with pytest.raises(ClientError, match=r"cannot connect to tcp://a\.\.b:5555"):
+        Client("tcp://a..b:5555")
+
+
 def test_addresses() -> None:
     assert place_of("tcp://[::1]:5555") == ("::1", 5555)
     assert place_of("tcp://robot.local:1") == ("robot.local", 1)
+
+
+def test_a_peer_that_never_stops_talking_has_its_time_and_no_more() -> None:
+    """PING after PING: the call ends in time, and a connection that talks between two requests does not stand."""
+    over = threading.Event()
+
+    def talk(made: socket.socket) -> None:
+        made.sendall(GREETING + READY)
+        while not over.is_set():
+            made.sendall(frame(b"\x04PING\0\x10hello", 4) * 100)
+
+    with peer(talk) as address:
+        link = Link(place_of(address), time.monotonic() + WAIT_S)
+        assert link.ask([b"x"], time.monotonic() + 0.05) is None
+        assert not link.stands
+        over.set()
+        link.close()
+
+
+def test_a_reply_that_came_twice_costs_one_call() -> None:
+    def talk(made: socket.socket) -> None:
+        made.sendall(GREETING + READY)
+        made.recv(1 << 16)
+        made.sendall(zmtp.message([b"", ANSWER]) * 2)
+        made.recv(1 << 16)
+
+    with peer(talk) as address, Client(address, timeout=WAIT_S) as robot:
+        assert robot.infer(OBSERVATION).actions.shape == (2, 1)
+        assert not robot._link.stands  # so that the next call takes another connection

@@ -67,13 +67,6 @@ class Connection(Account, asyncio.Protocol):
     def nobody(cls) -> Connection:
         return cls(None, asyncio.Protocol(), 0.0)
 
-    def arrived(self, size: int) -> bool:
-        """So many bytes of a request are there; False where the server has closed the connection already."""
-        if self._all is None or self not in self._all.ledger.open:
-            return False
-        self._all.ledger.arrived(self, size, self._all.now())
-        return True
-
     def whole(self) -> int:
         """The request that was arriving is there. Returns its bytes, for ``answered``."""
         return 0 if self._all is None else self._all.ledger.whole(self)
@@ -109,8 +102,11 @@ class Connection(Account, asyncio.Protocol):
         self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
-        if self.arrived(len(data)):
-            self._inner.data_received(data)
+        assert self._all is not None
+        if self not in self._all.ledger.open:  # closed by the server; its end has not come through yet
+            return
+        self._all.ledger.arrived(self, len(data), self._all.now())
+        self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()

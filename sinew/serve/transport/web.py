@@ -10,31 +10,33 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.dashboard.routes import Dashboard, Handler
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
-from sinew.serve.service import Service
+from sinew.serve.service import Inference, Service
 from sinew.serve.transport import admin
 from sinew.serve.transport.actions import POLICIES, Actions
-from sinew.serve.transport.connections import Connections, connection_of
-from sinew.serve.transport.conversation import Conversation
+from sinew.serve.transport.connections import Connection, Connections, connection_of
 from sinew.serve.transport.ledger import HELD_REQUESTS
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.origin import refuse_web_pages
-from sinew.serve.transport.websocket import CLOSE_S, Code, WebSocket, switching
 from sinew.serve.wires import http
-from sinew.serve.wires.sockets import SOCKETS
+from sinew.serve.wires.sockets import MAX_REASON, SOCKETS
 
 logger = logging.getLogger(__name__)
 
+CLOSE_S = 1.0  # for handing over the last answers
 STOP_S = 4.0  # for the event loop to end
+PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
 
 
 class WebServer:
@@ -54,7 +56,7 @@ class WebServer:
         self._thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
-        self._open: set[WebSocket] = set()
+        self._open: set[web.WebSocketResponse] = set()
         self._page: Handler | None = None  # of the dashboard
 
     def start(self, service: Service) -> None:
@@ -124,10 +126,9 @@ class WebServer:
         watch.cancel()
         server.close()
         await asyncio.sleep(0)  # answers that the scheduler's end produced are on their way to their handlers
-        for socket in self._open:
-            socket.close(Code.GOING_AWAY)
-        if self._open:
-            await asyncio.wait([socket.ended for socket in self._open], timeout=CLOSE_S)
+        for socket in list(self._open):
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(socket.close(code=WSCloseCode.GOING_AWAY), CLOSE_S)
         await runner.shutdown()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(runner.cleanup(), CLOSE_S)
@@ -210,37 +211,129 @@ class WebServer:
                 standing = service.policies.get(policy)
         except SinewError as error:
             return web.Response(status=http.error_answer(error)[0], text=f"{error}\n")
-        connection = connection_of(request)
-        transport = request.transport
-        if (
-            not web.WebSocketResponse().can_prepare(request)
-            or connection.transport is None
-            or transport is None
-        ):
+        socket = web.WebSocketResponse(
+            max_msg_size=self._listen.max_message_bytes,
+            compress=False,
+            heartbeat=kind.ping_s,
+            timeout=CLOSE_S,
+            autoping=False,  # answered below, where they are counted
+        )
+        if not socket.can_prepare(request):
             response = web.Response(
                 status=426, text=f"this is a WebSocket of {name}; GET /healthz for a sign of life\n"
             )
             response.force_close()
             return response
-        talk = Conversation(service, kind, connection, client, policy, self._listen.max_message_bytes)
-        transport.write(switching(request.headers["Sec-WebSocket-Key"]))
-        transport.set_protocol(talk.socket)
-        self._open.add(talk.socket)
+        await socket.prepare(request)
+        self._open.add(socket)
         service.metrics.connection(name, 1)
+        connection = connection_of(request)
         if service.wants_key:
             connection.prove()
         connection.answered(connection.waiting)
+        messages: asyncio.Queue[tuple[float, bytes, int]] = asyncio.Queue(PENDING)
+        # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
+        worker = asyncio.create_task(self._answer(socket, connection, messages, client, policy))
         try:
             if kind.greets:
-                talk.greet(kind.codec.metadata(standing.spec, service.about(policy)))
-            await talk.socket.ended
-        except asyncio.CancelledError:
+                await socket.send_bytes(kind.codec.metadata(standing.spec, service.about(policy)))
+            async for message in socket:
+                if message.type in (WSMsgType.PING, WSMsgType.PONG):
+                    connection.control_frame(len(message.data))
+                    if message.type == WSMsgType.PING:
+                        await socket.pong(message.data)
+                elif (message.type == WSMsgType.BINARY) != kind.binary:
+                    wanted = "binary frame with a msgpack map" if kind.binary else "text frame"
+                    await self._fail(socket, f"expected a {wanted}, got the other kind")
+                    break
+                elif messages.full():
+                    await self._fail(socket, f"at most {PENDING} observations of one connection may wait")
+                    break
+                else:
+                    data = message.data if isinstance(message.data, bytes) else message.data.encode()
+                    messages.put_nowait((time.perf_counter(), data, connection.whole()))
+        except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of %s left", name)
         finally:
-            self._open.discard(talk.socket)
+            # Before anything is awaited: this task may have been cancelled, and is then cancelled again.
+            self._open.discard(socket)
             service.metrics.connection(name, -1)
-            talk.end()
-        return web.Response()  # to nobody
+            worker.cancel()
+            await asyncio.wait([worker])
+        return socket
+
+    async def _answer(
+        self,
+        socket: web.WebSocketResponse,
+        connection: Connection,
+        messages: asyncio.Queue[tuple[float, bytes, int]],
+        client: str,
+        policy: str,
+    ) -> None:
+        """One observation after the other, until the connection ends."""
+        previous_ms: float | None = None
+        while True:
+            arrived, payload, size = await messages.get()
+            try:
+                reply = await self._reply(payload, arrived, previous_ms, client, connection, policy)
+                await (socket.send_str(reply) if isinstance(reply, str) else socket.send_bytes(reply))
+                connection.prove()
+                previous_ms = 1e3 * (time.perf_counter() - arrived)
+            except SinewError as error:
+                await self._fail(socket, f"{error} [{error.code}]")
+                return
+            except ConnectionError:
+                return
+            except Exception:  # whatever it is, the other clients are served on
+                logger.exception("a request could not be answered")
+                await self._fail(socket, "internal error; the server's log has the details")
+                return
+            finally:
+                connection.answered(size)
+
+    async def _reply(
+        self,
+        payload: bytes,
+        arrived: float,
+        previous_ms: float | None,
+        client: str,
+        connection: Connection,
+        policy: str,
+    ) -> bytes | str:
+        assert self._kind is not None
+        service, codec = self._service, self._kind.codec
+        with service.reading(codec.NAME, client):
+            message = codec.read(payload)
+        if message.endpoint == "reset":
+            service.reset(message.session, policy)
+            done: bytes | str = codec.reset_answer()
+            return done
+        decode = partial(codec.observation, message, service.policies.get(policy).spec)
+        chunk = await service.infer(
+            Inference(
+                codec.NAME,
+                decode,
+                client,
+                message.session,
+                message.deadline_ms,
+                arrived,
+                connection=connection,
+                policy=policy,
+            )
+        )
+        reply: bytes | str = codec.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
+        return reply
+
+    async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:
+        """Say that something is wrong and end the connection: openpi's way is a text frame first, which a client that
+        takes each frame for an answer would misread; it finds the words in the reason of the end."""
+        assert self._kind is not None
+        reason = text.encode()[:MAX_REASON].decode(errors="ignore").encode()
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            if self._kind.explains:
+                await socket.send_str(text)
+                reason = b"Internal server error. The reason is in the previous frame."
+            await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=reason)
 
 
 async def _anonymous(_request: web.Request, response: web.StreamResponse) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from sinew.serve.wires import evo1, openpi
 
 PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
+MAX_REASON = 123  # bytes, of RFC 6455's close frame
 
 
 @dataclass(frozen=True)

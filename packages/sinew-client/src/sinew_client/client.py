@@ -207,7 +207,7 @@ class Client:
         try:
             answer = self._exchange(parts, end)
             if answer is not None:
-                return protocol.decode_reply(answer, request_id)
+                return self._decoded(answer, request_id)
         except (ConnectionLost, ServerError) as error:
             if isinstance(error, ConnectionLost) or error.code in _LEAVING:
                 self._move(str(error))
@@ -221,7 +221,7 @@ class Client:
         try:
             answer = self._exchange(parts, end, others)
             if answer is not None:
-                return protocol.decode_reply(answer, request_id), ""
+                return self._decoded(answer, request_id), ""
         except ConnectionLost as error:
             return None, str(error)
         except ServerError as error:
@@ -230,6 +230,17 @@ class Client:
             return None, str(error)
         self._move("no answer in time")
         return None, ""
+
+    def _decoded(self, answer: bytes, request_id: int):
+        """Return a reply. One that cannot be read, or answers something else, ends the connection: who knows what
+        comes next."""
+        try:
+            return protocol.decode_reply(answer, request_id)
+        except ServerError:
+            raise
+        except ClientError:
+            self._drop()
+            raise
 
     def _move(self, why: str) -> None:
         """Turn to the next address, if there is one."""

@@ -16,6 +16,7 @@ from sinew_client import zmtp
 from sinew_client.errors import ClientError, ConnectionLost
 
 MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred million
+MAX_TURNS = 64  # of what comes between two requests, before a peer counts as one that never stops talking
 MAX_PARTS = 512  # that the kernel takes in one call; it has 1,024
 LONGEST_S = 1e6  # of one wait
 _SELECTOR = getattr(
@@ -30,7 +31,31 @@ def place_of(address: str) -> tuple:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise ClientError(f"cannot connect to {address}: expected tcp://host:port")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ClientError(f"cannot connect to {address}: {error}") from None
     return host, int(port)
+
+
+def connected(place: tuple, end: float) -> socket.socket:
+    """Return a TCP connection to (host, port). Raises OSError, a ``socket.timeout`` at ``end``.
+
+    Each address of the host gets its share of the time. The system's resolver takes its own.
+    """
+    found, error = socket.getaddrinfo(*place, type=socket.SOCK_STREAM), OSError("the host has no address")
+    for index, (family, kind, protocol, _, address) in enumerate(found):
+        made = socket.socket(family, kind, protocol)
+        try:
+            share = (end - time.monotonic()) / (len(found) - index)
+            made.settimeout(max(1e-3, min(LONGEST_S, share)))
+            made.connect(address)
+        except OSError as wrong:
+            made.close()
+            error = wrong
+        else:
+            return made
+    raise error
 
 
 def set_options(made: socket.socket) -> None:
@@ -50,7 +75,7 @@ class Link:
     """
 
     def __init__(self, place: tuple, end: float):
-        self._socket = socket.create_connection(place, max(1e-3, end - time.monotonic()))
+        self._socket = connected(place, end)
         try:
             set_options(self._socket)
             self._socket.setblocking(False)
@@ -60,7 +85,7 @@ class Link:
             self._framing = zmtp.Framing(MAX_REPLY, b"REQ")
             self._answer(end)
             while not self._framing.ready:
-                if not self._receive(end):
+                if time.monotonic() >= end or not self._receive(end):
                     raise socket.timeout("no handshake in time")
                 self._next()
                 self._answer(end)
@@ -76,12 +101,14 @@ class Link:
     def stands(self) -> bool:
         """Return False if the peer has ended the connection, or sent what nobody asked for, since the last reply."""
         try:
-            while self._receive(0.0):
+            for _ in range(MAX_TURNS):
                 if self._next() is not None:
                     return False
+                if not self._receive(0.0):
+                    return True
         except (OSError, ConnectionLost):
-            return False
-        return True
+            pass
+        return False
 
     def ask(self, parts: Sequence[zmtp.Frame], end: float) -> bytes | None:
         """Send a request of these parts, one after the other, and return its reply; None at ``end``.
@@ -93,7 +120,7 @@ class Link:
             return None
         while (message := self._next()) is None:
             self._answer(end)
-            if not self._receive(end):
+            if time.monotonic() >= end or not self._receive(end):
                 return None
         if message.count != 2 or len(message.frames) != 2 or message.frames[0]:
             raise ConnectionLost(
