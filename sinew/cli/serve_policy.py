@@ -45,7 +45,7 @@ def loader(bundle: Path | None, options: dict[str, Any], threads: int | None) ->
     found = resolve(bundle)
     opened = open_bundle(found)
     rename_cameras(opened.manifest.spec, options["rename"])
-    choose(opened, **{name: options[name] for name in CHOSEN})
+    choose(opened, threads=threads, **{name: options[name] for name in CHOSEN})
 
     def load() -> Policy:
         import sinew
@@ -94,7 +94,12 @@ def changer(
         batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
         budget, why = memory_budget(memory_gib, options)
         return Swapper(
-            service, open_source, lambda source: memory_need(source, options, batch), str(bundle), budget, why
+            service,
+            open_source,
+            lambda source: memory_need(source, options, threads, batch),
+            str(bundle),
+            budget,
+            why,
         )
 
     return make
@@ -112,7 +117,7 @@ def memory_budget(gib: float | None, options: dict[str, Any]) -> tuple[int | Non
     return machine.memory()[0] - RUNTIME_BYTES, "this machine's memory"
 
 
-def memory_need(source: str, options: dict[str, Any], batch: int) -> Need:
+def memory_need(source: str, options: dict[str, Any], threads: int | None, batch: int) -> Need:
     """Return what a policy takes with the engine that will run it (:mod:`sinew.perf.memory`), in batches of ``batch``.
 
     Without torch, which that model traces with, it is the size of the files. Loads no weights.
@@ -122,7 +127,7 @@ def memory_need(source: str, options: dict[str, Any], batch: int) -> Need:
     from sinew.serve.swap import Need
 
     found = resolve(source)
-    choice = choose(open_bundle(found), **{name: options[name] for name in CHOSEN})
+    choice = choose(open_bundle(found), threads=threads, **{name: options[name] for name in CHOSEN})
     try:
         from sinew.perf.memory import fits
     except ModuleNotFoundError:

@@ -180,19 +180,22 @@ def open_policy(variant: Variant, env_id: str) -> EvalPolicy:
         return Remote(variant.target, variant.solver_steps)
     from sinew.bundle.rename import parse_renames
 
-    # One compute thread, as in workers, so that the same episode gives the same bits.
-    threads = None if variant.device.startswith("cuda") else 1
     return InProcess(
         variant.target,
         variant.device,
         variant.dtype,
         variant.solver_steps,
         variant.engine,
-        threads,
+        _threads(variant),
         ignore_recipe=variant.ignore_recipe,
         rename=parse_renames(variant.rename),
         allow_missing_cameras=variant.allow_missing_cameras,
     )
+
+
+def _threads(variant: Variant) -> int | None:
+    """One compute thread, as in workers, so that the same episode gives the same bits."""
+    return None if variant.device.startswith("cuda") else 1
 
 
 def chosen(variant: Variant) -> Choice:
@@ -203,7 +206,14 @@ def chosen(variant: Variant) -> Choice:
 
     opened = open_bundle(variant.target)
     rename_cameras(opened.manifest.spec, parse_renames(variant.rename))
-    return choose(opened, variant.engine, variant.device, variant.dtype, ignore_recipe=variant.ignore_recipe)
+    return choose(
+        opened,
+        variant.engine,
+        variant.device,
+        variant.dtype,
+        threads=_threads(variant),
+        ignore_recipe=variant.ignore_recipe,
+    )
 
 
 @lru_cache(maxsize=64)

@@ -73,7 +73,7 @@ def test_impossible_numbers():
 
 def test_memory_is_that_of_the_engine_that_will_run(rolling_bundle):
     options = {"engine": "eager", "providers": (), "device": "cpu", "dtype": None, "ignore_recipe": False}
-    need = memory_need(str(rolling_bundle), options, 8)
+    need = memory_need(str(rolling_bundle), options, None, 8)
     assert 0 < need.weights < rolling_bundle.stat().st_size
     assert need.activations > 0
     assert need.total == need.weights + need.activations
