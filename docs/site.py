@@ -16,10 +16,11 @@ PLAIN = {"", ".sh", ".service"}  # shown as text rather than downloaded
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the front page, and every file outside of docs/ that a page links to."""
+    """Add the front page, and every file outside of docs/ that a page or the menu links to."""
     files.append(File.generated(config, "index.md", content=_moved((ROOT / "README.md").read_text(), "")))
     # Pages of packages link to each other, so what is added is looked at as well.
     todo = {target for path in [*ROOT.glob("docs/*.md"), ROOT / "README.md"] for target in _targets(path)}
+    todo |= set(re.findall(rf"{BESIDE}/(\S+)", (ROOT / "mkdocs.yml").read_text()))
     done: set[str] = set()
     while todo - done:
         target = min(todo - done)
