@@ -43,8 +43,9 @@ def test_errors_name_the_tensor() -> None:
         KERNELS["splitk_linear"].launch(x, w.bfloat16(), workspace=Workspace(1, 1, "cpu"))
     with pytest.raises(ValueError, match=r"weight: expected contiguous memory"):
         KERNELS["gated_mlp"].launch(x, torch.zeros(32, 8).T, activation="silu")
+    deep = torch.zeros(3, 512), torch.zeros(8, 512)  # in parts, which are joined in the workspace
     with pytest.raises(ValueError, match=r"workspace: expected at least \d+ floats, got 1"):
-        KERNELS["splitk_linear"].launch(x, w, workspace=Workspace(1, 1, "cpu"))
+        KERNELS["splitk_linear"].launch(*deep, workspace=Workspace(1, 1, "cpu"))
     with pytest.raises(ValueError, match=r"activation: expected one of gelu_tanh, silu, got 'relu'"):
         KERNELS["gated_mlp"].launch(x, w, activation="relu")
     q, kv, mask = torch.zeros(2, 3, 24), (torch.zeros(4, 1, 24),) * 2, torch.ones(2, 4, dtype=torch.bool)
