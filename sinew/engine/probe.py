@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sinew import __version__, machine
+from sinew import __version__, machine, progress
 from sinew.bundle import Bundle
 
 ROUNDS = 4
@@ -109,7 +109,8 @@ def block_seconds(block: Block, kind: str, threads: int) -> dict[str, float]:
             return found
     except (OSError, ValueError, TypeError, KeyError):
         pass
-    found = _run_in_turn(block, kind, threads)
+    with progress.task("measuring engines cpu and onnx on this machine, once"):
+        found = _run_in_turn(block, kind, threads)
     with contextlib.suppress(OSError):  # a folder that is not for writing: it is measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
