@@ -1,4 +1,4 @@
-"""What all figures share: type that can be read at half size, and colours that colour-blind readers tell apart."""
+"""Set the style that all figures share: type that can be read at half size, and colours that colour-blind readers tell apart."""
 
 from __future__ import annotations
 

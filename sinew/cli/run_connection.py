@@ -1,4 +1,4 @@
-"""Where the chunks of ``sinew run`` come from: a server, a policy here, its head here, or a second opinion."""
+"""Open what gives ``sinew run`` its chunks: a server, a policy here, its head here, or a second opinion."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LM_HEAD_SETTING = Setting(
 
 @dataclass(frozen=True)
 class Head:
-    """What a bundle keeps: ``kind`` as a model's configuration names it ("", "own", "tied"), the prefixes of tensors
+    """The part of the head that a bundle keeps: ``kind`` as a model's configuration names it ("", "own", "tied"), the prefixes of tensors
     that go into no bundle, and the id that ends a text (-1: none)."""
 
     kind: Any

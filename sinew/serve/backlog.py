@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from queue import Empty, Full, Queue
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,16 @@ BACKLOG = 32  # records that may wait; beyond, they are dropped and counted
 BACKLOG_BYTES = 256 << 20  # of the frames in them
 CLOSE_S = 5.0  # how long closing waits for what takes them
 RETRY_S = 10.0  # after a failure of what takes them, until it is tried again
+
+
+class Entry(NamedTuple):
+    """One request and its answer. when: seconds since the epoch."""
+
+    when: float
+    wire: str
+    session: str
+    observation: Observation
+    outcome: ActionChunk | SinewError
 
 
 class Backlog(ABC):
@@ -35,7 +45,7 @@ class Backlog(ABC):
         self._logger = logging.getLogger(type(self).__module__)
         self._quiet = Quiet(self._logger)
         self._closing = threading.Event()
-        self._queue: Queue[tuple[Any, ...] | None] = Queue(BACKLOG)
+        self._queue: Queue[Entry | None] = Queue(BACKLOG)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -46,7 +56,7 @@ class Backlog(ABC):
         try:
             if self._waiting_bytes > BACKLOG_BYTES:
                 raise Full
-            self._queue.put_nowait((time.time(), wire, session, observation, outcome))
+            self._queue.put_nowait(Entry(time.time(), wire, session, observation, outcome))
             self._waiting_bytes += _size(observation)
         except Full:
             self._dropped += 1
@@ -80,14 +90,7 @@ class Backlog(ABC):
             self._logger.warning("%d records were dropped and %d failed", self._dropped, self._failed)
 
     @abstractmethod
-    def _write(
-        self,
-        when: float,
-        wire: str,
-        session: str,
-        observation: Observation,
-        outcome: ActionChunk | SinewError,
-    ) -> None:
+    def _write(self, entry: Entry) -> None:
         """Write one record, on the thread. Raises OSError where nothing can be written for a while."""
 
     def _end(self) -> None:  # noqa: B027 - most need none
@@ -109,14 +112,14 @@ class Backlog(ABC):
                 continue
             if entry is None:
                 return
-            self._waiting_bytes -= _size(entry[3])
+            self._waiting_bytes -= _size(entry.observation)
             if self.full:
                 continue
             if time.monotonic() < self._retry_at:
                 self._failed += 1
                 continue
             try:
-                self._write(*entry)
+                self._write(entry)
                 self._written += 1
             except OSError as error:  # the disk is full, or gone
                 self._failed += 1

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import ActionChunk, Observation, SinewError
-from sinew.serve.backlog import Backlog
+from sinew.core import Observation, SinewError
+from sinew.serve.backlog import Backlog, Entry
 
 MAX_NAME = 256  # bytes of a camera's name in a file
 _CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
@@ -62,14 +62,8 @@ class Recorder(Backlog):
         """Return whether the limit is reached."""
         return self._left <= 0
 
-    def _write(
-        self,
-        when: float,
-        wire: str,
-        session: str,
-        observation: Observation,
-        outcome: ActionChunk | SinewError,
-    ) -> None:
+    def _write(self, entry: Entry) -> None:
+        when, wire, session, observation, outcome = entry
         arrays: dict[str, Any] = {
             f"images/{name[:MAX_NAME]}": np.asarray(frame) for name, frame in observation.images.items()
         }

@@ -1,4 +1,4 @@
-"""What policies saw and did as entities of Rerun: written into a file, or sent to a viewer that is running."""
+"""Write what policies saw and did as entities of Rerun, into a file or to a viewer that is running."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sinew.core import ActionChunk, Observation, PolicySpec, SinewError, VectorSpec
-from sinew.serve.backlog import Backlog
+from sinew.core import Observation, PolicySpec, SinewError, VectorSpec
+from sinew.serve.backlog import Backlog, Entry
 from sinew.serve.recorder import Record
 from sinew.serve.rerun_log import RerunLog
 
@@ -144,14 +144,8 @@ class RerunRecorder(Backlog):
         if self._thread.is_alive():
             self.log.abandon()
 
-    def _write(
-        self,
-        when: float,
-        wire: str,
-        session: str,
-        observation: Observation,
-        outcome: ActionChunk | SinewError,
-    ) -> None:
+    def _write(self, entry: Entry) -> None:
+        when, _, session, observation, outcome = entry
         name = session or observation.session
         if isinstance(outcome, SinewError):
             self._answers.add(when, name, observation, None, f"[{outcome.code}] {outcome}")

@@ -139,7 +139,7 @@ class Dashboard:
 
 
 class News:
-    """What all viewers of one event loop are told: awaited without asking again and again, and written as JSON once."""
+    """Tell all viewers of one event loop what is new: awaited without asking again and again, written as JSON once."""
 
     def __init__(self, service: Service):
         self._service = service
