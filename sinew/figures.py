@@ -1,4 +1,4 @@
-"""Set the style that all figures share: type that can be read at half size, and colours that colour-blind readers tell apart."""
+"""Set the style of all figures: type that is readable at half size, colours that colour-blind readers tell apart."""
 
 from __future__ import annotations
 

@@ -19,8 +19,11 @@ LM_HEAD_SETTING = Setting(
 
 @dataclass(frozen=True)
 class Head:
-    """The part of the head that a bundle keeps: ``kind`` as a model's configuration names it ("", "own", "tied"), the prefixes of tensors
-    that go into no bundle, and the id that ends a text (-1: none)."""
+    """The part of the head that a bundle keeps.
+
+    kind: as a model's configuration names it ("", "own", "tied"). dead: prefixes of tensors that go into no bundle.
+    end: the id that ends a text, -1 for none.
+    """
 
     kind: Any
     dead: tuple[str, ...]
