@@ -1,19 +1,20 @@
 """Overhead of each wire: the client's call minus the server's inference and waiting, per wire.
 
-    python -m benchmarks.wires --requests 500
+    python -m benchmarks.wires [--wires native openpi]
 
-One server process and one client process per wire, one request after the other, two frames of 224 x 224, on a policy
+A server process per wire and one client process, one request after the other, two frames of 224 x 224, on a policy
 so small that the wire counts: one solver step, which LeRobot's protocol cannot ask for. The call is timed where a robot
 program would time it, around the client's own function: encoding, both ways through the sockets, decoding, the server's
 threads and checks are all in it. The rows "zeromq" and "tcp" are sockets alone, of the library and of the kernel: as
-many bytes there, a kilobyte back, and between the two a sleep as long as the native wire's inference. The last line is
-JSON.
+many bytes there, a kilobyte back, and between the two a sleep as long as the first wire's inference. They take turns in
+rounds, so that a machine whose speed changes does it to all of them. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -22,14 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
+from rich.console import Console
+from rich.progress import track
 
+from benchmarks.paired import median_interval
 from benchmarks.wire_clients import connect
 from sinew import machine
 from sinew.bundle import Bundle
@@ -71,36 +75,39 @@ def observations(
         yield frames, rng.uniform(-1, 1, spec.state.dim).astype(np.float32)
 
 
-def measure(wire: str, requests: int, warmup: int, side: int, access: Path) -> dict[str, Any]:
-    """LeRobot's replies have no place for the server's timing; there it is read from the access log."""
-    # A thread for torch and the wire's: a second one for torch would take the wire's core on small machines.
-    log = ["--access-log", access] if wire == "lerobot" else []
-    with serving(BUNDLE, "--wire", f"{wire}:0", "--threads", 1, *log) as (address, _):
-        client = connect(wire, address)
+class Served:
+    """A server of one wire and its client. LeRobot's replies have no place for the server's timing; there it is read
+    from the access log."""
+
+    def __init__(self, stack: contextlib.ExitStack, wire: str, side: int, access: Path):
+        self._access = access if wire == "lerobot" else None
+        # A thread for torch and the wire's: a second one for torch would take the wire's core on small machines.
+        log = ["--access-log", access] if self._access else []
+        address, _ = stack.enter_context(serving(BUNDLE, "--wire", f"{wire}:0", "--threads", 1, *log))
+        self._client = connect(wire, address)
+        stack.callback(self._client.close)
         if wire == "lerobot":
-            client.policy = "pen"
-        calls, totals, queues = [], [], []
-        for number, (frames, state) in zip(
-            range(warmup + requests), observations(BUNDLE, side), strict=False
-        ):
+            self._client.policy = "pen"
+        self._observations = observations(BUNDLE, side)
+        self._asked = 0
+
+    def __call__(self, requests: int) -> list[tuple[float, float]]:
+        """Return (call, policy and waiting) of so many requests, in milliseconds."""
+        rows = []
+        for frames, state in itertools.islice(self._observations, requests):
             begin = time.perf_counter()
-            answer = client.ask(frames, state, "swing it up", number, STEPS)
-            calls.append(1e3 * (time.perf_counter() - begin))
-            totals.append(answer.total_ms)
-            queues.append(answer.queue_ms)
-        client.close()
-    if wire == "lerobot":
-        entries = [json.loads(line) for line in access.read_text().splitlines()]
+            answer = self._client.ask(frames, state, "swing it up", self._asked, STEPS)
+            rows.append((1e3 * (time.perf_counter() - begin), answer.total_ms + answer.queue_ms))
+            self._asked += 1
+        if self._access is None:
+            return rows
+        entries = [json.loads(line) for line in self._access.read_text().splitlines()]
         entries = [entry for entry in entries if entry["outcome"] == "ok"]
-        assert len(entries) == len(calls)
-        totals = [entry["infer_ms"] for entry in entries]
-        queues = [entry["queue_ms"] for entry in entries]
-    overhead = np.subtract(calls, totals) - queues
-    return {
-        "call_ms": statistics(np.array(calls)[warmup:]),
-        "policy_ms": statistics(np.array(totals)[warmup:]),
-        "overhead_ms": statistics(overhead[warmup:]),
-    }
+        assert len(entries) == self._asked
+        return [
+            (call, entry["infer_ms"] + entry["queue_ms"])
+            for (call, _), entry in zip(rows, entries[-requests:], strict=True)
+        ]
 
 
 PAUSE = """
@@ -134,35 +141,75 @@ while True:
 }
 
 
-def measure_sockets(kind: str, requests: int, warmup: int, side: int, pause_ms: float) -> dict[str, Any]:
-    """What no server of this kind of sockets can be faster than, with a processor that has slept meanwhile."""
-    payload, calls, pauses = os.urandom(2 * 3 * side * side), [], []
-    program = [sys.executable, "-c", PAUSE + ECHOES[kind], str(pause_ms), str(len(payload))]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    port = int(process.stdout.readline())
-    with contextlib.ExitStack() as stack:
+class Sockets:
+    """Sockets alone: what no server of this kind can be faster than, with a processor that has slept meanwhile."""
+
+    def __init__(self, stack: contextlib.ExitStack, kind: str, side: int, pause_ms: float):
+        self._payload = os.urandom(2 * 3 * side * side)
+        program = [sys.executable, "-c", PAUSE + ECHOES[kind], str(pause_ms), str(len(self._payload))]
+        process = stack.enter_context(subprocess.Popen(program, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
         if kind == "zeromq":
             sock = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.REQ))
             sock.connect(f"tcp://127.0.0.1:{port}")
-            send, receive = sock.send, sock.recv
+            self._send, self._receive = sock.send, sock.recv
         else:
             made = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            send, receive = made.sendall, partial(made.recv, 1024, socket.MSG_WAITALL)
-        for _ in range(warmup + requests):
+            self._send, self._receive = made.sendall, partial(made.recv, 1024, socket.MSG_WAITALL)
+
+    def __call__(self, requests: int) -> list[tuple[float, float]]:
+        """Return (call, pause) of so many requests, in milliseconds."""
+        rows = []
+        for _ in range(requests):
             begin = time.perf_counter()
-            send(payload)
-            reply = receive()
-            calls.append(1e3 * (time.perf_counter() - begin))
-            pauses.append(float(reply))
-        process.kill()
-    process.wait()
+            self._send(self._payload)
+            reply = self._receive()
+            rows.append((1e3 * (time.perf_counter() - begin), float(reply)))
+        return rows
+
+
+def rounds(
+    wires: Sequence[str], count: int, requests: int, warmup: int, side: int
+) -> dict[str, list[np.ndarray]]:
+    """Return the (call, rest) rows of each wire and kind of socket by round, [requests, 2] each. All have a turn in
+    a round, in random order."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        asked: dict[str, Served | Sockets] = {
+            wire: Served(stack, wire, side, Path(folder) / "access.jsonl") for wire in wires
+        }
+        first = [asked[wire](warmup) for wire in wires]
+        pause = float(np.median([rest for _, rest in first[0]]))
+        for kind in ECHOES:
+            asked[kind] = Sockets(stack, kind, side, pause)
+            asked[kind](warmup)
+        found: dict[str, list[np.ndarray]] = {name: [] for name in asked}
+        for _ in track(range(count), "rounds", console=Console(stderr=True), transient=True):
+            for name in rng.permutation(list(asked)):
+                asked[name](2)  # it has not had its turn for long
+                found[name].append(np.array(asked[name](requests)))
+    return found
+
+
+def row(own: Sequence[np.ndarray], bare: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Return what is told of one wire. above_tcp_ms: the median of the rounds' differences of medians, with a 95 %
+    interval of ranks."""
+    call, rest = np.concatenate(own).T
+    above = [medians(mine) - medians(theirs) for mine, theirs in zip(own, bare, strict=True)]
     return {
-        "call_ms": statistics(np.array(calls)[warmup:]),
-        "policy_ms": statistics(np.array(pauses)[warmup:]),
-        "overhead_ms": statistics(np.subtract(calls, pauses)[warmup:]),
+        "call_ms": statistics(call),
+        "policy_ms": statistics(rest),
+        "overhead_ms": statistics(call - rest),
+        "above_tcp_ms": [round(value, 3) for value in median_interval(above)],
     }
+
+
+def medians(rows: np.ndarray) -> float:
+    """Return the median of what a call [n, 2] takes beside the policy."""
+    return float(np.median(rows[:, 0] - rows[:, 1]))
 
 
 def statistics(values: np.ndarray) -> dict[str, float]:
@@ -179,34 +226,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--wires", nargs="+", default=WIRES, choices=WIRES)
-    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=25, help="of each wire in a round")
     parser.add_argument("--warmup", type=int, default=30)
     parser.add_argument("--side", type=int, default=SIDE, help="of the square frames, in pixels")
     arguments = parser.parse_args()
     before = os.getloadavg()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = {
-            wire: measure(
-                wire, arguments.requests, arguments.warmup, arguments.side, Path(folder) / "access.jsonl"
-            )
-            for wire in arguments.wires
-        }
-        pause = rows.get("native", {"policy_ms": {"p50": 5.0}})["policy_ms"]["p50"]
-        for kind in ECHOES:
-            rows[kind] = measure_sockets(kind, arguments.requests, arguments.warmup, arguments.side, pause)
-    print("| wire | call p50 (ms) | policy p50 (ms) | overhead p50 (ms) | overhead p99 (ms) | goal p50 |")
-    print("|---|--:|--:|--:|--:|--:|")
-    for wire, row in rows.items():
-        goal = GOALS_MS.get(wire)
+    found = rounds(arguments.wires, arguments.rounds, arguments.requests, arguments.warmup, arguments.side)
+    rows = {name: row(own, found["tcp"]) for name, own in found.items()}
+    print("| wire | call p50 (ms) | policy p50 | overhead p50 | p99 | above tcp, 95 % interval | goal p50 |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for wire, told in rows.items():
+        middle, low, high = told["above_tcp_ms"]
         print(
-            f"| {wire} | {row['call_ms']['p50']:.2f} | {row['policy_ms']['p50']:.2f} |"
-            f" {row['overhead_ms']['p50']:.2f} | {row['overhead_ms']['p99']:.2f} | {goal or ''} |"
+            f"| {wire} | {told['call_ms']['p50']:.2f} | {told['policy_ms']['p50']:.2f} |"
+            f" {told['overhead_ms']['p50']:.2f} | {told['overhead_ms']['p99']:.2f} |"
+            f" {middle:.2f} ({low:.2f} to {high:.2f}) | {GOALS_MS.get(wire, '')} |"
         )
     result = {
-        "schema": "sinew.benchmark.wires/1",
+        "schema": "sinew.benchmark.wires/2",
         "bundle": BUNDLE.name,
         "frames": f"2 x {arguments.side} x {arguments.side}",
         "solver_steps": STEPS,
+        "rounds": arguments.rounds,
         "requests": arguments.requests,
         "hardware": machine.cpu_model(),
         "load_average": {"before": before, "after": os.getloadavg()},
