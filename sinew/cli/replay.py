@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 from sinew_client import Client, ServerError
-from sinew_client.control import repeat
+from sinew_client.control import repeat, watched
 from sinew_client.protocol import CONTINUATION_KEYS
 
 from sinew import __version__
@@ -29,7 +30,11 @@ def replay_journal(path: Path) -> dict[str, Any]:
         console.print(line, soft_wrap=True)
     differ = len(found.differences)
     console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ")
-    return {"schema": SCHEMA, "commands": found.commands, "held": found.held, "differ": differ}
+    result = {"schema": SCHEMA, "commands": found.commands, "held": found.held, "differ": differ}
+    if (fit := watched(path)) is not None:
+        console.print(fit.advice(), soft_wrap=True, markup=False)
+        result["motion"] = asdict(fit)
+    return result
 
 
 def replay_records(server: Client, records: Iterable[Record], deadline_ms: float | None) -> dict[str, Any]:

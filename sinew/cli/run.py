@@ -9,13 +9,14 @@ import logging
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.table import Table
 from sinew_client import ClientError
-from sinew_client.control import Adapter, Cadence, Journal, Limits, Loop, Settings
+from sinew_client.control import Adapter, Cadence, Journal, Limits, Loop, MotionWatch, Settings
 from sinew_client.control.robots import Dry, open_class, open_lerobot
 
 from sinew.cli import terminal
@@ -129,6 +130,9 @@ def run(
                 journal = Journal(record, settings, dim, robot=robot, target=target)
                 stack.callback(journal.close)
                 loop.listeners.append(journal.put)
+            watch = MotionWatch()
+            if settings.motion is None:
+                loop.listeners.append(watch.put)
             cadence = _drive(loop, seconds, go)
         except ClientError as error:
             raise SinewError(str(error)) from error
@@ -138,6 +142,9 @@ def run(
     if hasattr(machine, "finished"):
         result |= {"episodes": machine.finished, "successes": machine.successes}
     print_cadence(cadence)
+    if (fit := watch.fit()) is not None:
+        terminal.console(stderr=True).print(fit.advice(), soft_wrap=True, markup=False)
+        result["motion"] = asdict(fit)
     terminal.emit(result)
     return 0
 

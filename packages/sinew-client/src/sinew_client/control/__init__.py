@@ -12,9 +12,10 @@ from sinew_client.control.assist import Assist, AssistRule, parse_assist
 from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.handover import METHODS, Handover, parse_handover
-from sinew_client.control.journal import Journal, is_journal, repeat
+from sinew_client.control.journal import Journal, is_journal, repeat, watched
 from sinew_client.control.loop import Blind, Loop, Robot, Stopped
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
+from sinew_client.control.motion_fit import MotionFit, MotionWatch, fit_offsets
 from sinew_client.control.pace import Pace
 from sinew_client.control.planner import Planner
 from sinew_client.control.player import Player
@@ -47,6 +48,8 @@ __all__ = [
     "LimitsError",
     "Loop",
     "Motion",
+    "MotionFit",
+    "MotionWatch",
     "Node",
     "Offsets",
     "Outcome",
@@ -65,10 +68,12 @@ __all__ = [
     "StreamReport",
     "StreamRobot",
     "Trajectory",
+    "fit_offsets",
     "is_journal",
     "parse_assist",
     "parse_fusion",
     "parse_handover",
     "parse_rule",
     "repeat",
+    "watched",
 ]

@@ -13,6 +13,7 @@ from typing import Any, Iterator
 import numpy as np
 
 from sinew_client.control.controller import Command, Controller
+from sinew_client.control.motion_fit import MotionFit, MotionWatch
 from sinew_client.control.settings import Settings
 from sinew_client.errors import ClientError
 
@@ -124,6 +125,24 @@ def repeat(path: Path) -> Repeated:
     if controller is None:
         raise JournalError(f"{path}: empty")
     return Repeated(commands, held, differences)
+
+
+def watched(path: Path) -> MotionFit | None:
+    """Return what the actions of a recorded run are measured from, where its settings say nothing of that and it shows.
+
+    Raises :class:`JournalError` for a file that is no journal.
+    """
+    watch = MotionWatch()
+    try:
+        for _number, event in _read(path):
+            if event["event"] == "begin" and event["settings"].get("motion"):
+                return None
+            watch.put(event["event"], event)
+        return watch.fit()
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, JournalError):
+            raise
+        raise JournalError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def _read(path: Path) -> Iterator[Any]:

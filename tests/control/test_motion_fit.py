@@ -1,0 +1,143 @@
+"""What actions are measured from, found in what a controller was told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sinew_client.control import Journal, MotionFit, MotionWatch, Offsets, Settings
+from sinew_client.control.controller import Command
+from sinew_client.control.journal import JournalError, watched
+from sinew_client.control.motion import parse_motion
+
+RNG = np.random.default_rng
+
+
+def told(move: Any, steps: int = 240, late: int = 0, every: int = 8, seed: int = 0) -> list[tuple[str, dict]]:
+    """Return the events of a robot [3 of a pose, gripper] whose state after a command is ``move(state, row)``."""
+    rng, events = RNG(seed), []
+    states = [rng.uniform(-1, 1, 4)]
+    for step in range(steps):
+        if step % every == 0:
+            frame = max(0, step - late)
+            events.append(("ask", {"step": step, "frame": frame, "state": states[frame].tolist()}))
+        row = np.clip(0.7 * np.sin(step / 9 + np.arange(4)) + 0.5 * rng.standard_normal(4), -1, 1)
+        events.append(("command", {"command": Command(step, row.astype(np.float32))}))
+        states.append(move(states[-1], row))
+    return events
+
+
+def fit(events: list[tuple[str, dict]]) -> MotionFit | None:
+    watch = MotionWatch()
+    for event, values in events:
+        watch.put(event, values)
+    return watch.fit()
+
+
+def offsets(state: np.ndarray, row: np.ndarray) -> np.ndarray:
+    after = state + np.array([0.02, 0.02, 0.02, 0.0]) * row
+    after[3] = 0.5 + 0.5 * np.sign(row[3])  # the gripper opens or closes
+    after[2] = max(after[2], -0.2)  # the table
+    return after
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_offsets_are_found_with_their_scale(late: int) -> None:
+    found = fit(told(offsets, late=late))
+    assert found is not None
+    motion = parse_motion(found.motion)
+    assert isinstance(motion, Offsets)
+    assert (motion.action, motion.state) == ((0, 1, 2), (0, 1, 2))
+    assert motion.scale == pytest.approx(0.02, rel=0.02)
+    assert (motion.low, motion.high) == (-1, 1)
+    assert json.dumps(found.motion) in found.advice()
+
+
+def test_columns_may_stand_elsewhere_in_the_state() -> None:
+    found = fit(told(lambda state, row: state + 0.05 * row[[2, 0, 1, 3]]))
+    assert found is not None
+    assert found.motion["action"] == [0, 1, 2, 3]
+    assert found.motion["state"] == [1, 2, 0, 3]
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda _state, row: row,  # absolute positions
+        lambda state, row: state + 0.3 * (row - state),  # the same, of a slow robot
+        lambda state, _row: state + 0.01,  # something else moves it
+        lambda state, _row: state,  # nothing moves
+        lambda state, row: state + np.array([0.02, 0.1, 0.02, 0.02]) * row,  # no one scale
+        lambda state, row: state - 0.02 * row,  # the wrong way round: no offsets that could be followed
+        lambda state, row: state + np.nan * row,
+    ],
+    ids=["absolute", "slow", "drift", "still", "scales", "mirrored", "nan"],
+)
+def test_other_actions_are_not_taken_for_offsets(move: Any) -> None:
+    assert fit(told(move)) is None
+
+
+def test_too_little_says_nothing() -> None:
+    assert fit([]) is None
+    assert fit(told(offsets, steps=80)) is None
+
+
+def test_what_happens_around_a_fault_does_not_count() -> None:
+    """Somebody moves the robot while it is paused: the spans before and after say the same as without."""
+    events = told(offsets)
+    there = next(i for i, (event, values) in enumerate(events) if event == "ask" and values["step"] == 120)
+    carried = [
+        (event, {**values, "state": (np.array(values["state"]) + 5).tolist()} if event == "ask" else values)
+        for event, values in events[there:]
+    ]
+    carried_on, went_on = (
+        fit([*events[:there], (between, {}), *rest])
+        for between, rest in (("pause", carried), ("fault", events[there:]))
+    )
+    assert carried_on is not None
+    assert went_on is not None
+    assert (carried_on.motion, carried_on.spans) == (went_on.motion, went_on.spans)
+
+
+def test_a_journal_gives_the_same(tmp_path: Path) -> None:
+    events = told(offsets)
+    for motion in (None, {"kind": "absolute"}):
+        journal = Journal(tmp_path / "run.jsonl", Settings(20.0, motion=motion), 4)
+        for event, values in events:
+            journal.put(event, values)
+        journal.close()
+        assert watched(tmp_path / "run.jsonl") == (None if motion else fit(events))
+    (tmp_path / "bad.jsonl").write_text('{"event": "begin", "settings": {}}\n{"event": "command"}\n')
+    with pytest.raises(JournalError, match="KeyError"):
+        watched(tmp_path / "bad.jsonl")
+
+
+def test_the_embedded_robot_moves_less_than_its_definition_says() -> None:
+    """The hand lags behind what it is told: a unit is 2 cm by definition, 1.7 in fact."""
+    pytest.importorskip("mujoco")
+    import gymnasium
+
+    import sinew.sim
+    from sinew.sim.blocks import STEP_SIZE
+
+    assert sinew.sim
+    env = gymnasium.make("sinew/Blocks-v0").unwrapped
+    state = env.reset(seed=0)[0]["state"]
+    rng, watch, row = RNG(0), MotionWatch(), np.zeros(4, np.float32)
+    for step in range(200):
+        if step % 8 == 0:
+            watch.put("ask", {"step": step, "frame": step, "state": state})
+            row = np.array([*rng.uniform(-1, 1, 3) * (0.3, 0.3, 0.2), 1], np.float32)
+            row[:2] -= 3 * np.array(state[:2])  # stay over the table
+            row[2] -= 5 * (state[2] - 0.12)
+            row = np.clip(row, -1, 1)
+        watch.put("command", {"command": Command(step, row)})
+        state = env.step(row)[0]["state"]
+    found = watch.fit()
+    assert found is not None
+    assert found.motion["action"] == found.motion["state"] == [0, 1, 2]
+    assert 0.8 * STEP_SIZE < found.motion["scale"] < STEP_SIZE
+    env.close()
