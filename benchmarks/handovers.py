@@ -5,6 +5,7 @@
 Every point plays the same seeds with the same noise, many episodes beside each other (benchmarks.side_by_side).
 ``offsets`` after a hand-over (``aligned+offsets``) follows the targets that a chunk's offsets add up to, instead of the
 offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in;
+``halt:LIMIT`` stops where a chunk expects the robot elsewhere (sinew_client.control.handover);
 ``edge`` refines chunks with an edge adapter (docs/fleet.md, ``--edge-adapter``).
 Points are kept in OUT/TASK.json, so a run that was ended goes on; ``--render docs/figures`` draws a figure of them.
 With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is
@@ -78,10 +79,11 @@ def point(
 ) -> dict[str, Any]:
     """Play the episodes of one point and return their summary and outcomes."""
     method, *extras = handover.split("+")
-    unknown = set(extras) - {"offsets", "future", "edge"}
+    halts = [extra for extra in extras if extra.startswith("halt:")]
+    unknown = set(extras) - {"offsets", "future", "edge", *halts}
     if unknown:
         raise SystemExit(
-            f"--handovers: unknown addition {unknown.pop()!r}; known are offsets, future and edge"
+            f"--handovers: unknown addition {unknown.pop()!r}; known are offsets, future, edge and halt:LIMIT"
         )
     # A future state needs to know what the actions are measured from.
     motion = OFFSETS if {"offsets", "future"} & set(extras) else None
@@ -91,7 +93,7 @@ def point(
     conduct = Conduct(
         task["replan"],
         Latency() if clock else Latency(latency),
-        method,
+        "+".join([method, *halts]),
         realtime=clock,
         motion=motion,
         future="future" in extras,

@@ -87,7 +87,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         replan: actions executed per inference, or `full` for the whole chunk; 8 if absent.
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
         handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
-            as in aggregate:average or rtc:guided:exp:5 (docs/control.md).
+            as in aggregate:average, rtc:guided:exp:5 or aligned+halt:1.5 (docs/control.md).
         edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
         stream: PREFIX:HEAD[:GUIDANCE], milliseconds of simulated time that the two loops of a stream take; instead of
             chunks; --latency is then what each window takes on top. guidance of whole chunks: guided, no-jacobian,

@@ -72,7 +72,8 @@ def run(
         prompt: the instruction.
         hz: control rate; the policy's own, or the environment's, if absent.
         substeps: commands per control step, for faster actuators; they are interpolated.
-        handover: freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]].
+        handover: freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]]; +halt:LIMIT
+            behind one stops the robot where a late chunk expects it elsewhere.
         replan: when to ask: STEPS, full, queue:FRACTION or disagreement:LIMIT,STEPS.
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ...
         limits: .toml or .json with low, high, velocity, acceleration per joint; the policy's own if absent.

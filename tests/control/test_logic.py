@@ -26,7 +26,7 @@ from sinew_client.control import (
     parse_rule,
 )
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
-from sinew_client.control.controller import UNTRAINED
+from sinew_client.control.controller import HALTED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.replan import Moment, disagreement
 
@@ -162,6 +162,28 @@ def test_a_chunk_after_a_stop_starts_where_the_robot_stands() -> None:
     assert row[0] == 102
 
 
+def test_a_chunk_that_expects_the_robot_elsewhere_stops_it() -> None:
+    """The robot takes the chunk that was asked for while it stands still, and is stopped by the one after that."""
+    controller = Controller(Player(parse_handover("aligned+halt:1.5"), parse_rule("2")))
+    found: list[float | str] = []
+    chunks = {0: (0, 0), 2: (5, 101), 5: (8, 300), 8: (11, 301), 11: (99, 0)}  # asked at: (answered at, row 0)
+    for step in range(15):
+        request = controller.player.request
+        if request is not None and step == chunks[request.step][0]:
+            controller.arrived(step, chunks[request.step][1] + np.arange(8, dtype=np.float32)[:, None])
+        if controller.wants_chunk(step):
+            controller.ask(step, step)
+            if chunks[step][0] == step:
+                controller.arrived(step, chunks[step][1] + np.arange(8, dtype=np.float32)[:, None])
+        command = controller.command(step)
+        found.append(command.reason if command.row is None else float(command.row[0]))
+    # Chunk 1 had the robot at 103 after step 4, where it is at 4. The last one is one off, which is allowed.
+    assert found == [0.0, 1.0, 2.0, 3.0, 4.0, *[HALTED] * 3, 300.0, 301.0, 302.0, 304.0, 305.0, 306.0, 307.0]
+    assert (controller.player.halts, controller.held[HALTED]) == (1, 3)
+    assert play("aligned+halt:1000", [0, 3], 14) == play("aligned", [0, 3], 14)
+    assert Offsets((0,), (0,), scale=0.5).apart(np.float32([1, 3]), np.float32([0, 2])) == 2  # units of an action
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -175,6 +197,10 @@ def test_a_chunk_after_a_stop_starts_where_the_robot_stands() -> None:
         ("rtc:guided:cosine", "schedule: expected one of exp"),
         ("rtc:guided:exp:-1", "beta: expected a number >= 0"),
         ("rtc:guided:exp:nan", "beta: expected a number >= 0"),
+        ("aligned+stop:1", r"expected \+halt:LIMIT"),
+        ("aligned+halt:1+halt:2", "halt: expected a number, got '1.halt:2'"),
+        ("aligned+halt:0", "halt: expected a number > 0"),
+        ("freeze+halt:1", "halt: expected a hand-over whose rows have a time, got freeze"),
     ],
 )
 def test_bad_handovers_are_named(text: str, message: str) -> None:

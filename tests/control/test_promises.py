@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sinew_client.control import Command, Controller, Guard, Limits, Player, parse_handover, parse_rule
 
 PERIOD = 0.05
-PLAIN = ("freeze", "naive", "aligned", "rtc", "rtc:trained")
+PLAIN = ("freeze", "naive", "aligned", "aligned+halt:500", "rtc", "rtc:trained")
 MIXED = ("ensemble", "aggregate:average", "aggregate:conservative", "aggregate")
 
 

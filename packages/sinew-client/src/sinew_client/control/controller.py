@@ -12,6 +12,7 @@ from sinew_client.control.player import Player, Request
 from sinew_client.control.safety import Guard
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
+HALTED = "the last chunk expected the robot elsewhere"
 UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
 
 
@@ -162,6 +163,8 @@ class Controller:
                 why = LATE
             elif self.player.stopping and self.player.waiting:
                 why = UNTRAINED
+            elif self.player.halted:
+                why = HALTED
             return Command(step, None, self._fault or why)
         age = step - node.frame
         if self.max_age is not None and age > self.max_age:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Sequence
 
 import numpy as np
@@ -31,6 +32,9 @@ class Placed:
 class Handover:
     """One method and its settings; see :func:`parse_handover` for the text form.
 
+    halt: the robot stops and asks anew where a late chunk expects it further than this from where it is, in units of an
+    action (:meth:`~sinew_client.control.motion.Motion.apart`); infinite: it never does.
+
     freeze: the robot executes its rows, asks, and stands still until the answer is there, which starts at row 0.
     naive: the old chunk goes on; the new one starts at row 0 whenever it arrives.
     aligned: row k belongs to the k-th step after the chunk's frame; rows whose step has passed are skipped.
@@ -45,6 +49,7 @@ class Handover:
     guidance: str = ""  # rtc
     schedule: str = "exp"  # rtc
     beta: float = 5.0  # rtc
+    halt: float = math.inf  # of those that go by time
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -59,6 +64,10 @@ class Handover:
                 )
         if not self.beta >= 0.0:
             raise ValueError(f"beta: expected a number >= 0, got {self.beta}")
+        if not self.halt > 0.0:
+            raise ValueError(f"halt: expected a number > 0, got {self.halt}")
+        if self.halt < math.inf and not self.timed:
+            raise ValueError(f"halt: expected a hand-over whose rows have a time, got {self.method}")
 
     @property
     def stops(self) -> bool:
@@ -103,8 +112,15 @@ def parse_handover(text: str) -> Handover:
     """Return the method that a text names.
 
     ``freeze``, ``naive``, ``aligned``, ``ensemble[:M]``, ``aggregate[:FUNCTION]`` or
-    ``rtc[:GUIDANCE[:SCHEDULE[:BETA]]]``. Raises ValueError that names the part that does not fit.
+    ``rtc[:GUIDANCE[:SCHEDULE[:BETA]]]``; behind all but the first two ``+halt:LIMIT``. Raises ValueError that names the
+    part that does not fit.
     """
+    text, plus, addition = text.partition("+")
+    if plus:
+        name, _, limit = addition.partition(":")
+        if name != "halt":
+            raise ValueError(f"handover: expected +halt:LIMIT or nothing behind {text}, got +{addition}")
+        return replace(parse_handover(text), halt=_number("halt", limit))
     method, *rest = text.split(":")
     most = {"ensemble": 1, "aggregate": 1, "rtc": 3}.get(method, 0)
     if len(rest) > most:

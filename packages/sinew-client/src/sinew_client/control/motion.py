@@ -38,6 +38,10 @@ class Motion:
         """Return the target that a command [D] sent at ``state`` stands for."""
         return command
 
+    def apart(self, target: np.ndarray, other: np.ndarray) -> float:
+        """Return the largest difference of two targets [D], in units of an action."""
+        return float(np.abs(np.asarray(target, np.float64) - other).max())
+
     def position(self, state: np.ndarray) -> np.ndarray | None:
         """Return where the robot is in the numbers of a command; None where the state does not say so."""
         return None
@@ -139,6 +143,11 @@ class Offsets(_Columns):
         columns = list(self.action)
         sent[columns] = np.clip((sent[columns] - self._at(state)) / self.scale, self.low, self.high)
         return sent
+
+    def apart(self, target: np.ndarray, other: np.ndarray) -> float:
+        difference = np.abs(np.asarray(target, np.float64) - other)
+        difference[list(self.action)] /= self.scale
+        return float(difference.max())
 
     def reached(self, command: np.ndarray, state: np.ndarray | None) -> np.ndarray:
         target = np.array(command, np.float32)

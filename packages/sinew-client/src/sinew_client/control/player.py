@@ -59,6 +59,8 @@ class Player:
         self.delay = DelayEstimate()
         self.trajectory = Trajectory()
         self.request: Request | None = None  # the one under way
+        self.halted = False  # the robot stands still because a chunk expected it elsewhere
+        self.halts = 0
         self.chunks = 0
         self._asked = 0  # control step of the last request
         self._started = 0  # control step in which the newest chunk was taken over
@@ -117,7 +119,12 @@ class Player:
         # Rows whose step has passed: those of steps in which the robot stood still were not executed.
         passed = max(0, self._stopped - request.frame) if self._fresh else step - request.frame
         origin = step - passed if self.handover.timed else step
-        placed = Placed(self.motion.targets(actions, request.state), origin, request.frame, self.chunks)
+        targets = self.motion.targets(actions, request.state)
+        self.chunks += 1
+        if self._halts(targets, passed, step):
+            self.restart(step)
+            return
+        placed = Placed(targets, origin, request.frame, self.chunks - 1)
         running = self.trajectory.rows_from(step)
         old = self._known if self.handover.method == "ensemble" else []
         self._known = [chunk for chunk in old if chunk.origin + len(chunk.rows) > step] + [placed]
@@ -126,7 +133,22 @@ class Player:
         self.trajectory.put(nodes)
         self._disagreement = disagreement(running, self.trajectory.rows_from(step))
         self.size, self._started, self._fresh = len(actions), step, False
-        self.chunks += 1
+
+    def _halts(self, targets: np.ndarray, passed: int, step: int) -> bool:
+        """Return True if a chunk's first ``passed`` rows [H, D] lead elsewhere than what was executed instead of them.
+
+        Of two chunks one is wrong then, and going on from the middle of the new one executes the consequence of
+        something that did not happen. A robot that stands still for that reason takes the next chunk as it is.
+        """
+        if self.halted or not 0 < passed <= len(targets):
+            self.halted = False
+            return False
+        executed = self.trajectory.rows_from((self._stopped if self._fresh else step) - 1)
+        self.halted = (
+            len(executed) > 0 and self.motion.apart(targets[passed - 1], executed[0]) > self.handover.halt
+        )
+        self.halts += self.halted
+        return self.halted
 
     def refines(self, step: int) -> bool:
         """Return True if an edge adapter may refine the newest chunk in this step."""
