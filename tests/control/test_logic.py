@@ -166,7 +166,13 @@ def test_a_chunk_that_expects_the_robot_elsewhere_stops_it() -> None:
     """The robot takes the chunk that was asked for while it stands still, and is stopped by the one after that."""
     controller = Controller(Player(parse_handover("aligned+halt:1.5"), parse_rule("2")))
     found: list[float | str] = []
-    chunks = {0: (0, 0), 2: (5, 101), 5: (8, 300), 8: (11, 301), 11: (99, 0)}  # asked at: (answered at, row 0)
+    chunks = {
+        0: (0, 0),
+        2: (5, 101),
+        5: (8, 300),
+        8: (11, 301),
+        11: (99, 0),
+    }  # asked at: (answered at, row 0)
     for step in range(15):
         request = controller.player.request
         if request is not None and step == chunks[request.step][0]:
@@ -181,7 +187,9 @@ def test_a_chunk_that_expects_the_robot_elsewhere_stops_it() -> None:
     assert found == [0.0, 1.0, 2.0, 3.0, 4.0, *[HALTED] * 3, 300.0, 301.0, 302.0, 304.0, 305.0, 306.0, 307.0]
     assert (controller.player.halts, controller.held[HALTED]) == (1, 3)
     assert play("aligned+halt:1000", [0, 3], 14) == play("aligned", [0, 3], 14)
-    assert Offsets((0,), (0,), scale=0.5).apart(np.float32([1, 3]), np.float32([0, 2])) == 2  # units of an action
+    assert (
+        Offsets((0,), (0,), scale=0.5).apart(np.float32([1, 3]), np.float32([0, 2])) == 2
+    )  # units of an action
 
 
 @pytest.mark.parametrize(
