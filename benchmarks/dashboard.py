@@ -3,11 +3,12 @@
     python -m benchmarks.dashboard [--viewers 3] [--pictures] [--bundle FILE] [--rounds 40] [--requests 40] [--hz 0]
 
 One `sinew serve`, one robot on its native wire. In every round the same requests are sent once without and once with
-the viewers, in random order; a viewer is a connected event stream and, with --pictures, what the page fetches as well:
-every camera, ten times a second. Robot and viewers are processes of their own, on other cores than the server where
-there are two. Told are p50 and p95 of both, and the median of the rounds' ratios of medians with a 95 % interval (of
-ranks), which slow changes of the machine leave alone. Beside it the server's processor time per request: what viewers
-cost, however busy the machine is. The last line is JSON.
+the viewers, in random order; a viewer is a connected event stream and, with --pictures, what a page that can be seen
+reads as well: the stream of all cameras, ten times a second. Robot and viewers are processes of their own, on other
+cores than the server where there are two. Told are p50 and p95 of both, and the median of the rounds' ratios of medians
+with a 95 % interval (of ranks), which slow changes of the machine leave alone. Beside it the server's processor time
+per request, and that of all its threads but the busiest, which computes: what viewers cost, however busy the machine
+is. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import psutil
 from sinew.eval.server import serving
 
 ROOT = Path(__file__).resolve().parents[1]
-FRAMES_S = 0.1  # between two looks of the page at a camera
 SETTLE_S = 0.3  # after viewers came or went
 
 
@@ -85,19 +85,12 @@ def viewers(address: str, pictures: bool) -> None:
 
     events = 0
 
-    async def look(session: aiohttp.ClientSession, there: asyncio.Event) -> None:
+    async def look(session: aiohttp.ClientSession, path: str, there: asyncio.Event) -> None:
         nonlocal events
-        async with session.get(f"{address}/v1/events") as stream:
+        async with session.get(address + path) as stream:
             there.set()
             async for line in stream.content:
-                events += line.startswith(b"event: answer")
-
-    async def fetch(session: aiohttp.ClientSession, cameras: list[str]) -> None:
-        while True:
-            for camera in cameras:
-                async with session.get(f"{address}/v1/frames/{camera}") as reply:
-                    await reply.read()
-            await asyncio.sleep(FRAMES_S)
+                events += line.startswith((b"event: answers", b"event: frames"))
 
     async def run() -> None:
         nonlocal events
@@ -106,19 +99,15 @@ def viewers(address: str, pictures: bool) -> None:
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 22
         ) as session:
-            async with session.get(f"{address}/v1/metadata") as reply:
-                cameras = [each["name"] for each in (await reply.json())["policy"]["cameras"]]
             while line := await loop.run_in_executor(None, sys.stdin.readline):
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 tasks, seen, events = [], events, 0
-                for _ in range(json.loads(line)):
+                for path in json.loads(line) * ["/v1/events", *["/v1/frames"] * pictures]:
                     there = asyncio.Event()
-                    tasks.append(asyncio.create_task(look(session, there)))
+                    tasks.append(asyncio.create_task(look(session, path, there)))
                     await there.wait()
-                    if pictures:
-                        tasks.append(asyncio.create_task(fetch(session, cameras)))
                 print(json.dumps(seen), flush=True)
 
     asyncio.run(run())
@@ -131,29 +120,41 @@ def compare(
     rng = np.random.default_rng(0)
     taken: dict[bool, list[list[float]]] = {False: [], True: []}
     spent: dict[bool, list[float]] = {False: [], True: []}
+    beside: dict[bool, list[float]] = {False: [], True: []}
     events = 0
     robots.tell(max(10, arguments.requests))  # whatever is slow once
     for _ in range(arguments.rounds):
         for looked_at in rng.permutation([False, True]):
             lookers.tell(arguments.viewers if looked_at else 0)
             time.sleep(SETTLE_S)
-            before = sum(server.cpu_times()[:2])
+            before = thread_times(server.pid)
             taken[bool(looked_at)].append(robots.tell(arguments.requests))
-            spent[bool(looked_at)].append(sum(server.cpu_times()[:2]) - before)
+            grown = [now - before.get(thread, 0.0) for thread, now in thread_times(server.pid).items()]
+            spent[bool(looked_at)].append(sum(grown))
+            beside[bool(looked_at)].append(sum(grown) - max(grown))
             events += lookers.tell(0)
+    requests = arguments.rounds * arguments.requests
+    cpu, others = (
+        [1e3 * float(np.sum(times[k])) / requests for k in (False, True)] for times in (spent, beside)
+    )
     return {
         "without_ms": _percentiles(taken[False]),
         "with_ms": _percentiles(taken[True]),
         "p50": _overhead(
             [np.median(each) for each in taken[False]], [np.median(each) for each in taken[True]]
         ),
-        "cpu_ms": [
-            round(1e3 * float(np.sum(spent[k])) / arguments.rounds / arguments.requests, 2)
-            for k in (False, True)
-        ],
+        "cpu_ms": [round(each, 2) for each in cpu],
         "cpu": _overhead(spent[False], spent[True]),
+        "beside_ms": [round(each, 3) for each in others],
+        "beside_percent": round(100 * (others[1] - others[0]) / cpu[0], 2),
         "events": events,
     }
+
+
+def thread_times(process: int) -> dict[str, float]:
+    """Return the processor time of each thread of a process in seconds (Linux)."""
+    threads = Path(f"/proc/{process}/task").iterdir()
+    return {each.name: 1e-9 * int((each / "schedstat").read_text().split()[0]) for each in threads}
 
 
 def _overhead(without: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
@@ -219,6 +220,11 @@ def main() -> None:
     for name, what in (("p50", "p50 of a round"), ("cpu", "processor time of the server")):
         low, high = found[name]["interval"]
         print(f"{what}: {found[name]['percent']:+.2f} % ({low:+.2f} to {high:+.2f})")
+    without, beside = found["beside_ms"]
+    print(
+        f"of its threads that do not compute: {without} -> {beside} ms per request,"
+        f" {found['beside_percent']:+.2f} % of the time of all"
+    )
     print(f"load {found['load'][0]} to {found['load'][1]} on {len(cores)} cores")
     print(json.dumps(found))
 

@@ -127,10 +127,13 @@ def events(
             if field == "event":
                 name = text
             elif field == "data":
-                record = json.loads(text)
-                if not isinstance(record, dict):
-                    raise SinewError(f"{host}:{port}: expected events of a Sinew server, got {text[:80]!r}")
-                yield name, record
+                found = json.loads(text)
+                for record in found if isinstance(found, list) else [found]:
+                    if not isinstance(record, dict):
+                        raise SinewError(
+                            f"{host}:{port}: expected events of a Sinew server, got {text[:80]!r}"
+                        )
+                    yield name, record
         raise ConnectionError("the server has ended the connection")
     except ValueError as error:
         raise SinewError(f"{host}:{port}: expected events of a Sinew server, got {error}") from None

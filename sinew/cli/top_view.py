@@ -57,13 +57,13 @@ class Seen:
     sessions: dict[tuple[str, str, str], Session] = field(default_factory=dict)
 
     def hear(self, event: str, record: dict[str, Any]) -> None:
-        """Take one event: about, health or answer. Raises :class:`SinewError` for an answer that is none."""
+        """Take one event: about, health or one of answers. Raises :class:`SinewError` for an answer that is none."""
         self.problem = ""
         if event == "about":
             self.about = record
         elif event == "health":
             self.health = record
-        elif event == "answer":
+        elif event == "answers":
             try:
                 self._answer(record)
                 view(self)  # whatever is drawn is there
@@ -89,7 +89,7 @@ class Seen:
         session.missed += bool(record["missed"])
         if record["outcome"] == "ok":
             session.answers += 1
-            self.last = record
+            self.last = record if "actions" in record else self.last  # each message has one chunk's numbers
             self.milliseconds.append(record["ms"])
         else:
             session.refused += 1

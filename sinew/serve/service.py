@@ -151,7 +151,7 @@ class Service:
                     if standing is self.policies.get(inference.policy):
                         raise
         except SinewError as error:
-            self._account(inference, error, deadline)
+            self._show(inference, error, deadline, self._account(inference, error, deadline))
             self.metrics.count()
             raise
         if session is not None:
@@ -178,10 +178,11 @@ class Service:
 
         def done(outcome: Outcome) -> None:
             outcome = _safe(standing.safety, outcome, seen, warnings)
-            self._account(inference, outcome, deadline, seen)
+            seconds = self._account(inference, outcome, deadline)
             for record in self._records.values() if seen else ():
                 record.put(inference.wire, inference.session, seen[0], outcome)
             on_done(outcome)
+            self._show(inference, outcome, deadline, seconds, seen)
             self.metrics.count()
 
         return decode, done
@@ -283,7 +284,8 @@ class Service:
 
     def refused(self, wire: str, client: str, error: SinewError) -> None:
         """Count and log a request that did not get as far as ``submit``."""
-        self._account(Inference(wire, _never, client), error, None)
+        inference = Inference(wire, _never, client)
+        self._show(inference, error, None, self._account(inference, error, None))
         self.metrics.count()
 
     @contextlib.contextmanager
@@ -301,32 +303,36 @@ class Service:
         if len(name) > MAX_SESSION:
             raise RequestError(f"session: expected at most {MAX_SESSION} characters, got {len(name)}")
 
-    def _account(
+    def _account(self, inference: Inference, outcome: Outcome, deadline: float | None) -> float:
+        """Count and log an outcome; return seconds since the request's arrival."""
+        now = time.perf_counter()
+        seconds = now - inference.arrived
+        missed = deadline is not None and now > deadline
+        self.metrics.request(inference.wire, outcome, seconds, missed)
+        if isinstance(outcome, SinewError) and not isinstance(outcome, (ShuttingDownError, BusyError)):
+            quiet = self._quiet.setdefault(inference.wire, Quiet(logger))
+            quiet.warning("%s: a request failed: %s", inference.wire, printable(outcome))
+        if access.isEnabledFor(logging.INFO):
+            access.info(json.dumps(_entry(inference, outcome, seconds, missed)))
+        return seconds
+
+    def _show(
         self,
         inference: Inference,
         outcome: Outcome,
         deadline: float | None,
+        seconds: float,
         seen: Sequence[Observation] = (),
     ) -> None:
-        now = time.perf_counter()
-        error = outcome if isinstance(outcome, SinewError) else None
-        missed = deadline is not None and now > deadline
-        self.metrics.request(inference.wire, outcome, now - inference.arrived, missed)
-        if inference.policy in ("", DEFAULT):  # the page is of one policy
-            self.feed.put(
-                inference.wire,
-                inference.client,
-                inference.session,
-                seen[0] if seen else None,
-                outcome,
-                now - inference.arrived,
+        """Tell the dashboard, if it shows this policy. No robot need wait for that: its reply is sent before."""
+        if inference.policy in ("", DEFAULT):
+            limit, asked = (
                 None if deadline is None else deadline - inference.arrived,
+                seen[0] if seen else None,
             )
-        if error is not None and not isinstance(error, (ShuttingDownError, BusyError)):
-            quiet = self._quiet.setdefault(inference.wire, Quiet(logger))
-            quiet.warning("%s: a request failed: %s", inference.wire, printable(error))
-        if access.isEnabledFor(logging.INFO):
-            access.info(json.dumps(_entry(inference, outcome, now - inference.arrived, missed)))
+            self.feed.put(
+                inference.wire, inference.client, inference.session, asked, outcome, seconds, limit
+            )  # fmt: skip
 
 
 class Wire(Protocol):

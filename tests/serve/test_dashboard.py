@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import http.client
 import io
@@ -11,6 +12,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +29,14 @@ from sinew_client import Client
 from sinew.bundle import Bundle
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing import Processor
+from sinew.serve.dashboard import feed as feeds
+from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
-from sinew.serve.dashboard.routes import News
+from sinew.serve.dashboard.news import News
+from sinew.serve.service import Inference
 from tests.serve import browser
-from tests.serve.puppet import WAIT_S
+from tests.serve.puppet import WAIT_S, until
+from tests.serve.puppet import desk as puppets
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, picture, record
 from tests.serve.test_server import CASE, START_S, ServerProcess, free_port, serving
 
@@ -49,12 +55,12 @@ def put(feed: Feed, outcome: ActionChunk | SinewError = CHUNK, frames: Any = FRA
 def test_nothing_is_kept_while_nobody_looks() -> None:
     feed = Feed()
     put(feed)
-    assert (feed.newest, feed.since(0), feed.picture("camera1")) == (0, [], None)
+    assert (feed.newest, feed.since(0), feed.pictures().files) == (0, [], {})
     with feed.viewer():
         put(feed)
         assert [answer.number for answer in feed.since(0)] == [1]
-        assert feed.picture("camera1") is not None
-    assert (feed.since(0), feed.picture("camera1")) == ([], None)
+        assert set(feed.pictures().files) == set(FRAMES)
+    assert (feed.since(0), feed.pictures().files) == ([], {})
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -82,26 +88,104 @@ def test_an_answer_in_words() -> None:
     assert (refused["outcome"], len(refused["error"]), refused["state"]) == ("internal", 300, None)
 
 
-def test_viewers_are_woken_by_answers_and_told_the_same_bytes() -> None:
-    """No timer of the viewers' own has to run out, and JSON is made once for all of them."""
+def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tuple[News, list[str]]:
+    """News of a server that is busy or not, and the events that it encodes; after one message it makes no other."""
+    monkeypatch.setattr(news, "EVENTS_S", WAIT_S)
+    monkeypatch.setattr(news, "PATIENCE_S", WAIT_S)
+    encoded: list[str] = []
+    written = news.encoded
+    monkeypatch.setattr(news, "encoded", lambda name, record: encoded.append(name) or written(name, record))
+    policies = SimpleNamespace(stats=lambda: {"waiting": 0, "running": busy})
+    service = SimpleNamespace(feed=feed, policies=policies, health=dict)
+    return News(service), encoded  # type: ignore[arg-type]
+
+
+async def spin() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_hundred_answers_are_one_message_for_all_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Viewers are woken by the first answer; what comes within the pause after it wakes nobody and encodes nothing,
+    and is then told at once: every answer and miss, and of the chunks the newest."""
     feed = Feed()
-    news = News(SimpleNamespace(feed=feed))  # type: ignore[arg-type]
+    said, encoded = told(feed, monkeypatch)
 
-    async def look() -> list[bytes]:
-        seen = feed.newest
-        await news.wait(seen, asyncio.get_running_loop().create_future(), seconds=float(WAIT_S))
-        return [news.message(answer) for answer in feed.since(seen)]
-
-    async def both() -> list[list[bytes]]:
-        looks = [asyncio.create_task(look()) for _ in range(2)]
-        await asyncio.sleep(0)  # both wait now
-        await asyncio.to_thread(put, feed)
-        return await asyncio.wait_for(asyncio.gather(*looks), WAIT_S / 2)
+    async def look() -> None:
+        said.health()
+        with contextlib.ExitStack() as stack:
+            outboxes = [stack.enter_context(said.viewer()) for _ in range(3)]
+            await spin()  # the task listens
+            await asyncio.to_thread(put, feed)
+            first = await asyncio.wait_for(asyncio.gather(*(each.get() for each in outboxes)), WAIT_S)
+            assert first[0].startswith(b"event: answers\n")
+            assert first[0] is first[1] is first[2]
+            for _ in range(100):
+                await asyncio.to_thread(put, feed, deadline_s=0.01)
+            await spin()
+            assert not said._listening
+            assert encoded == ["health", "answers"]
+            number, message, _ = await said._make(1)
+        assert number == 101
+        (event,) = message.decode().rstrip().split("\n\n")
+        answers = json.loads(event.partition("\ndata: ")[2])
+        assert [each["missed"] for each in answers] == [True] * 100
+        assert [each["number"] for each in answers if "actions" in each] == [101]
+        assert encoded == ["health", "answers", "answers"]
 
     with feed.viewer():
-        first, second = asyncio.run(both())
-    assert len(first) == 1
-    assert first[0] is second[0]
+        asyncio.run(look())
+
+
+def test_messages_wait_for_the_gap_between_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed()
+    for busy in (True, False):
+        said, _ = told(feed, monkeypatch, busy)
+
+        async def look(said: News = said, busy: bool = busy) -> None:
+            said.health()
+            with feed.viewer(), feed.bell(lambda: said._ring(asyncio.get_running_loop())):
+                put(feed)
+                waiting = asyncio.create_task(said._news(feed.newest - 1))
+                await spin()
+                assert waiting.done() is not busy
+                put(feed)  # has just been answered
+                await asyncio.wait_for(waiting, WAIT_S)
+
+        asyncio.run(look())
+
+
+def test_the_dashboard_is_told_after_the_reply() -> None:
+    happened: list[str] = []
+    seen = Observation(images={}, state=np.zeros(2), prompt="go")
+    with (
+        puppets(()) as found,
+        (feed := found.service.feed).viewer(),
+        feed.bell(lambda: happened.append("shown")),
+    ):
+        found.service.submit(Inference("native", lambda _: seen), lambda _: happened.append("replied"))
+        until(lambda: "shown" in happened)
+    assert happened == ["replied", "shown"]
+
+
+def test_pictures_are_made_for_all_viewers_and_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    written = feeds.jpeg
+    monkeypatch.setattr(feeds, "jpeg", lambda frame: made.append(1) or written(frame))
+    monkeypatch.setattr(feeds, "PICTURES_S", WAIT_S)
+    feed = Feed()
+    with feed.viewer("pictures"):
+        for _ in range(5):
+            put(feed)
+            assert feed.pictures().number == 1
+        assert len(made) == len(FRAMES)
+        feed._pictures = replace(feed._pictures, until=0.0)  # now it is time
+        assert {feed.pictures().number for _ in range(3)} == {5}
+        assert len(made) == 2 * len(FRAMES)
+        by_hand = Observation(images=FRAMES, state=STATE, prompt="go")
+        feed.put("http", "peer", feeds.BY_HAND, by_hand, CHUNK, 0.02, None)
+        assert (feed.newest, feed.newest_frames) == (6, 5)  # what a person tried is no robot's camera
+        assert [each for each in news.records(feed.since(5)) if "actions" in each] == []
 
 
 @settings(deadline=None, max_examples=50)
@@ -131,13 +215,8 @@ def test_pictures_are_what_the_policy_sees(smolvla_bundle: Callable[[str], Path]
     assert np.abs(feed._seen(frame) - expected).max() <= 0.5 + 1e-3
     with feed.viewer():
         put(feed, frames=dict.fromkeys(FRAMES, frame))
-        found = feed.picture("camera1")
-        assert found is not None
-        number, body = found
-        assert number == 1
+        body = feed.pictures().files["camera1"]
         assert Image.open(io.BytesIO(body)).size == (recipe.width, recipe.height)
-        assert feed.picture("camera1") is found  # made once
-        assert feed.picture("wrist") is None
 
 
 def test_the_page_asks_nobody_else() -> None:
@@ -196,11 +275,13 @@ def desk(smolvla_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 def events(reply: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
-    """The events of a reply, one after the other."""
+    """The events of a reply, one after the other, and answers one by one."""
     for line in reply:
         if line.startswith(b"event: "):
             name = line[7:].strip().decode()
-            yield name, json.loads(next(reply)[6:])
+            record = json.loads(next(reply)[6:])
+            for each in record if name == "answers" else [record]:
+                yield name, each
 
 
 def ask(client: Client, session: str = "arm") -> np.ndarray:
@@ -213,12 +294,12 @@ def test_the_page_needs_no_key_and_its_data_do(desk: Desk) -> None:
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
     assert {desk.get(f"/dashboard/{name}", key="").status for name in ("page.js", "page.css")} == {200}
     assert desk.get("/dashboard/feed.py", key="").status == 404
-    for path in ("/v1/events", "/v1/frames/camera1"):
+    for path in ("/v1/events", "/v1/frames", "/v1/frames/camera1"):
         assert desk.get(path, key="").status == 401
         assert desk.get(path, key="another").status == 401
 
 
-@pytest.mark.parametrize("path", ["/v1/events", "/v1/frames/camera1", "/v1/try"])
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/frames", "/v1/frames/camera1", "/v1/try"])
 @pytest.mark.parametrize(
     "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}]
 )
@@ -236,7 +317,7 @@ def test_events_tell_of_answers(desk: Desk) -> None:
     assert (name, about["server"]["engine"], about["as_seen"]) == ("about", "replay", True)
     with desk.client() as client:
         actions = ask(client)
-        answer = next(record for name, record in found if name == "answer")
+        answer = next(record for name, record in found if name == "answers")
         np.testing.assert_allclose(np.array(answer["actions"]), actions, rtol=1e-5)
         assert (answer["wire"], answer["session"], answer["prompt"]) == ("native", "arm", "go")
         frame = desk.get("/v1/frames/camera1")
@@ -246,7 +327,11 @@ def test_events_tell_of_answers(desk: Desk) -> None:
     assert health["viewers"] == 1
     assert health["host"]["cores"] >= 1
     assert 0 < health["host"]["memory"]["available"] <= health["host"]["memory"]["limit"]
+    name, frames = next(events(pictures := desk.get("/v1/frames")))
+    assert (name, set(frames["cameras"])) == ("frames", set(FRAMES))
+    assert Image.open(io.BytesIO(base64.b64decode(frames["cameras"]["camera1"]))).format == "JPEG"
     reply.close()
+    pictures.close()
 
 
 def test_viewers_that_read_nothing_hold_nobody_up(desk: Desk) -> None:

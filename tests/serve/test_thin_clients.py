@@ -197,7 +197,7 @@ def test_answers_that_are_none(record: dict[str, Any]) -> None:
     seen = Seen("here")
     seen.hear("about", {"policy": {}, "server": {}})
     with pytest.raises(SinewError, match="expected answers of a Sinew server"):
-        seen.hear("answer", record)
+        seen.hear("answers", record)
 
 
 def test_bars() -> None:

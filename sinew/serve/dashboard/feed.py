@@ -1,7 +1,7 @@
 """What the dashboard is told: the last answers and frames, kept only while somebody looks.
 
-``put`` runs on the scheduler's threads, once per answer: without a viewer it returns at once, with one it keeps
-references. JSON and pictures are made where they are asked for.
+``put`` runs on the scheduler's threads, once per answer and after its reply: without a viewer it returns at once, with
+one it keeps references. JSON (``news.py``) and pictures are made later, at most so often.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from sinew import machine
 from sinew.bundle.schema import ImageRecipe
-from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing.image import prepare_frame
 
 VIEWERS = 8  # at once; each is a connection and a few kilobytes
-KEPT = 64  # answers that a viewer can be behind
+KEPT = 256  # answers between two looks of the viewers
+BY_HAND = "dashboard"  # the session of what a person tries on the page: shown there, not as a robot's
+PICTURES_S = 0.1  # from one picture of a camera to the next, at least,
+SHARE = 0.02  # and longer where making them would take more than this of the cores
 MAX_TEXT = 300  # characters of a prompt, a name or an error that are shown
 MAX_NUMBERS = 1 << 14  # of a chunk; a larger one is shown by its first rows
 JPEG_QUALITY = 85
+TIMES = (*(field.name for field in fields(Timing) if field.name != "step_ms"), "head_ms")
+NOTHING = (0, {})  # no frames yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,9 @@ class Answer:
     missed: bool
     outcome: ActionChunk | SinewError
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain containers, ready for JSON; numbers that are not finite become None."""
+    def to_dict(self, *, actions: bool = True) -> dict[str, Any]:
+        """Return plain containers, ready for JSON; numbers that are not finite become None. actions: with the chunk
+        and the state, which are most of the work."""
         found: dict[str, Any] = {
             "number": self.number,
             "time": round(self.when, 3),
@@ -53,22 +60,32 @@ class Answer:
             "client": self.client[:MAX_TEXT],
             "session": self.session[:MAX_TEXT],
             "prompt": self.prompt[:MAX_TEXT],
-            "state": None if self.state is None else plain(self.state),
+            "state": None if self.state is None or not actions else plain(self.state.reshape(-1)),
             "ms": round(self.ms, 3),
             "deadline_ms": self.deadline_ms,
             "missed": self.missed,
         }
         if isinstance(self.outcome, SinewError):
             return {**found, "outcome": self.outcome.code, "error": str(self.outcome)[:MAX_TEXT]}
-        rows = max(1, MAX_NUMBERS // max(1, self.outcome.actions.shape[1]))
-        timing = asdict(self.outcome.timing) | {"head_ms": self.outcome.timing.head_ms}
-        return {
-            **found,
+        timing = self.outcome.timing
+        found |= {
             "outcome": "ok",
-            "actions": [plain(row) for row in self.outcome.actions[:rows]],
-            "timing": {name: round(float(timing[name]), 3) for name in timing if name != "step_ms"},
+            "timing": {name: round(float(getattr(timing, name)), 3) for name in TIMES},
             "warnings": [text[:MAX_TEXT] for text in self.outcome.warnings[:10]],
         }
+        if actions:
+            rows = max(1, MAX_NUMBERS // max(1, self.outcome.actions.shape[1]))
+            found["actions"] = plain(self.outcome.actions[:rows])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """JPEG files of the cameras of one answer. until: ``time.perf_counter()`` before which no newer ones are made."""
+
+    number: int
+    files: Mapping[str, bytes]
+    until: float
 
 
 class Feed:
@@ -80,18 +97,25 @@ class Feed:
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
         self._lock = threading.Lock()
-        self._viewers = 0
+        self._viewers = {"answers": 0, "pictures": 0}
         self._number = 0
         self._answers: deque[Answer] = deque(maxlen=KEPT)
-        self._frames: tuple[int, Mapping[str, Any]] = (0, {})
-        self._pictures: dict[str, tuple[int, bytes]] = {}
-        self._making = threading.Lock()  # several viewers ask for the same picture at once
+        self._frames: tuple[int, Mapping[str, Any]] = NOTHING
+        self._pictures = Pictures(0, {}, 0.0)
+        self._making = threading.Lock()  # several viewers ask for the same pictures at once
+        self._share = SHARE * machine.cores().logical
         self._bells: tuple[Callable[[], None], ...] = ()
 
-    def ring(self, bell: Callable[[], None]) -> None:
-        """Call ``bell`` after every answer that is kept, on the scheduler's thread: it must not block."""
+    @contextlib.contextmanager
+    def bell(self, ring: Callable[[], None]) -> Iterator[None]:
+        """Call ``ring`` after every answer that is kept while inside, on the scheduler's thread: it must not block."""
         with self._lock:
-            self._bells += (bell,)
+            self._bells += (ring,)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._bells = tuple(each for each in self._bells if each is not ring)
 
     def put(
         self,
@@ -104,11 +128,11 @@ class Feed:
         deadline_s: float | None,
     ) -> None:
         """Keep an answer if somebody looks. deadline_s: the request's, from its arrival. Never blocks for long."""
-        if not self._viewers:
+        if not any(self._viewers.values()):
             return
         state = None if observation is None else np.asarray(observation.state)
         with self._lock:
-            if not self._viewers:
+            if not any(self._viewers.values()):
                 return
             self._number += 1
             self._answers.append(
@@ -126,56 +150,63 @@ class Feed:
                     outcome,
                 )
             )
-            if observation is not None and isinstance(outcome, ActionChunk):
+            if observation is not None and isinstance(outcome, ActionChunk) and session != BY_HAND:
                 self._frames = self._number, observation.images
             bells = self._bells
-        for bell in bells:
-            bell()
+        for ring in bells:
+            ring()
 
     @contextlib.contextmanager
-    def viewer(self) -> Iterator[None]:
-        """Somebody looks while inside. Raises BusyError for one too many."""
+    def viewer(self, what: str = "answers") -> Iterator[None]:
+        """Somebody looks at the answers or the "pictures" while inside. Raises BusyError for one too many."""
         with self._lock:
-            if self._viewers >= VIEWERS:
+            if self._viewers[what] >= VIEWERS:
                 raise BusyError(f"{VIEWERS} viewers look at this server, and no more may")
-            self._viewers += 1
+            self._viewers[what] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._viewers -= 1
-                if not self._viewers:  # nobody: keep nothing
+                self._viewers[what] -= 1
+                if not any(self._viewers.values()):  # nobody: keep nothing
                     self._answers.clear()
-                    self._frames, self._pictures = (0, {}), {}
+                    self._frames, self._pictures = NOTHING, Pictures(0, {}, 0.0)
 
     @property
     def viewers(self) -> int:
-        """Return how many look."""
-        return self._viewers
+        """Return how many look at the answers."""
+        return self._viewers["answers"]
 
     @property
     def newest(self) -> int:
         """Return the number of the last answer."""
         return self._number
 
+    @property
+    def newest_frames(self) -> int:
+        """Return the number of the last answer with frames."""
+        return self._frames[0]
+
     def since(self, number: int) -> list[Answer]:
         """Return the kept answers after ``number``, oldest first."""
         with self._lock:
             return [answer for answer in self._answers if answer.number > number]
 
-    def picture(self, camera: str) -> tuple[int, bytes] | None:
-        """Return the last frame of a camera as the policy sees it, a JPEG file, and the number of its answer."""
+    def pictures(self) -> Pictures:
+        """Return the last frames as the policy sees them, made anew where there are newer ones and it is time."""
         with self._making:
             with self._lock:
                 number, frames = self._frames
-                made = self._pictures.get(camera)
-            if camera not in frames:
-                return None
-            if made is None or made[0] != number:
-                made = number, jpeg(self._seen(np.asarray(frames[camera])))
-                with self._lock:
-                    if self._frames[0] == number:
-                        self._pictures[camera] = made
+                made = self._pictures
+            if made.number == number or time.perf_counter() < made.until:
+                return made
+            begun = time.thread_time()
+            found = {name: jpeg(self._seen(np.asarray(frame))) for name, frame in frames.items()}
+            pause = max(PICTURES_S, (time.thread_time() - begun) / self._share)
+            made = Pictures(number, found, time.perf_counter() + pause)
+            with self._lock:
+                if self._frames[0]:  # somebody still looks
+                    self._pictures = made
         return made
 
     def _seen(self, frame: np.ndarray) -> np.ndarray:
@@ -188,9 +219,18 @@ class Feed:
         return ((pixels * std + mean) * 255).round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
 
 
-def plain(values: np.ndarray) -> list[float | None]:
-    """Return numbers of six digits, None for those that are not finite."""
-    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.reshape(-1).tolist()]
+def plain(values: np.ndarray) -> Any:
+    """Return numbers of six digits as lists, None for those that are not finite."""
+    numbers = np.asarray(values, np.float64)
+    with np.errstate(all="ignore"):
+        scale = 10.0 ** (5 - np.floor(np.log10(np.abs(numbers))))
+        rounded = np.round(numbers * scale) / scale
+    rounded = np.where(np.isfinite(rounded), rounded, numbers)  # zero, and what is too small to be scaled
+    if np.isfinite(rounded).all():
+        return rounded.tolist()
+    rounded = rounded.astype(object)
+    rounded[~np.isfinite(numbers)] = None
+    return rounded.tolist()
 
 
 def jpeg(frame: np.ndarray) -> bytes:

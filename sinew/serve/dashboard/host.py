@@ -16,6 +16,7 @@ class Host:
     """Shares are of the time since the look before; the first one knows of no time before it and leaves them out."""
 
     def __init__(self) -> None:
+        self._cores = machine.cores().logical  # asked once: a millisecond of reading files
         self._own: tuple[float, float] | None = None  # seconds of the clock, seconds of processors
         self._all: tuple[int, int] | None = None  # ticks, busy ones
 
@@ -24,7 +25,7 @@ class Host:
         ``own_cores`` (that this process keeps busy) and ``gpu``."""
         limit, available = machine.memory()
         found: dict[str, Any] = {
-            "cores": machine.cores().logical,
+            "cores": self._cores,
             "memory": {"limit": limit, "available": available},
         }
         own = time.perf_counter(), time.process_time()
@@ -55,7 +56,7 @@ def _ticks() -> tuple[int, int] | None:
 def _gpu() -> dict[str, Any] | None:
     """Return the GPU that this process computes on: its name and memory in bytes. Never wakes one up."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
         return None
     free, total = torch.cuda.mem_get_info()
     return {

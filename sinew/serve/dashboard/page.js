@@ -5,11 +5,10 @@ const LONGEST = 300; // answers that are remembered
 const SHOWN = 120; // bars of the latency strip
 const SESSIONS = 50;
 const MINE = "dashboard"; // the session of requests that this page makes
-const FRAMES_MS = 100; // between two frames of a camera
 const STAGES = ["queue", "preprocess", "vision", "prefix", "head", "postprocess"];
 const COLOURS = ["#8250df", "#0969da", "#1a7f37", "#bf8700", "#bc4c00", "#cf222e"];
 const $ = (id) => document.getElementById(id);
-const state = { about: null, answers: [], last: null, previous: null, arrived: 0, previousArrived: 0, frameAt: 0, loading: false, sessions: new Map(), dirty: false };
+const state = { about: null, answers: [], last: null, previous: null, arrived: 0, looking: false, sessions: new Map(), dirty: false };
 let key = sessionStorage.getItem("sinew-key") || "";
 
 function element(tag, text, attributes = {}) {
@@ -97,6 +96,7 @@ const HEARD = {
     const names = jointNames(policy.action);
     state.joints = charts($("joints"), names);
     tryForm(about);
+    look();
   },
   health(health) {
     const memory = health.memory_bytes ? `, ${(health.memory_bytes / 2 ** 30).toFixed(2)} GiB` : "";
@@ -105,18 +105,24 @@ const HEARD = {
     else say(`${health.status}: ${health.problems.join("; ")}`, "bad");
     if (health.host) host(health.host);
   },
-  answer(answer) {
-    state.answers.push(answer);
-    if (state.answers.length > LONGEST) state.answers.shift();
-    session(answer);
-    if (answer.actions && answer.session !== MINE) { // what is tried by hand is shown where it was asked
+  answers(answers) {
+    for (const answer of answers) {
+      state.answers.push(answer);
+      if (state.answers.length > LONGEST) state.answers.shift();
+      session(answer);
+      if (!answer.actions) continue; // the newest chunk of a message has its numbers, what is tried by hand has none
       state.previous = state.last;
-      state.previousArrived = state.arrived;
       state.last = answer;
-      state.arrived = performance.now();
-      frames();
+      state.arrived = performance.now() - 1000 * answer.age;
     }
     state.dirty = true;
+  },
+  frames({ cameras }) {
+    for (const img of $("cameras").querySelectorAll("img")) {
+      if (!cameras[img.dataset.camera]) continue;
+      img.src = "data:image/jpeg;base64," + cameras[img.dataset.camera];
+      img.dataset.at = String(performance.now());
+    }
   },
 };
 
@@ -132,22 +138,23 @@ function cameras(known) {
   }));
 }
 
-async function frames() {
-  const now = performance.now();
-  if (state.loading || now - state.frameAt < FRAMES_MS || document.hidden) return;
-  state.loading = true;
-  state.frameAt = now;
-  try {
-    for (const img of $("cameras").querySelectorAll("img")) {
-      const reply = await ask("/v1/frames/" + encodeURIComponent(img.dataset.camera));
-      if (!reply.ok) continue;
-      const url = URL.createObjectURL(await reply.blob());
-      const old = img.src;
-      img.src = url;
-      if (old.startsWith("blob:")) URL.revokeObjectURL(old);
-      img.dataset.at = String(performance.now());
-    }
-  } catch { /* the events tell that the server is gone */ } finally { state.loading = false; }
+// Pictures are sent while they can be seen: a hidden page costs the server none.
+async function look() {
+  if (state.looking) return;
+  state.looking = true;
+  for (;;) {
+    const stop = new AbortController();
+    const turned = () => { if (document.hidden) stop.abort(); };
+    document.addEventListener("visibilitychange", turned);
+    try {
+      if (!document.hidden) {
+        const reply = await ask("/v1/frames", { signal: stop.signal });
+        if (reply.ok) await read(reply.body.getReader());
+      }
+    } catch { /* the events tell that the server is gone */ }
+    document.removeEventListener("visibilitychange", turned);
+    await new Promise((resolve) => setTimeout(resolve, 500));
+  }
 }
 
 function ages() {
@@ -235,7 +242,7 @@ function chunk() {
   if (!state.last || !state.joints) return;
   const hz = state.about.policy.control_hz;
   const passed = (performance.now() - state.arrived) / 1000;
-  const shift = hz && state.previousArrived ? ((state.arrived - state.previousArrived) / 1000) * hz : 0;
+  const shift = hz && state.previous ? (state.last.time - state.previous.time) * hz : 0;
   state.joints.forEach((chart, joint) =>
     draw(chart, joint, state.last.actions, state.previous && state.previous.session === state.last.session ? state.previous.actions : null, shift, hz ? passed * hz : null));
   const about = hz ? `at ${hz} actions per second` : "the bundle states no control rate, so there is no cursor and both begin at the left";

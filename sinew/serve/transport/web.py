@@ -96,8 +96,9 @@ class WebServer:
         if "http" in self._names:
             actions.add(self._guarded, app.router)
             admin.add(self._service, self._guarded, app.router)
+        shown: Dashboard | None = None
         if self._listen.dashboard:
-            shown = Dashboard(self._service, self._guarded, actions.actions, self._ended)
+            shown = Dashboard(self._service, self._guarded, actions.actions)
             self._page = shown.add(app.router, at_root=not self._kind)
         if self._kind:
             app.router.add_get("/{path:.*}", self._websocket)
@@ -125,6 +126,8 @@ class WebServer:
         await self._ended.wait()
         watch.cancel()
         server.close()
+        if shown is not None:
+            shown.end()
         await asyncio.sleep(0)  # answers that the scheduler's end produced are on their way to their handlers
         for socket in list(self._open):
             with contextlib.suppress(Exception):

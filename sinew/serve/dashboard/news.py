@@ -1,0 +1,244 @@
+"""What viewers of one event loop are told: made once for all of them, at most ten times a second, between requests.
+
+A robot waits for its answer and nobody waits for a viewer. So an answer only rings, after its reply is sent and only
+while somebody listens; a message holds all answers since the one before it, the numbers of the newest chunk alone; and
+where answers came during the pause, the message waits until no request is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sinew import machine
+from sinew.core import SinewError
+from sinew.serve.dashboard.feed import BY_HAND, Answer, Feed
+from sinew.serve.dashboard.host import Host
+from sinew.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+EVENTS_S = 0.1  # from one message to the next, at least
+HEALTH_S = 2.0
+PATIENCE_S = 0.5  # how long a message waits for the gap between two requests
+BEHIND = (
+    16  # messages that a viewer may not have read; older ones are dropped. Of pictures only the last counts
+)
+
+
+class Outbox:
+    """Messages for one viewer, at most ``behind``."""
+
+    def __init__(self, behind: int) -> None:
+        self.ended = False  # nothing will come any more
+        self._messages: deque[bytes] = deque(maxlen=behind)
+        self._some = asyncio.Event()
+
+    def put(self, message: bytes) -> None:
+        """Add a message; the oldest goes where the viewer is too far behind."""
+        self._messages.append(message)
+        self._some.set()
+
+    def end(self) -> None:
+        """Wake the viewer for the last time."""
+        self.ended = True
+        self._some.set()
+
+    async def get(self) -> bytes:
+        """Return all messages that are there, as soon as there is one; nothing at the end."""
+        await self._some.wait()
+        self._some.clear()
+        found = b"".join(self._messages)
+        self._messages.clear()
+        return found
+
+
+class Broadcast:
+    """Messages of one kind. They are made by one task, which runs while anybody looks."""
+
+    behind = BEHIND
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._outboxes: set[Outbox] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._listening = False
+        self._rung = asyncio.Event()
+
+    @property
+    def _feed(self) -> Feed:
+        return self._service.feed
+
+    @contextlib.contextmanager
+    def viewer(self) -> Iterator[Outbox]:
+        """Return where messages come from now on."""
+        outbox = Outbox(self.behind)
+        self._outboxes.add(outbox)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run(self._begin()))
+        try:
+            yield outbox
+        finally:
+            self._outboxes.discard(outbox)
+            if not self._outboxes:
+                self._task.cancel()
+                self._task = None
+
+    def end(self) -> None:
+        """Let all viewers go."""
+        for outbox in self._outboxes:
+            outbox.end()
+
+    async def _run(self, told: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            with self._feed.bell(lambda: self._ring(loop)):
+                while True:
+                    await self._news(told)
+                    told, message, pause = await self._make(told)
+                    for outbox in self._outboxes if message else ():
+                        outbox.put(message)
+                    await asyncio.sleep(pause)
+        except Exception:
+            logger.exception("the dashboard's viewers are told nothing more")
+            self.end()
+
+    async def _make(self, told: int) -> tuple[int, bytes, float]:
+        """Return the number up to which all is told now, the message, and seconds until the next one."""
+        raise NotImplementedError
+
+    def _newest(self) -> int:
+        raise NotImplementedError
+
+    def _begin(self) -> int:
+        """Return up to which number the first viewer is told nothing."""
+        return self._newest()
+
+    def _patience(self) -> float:
+        """Return seconds until there is something to tell although nothing was answered."""
+        return 3600.0
+
+    # ------------------------------------------------------------------------- when
+
+    async def _news(self, told: int) -> None:
+        """Return when there is something to tell, just after a reply or while nothing is computed where that can be."""
+        after_a_reply = await self._listen(self._patience(), told)
+        if not after_a_reply and self._busy():
+            await self._listen(PATIENCE_S)
+
+    def _busy(self) -> bool:
+        stats = self._service.policies.stats()
+        return bool(stats["waiting"] or stats["running"])
+
+    async def _listen(self, seconds: float, told: int | None = None) -> bool:
+        """Return whether an answer rang within so many seconds. told: do not wait if there is a newer one already."""
+        self._rung.clear()
+        self._listening = True
+        try:
+            if seconds > 0 and (told is None or self._newest() == told):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        return await self._rung.wait()
+            return False
+        finally:
+            self._listening = False
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the loop if it listens. Called on the scheduler's threads."""
+        if self._listening:
+            self._listening = False
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._rung.set)
+
+
+class News(Broadcast):
+    """``answers``, and ``health`` now and then."""
+
+    def __init__(self, service: Service):
+        super().__init__(service)
+        self._host = Host()
+        self._health: tuple[float, bytes] = (float("-inf"), b"")
+
+    def health(self) -> bytes:
+        """Return the event of the server's health, not older than the time between two of them."""
+        now = time.monotonic()
+        if now >= self._health[0] + HEALTH_S:
+            service = self._service
+            found = {"memory_bytes": _resident(), "viewers": service.feed.viewers, "host": self._host.look()}
+            self._health = now, encoded("health", service.health() | found)
+        return self._health[1]
+
+    async def _make(self, told: int) -> tuple[int, bytes, float]:
+        new = self._feed.since(told)
+        message = encoded("answers", records(new)) if new else b""
+        if self._patience() <= 0:
+            message += self.health()
+        return new[-1].number if new else told, message, EVENTS_S
+
+    def _newest(self) -> int:
+        return self._feed.newest
+
+    def _patience(self) -> float:
+        return self._health[0] + HEALTH_S - time.monotonic()
+
+
+class Pictures(Broadcast):
+    """``frames``: the cameras of the newest answer as JPEG files, made on the loop's pool."""
+
+    behind = 1
+
+    async def _make(self, told: int) -> tuple[int, bytes, float]:
+        return await asyncio.get_running_loop().run_in_executor(None, self._pictures, told)
+
+    def _begin(self) -> int:
+        return 0  # the last frames are shown at once
+
+    def _pictures(self, told: int) -> tuple[int, bytes, float]:
+        found = self._feed.pictures()
+        if found.number == told:  # what rang had no frames, or it is not yet time for newer ones
+            return told, b"", max(EVENTS_S, found.until - time.perf_counter())
+        files = {name: base64.b64encode(file).decode() for name, file in found.files.items()}
+        message = encoded("frames", {"number": found.number, "cameras": files}) if files else b""
+        return found.number, message, max(EVENTS_S, found.until - time.perf_counter())
+
+    def _newest(self) -> int:
+        return self._feed.newest_frames
+
+
+def records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return answers ready for JSON, the newest chunk that no person asked for with its numbers and age, the others
+    without."""
+    shown = max(
+        (
+            each.number
+            for each in answers
+            if not isinstance(each.outcome, SinewError) and each.session != BY_HAND
+        ),
+        default=0,
+    )
+    found = [each.to_dict(actions=each.number == shown) for each in answers]
+    for record in found:
+        if record["number"] == shown:
+            record["age"] = round(max(0.0, time.time() - record["time"]), 3)
+    return found
+
+
+def _resident() -> int:
+    found = machine.resident_bytes()
+    return found.get("now", found["peak"])
+
+
+def encoded(event: str, record: Any) -> bytes:
+    """Return a server-sent event. Raises :class:`SinewError` for a record that JSON cannot carry."""
+    try:
+        text = json.dumps(record, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:  # a record of ours with NaN in it: told, not swallowed
+        raise SinewError(f"event {event}: {error}") from None
+    return f"event: {event}\ndata: {text}\n\n".encode()
