@@ -31,7 +31,7 @@ MAX_TEXT = 300  # characters of a prompt, a name or an error that are shown
 MAX_NUMBERS = 1 << 14  # of a chunk; a larger one is shown by its first rows
 JPEG_QUALITY = 85
 TIMES = (*(field.name for field in fields(Timing) if field.name != "step_ms"), "head_ms")
-NOTHING = (0, {})  # no frames yet
+NOTHING: tuple[int, Mapping[str, Any]] = (0, {})  # no frames yet
 
 
 @dataclass(frozen=True, slots=True)
