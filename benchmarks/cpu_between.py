@@ -50,7 +50,11 @@ def sides() -> dict[str, dict[str, Callable[[], object]]]:
         theirs = partial(attend_twin, q, k, v, mask)
         if name == "vision":
             theirs = partial(_flash, *(t.transpose(1, 2) for t in (q, k, v)))
-        made[f"attention, {name}"] = {"torch": theirs, "ours": partial(found.attend, q, k, v, mask)}
+        made[f"attention, {name}"] = {
+            "torch": theirs,
+            "ours": partial(found.attend, q, k, v, mask),
+            "ours, rounded": partial(found.attend, q, k, v, mask, True),
+        }
     x, gate, up = torch.randn(1024, 3072), torch.randn(256, 2560), torch.randn(256, 2560)
     made["GELU, vision"] = {
         "torch": lambda: F.gelu(x, approximate="tanh"),

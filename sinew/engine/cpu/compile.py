@@ -12,21 +12,22 @@ from sinew.engine.cpu.between import attend, gelu_, silu_times_
 from sinew.engine.plan import Outcome, Plan
 from sinew.engine.plan.rewrite import Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
-from sinew.layers.quantized import apart, together
+from sinew.layers.quantized import QuantizedLinear, apart, together
 from sinew.layers.vit import ViTAttention, ViTMLP
 
 
 class CompiledViTAttention(ViTAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = (-1, self.head_dim)
-        return attend(q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads), None)
+        q, k, v = (part.unflatten(-1, heads) for part in (q, k, v))
+        return attend(q, k, v, None, _rounded(self))
 
 
 class CompiledAttention(DecoderAttention):
     def attend(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
         if own is not None:
             kv = torch.cat([kv[0], own[0]], dim=1), torch.cat([kv[1], own[1]], dim=1)
-        return attend(q, *kv, mask)
+        return attend(q, *kv, mask, _rounded(self))
 
 
 class CompiledViTMLP(ViTMLP):
@@ -67,6 +68,13 @@ class SharedMLP(CompiledMLP):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = together((self.gate_proj, self.up_proj), x)
         return gate, up
+
+
+def _rounded(attention: nn.Module) -> bool:
+    """Return True where queries, keys and values are sums of products of rounded numbers: 16 bits are finer than those.
+    BitNet's own arithmetic (ternary) keeps attention in floats."""
+    layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
+    return all(isinstance(layer, QuantizedLinear) and layer.name != "ternary" for layer in layers)
 
 
 def _always(_: Any) -> str | None:

@@ -56,10 +56,10 @@ def test_attention_is_that_of_float64(
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), shared[0]) * size**-0.5
     scores = scores.masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
     wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), shared[1]).flatten(2)
-    bound = 4e-6 * float(v.abs().max())
     for name, each in all_between.items():
-        error = (each.attend(q, k, v, mask).double() - wanted).abs().max()
-        assert error <= bound, (name, float(error), bound)
+        for rounded, part in ((False, 4e-6), (True, 4e-3)):
+            error = (each.attend(q, k, v, mask, rounded).double() - wanted).abs().max()
+            assert error <= part * v.abs().max(), (name, rounded, float(error))
 
 
 def test_activations_are_those_of_float64(all_between) -> None:
@@ -86,10 +86,34 @@ def test_activations_are_those_of_float64(all_between) -> None:
 def test_a_value_that_is_not_finite_does_not_look_like_a_number(all_between) -> None:
     q, k, v = (torch.randn(1, 20, 2, 8) for _ in range(3))
     q[0, 3, 1, 2] = torch.nan
+    broken = v.clone()
+    broken[0, 5, 0, 7] = torch.inf
     for name, each in all_between.items():
-        out = each.attend(q, k, v, None).view(20, 2, 8)
-        assert out[3, 1].isnan().all(), name
-        assert out[3, 0].isfinite().all(), name
+        for rounded in (False, True):
+            out = each.attend(q, k, v, None, rounded).view(20, 2, 8)
+            assert out[3, 1].isnan().all(), name
+            assert out[3, 0].isfinite().all(), name
+            assert not each.attend(k, q, v, None, rounded).view(20, 2, 8)[:, 1].isfinite().any(), name
+            out = each.attend(k, k, broken, None, rounded).view(20, 2, 8)
+            assert not out[:, 0, 7].isfinite().any(), name
+            assert out[:, 0, :7].isfinite().all(), name
+
+
+def test_rounded_attention_takes_any_size_of_numbers(all_between) -> None:
+    q, k, v = (torch.randn(1, 30, 2, 64) for _ in range(3))
+    mask = torch.rand(1, 30, 30) < 0.5
+    plain = between.attend_twin(q, k, v, mask)
+    for name, each in all_between.items():
+        for factor in (1e-12, 1e12):  # scores stay as they are; so do weights
+            made = each.attend(q * factor, k / factor, v * factor, mask, True) / factor
+            assert (made - plain).abs().max() <= 4e-3 * v.abs().max(), (name, factor)
+        zeros = torch.zeros_like(q)
+        even = each.attend(zeros, zeros, v, mask, True)
+        wanted = between.attend_twin(zeros, zeros, v, mask)
+        assert (even - wanted).abs().max() <= 4e-3 * v.abs().max(), name
+        same = torch.full_like(q, 3.0)  # the largest sum that the rounding allows
+        made = each.attend(same, same, same, None, True)
+        assert (made - 3).abs().max() <= 1e-4, name
 
 
 def test_threads_do_not_change_a_bit(all_between) -> None:

@@ -22,7 +22,8 @@ void in_parts(int64_t count, int threads, const Task& task) {
 extern "C" {
 
 // out = softmax(q k^T * scale) v, as kernels.h says of Attention. Returns 0, 1 for arguments that make no sense, 2 when
-// memory is short. `sizes`: batch, queries, keys, heads, key_heads, size, and the six strides in the struct's order.
+// memory is short. `sizes`: batch, queries, keys, heads, key_heads, size, the six strides in the struct's order, and 1
+// where products may be rounded to 16 bits.
 PUBLIC int lowbit_attend(int kernels, const float* q, const float* k, const float* v, const uint8_t* mask, float* out,
                          const int64_t* sizes, float scale, int threads) {
   using namespace lowbit;
@@ -34,6 +35,7 @@ PUBLIC int lowbit_attend(int kernels, const float* q, const float* k, const floa
     if (sizes[i] < 1 || sizes[i] > MOST) return 1;
   if (chosen == nullptr || threads < 1 || a.size > 1024 || a.heads % a.key_heads != 0) return 1;
   const Between* between = chosen->between;
+  const auto attend = sizes[12] ? between->attend_rounded : between->attend;
   // A head is a task, because its keys and values are laid out anew; where heads are few, its rows are shared.
   int64_t parts = (4 * threads + a.batch * a.heads - 1) / (a.batch * a.heads);
   const int64_t most = (a.queries + 63) / 64;
@@ -46,7 +48,7 @@ PUBLIC int lowbit_attend(int kernels, const float* q, const float* k, const floa
     const int64_t first = part * rows, last = first + rows < a.queries ? first + rows : a.queries;
     if (first >= last) return;
     try {
-      between->attend(a, batch, head, first, last, static_cast<char*>(buffer.get(attend_bytes(a, between->rows))));
+      attend(a, batch, head, first, last, static_cast<char*>(buffer.get(attend_bytes(a, between->rows))));
     } catch (const std::bad_alloc&) {
       failed = 2;
     }

@@ -91,6 +91,8 @@ struct Attention {
 struct Between {
   int rows;  // that attention takes together
   void (*attend)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
+  // The same where products may be rounded to 16 bits; `attend` itself where that is not faster.
+  void (*attend_rounded)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
   void (*gelu)(float* x, int64_t count);
   void (*silu_times)(float* gate, const float* up, int64_t count);
 };
