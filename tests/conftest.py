@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sinew.convert import convert
 from sinew.policy import load
+from tests import processes
 from tests.proofs import Recorder
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Collecting makes half a million objects and hardly any garbage, which every full collection would look through.
+gc.disable()
 
 GOLDEN = Path(__file__).resolve().parent / "fixtures"
 
@@ -68,6 +76,17 @@ def exported(
         return folder / "policy.gguf"
 
     return copy
+
+
+@pytest.fixture
+def forked_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers that evaluation starts begin with torch imported (tests/processes.py)."""
+
+    def start(command: list[str], *, text: bool, **options: Any) -> processes.Process:
+        return processes.Process(command, **options)
+
+    names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": start}
+    monkeypatch.setattr("sinew.eval.server.subprocess", SimpleNamespace(**names))
 
 
 @pytest.fixture(scope="session")
@@ -162,3 +181,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--proofs"):
         config.pluginmanager.register(Recorder(path))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -40,6 +40,16 @@ PRELOAD = (
     "cyclopts",
     "gguf",
     "zmq.asyncio",
+    "gymnasium",
+    "prometheus_client",
+    "tokenizers",
+    # The verbs' own, half a second of each process
+    "sinew.cli.eval_variants",
+    "sinew.cli.serve_policy",
+    "sinew.eval.fitting",
+    "sinew.policy",
+    "sinew.serve.process",
+    "sinew.serve.wires.native",
 )
 
 
@@ -286,7 +296,8 @@ def main() -> None:
     nursery = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's business
     for name in PRELOAD:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # of an extra that is not installed
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is never collected stays shared between the processes
     while True:

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.plan import Plan
+from sinew.engine.plan import Plan, meta
 from sinew.models.base import Model
 from sinew.perf.flops import PRODUCTS
 from sinew.solvers import solve
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = meta.run(func, args, kwargs)
         self._record(func, args, kwargs, out)
         return out
 

@@ -296,13 +296,13 @@ def test_overlapping_and_unaligned_tensors_are_refused(path, tmp_path):
 
 
 fuzz = settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
-@settings(fuzz, max_examples=12)  # each loads a policy
+@settings(fuzz, max_examples=6)  # each loads a policy
 @given(data=st.data())
 def test_a_damaged_header_is_a_bundle_or_an_error(path, tmp_path, data):
     """Flip bytes anywhere before the weights: the file loads, or says why not. Nothing else happens."""

@@ -66,7 +66,7 @@ def test_every_bundle_carries_hashes_of_itself(path):
     assert bundle.verify() == []
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_flipped_bit_of_the_header_is_an_error(original, path, data):
     """5 of 30 headers with 1 % of flipped bits that still loaded went unnoticed before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,51 +12,68 @@ import pytest
 from sinew.cli import VERBS
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
+# Each command in a process forked from one that has the verbs, and no torch.
 BLOCKED = """
-import sys
+import json, os, sys, tempfile
 sys.modules["torch"] = None  # its import fails, as where it is not installed
 from sinew.cli import main
-sys.exit(main({arguments!r}))
+found = []
+for arguments in json.loads(sys.argv[1]):
+    streams = [tempfile.TemporaryFile() for _ in range(2)]
+    if (child := os.fork()) == 0:
+        for number, stream in enumerate(streams, 1):
+            os.dup2(stream.fileno(), number)
+        sys.exit(main(arguments))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for stream in streams:
+        stream.seek(0)
+    found.append([code, *(stream.read().decode() for stream in streams)])
+print(json.dumps(found))
 """
+COMMANDS = (
+    ("bench", PEN, "--runs", "1"),
+    ("bench", PEN, "--runs", "1", "--engine", "plan"),
+    ("serve", PEN, "--wire", "http:0"),
+    ("validate", PEN, "--engine", "plan"),
+    ("export", PEN, "--onnx", "nowhere"),
+    ("eval", PEN, "--episodes", "1"),
+    ("convert", PEN.parent, "nowhere.gguf"),
+)
+INSPECT = ("inspect", PEN)
+HELP = tuple((verb, "--help") for verb in VERBS)
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    code = BLOCKED.format(arguments=list(map(str, arguments)))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def runs() -> dict[tuple[object, ...], tuple[int, str, str]]:
+    """Exit code, standard output and standard error of every command."""
+    commands = (*HELP, INSPECT, *COMMANDS)
+    words = json.dumps([list(map(str, command)) for command in commands])
+    found = subprocess.run(
+        [sys.executable, "-c", BLOCKED, words], capture_output=True, text=True, timeout=240, check=True
+    )
+    return dict(zip(commands, map(tuple, json.loads(found.stdout)), strict=True))
 
 
-def test_every_verb_starts() -> None:
-    code = "import sys; sys.modules['torch'] = None; from sinew.cli import main, VERBS\n"
-    code += "sys.exit(any([main([verb, '--help']) for verb in VERBS]))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    for verb in VERBS:
-        assert f"sinew {verb}" in found.stdout
+@pytest.mark.parametrize("command", HELP, ids=VERBS)
+def test_every_verb_starts(runs, command: tuple[object, ...]) -> None:
+    code, out, err = runs[command]
+    assert code == 0, err
+    assert f"sinew {command[0]}" in out
 
 
-def test_a_bundle_is_inspected() -> None:
-    found = run("inspect", PEN)
-    assert found.returncode == 0, found.stderr
-    assert "pen (smolvla)" in found.stdout
+def test_a_bundle_is_inspected(runs) -> None:
+    code, out, err = runs[INSPECT]
+    assert code == 0, err
+    assert "pen (smolvla)" in out
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ("bench", PEN, "--runs", "1"),
-        ("bench", PEN, "--runs", "1", "--engine", "plan"),
-        ("serve", PEN, "--wire", "http:0"),
-        ("validate", PEN, "--engine", "plan"),
-        ("export", PEN, "--onnx", "nowhere"),
-        ("eval", PEN, "--episodes", "1"),
-        ("convert", PEN.parent, "nowhere.gguf"),
-    ],
-    ids=lambda command: "-".join(map(str, command)).replace(str(PEN.parent), "")[:40],
+    "command", COMMANDS, ids=lambda command: "-".join(map(str, command)).replace(str(PEN.parent), "")[:40]
 )
-def test_what_needs_torch_says_how_to_get_it(command: tuple[object, ...]) -> None:
-    found = run(*command)
-    assert found.returncode == 1, found.stdout + found.stderr
-    said = " ".join((found.stdout + found.stderr).split())
+def test_what_needs_torch_says_how_to_get_it(runs, command: tuple[object, ...]) -> None:
+    code, *streams = runs[command]
+    assert code == 1, streams
+    said = " ".join("".join(streams).split())
     assert "Traceback" not in said
     assert "pip install 'sinew-vla[torch]'" in said
     assert "pip install sinew" not in said

@@ -172,5 +172,5 @@ class Limited(RuleBasedStateMachine):
         self.moved = 0.0
 
 
-Limited.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+Limited.TestCase.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
 TestLimited = Limited.TestCase

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,11 @@ BOUND = 1e-5  # of the action scale, the largest absolute value of eager's chunk
 CASES = ["smolvla-2cam", "smolvla-3cam-padded", "smolvla-bf16-vlm", "pi0-2cam", "pi05-2cam"]
 ONE_PER_MODEL = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
 CPU = torch.device("cpu")
+PAIRS = [(1, 4), (2, 1), (3, 10)]  # every number of views and of steps; all their pairs are slow
+SIZES = [
+    pair if pair in PAIRS else pytest.param(*pair, marks=pytest.mark.slow)
+    for pair in product((1, 2, 3), (1, 4, 10))
+]
 
 Case = tuple[Policy, Golden]
 
@@ -68,7 +74,7 @@ def shaken(model: Model) -> Model:
     return model
 
 
-def gap(model: Model, plan: Plan, inputs: ModelInputs, noise: np.ndarray, steps: int = 10) -> float:
+def gap(model: Model, plan: Plan, inputs: ModelInputs, noise: np.ndarray, steps: int = 4) -> float:
     """Largest difference between eager and plan, in units of the action scale."""
     eager, _ = EagerEngine(model, CPU).run(inputs, noise, steps)
     planned, timing = PlannedEngine(plan, CPU).run(inputs, noise, steps)
@@ -84,11 +90,12 @@ def gap(model: Model, plan: Plan, inputs: ModelInputs, noise: np.ndarray, steps:
 def test_each_rewrite_alone_and_all_together(open_case, name):
     policy, g = open_case(name)
     model, inputs, noise = policy.engine.model, inputs_of(policy, g), g.numpy("noise")[0]
-    for rewrites in ([], *([one] for one in REWRITES), list(REWRITES)):
-        assert gap(model, Plan.of(model, 10, rewrites), inputs, noise) <= BOUND, rewrites
-    shaken(model)
-    for rewrites in (*([one] for one in REWRITES), list(REWRITES)):
-        assert gap(model, Plan.of(model, 10, rewrites), inputs, noise) <= BOUND, rewrites
+    for change in (lambda model: model, shaken):
+        eager, _ = EagerEngine(change(model), CPU).run(inputs, noise, 4)
+        for rewrites in ([], *([one] for one in REWRITES), list(REWRITES)):
+            planned, _ = PlannedEngine(Plan.of(model, 4, rewrites), CPU).run(inputs, noise, 4)
+            assert np.isfinite(planned).all()
+            assert np.abs(planned - eager).max() <= BOUND * np.abs(eager).max(), rewrites
 
 
 @pytest.mark.proves(engine="plan")
@@ -99,8 +106,7 @@ def test_the_planned_policy_matches_the_reference(open_case, name):
     assert_parity(planned.infer(g.observation()).actions, g.numpy("actions")[0])
 
 
-@pytest.mark.parametrize("steps", [1, 4, 10])
-@pytest.mark.parametrize("views", [1, 2, 3])
+@pytest.mark.parametrize(("views", "steps"), SIZES)
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
 def test_views_and_steps(open_case, name, views, steps):
     policy, g = open_case(name)
@@ -183,7 +189,7 @@ def swap_gate_and_up(plan: Plan) -> None:
 
 
 def table_off_by_one(plan: Plan) -> None:
-    table = plan.moments(10)
+    table = plan.moments(4)  # as many steps as `gap` takes
     table[:] = [*table[1:], table[0]]
 
 

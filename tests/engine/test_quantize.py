@@ -18,7 +18,7 @@ from sinew.bundle.schema import Manifest
 from sinew.cli import main
 from sinew.cli.quantize import cache_name
 from sinew.core import BundleError, SinewError
-from sinew.engine.onnx import quantize
+from sinew.engine.onnx import export, quantize
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
 from sinew.eval.gating import GATES
@@ -218,12 +218,24 @@ def test_wrong_recipes(text, message):
 # ----------------------------------------------------------------------------- the verb and the bundle
 
 
-@pytest.fixture(scope="module")
-def quantised(exported, tmp_path_factory) -> tuple[Path, Path]:
-    """A bundle and what ``sinew quantize`` makes of it."""
+@pytest.fixture(
+    scope="module",
+    params=["graphs of the source", pytest.param("graphs of its own", marks=pytest.mark.slow)],  # an export
+)
+def quantised(request, exported, tmp_path_factory) -> tuple[Path, Path]:
+    """A bundle and what ``sinew quantize`` makes of it. A user's graphs are an export of the stored weights, half a
+    minute; the quick ones begin as those of the source, and the verb rounds and labels them as it does the others."""
     folder = tmp_path_factory.mktemp("verb")
     source, out = exported(folder), folder / "int8.gguf"
-    assert main(["quantize", str(source), "--out", str(out), "--observations", "3"]) == 0
+    (graphs,) = folder.glob("*.onnx-*")
+
+    def copied(plan, directory, **sizes):
+        shutil.copytree(graphs, directory, dirs_exist_ok=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "graphs of the source":
+            patch.setattr(export, "export_graphs", copied)
+        assert main(["quantize", str(source), "--out", str(out), "--observations", "3"]) == 0
     return source, out
 
 
@@ -262,7 +274,7 @@ def test_the_error_is_measured_under_the_policys_own_solver(groot_bundle, tmp_pa
 
 @pytest.mark.proves(engine="onnx", precision="int8", family="SmolVLA")
 def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
-    """From the cache, and from an exported folder, which is a fresh export: the same actions, not those of float32."""
+    """From the cache, and from an exported folder: the same actions, not those of float32."""
     source, out = quantised
     g = Golden(golden / "smolvla-2cam")
     policy = load(out, engine="onnx", threads=1)
@@ -284,9 +296,9 @@ def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
 
 
 @pytest.mark.slow  # further exports
-def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(quantised, tmp_path, monkeypatch):
+def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(exported, tmp_path, monkeypatch):
     """Exported with VNNI and opened without: rounded again beside the bundle, refused in an exported folder."""
-    source, _ = quantised
+    source = exported(tmp_path)
     out, robot = tmp_path / "eight.gguf", tmp_path / "robot"
     monkeypatch.setattr(quantize.machine, "cpu_flags", lambda: frozenset({"avx2", "avx512_vnni"}))
     assert main(["quantize", str(source), "--out", str(out), "--observations", "1"]) == 0
@@ -305,9 +317,9 @@ def test_a_processor_without_vnni_takes_seven_bits_of_an_eight_bit_recipe(quanti
 
 
 @pytest.mark.slow  # further exports
-def test_rows_from_recipe_to_engine(quantised, golden, tmp_path, capsys):
+def test_rows_from_recipe_to_engine(exported, golden, tmp_path, capsys):
     """The verb, the bundle, `sinew inspect` and a fresh export agree."""
-    source, _ = quantised
+    source = exported(tmp_path)
     out, g = tmp_path / "rows.gguf", Golden(golden / "smolvla-2cam")
     recipe = ["--recipe", "vision=int8,language=int8-rows"]
     assert main(["quantize", str(source), "--out", str(out), "--observations", "2", *recipe]) == 0

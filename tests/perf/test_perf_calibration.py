@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
 from sinew.perf.machine import measure
 from sinew.perf.machine.calibrate import calibrate, random_weights
-from sinew.perf.machine.fit import FACTORS, Sample
+from sinew.perf.machine.fit import FACTORS, Calibration, Sample
 from sinew.perf.machine.measure import Sizes, Speeds, StageTime
 from sinew.perf.machine.measure_engine import measure_engine, seconds_by_stage
 from sinew.perf.memory import fits, largest_fitting, memory_report, peaks
@@ -40,9 +41,9 @@ def middle_model() -> Model:
     full = Program.load("smolvla").model.config
     config = replace(
         full,
-        vision=replace(full.vision, num_layers=2),
-        language=replace(full.language, num_layers=4),
-        expert=replace(full.expert, num_layers=4),
+        vision=replace(full.vision, num_layers=1),
+        language=replace(full.language, num_layers=2),
+        expert=replace(full.expert, num_layers=2),
         vocab_size=512,
     )
     return random_weights(build_on_meta("smolvla", config))
@@ -160,6 +161,7 @@ SPEEDS = Speeds("test", "cpu", 1, {"fp32": 100e9}, 20e9, 3e-6, 0.0)
 TRUTH = {"linear": 0.85, "attention": 0.4, "memory": 1.5, "packing": 2.5, "overhead": 1.8}
 
 
+@lru_cache
 def measured_samples(noise: float = 0.0) -> list[Sample]:
     """Stages of SmolVLA at several requests, with the times of a machine of the factors ``TRUTH``."""
     program = Program.load("smolvla", dtypes="fp32")
@@ -208,9 +210,27 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "sinew" / "calibration"
 
 
-def test_calibrating_a_bundle_stores_what_it_found(quick: Path) -> None:
-    found, path = calibrate(golden.BUNDLE, threads=1, runs=1)
-    assert path.parent == quick
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calibration, Path]:
+    """A calibration of the golden bundle, and its file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "GEMM_SIZE", 512)
+        patch.setattr(measure, "COPY_BYTES", 32 << 20)
+        folder = tmp_path_factory.mktemp("calibrated")
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        found, path = calibrate(golden.BUNDLE, threads=1, runs=1)
+    assert path.parent == folder / "sinew" / "calibration"
+    return found, path
+
+
+def stored(calibrated: tuple[Calibration, Path], quick: Path) -> tuple[Calibration, Path]:
+    """The same, in the folder of this test."""
+    quick.mkdir(parents=True)
+    return calibrated[0], Path(shutil.copy(calibrated[1], quick))
+
+
+def test_calibrating_a_bundle_stores_what_it_found(calibrated: tuple[Calibration, Path], quick: Path) -> None:
+    found, path = stored(calibrated, quick)
     assert calibration.load(found.speeds.processor, 1) == found
     assert calibration.load(found.speeds.processor, 2) is None
     assert set(found.factors) == set(FACTORS)
@@ -218,8 +238,6 @@ def test_calibrating_a_bundle_stores_what_it_found(quick: Path) -> None:
     assert 1e9 < found.speeds.peak_flops["fp32"] < 1e14
     assert 1e8 < found.speeds.bandwidth < 1e13
     assert 1e-8 < found.speeds.overhead < 1e-3
-    again, _ = calibrate(golden.BUNDLE, threads=1, runs=1)
-    assert len(again.samples) == len(found.samples)  # a policy's new samples replace its old ones
     path.write_text('{"schema": "sinew.calibration/0"}')
     with pytest.raises(SinewError, match="expected a calibration of schema"):
         calibration.load(found.speeds.processor, 1)
@@ -232,7 +250,10 @@ def test_calibrating_a_bundle_stores_what_it_found(quick: Path) -> None:
 
 
 def test_bench_prints_what_a_calibration_makes_of_it(
-    quick: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    calibrated: tuple[Calibration, Path],
+    quick: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     threads = torch.get_num_threads()
@@ -246,7 +267,7 @@ def test_bench_prints_what_a_calibration_makes_of_it(
         before, report = bench()
         assert before["roofline"] == {"reason": "not calibrated for 1 threads: sinew perf calibrate BUNDLE"}
         assert "roofline: not calibrated" in report
-        calibrate(golden.BUNDLE, threads=1, runs=1)
+        stored(calibrated, quick)
         after, report = bench()
     finally:
         torch.set_num_threads(threads)
@@ -325,12 +346,20 @@ def test_fit_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> None:
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_calibrate_then_predict(quick: Path, capsys: pytest.CaptureFixture) -> None:
+def test_calibrate_then_predict(
+    calibrated: tuple[Calibration, Path], quick: Path, capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(SinewError, match="not calibrated for 1 threads"):
         perf_machine.predict("smolvla", threads=1)
+    before, path = stored(calibrated, quick)
+    kept = path.stat().st_mtime_ns
     assert perf_machine.calibrate(str(golden.BUNDLE), threads=1, runs=1) == 0
     *report, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last)["path"].startswith(str(quick))
+    assert json.loads(last)["path"] == str(path)
+    assert path.stat().st_mtime_ns > kept
+    after = calibration.load(before.speeds.processor, 1)
+    assert after is not None
+    assert len(after.samples) == len(before.samples)  # a policy's new samples replace its old ones
     for word in ("GFLOP/s", "GB/s", "us per operator", "band of predictions"):
         assert word in "\n".join(report)
     assert perf_machine.predict("smolvla", threads=1, request=Request(steps=4)) == 0

@@ -20,7 +20,7 @@ from sinew.serve.decode.npy import dump_npy, load_npy, raw_array
 from tests.serve.test_groot_wire import CODEC, decoded, encoded, flat, nested, request
 from tests.work import lines_of
 
-CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))
 
 
 ARRAYS = [

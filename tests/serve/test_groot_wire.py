@@ -27,7 +27,7 @@ from sinew.serve.wires.groot.codec import MAX_BATCH, GrootCodec
 from sinew.serve.wires.groot.names import Names
 from tests.serve import groot_client
 
-CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))
 ROOT = Path(__file__).resolve().parent
 RNG = np.random.default_rng(0)
 SPEC = PolicySpec(

@@ -37,7 +37,7 @@ from sinew.serve.wires.native import MAX_BYTES_BESIDE_IMAGES, Header, Kind, Nati
 from tests.serve.puppet import lone
 from tests.work import lines_of
 
-CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))  # of each property
+CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))  # of each property
 
 SPEC = PolicySpec(
     architecture="smolvla",

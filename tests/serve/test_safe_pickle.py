@@ -39,7 +39,7 @@ from sinew.serve.wires.lerobot.types import (
 )
 from tests.work import lines_of
 
-CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))
 PROTOCOLS = (2, 3, 4, 5)
 FRAME = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
 

@@ -26,7 +26,7 @@ from sinew.serve.wires import http, keys, openpi
 from tests.convert.openpi_layout import write_checkpoint
 from tests.serve.test_web_wires import CONFIG, OBSERVED
 
-CASES = int(os.environ.get("SINEW_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))
 
 
 @pytest.fixture(scope="module")

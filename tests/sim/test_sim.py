@@ -81,7 +81,7 @@ def test_observation_is_the_runtimes_own(name):
 
 def test_blocks_expert_succeeds():
     env = make("sinew/Blocks-v0")
-    assert sum(play_blocks(env, seed)["is_success"] for seed in range(25)) >= 24
+    assert sum(play_blocks(env, seed)["is_success"] for seed in range(10)) >= 9
 
 
 def test_shove_is_recovered_from():
@@ -94,7 +94,7 @@ def test_shove_is_recovered_from():
     moved = np.abs(after.blocks - before.blocks)[:, :2].max(axis=1) > 0.05
     assert moved[before.color]
     assert moved.sum() == 1
-    assert sum(play_blocks(env, seed)["is_success"] for seed in range(20)) >= 19
+    assert sum(play_blocks(env, seed)["is_success"] for seed in range(8)) >= 7
 
 
 @pytest.mark.parametrize("color", COLORS)
@@ -116,9 +116,9 @@ def test_instruction_can_change_in_mid_episode(step):
     env = make("sinew/Blocks-v0")
     wins = sum(
         play_blocks(env, s, {"color": "red", "side": "left"}, (step, "blue", "right"))["is_success"]
-        for s in range(10)
+        for s in range(5)
     )
-    assert wins >= 9
+    assert wins >= 4
     observation, _ = env.reset(
         seed=0, options={"color": "red", "side": "left", "switch": (2, "green", "right")}
     )
@@ -163,7 +163,7 @@ def catch(seed: int, shift: float = 0.0) -> str:
 
 def test_pen_expert_catches():
     env = pen.PenEnv()
-    for seed in range(40):
+    for seed in range(16):
         env.reset(seed=seed)
         done = False
         while not done:
@@ -172,9 +172,9 @@ def test_pen_expert_catches():
 
 
 def test_pen_catch_has_a_window():
-    assert {catch(s, -0.06) for s in range(8)} == {"early"}
-    assert {catch(s, 0.06) for s in range(8)} == {"late"}
-    assert {catch(s) for s in range(8)} == {"caught"}
+    assert {catch(s, -0.06) for s in range(4)} == {"early"}
+    assert {catch(s, 0.06) for s in range(4)} == {"late"}
+    assert {catch(s) for s in range(4)} == {"caught"}
 
 
 def test_pen_never_catches_by_waiting_with_closed_jaws():

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sinew.engine.example import Inputs, Shapes
+from sinew.engine.plan import meta
 from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.solvers import solve
@@ -45,7 +46,7 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = meta.run(func, args, kwargs)
         packet = func._overloadpacket  # noqa: SLF001 - the only way from an overload to its operator
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
