@@ -53,6 +53,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("smolvla", {"kernels": False}),
     ("smolvla", {"fp8": ("vision", "language")}),
 ]
+QUICK = [case for number, case in enumerate(CASES) if number in (1, 2, 3, 5)]  # every model and option
 counted: Counter[str] = Counter()
 
 
@@ -169,15 +170,15 @@ def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"shape": chunk.shape, **counted}
 
 
-def main(folder: Path) -> list[dict[str, Any]]:
+def main(folder: Path, quick: bool = False) -> list[dict[str, Any]]:
     stand_in(folder)
     reports = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        for name, options in CASES:
+        for name, options in QUICK if quick else CASES:
             reports.append({"model": name, "options": options, **case(name, options)})
             print(reports[-1], flush=True)
     return reports
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]), "--quick" in sys.argv)))

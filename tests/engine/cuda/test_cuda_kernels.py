@@ -71,7 +71,12 @@ def one_view(case: Case, tokens: int = 3):
 @in_the_interpreter
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("pen", {}), ("pi0-2cam", {}), ("pi05-2cam", {}), ("pi05-2cam", {"scaled_norms": False})],
+    [
+        ("pen", {}),
+        ("pi0-2cam", {}),
+        pytest.param("pi05-2cam", {}, marks=pytest.mark.slow),
+        ("pi05-2cam", {"scaled_norms": False}),
+    ],
     ids=["smolvla", "pi0", "pi05", "pi05, norms apart"],
 )
 def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, name, options):
@@ -92,7 +97,7 @@ def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, name, optio
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("name", ["pen", "pi05-2cam"])
+@pytest.mark.parametrize("name", [pytest.param("pen", marks=pytest.mark.slow), "pi05-2cam"])
 def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
     """All components in e4m3: conversions, norms, activations and rotations by the kernels, against their twins. The
     interpreter's sums differ in their last bits, which moves some values to the next number of e4m3."""

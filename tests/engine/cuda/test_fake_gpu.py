@@ -12,25 +12,27 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from tests.engine.cuda.fake_gpu import CASES, MODELS, SHARED
+from tests.engine.cuda.fake_gpu import CASES, MODELS, QUICK, SHARED
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.kernels
 
 
 # Each compiles hundreds of kernels; the newest is the one that the measurements are planned for.
-CAPABILITIES = [pytest.param(c, marks=pytest.mark.slow if c < max(SHARED) else ()) for c in sorted(SHARED)]
+NEWEST = max(SHARED)
+RUNS = [(NEWEST, "--quick"), *(pytest.param((c, ""), marks=pytest.mark.slow) for c in sorted(SHARED))]
 
 
-@pytest.fixture(scope="module", params=CAPABILITIES)
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}{run[1]}")
 def found(request, tmp_path_factory) -> dict:
     """From a process of its own: Triton decides at import whether it compiles or interprets."""
     cache = str(tmp_path_factory.mktemp("triton"))
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, "-m", "tests.engine.cuda.fake_gpu", str(request.param)]
+    command = [sys.executable, "-m", "tests.engine.cuda.fake_gpu", *map(str, request.param)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    cases = QUICK if request.param[1] else CASES[request.param[0]]
+    return json.loads(done.stdout.splitlines()[-1]) | {"cases": cases}
 
 
 def test_what_tuning_needs_is_compiled_ahead(found) -> None:
@@ -56,7 +58,7 @@ def test_all_cases_reach_the_driver(found) -> None:
     reports = found["chunks"]
     capability = reports[0]["capability"]
     cases = {(report["model"], report["variant"]) for report in reports}
-    assert cases == {(name, variant) for variant, models in CASES[capability].items() for name in models}
+    assert cases == {(name, variant) for variant, models in found["cases"].items() for name in models}
     for report in reports:
         case = report["model"], report["variant"]
         assert not report["spilled"], case
@@ -70,9 +72,10 @@ def test_all_cases_reach_the_driver(found) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_everything_is_on_the_device(tmp_path) -> None:
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_everything_is_on_the_device(tmp_path, quick: bool) -> None:
     """Of the engine's own torch operations, whose operands could lie on two devices."""
-    command = [sys.executable, "-m", "tests.engine.cuda.fake_device", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.engine.cuda.fake_device", str(tmp_path), *["--quick"] * quick]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.splitlines()[-1])
