@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,25 +58,33 @@ def rolling_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exported(
-    smolvla_bundle: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Path], Path]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Copies the first SmolVLA bundle with its ONNX graphs beside it into an empty folder: ``exported(folder)`` returns
     the bundle's path. An export takes longer than most tests, so it happens once per run, for all of its workers."""
-    base = tmp_path_factory.getbasetemp()
-    home = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "exported"
+    home = home_of_export(tmp_path_factory)
 
     def copy(folder: Path) -> Path:
-        home.mkdir(exist_ok=True)
-        with (home.parent / "exported.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not any(home.iterdir()):
-                shutil.copyfile(smolvla_bundle("smolvla-2cam"), home / "policy.gguf")
-                load(home / "policy.gguf", engine="onnx")
+        export_to(home)
         shutil.copytree(home, folder, dirs_exist_ok=True)
         return folder / "policy.gguf"
 
     return copy
+
+
+def home_of_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "exported"
+
+
+def export_to(home: Path) -> None:
+    """Fill a folder with that bundle and its graphs, unless it is filled; wait for a process that is about it."""
+    home.mkdir(exist_ok=True)
+    with (home.parent / "exported.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(home.iterdir()):
+            case = GOLDEN / "smolvla-2cam"
+            convert(case / "checkpoint", home / "policy.gguf", vlm=case / "vlm", name=case.name)
+            load(home / "policy.gguf", engine="onnx")
 
 
 @pytest.fixture
@@ -183,7 +192,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    # Two workers would meet at the export, and one of them wait for the other: a third process is about it meanwhile.
+    needed = any("exported" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needed and os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        home = home_of_export(session.config._tmp_path_factory)  # type: ignore[attr-defined]
+        program = (
+            f"import pathlib; from tests.conftest import export_to; export_to(pathlib.Path({str(home)!r}))"
+        )
+        command = [sys.executable, "-c", program]
+        session.stash[EXPORT] = processes.Process(
+            command, cwd=processes.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+
+EXPORT = pytest.StashKey[processes.Process]()
