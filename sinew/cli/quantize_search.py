@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,17 @@ def search(
     console = terminal.console(markup=False)
     alone: dict[str, dict[str, float]] = {component: {} for component in COMPONENTS}
     times: dict[tuple[str, str], float] = {}
+    # Not where nothing of a component is rounded, or rounding saves nothing
+    kinds = {
+        component: [k for k in CANDIDATES[1:] if stored_bytes(opened, {component: k}) < whole]
+        for component in COMPONENTS
+    }
+    # A budget that no recipe fits is an error before anything is measured.
+    best(all_points(opened, {c: dict.fromkeys(kinds[c], 0.0) for c in kinds}, defaultdict(float)), limit)
     with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
         scratch = Path(folder) / "trial.gguf"
         for component in COMPONENTS:
-            for kind in CANDIDATES[1:]:
-                if stored_bytes(opened, {component: kind}) >= whole:
-                    continue  # nothing of this component is rounded, or rounding saves nothing
+            for kind in kinds[component]:
                 alone[component][kind], stages = measure(opened, {component: kind}, scratch)
                 for each, taken in stages.items():  # the other two are as the bundle stores them
                     key = each, kind if each == component else CANDIDATES[0]

@@ -60,7 +60,7 @@ def test_front_and_budget() -> None:
     assert [point.nbytes for point in pareto(close, apart=0.05)] == [100, 51, 20]
 
 
-def test_the_verb_finds_measures_and_writes(smolvla_bundle, tmp_path, capsys) -> None:
+def test_the_verb_finds_measures_and_writes(smolvla_bundle, tmp_path, capsys, monkeypatch) -> None:
     path, out = smolvla_bundle("smolvla-2cam"), tmp_path / "small.gguf"
     budget = Bundle(path).weights_nbytes // 3
     arguments = ["quantize", str(path), "--search", "--observations", "1", "--out", str(out)]
@@ -74,6 +74,8 @@ def test_the_verb_finds_measures_and_writes(smolvla_bundle, tmp_path, capsys) ->
     assert all(point["error"] > 0 for point in within)
     assert all(point["ms"] > 0 and 0 < point["predicted_ms"] < 1e6 for point in within)
     assert set(record["search"]["stages_ms"]) >= {"vision int8", "vision fp32", "head q4_0", "head fp32"}
-    assert main([*arguments, "--budget", "10"]) != 0
+    monkeypatch.setattr("sinew.cli.quantize.measure", None)  # not called
+    assert main([*arguments, "--budget", "10"]) == 1
+    assert "budget: expected at least" in capsys.readouterr().err
     assert main(arguments) != 0
     assert main([*arguments, "--target-ms", "0"]) != 0
