@@ -236,7 +236,7 @@ class Policy:
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
-            if len({batch_key(member) for member in members}) > 1:
+            if len({self.batch_key(member) for member in members}) > 1:
                 raise SinewError("a batch: expected observations of one batch_key")
         noise = np.stack([member.noise for member in members])  # [B, H, A]
         if first.continuation is not None:
@@ -298,7 +298,10 @@ class Policy:
 
     def batch_key(self, prepared: Prepared) -> BatchKey:
         """Return what other observations must have in common with this one to be run with it."""
-        return batch_key(prepared)
+        key = batch_key(prepared)
+        if getattr(self.engine, "exact_lengths", False):
+            return key._replace(prompt=len(prepared.inputs.tokens))
+        return key
 
     def _finished(self, chunk: np.ndarray, member: Prepared) -> np.ndarray | SinewError:
         try:
@@ -311,7 +314,10 @@ class Policy:
         """Return why this policy computes observations one at a time, "" if it can compute several at once."""
         if getattr(self.engine, "takes_batches", False):
             return ""
-        return f"expected engine eager, plan or cpu, which compute several at once, got {self.engine_name}"
+        return (
+            getattr(self.engine, "unbatched", "")
+            or f"expected engine eager, plan, cpu or onnx, which compute several at once, got {self.engine_name}"
+        )
 
     def problem(self) -> str | None:
         """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""

@@ -50,15 +50,17 @@ class Inputs(NamedTuple):
         return cls._make([torch.from_numpy(getattr(inputs, name)).to(device) for name in cls._fields])
 
     @classmethod
-    def example(cls, model: Model, shapes: Shapes, device: torch.device | str | None = None) -> Inputs:
+    def example(
+        cls, model: Model, shapes: Shapes, device: torch.device | str | None = None, batch: int = 1
+    ) -> Inputs:
         """Zeros of ``shapes``, everything valid, on ``device`` (by default the model's). Shapes alone matter."""
         at = next(model.parameters()).device if device is None else torch.device(device)
         return cls(
-            torch.zeros(1, shapes.views, model.channels, shapes.height, shapes.width, device=at),
-            torch.ones(1, shapes.views, dtype=torch.bool, device=at),
-            torch.zeros(1, shapes.tokens, dtype=torch.int64, device=at),
-            torch.ones(1, shapes.tokens, dtype=torch.bool, device=at),
-            torch.zeros(1, model.state_size, device=at),
+            torch.zeros(batch, shapes.views, model.channels, shapes.height, shapes.width, device=at),
+            torch.ones(batch, shapes.views, dtype=torch.bool, device=at),
+            torch.zeros(batch, shapes.tokens, dtype=torch.int64, device=at),
+            torch.ones(batch, shapes.tokens, dtype=torch.bool, device=at),
+            torch.zeros(batch, model.state_size, device=at),
         )
 
     def read(self, model: Model) -> Context:

@@ -186,10 +186,10 @@ def _on_cpu(block: Block, kind: str, x: Any, weights: list[Any]) -> Callable[[],
 def _on_onnx(block: Block, kind: str, x: Any, weights: list[Any], threads: int) -> Callable[[], object]:
     from onnx import TensorProto, helper, numpy_helper
 
-    from sinew.engine.onnx.engine import session_options
     from sinew.engine.onnx.graphs import COMPONENT
     from sinew.engine.onnx.providers import CPU, runtime
     from sinew.engine.onnx.quantize import quantize_products, weight_bits
+    from sinew.engine.onnx.sessions import session_options
 
     nodes = []
     chain = [("x", "q"), ("x", "k"), ("x", "v"), ("attended", "o"), ("o", "h"), ("h", "y")]

@@ -11,7 +11,7 @@ from torch import Tensor
 class Rotation(NamedTuple):
     """cos and sin of ``positions / theta^(2i/D)``, computed once per sequence in float32.
 
-    Tables are [B, L, 1, D/2], ready to broadcast over heads.
+    Tables are [B, L, 1, D/2], ready to broadcast over heads; [1, L, 1, D/2] where a batch has the same positions.
     """
 
     cos: Tensor

@@ -197,7 +197,7 @@ class OpenVLAOFT(PrismaticVLM):
         self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
     ) -> ActionStates:
         config = self.config
-        B, slots = len(tokens), config.chunk_size * config.max_action_dim
+        B, slots = tokens.shape[0], config.chunk_size * config.max_action_dim
         zeros = image_tokens.new_zeros(B, slots, config.language.hidden_size)
         x, valid = self.sequence(
             image_tokens,

@@ -131,7 +131,7 @@ class PI0(ExpertModel):
 
     def context(self, prefix: Prefix) -> Context:
         config, H = self.config.expert, self.config.chunk_size
-        B, device = len(prefix.valid), prefix.valid.device
+        B, device = prefix.valid.shape[0], prefix.valid.device
         S = H if prefix.state is None else 1 + H
         steps = torch.arange(S, device=device)
         rotate = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)

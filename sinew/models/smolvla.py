@@ -191,8 +191,8 @@ class SmolVLA(ExpertModel):
         """Rotations and masks are those of the self layers, then of the cross layers."""
         config = self.config.expert
         H = self.config.chunk_size + (prefix.state is not None)  # the state's token comes first
-        B, device = len(prefix.valid), prefix.valid.device
-        steps = torch.arange(H, device=device).expand(B, H)
+        B, device = prefix.valid.shape[0], prefix.valid.device
+        steps = torch.arange(H, device=device)[None]
         after_prefix = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
         from_zero = Rotation.at(steps, config.head_dim, config.rope_theta)
         sees_prefix = key_mask(prefix.valid, H)  # [B, H, P]

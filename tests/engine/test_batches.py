@@ -148,17 +148,6 @@ def test_an_error_of_one_member(request, monkeypatch):
         assert np.array_equal(found[k].actions, wanted[k].actions)
 
 
-@pytest.mark.slow  # the export
-def test_an_engine_without_batches_says_so(exported, tmp_path):
-    pytest.importorskip("onnxruntime")
-    policy = load(exported(tmp_path), engine="onnx")
-    prepared = policy.prepare(policy.dummy_observation())
-    assert "onnx" in policy.unbatched
-    with pytest.raises(SinewError, match="a batch of 2: expected engine eager"):
-        policy.run_batch([prepared, prepared])
-    assert policy.run_batch([prepared])[0].timing.batch == 1
-
-
 @pytest.mark.parametrize(
     "case",
     [case if case == "smolvla-2cam" else pytest.param(case, marks=pytest.mark.slow) for case in BUNDLES],

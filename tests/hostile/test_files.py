@@ -21,8 +21,9 @@ from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.read.files import read_bytes
 from sinew.core import BundleError, CameraSpec, ConvertError, SinewError
-from sinew.engine.onnx.engine import _open, _table
+from sinew.engine.onnx.engine import _table
 from sinew.engine.onnx.graphs import GraphSet
+from sinew.engine.onnx.sessions import open_session
 from sinew.policy import load
 from sinew.processing import Processor
 from sinew.processing.tokenizer import open_tokenizer
@@ -97,7 +98,7 @@ def test_folders_of_graphs(tmp_path):
     for content in (b"", b"\x08\x07garbage", b"\0" * 100):
         (tmp_path / "step.onnx").write_bytes(content)
         with pytest.raises(BundleError, match="step.onnx: ONNX Runtime cannot open it"):
-            _open(onnxruntime, tmp_path / "step.onnx", None, ["CPUExecutionProvider"])
+            open_session(onnxruntime, tmp_path / "step.onnx", None, ["CPUExecutionProvider"])
 
 
 # ----------------------------------------------------------------------------- files that are no files

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,14 @@ import numpy as np
 from sinew import machine
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, CancelledError, ObservationError, SinewError, Timing
-from sinew.engine.onnx.graphs import STAGES, GraphSet, table_path
+from sinew.engine.onnx.graphs import ONE_SCALE, STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
+from sinew.engine.onnx.sessions import open_axis, open_session, session_options
 from sinew.engine.trace import Trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, Solver, solve
+
+READ_INPUTS = ("image_tokens", "camera_mask", "tokens", "token_mask", "state")
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,17 @@ class OnnxEngine:
         )
         options = session_options(self.threads)
         self.sessions = {
-            stage: _open(ort, self.directory / f"{stage}.onnx", options, wanted) for stage in STAGES
+            stage: open_session(ort, self.directory / f"{stage}.onnx", options, wanted) for stage in STAGES
         }
         self.providers = loaded(self.sessions["step"], wanted)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
         self._check_names()
+        # Members of a batch shall not share a scale, and what a rounding is given shall not depend on them either.
+        marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
+        self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
+        self.unbatched = self._unbatched()
+        outputs = {node.name: open_axis(node) for node in self.sessions["read"].get_outputs()}
+        self._batched = [outputs[name] for name in self.graphs.reads]
         self._value = ort.OrtValue.ortvalue_from_numpy
 
     def _check_names(self) -> None:
@@ -78,7 +86,7 @@ class OnnxEngine:
         reads = set(self.graphs.reads)
         for stage, takes, gives in (
             ("vision", {"pixels"}, set()),
-            ("read", {"image_tokens", "camera_mask", "tokens", "token_mask", "state"}, reads),
+            ("read", set(READ_INPUTS), reads),
             ("step", {"x", "moment", *reads}, {"output"}),
         ):
             session = self.sessions[stage]
@@ -90,6 +98,31 @@ class OnnxEngine:
                     f" {', '.join(sorted(gives)) or 'of any name'}; unknown are {sorted(unknown)}, missing"
                     f" {sorted(lacking)}"[:1000]
                 )
+
+    def _unbatched(self) -> str:
+        """Return why these graphs take one observation at a time, "" if they take several."""
+        axes = {"vision": ("pixels",), "read": READ_INPUTS, "step": ("x",)}
+        for stage, names in axes.items():
+            for node in self.sessions[stage].get_inputs():
+                if node.name in names and not open_axis(node):
+                    return (
+                        f"expected graphs with a batch axis, got {self.directory / stage}.onnx of an export that fixed"
+                        f" {node.name} to {node.shape}: remove the folder and export the bundle again"
+                    )
+        if "step" in self.by_member:
+            return "expected a head in fp32 or int8-rows, got int8, with one scale for the activations of a whole batch"
+        return ""
+
+    @property
+    def takes_batches(self) -> bool:
+        """Return True if :meth:`run_batch` runs."""
+        return not self.unbatched
+
+    @property
+    def exact_lengths(self) -> bool:
+        """Return True if prompts of a batch have to be equally long: where the prefix has one scale for all of its
+        tokens, tokens of padding would move it."""
+        return "read" in self.by_member
 
     @property
     def recipe(self) -> dict[str, str]:
@@ -131,48 +164,110 @@ class OnnxEngine:
         guidance: one that needs no Jacobian and no time per row (``guides``).
         Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set.
         """
+        one = ModelInputs(
+            inputs.pixels[None],
+            inputs.camera_mask[None],
+            inputs.tokens[None],
+            inputs.token_mask[None],
+            inputs.state[None],
+        )
+        x, timing = self._solve(one, noise[None], steps, cancel, guidance, trace)
+        return x[0], timing
+
+    def run_batch(
+        self,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        cancel: threading.Event | None = None,
+        guidance: Guidance | None = None,
+    ) -> tuple[np.ndarray, Timing]:
+        """Run several observations at once: inputs of :func:`sinew.processing.stack`, noise float32 [B, H, A].
+
+        The times are those of all of them. As :meth:`run` otherwise; for graphs that take several (``unbatched``).
+        """
+        return self._solve(inputs, noise, steps, cancel, guidance, None)
+
+    def _solve(
+        self,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        cancel: threading.Event | None,
+        guidance: Guidance | None,
+        trace: Trace | None,
+    ) -> tuple[np.ndarray, Timing]:
+        """inputs with a batch axis, noise: float32 [B, H, A] -> float32 [B, H, A]."""
         table = self.tables.get(steps)
         if table is None:
             ready = ", ".join(map(str, self.graphs.steps))
             raise ObservationError("solver_steps", f"one of the exported {ready}", str(steps))
-        laps = _Laps(cancel)
-        (image_tokens,) = self.sessions["vision"].run(None, {"pixels": inputs.pixels[None]})
+        laps, count = _Laps(cancel), len(noise)
+        vision = self.sessions["vision"]
+        tokens = [
+            vision.run(None, {"pixels": inputs.pixels[rows]})[0] for rows in self._calls("vision", count)
+        ]
+        image_tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
         vision_ms = laps.next()
-        image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask[None])
-        read = self.sessions["read"]
-        binding, used = read.io_binding(), {node.name for node in read.get_inputs()}
-        for name, array in (
-            ("image_tokens", image_tokens),
-            ("camera_mask", camera_mask),
-            ("tokens", inputs.tokens[None]),
-            ("token_mask", inputs.token_mask[None]),
-            ("state", inputs.state[None]),
-        ):
-            if name in used:
-                binding.bind_cpu_input(name, np.ascontiguousarray(array))
-        for name in self.graphs.reads:
-            binding.bind_output(name)
-        read.run_with_iobinding(binding)
-        reads = binding.get_outputs()
-        act = self._act(reads, noise[None], table[:1])
+        image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask)
+        given = dict(
+            zip(
+                READ_INPUTS,
+                (image_tokens, camera_mask, inputs.tokens, inputs.token_mask, inputs.state),
+                strict=True,
+            )
+        )
+        reads = [
+            self._read({name: array[rows] for name, array in given.items()})
+            for rows in self._calls("read", count)
+        ]
+        context = self._joined(reads)  # held here: what is bound to a graph does not hold its arrays
+        act = self._act(context, noise, table[:1])
         if trace is not None:
             trace.vision = image_tokens[0]
             trace.prefix = {
                 name.removeprefix("context."): value.numpy().copy()
-                for name, value in zip(self.graphs.reads, reads, strict=True)
+                for name, value in zip(self.graphs.reads, reads[0], strict=True)
             }
             act = _noted(act, trace)
         prefix_ms = laps.next()
         step_ms: list[float] = []
         moments = np.split(table, len(table))
         evaluations = self.solver.steps(steps)
-        x = solve(act, noise[None], evaluations, moments, lambda: step_ms.append(laps.next()), guidance)
+        x = solve(act, noise, evaluations, moments, lambda: step_ms.append(laps.next()), guidance)
         if trace is not None:
             trace.head.append(x[0].copy())
-        return x[0], Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms))
+        return x, Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms), batch=count)
+
+    def _calls(self, stage: str, count: int) -> list[slice]:
+        """Return the rows of each call of a stage: all at once, or member by member."""
+        if stage in self.by_member:
+            return [slice(row, row + 1) for row in range(count)]
+        return [slice(0, count)]
+
+    def _read(self, given: dict[str, np.ndarray]) -> list[Any]:
+        """Return what the read stage gives, in ONNX Runtime's memory."""
+        read = self.sessions["read"]
+        binding, used = read.io_binding(), {node.name for node in read.get_inputs()}
+        for name, array in given.items():
+            if name in used:
+                binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        for name in self.graphs.reads:
+            binding.bind_output(name)
+        read.run_with_iobinding(binding)
+        return list(binding.get_outputs())
+
+    def _joined(self, reads: list[list[Any]]) -> list[Any]:
+        """Return what the calls of the read stage gave as one batch."""
+        if len(reads) == 1:
+            return reads[0]
+        return [
+            self._value(np.concatenate([value.numpy() for value in values])) if batched else values[0]
+            for batched, values in zip(self._batched, zip(*reads, strict=True), strict=True)
+        ]
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[1, V, N, C] and [1, V] -> the graph's number of views; those that are missing are masked zeros."""
+        """[B, V, N, C] and [B, V] -> the graph's number of views; those that are missing are masked zeros."""
         missing = self.graphs.views - camera_mask.shape[1]
         if missing < 0:
             raise SinewError(f"views: expected at most {self.graphs.views}, got {camera_mask.shape[1]}")
@@ -205,15 +300,6 @@ class OnnxEngine:
         return act
 
 
-def _open(ort: Any, path: Path, options: Any, providers: Sequence[str]) -> Any:
-    """Return the session of one graph. Raises :class:`BundleError`."""
-    try:
-        return ort.InferenceSession(str(path), options, providers=list(providers))
-    except Exception as error:  # noqa: BLE001 - it has a class for each status, and none above them
-        what = (str(error).splitlines() or [""])[0][:300]
-        raise BundleError(f"{path}: ONNX Runtime cannot open it ({type(error).__name__}: {what})") from None
-
-
 def _table(path: Path, steps: int) -> np.ndarray:
     """Return the moments of so many steps, [steps, ...]. Raises :class:`BundleError`."""
     try:
@@ -232,30 +318,6 @@ def _noted(act: Any, trace: Trace) -> Any:
         return output
 
     return noted
-
-
-def session_options(threads: int) -> Any:
-    """Return the options that every session of this engine has."""
-    ort = runtime()
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    # One arena for the three stages, which never run at once, that takes no more than it is asked for;
-    # and no plan of a whole run's memory, which another prompt length makes void (docs/engines.md).
-    _share_arena(ort)
-    options.add_session_config_entry("session.use_env_allocators", "1")
-    options.enable_mem_pattern = False
-    # Threads that wait shall sleep: other programs want the cores (docs/log.md has the measurement).
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return options
-
-
-@lru_cache(maxsize=1)
-def _share_arena(ort: Any) -> None:
-    """Once per process: the CPU memory of all sessions."""
-    cpu = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-    same_as_requested = 1
-    ort.create_and_register_allocator(cpu, ort.OrtArenaCfg(0, same_as_requested, 1 << 20, -1))
 
 
 class _Laps:

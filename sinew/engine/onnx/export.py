@@ -1,6 +1,6 @@
 """Record the planned model with ``torch.export`` and write it as ONNX graphs.
 
-The graphs are dynamic in the prompt's length; the vision graph also in the number of views. The solver's
+The graphs are dynamic in the batch and in the prompt's length; the vision graph also in the number of views. The solver's
 loop stays outside (baked in, ten steps made a graph of nine thousand nodes that took minutes to export).
 """
 
@@ -24,6 +24,7 @@ from sinew.core import MissingPackageError, SinewError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
+from sinew.engine.onnx.reshapes import constant_targets
 from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.engine.plan.stages import Vision, stages
@@ -34,6 +35,7 @@ OPSET = 20  # the first with GELU as one operator
 # The rewrites that pay in ONNX Runtime. The parts of a packed product are copied out of it there, which costs more
 # than the larger product saves; GELU is an operator of its own already (docs/plan.md has the numbers).
 ON_ONNX = tuple(name for name in REWRITES if name not in ("pack-qkv", "pack-gate-up", "sigmoid-gelu"))
+MOST_BATCHED = 64  # observations that the shape analysis has in mind; nothing limits them when a graph runs
 PROMPT = 7  # tokens of the example; any length that is not another size of the model
 
 
@@ -64,26 +66,32 @@ def export_graphs(
         )
     directory.mkdir(parents=True, exist_ok=True)
     model, shapes = plan.model, Shapes(views, height, width, PROMPT, next(iter(steps)))
-    vision, read, step, reads, grows = stages(plan, shapes)
-    example = Inputs.example(model, shapes)
+    vision, read, step, reads, grows, batched, unbatched = stages(plan, shapes)
+    if unbatched:
+        raise SinewError(f"the export: expected the batch on the first axis of {unbatched}")
+    # Two observations: torch.export takes a dynamic axis of length 1 for a constant.
+    example = Inputs.example(model, shapes, batch=2)
     inputs = (vision(example.pixels), *example[1:])
+    batch = Dim("batch", min=1, max=MOST_BATCHED)
 
-    # A single view is one size for good: torch.export takes a dynamic axis of length 1 for a constant.
-    any_views: dict[str, Any] = {"pixels": {1: Dim.DYNAMIC} if views > 1 else None}
+    any_views: dict[str, Any] = {"pixels": {0: batch, 1: Dim.DYNAMIC} if views > 1 else {0: batch}}
     recorded = twin(model)
     joined = join_attention(recorded)
     log.info("%s: %s, %s", joined.name, joined.status, joined.reason)
     component = model.component_of
     names = ["pixels"], ["image_tokens"]
     _write(Vision(recorded), example[:1], any_views, *names, directory / "vision.onnx", component)
-    length = {1: Dim("length", min=model.min_tokens, max=1 << 14)}
+    length = {0: batch, 1: Dim("length", min=model.min_tokens, max=1 << 14)}
     given = ["image_tokens", *Inputs._fields[1:]]
-    axes: dict[str, Any] = dict(zip(given, (None, None, length, length, None), strict=True))
+    axes: dict[str, Any] = dict(zip(given, ({0: batch}, {0: batch}, length, length, {0: batch}), strict=True))
     _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)
     prefix = Dim("prefix", min=2, max=1 << 15)
-    sample = (torch.zeros(1, *model.noise_shape), plan.moments(next(iter(steps)))[0], *read(*inputs))
-    growing = tuple(g and {g[0]: prefix + g[1] if g[1] else prefix} for g in grows)
-    axes = {"x": None, "moment": None, "tensors": growing}
+    sample = (torch.zeros(2, *model.noise_shape), plan.moments(next(iter(steps)))[0], *read(*inputs))
+    growing = [{g[0]: prefix + g[1] if g[1] else prefix} if g else {} for g in grows]
+    tensors = tuple(
+        {0: batch} | axis if first else axis for first, axis in zip(batched, growing, strict=True)
+    )
+    axes = {"x": {0: batch}, "moment": None, "tensors": tensors}
     given = ["x", "moment", *reads]
     _write(step, sample, axes, given, ["output"], directory / "step.onnx", component)
     write_tables(plan, directory, steps)
@@ -132,6 +140,7 @@ def _write(
                 verbose=False,
             )
             assert graph is not None
+            constant_targets(graph.model)
             _label(graph.model, path.stem, component_of)
             graph.save(str(path), external_data=True)
     finally:

@@ -11,6 +11,8 @@ from sinew.core import BundleError
 
 STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
+# Metadata of a quantised graph: activations have one scale for a whole tensor, so members of a batch would share it.
+ONE_SCALE = "sinew.one_scale"
 FORMAT = 4
 MOST = 1000  # of views, steps or bits
 

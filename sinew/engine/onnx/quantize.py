@@ -24,7 +24,7 @@ import numpy as np
 from sinew import machine
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import MissingPackageError, SinewError
-from sinew.engine.onnx.graphs import COMPONENT, STAGES, GraphSet, table_path
+from sinew.engine.onnx.graphs import COMPONENT, ONE_SCALE, STAGES, GraphSet, table_path
 
 PRECISIONS = ("int8", "int8-rows", "q8_0", "q4_0", "fp8", "fp32")
 OURS = ("int8", "int8-rows")  # the others: weights that were widened when the graphs were exported
@@ -80,6 +80,8 @@ def quantize_graphs(source: Path, target: Path, recipe: Mapping[str, str], bits:
                 for name in names:
                     shutil.copyfile(source / name, target / name)
             continue
+        if any(node.op_type == "DynamicQuantizeLinear" for node in model.graph.node):
+            onnx.helper.set_model_props(model, {ONE_SCALE: "1"})
         # The writer appends to a file of weights that is there.
         (target / names[1]).unlink(missing_ok=True)
         onnx.save_model(

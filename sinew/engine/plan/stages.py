@@ -114,26 +114,50 @@ class Step(nn.Module):
 
 class Stages(NamedTuple):
     """``reads``: the names of the tensors from ``read`` to ``step``; ``grows``: for each of them, which axis
-    grows with the prompt, and by how much it is longer than the first one that does; None if none does."""
+    grows with the prompt, and by how much it is longer than the first one that does; None if none does.
+    ``batched``: for each of them, whether its first axis is the batch; the others are the same for every observation.
+    ``unbatched`` names the first tensor that holds the batch elsewhere, "" if there is none."""
 
     vision: Vision
     read: Read
     step: Step
     reads: tuple[str, ...]
     grows: tuple[tuple[int, int] | None, ...]
+    batched: tuple[bool, ...]
+    unbatched: str
 
 
 @torch.no_grad()
 def stages(plan: Plan, shapes: Shapes) -> Stages:
     """``shapes``: of an observation; its prompt length does not matter."""
     model, empty = plan.model, on_meta(plan.model)
-    contexts = [Inputs.example(empty, replace(shapes, tokens=length)).read(empty) for length in (6, 7)]
-    layout = Layout.of(contexts[0])
+
+    def context(length: int, batch: int) -> Context:
+        return Inputs.example(empty, replace(shapes, tokens=length), batch=batch).read(empty)
+
+    short_context = context(6, 1)
+    layout = Layout.of(short_context)
+    one, longer, two = (layout.flat(found) for found in (short_context, context(7, 1), context(6, 2)))
     offsets: list[tuple[int, int] | None] = []
     first: int | None = None
-    for short, long in zip(*map(layout.flat, contexts), strict=True):
+    for short, long in zip(one, longer, strict=True):
         axis = next((i for i, size in enumerate(long.shape) if size != short.shape[i]), None)
         if axis is not None and first is None:
             first = short.shape[axis]
         offsets.append(None if axis is None or first is None else (axis, short.shape[axis] - first))
-    return Stages(Vision(model), Read(model, layout), Step(model, layout), layout.names, tuple(offsets))
+    changed = [_changed(alone, pair) for alone, pair in zip(one, two, strict=True)]
+    elsewhere = [name for name, axes in zip(layout.names, changed, strict=True) if axes not in ([], [0])]
+    return Stages(
+        Vision(model),
+        Read(model, layout),
+        Step(model, layout),
+        layout.names,
+        tuple(offsets),
+        tuple(axes == [0] for axes in changed),
+        elsewhere[0] if elsewhere else "",
+    )
+
+
+def _changed(one: Tensor, other: Tensor) -> list[int]:
+    """Return the axes whose sizes differ."""
+    return [i for i, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]

@@ -1,0 +1,178 @@
+"""Batches on ONNX Runtime: each member's own actions, in float32 and int8, and graphs that take no batch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from sinew.core import Observation, SinewError
+from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs
+from sinew.policy import Policy, load
+from sinew.processing import Prepared, stack
+from sinew.serve.batching import Batcher
+from tests.engine.test_batches import BOUND, BUNDLES, bundle_of, compare, observations
+
+EAGER = 1e-4  # of the largest action: the engine's gate (tests/engine/test_onnx.py)
+LOWBIT = 0.05  # of the largest action: a rounding upstream may move a value to the next of 127 steps
+
+
+@pytest.fixture(scope="module")
+def policy(exported: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return load(exported(tmp_path_factory.mktemp("graphs")), engine="onnx", threads=1)
+
+
+def members_of(policy: Policy, count: int) -> list[Prepared]:
+    return [policy.prepare(observation) for observation in observations(policy, count)]
+
+
+def furthest(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
+    """Return the largest difference over the largest wanted action of each member."""
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "case",  # an export each
+    [case if case == "smolvla-2cam" else pytest.param(case, marks=pytest.mark.slow) for case in BUNDLES],
+)
+def test_a_batch_gives_each_member_its_own_actions(
+    case: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if case == "smolvla-2cam":
+        policy = request.getfixturevalue("policy")
+    else:
+        path = shutil.copyfile(bundle_of(request, case), tmp_path / "policy.gguf")
+        policy = load(path, engine="onnx", threads=1)
+    eager = load(policy.bundle.path, dtype="float32", engine="eager", threads=1)
+    chosen = policy.manifest.config.get("decoding") == "tokens"
+    assert not policy.unbatched
+    for count in (2, 3, 4):
+        assert compare(policy, count) <= (0.0 if chosen else BOUND)
+    members = members_of(policy, 2)
+    together = [found.actions for found in policy.run_batch(members)]
+    assert furthest(together, [eager.run(member).actions for member in members]) <= EAGER
+
+
+@pytest.mark.parametrize("rtc", ["no-jacobian", "ramp"])
+def test_guided_members(policy: Policy, rtc: str) -> None:
+    asked = observations(policy, 3)
+    running = policy.infer(asked[0]).actions
+    members = [
+        policy.prepare(
+            Observation(
+                images=o.images,
+                state=o.state,
+                prompt=o.prompt,
+                seed=k,
+                previous=running[k:],
+                delay=k,
+                rtc=rtc,
+            )
+        )
+        for k, o in enumerate(asked)
+    ]
+    alone = [policy.run(member).actions for member in members]
+    assert furthest([found.actions for found in policy.run_batch(members)], alone) <= BOUND
+    free = policy.run_batch(members_of(policy, 3))
+    assert furthest([found.actions for found in free], alone) > 100 * BOUND
+    with pytest.raises(SinewError, match="one batch_key"):
+        policy.run_batch([members[0], policy.prepare(asked[0])])
+
+
+def test_fewer_views_and_other_steps(policy: Policy) -> None:
+    """A batch of one camera, and tables of steps that graphs do not have, as alone."""
+    members = [
+        replace(
+            member,
+            inputs=replace(
+                member.inputs, pixels=member.inputs.pixels[:1], camera_mask=member.inputs.camera_mask[:1]
+            ),
+        )
+        for member in members_of(policy, 2)
+    ]
+    alone = [policy.run(member).actions for member in members]
+    assert furthest([found.actions for found in policy.run_batch(members)], alone) <= BOUND
+    with pytest.raises(SinewError, match="one batch_key"):
+        policy.run_batch([members[0], *members_of(policy, 1)])
+    with pytest.raises(SinewError, match="solver_steps: expected one of the exported 10, got 7"):
+        policy.run_batch([replace(member, steps=7) for member in members])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bound"),
+    [
+        ("vision=int8,language=int8", BOUND),
+        ("vision=int8", BOUND),
+        ("vision=int8-rows,language=int8-rows,head=int8-rows", LOWBIT),
+    ],
+)
+def test_quantised_graphs(policy: Policy, recipe: str, bound: float, tmp_path: Path) -> None:
+    """One scale per tensor is no scale of a batch: such stages compute member by member; with a scale per row all at
+    once. A member beside a bright one would otherwise be rounded as that one is."""
+    quantize_graphs(policy.engine.directory, tmp_path, parse_recipe(recipe), 7)
+    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
+    assert not engine.unbatched
+    dim, *others = [m for m in members_of(policy, 4) if len(m.inputs.tokens) == 19][:2]
+    bright = replace(others[0], inputs=replace(others[0].inputs, pixels=8 * others[0].inputs.pixels))
+    members = [dim, bright]
+    noise = np.stack([member.noise for member in members])
+    inputs = stack([member.inputs for member in members], policy.manifest.processing.prompt)
+    alone = [engine.run(member.inputs, member.noise, 10)[0] for member in members]
+    together = list(engine.run_batch(inputs, noise, 10)[0])
+    assert furthest(together, alone) <= bound
+    if engine.by_member:
+        engine.by_member = set()
+        shared = list(engine.run_batch(inputs, noise, 10)[0])
+        assert furthest(shared, alone) > 10 * bound
+
+
+def test_prompts_of_other_lengths_wait_where_the_prefix_has_one_scale(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, other, same = (policy.prepare(o) for o in observations(policy, 4)[1:])
+    assert len(short.inputs.tokens) != len(same.inputs.tokens) or len(other.inputs.tokens) != len(
+        same.inputs.tokens
+    )
+    assert len({policy.batch_key(member) for member in (short, other, same)}) == 1
+    monkeypatch.setattr(policy.engine, "by_member", {"vision", "read"})
+    assert len({policy.batch_key(member) for member in (short, other, same)}) > 1
+    with pytest.raises(SinewError, match="one batch_key"):
+        policy.run_batch([short, other, same])
+
+
+def test_graphs_of_one_observation(policy: Policy, exported: Callable[[Path], Path], tmp_path: Path) -> None:
+    """What was exported before there were batches runs as it did, stays at one, and says why."""
+    path = exported(tmp_path)
+    (folder,) = tmp_path.glob("*.onnx-*")
+    for stage in ("vision", "read", "step"):
+        model = onnx.load(str(folder / f"{stage}.onnx"), load_external_data=False)
+        for value in (*model.graph.input, *model.graph.output):
+            first = value.type.tensor_type.shape.dim[0]
+            if first.dim_param:
+                first.dim_value = 1
+        onnx.save(model, str(folder / f"{stage}.onnx"))
+    old = load(path, engine="onnx", threads=1)
+    prepared = members_of(old, 2)
+    for one in prepared:
+        assert np.array_equal(old.run(one).actions, policy.run(one).actions)
+    reason = r"expected graphs with a batch axis, got .*vision\.onnx .* fixed pixels to \[1, .*export the bundle again"
+    with pytest.raises(SinewError, match=f"a batch of 2: {reason}"):
+        old.run_batch(prepared)
+    with pytest.raises(SinewError, match=f"--max-batch 4: {reason}"):
+        Batcher(4).calibrate(old)
+    auto = Batcher(None)
+    auto.calibrate(old)
+    assert (auto.limit, auto.reason) == (1, old.unbatched)
+
+
+def test_a_head_with_one_scale_is_refused(policy: Policy, tmp_path: Path) -> None:
+    quantize_graphs(policy.engine.directory, tmp_path, parse_recipe("head=int8"), 7)
+    engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
+    assert "expected a head in fp32 or int8-rows, got int8" in engine.unbatched
+    assert not engine.takes_batches
