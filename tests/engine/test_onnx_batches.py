@@ -17,8 +17,9 @@ from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
 from sinew.serve.batching import Batcher
-from tests.engine.test_batches import BOUND, BUNDLES, bundle_of, compare, observations
+from tests.engine.test_batches import BOUND, BUNDLES, bundle_of, observations
 
+EXPORTED = [case for case in BUNDLES if case != "bitvla"]  # whose ternary weights have no ONNX operator
 EAGER = 1e-4  # of the largest action: the engine's gate (tests/engine/test_onnx.py)
 LOWBIT = 0.05  # of the largest action: a rounding upstream may move a value to the next of 127 steps
 
@@ -39,7 +40,7 @@ def furthest(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
 
 @pytest.mark.parametrize(
     "case",  # an export each
-    [case if case == "smolvla-2cam" else pytest.param(case, marks=pytest.mark.slow) for case in BUNDLES],
+    [case if case == "smolvla-2cam" else pytest.param(case, marks=pytest.mark.slow) for case in EXPORTED],
 )
 def test_a_batch_gives_each_member_its_own_actions(
     case: str, request: pytest.FixtureRequest, tmp_path: Path
@@ -50,13 +51,21 @@ def test_a_batch_gives_each_member_its_own_actions(
         path = shutil.copyfile(bundle_of(request, case), tmp_path / "policy.gguf")
         policy = load(path, engine="onnx", threads=1)
     eager = load(policy.bundle.path, dtype="float32", engine="eager", threads=1)
-    chosen = policy.manifest.config.get("decoding") == "tokens"
     assert not policy.unbatched
+    pool = members_of(policy, 12)
+    pool = [member for member in pool if policy.batch_key(member) == policy.batch_key(pool[0])][:4]
+    alone = [policy.run(member).actions for member in pool]
+    assert not np.array_equal(alone[0], alone[1]) or policy.spec.architecture == "openvla"
     for count in (2, 3, 4):
-        assert compare(policy, count) <= (0.0 if chosen else BOUND)
-    members = members_of(policy, 2)
-    together = [found.actions for found in policy.run_batch(members)]
-    assert furthest(together, [eager.run(member).actions for member in members]) <= EAGER
+        found = policy.run_batch(pool[:count])
+        assert [(chunk.timing.batch, chunk.seed) for chunk in found] == [
+            (count, m.seed) for m in pool[:count]
+        ]
+        together = [chunk.actions for chunk in found]
+        assert furthest(together, alone[:count]) <= (
+            0.0 if case == "openvla-ar" else BOUND
+        )  # tokens are chosen
+    assert furthest(together, [eager.run(member).actions for member in pool]) <= EAGER
 
 
 @pytest.mark.parametrize("rtc", ["no-jacobian", "ramp"])
@@ -108,7 +117,6 @@ def test_fewer_views_and_other_steps(policy: Policy) -> None:
     ("recipe", "bound"),
     [
         ("vision=int8,language=int8", BOUND),
-        ("vision=int8", BOUND),
         ("vision=int8-rows,language=int8-rows,head=int8-rows", LOWBIT),
     ],
 )

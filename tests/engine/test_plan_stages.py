@@ -36,7 +36,7 @@ def test_stages_are_the_model(case, rewrites):
     policy, g, inputs, tensors = case
     model = policy.engine.model
     plan = Plan.of(model, rewrites=rewrites)
-    vision, read, step, names, grows = stages(plan, Shapes.of(policy.manifest))
+    vision, read, step, names, grows, *_ = stages(plan, Shapes.of(policy.manifest))
     reads = read(vision(tensors[0]), *tensors[1:])
     assert len(reads) == len(set(names)) == len(grows)
     evaluations = model.solver.steps(4), plan.moments(4)
@@ -51,7 +51,7 @@ def test_stages_export_with_any_prompt_length(case):
     """One recorded program serves every prompt: recorded at one length, run at another."""
     policy, g, _, (pixels, camera_mask, tokens, token_mask, state) = case
     plan = Plan.of(policy.engine.model)
-    vision, read, step, names, grows = stages(plan, Shapes.of(policy.manifest))
+    vision, read, step, names, grows, *_ = stages(plan, Shapes.of(policy.manifest))
     image_tokens = vision(pixels)
     arguments = (image_tokens, camera_mask, tokens, token_mask, state)
     length, prefix = torch.export.Dim("length", min=2, max=500), torch.export.Dim("prefix", min=2, max=2000)

@@ -77,8 +77,7 @@ class OnnxEngine:
         marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
         self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
         self.unbatched = self._unbatched()
-        outputs = {node.name: open_axis(node) for node in self.sessions["read"].get_outputs()}
-        self._batched = [outputs[name] for name in self.graphs.reads]
+        self._axes = self._batch_axes()
         self._value = ort.OrtValue.ortvalue_from_numpy
 
     def _check_names(self) -> None:
@@ -112,6 +111,16 @@ class OnnxEngine:
         if "step" in self.by_member:
             return "expected a head in fp32 or int8-rows, got int8, with one scale for the activations of a whole batch"
         return ""
+
+    def _batch_axes(self) -> list[int | None]:
+        """Return which axis of each tensor of the context is the batch; None where observations share it."""
+        read = self.sessions["read"]
+        names = {node.shape[0] for node in read.get_inputs() if open_axis(node)}  # what the graph calls it
+        shapes = {node.name: node.shape for node in read.get_outputs()}
+        return [
+            next((axis for axis, size in enumerate(shapes[name]) if size in names), None)
+            for name in self.graphs.reads
+        ]
 
     @property
     def takes_batches(self) -> bool:
@@ -262,8 +271,8 @@ class OnnxEngine:
         if len(reads) == 1:
             return reads[0]
         return [
-            self._value(np.concatenate([value.numpy() for value in values])) if batched else values[0]
-            for batched, values in zip(self._batched, zip(*reads, strict=True), strict=True)
+            values[0] if axis is None else self._value(np.concatenate([v.numpy() for v in values], axis))
+            for axis, values in zip(self._axes, zip(*reads, strict=True), strict=True)
         ]
 
     def _all_views(self, image_tokens: np.ndarray, camera_mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
 """Record the planned model with ``torch.export`` and write it as ONNX graphs.
 
-The graphs are dynamic in the batch and in the prompt's length; the vision graph also in the number of views. The solver's
+The graphs are dynamic in the batch and the prompt's length; the vision graph also in the number of views. The solver's
 loop stays outside (baked in, ten steps made a graph of nine thousand nodes that took minutes to export).
 """
 
@@ -66,32 +66,37 @@ def export_graphs(
         )
     directory.mkdir(parents=True, exist_ok=True)
     model, shapes = plan.model, Shapes(views, height, width, PROMPT, next(iter(steps)))
-    vision, read, step, reads, grows, batched, unbatched = stages(plan, shapes)
+    vision, read, step, reads, grows, batch_axes, unbatched = stages(plan, shapes)
     if unbatched:
-        raise SinewError(f"the export: expected the batch on the first axis of {unbatched}")
+        log.info(
+            "the graphs take one observation at a time: in %s the batch is no axis of its own", unbatched
+        )
     # Two observations: torch.export takes a dynamic axis of length 1 for a constant.
-    example = Inputs.example(model, shapes, batch=2)
+    count = 1 if unbatched else 2
+    example = Inputs.example(model, shapes, batch=count)
     inputs = (vision(example.pixels), *example[1:])
     batch = Dim("batch", min=1, max=MOST_BATCHED)
+    several: dict[int, Any] = {} if unbatched else {0: batch}
 
-    any_views: dict[str, Any] = {"pixels": {0: batch, 1: Dim.DYNAMIC} if views > 1 else {0: batch}}
+    any_views: dict[str, Any] = {"pixels": several | ({1: Dim.DYNAMIC} if views > 1 else {})}
     recorded = twin(model)
     joined = join_attention(recorded)
     log.info("%s: %s, %s", joined.name, joined.status, joined.reason)
     component = model.component_of
     names = ["pixels"], ["image_tokens"]
     _write(Vision(recorded), example[:1], any_views, *names, directory / "vision.onnx", component)
-    length = {0: batch, 1: Dim("length", min=model.min_tokens, max=1 << 14)}
+    length = several | {1: Dim("length", min=model.min_tokens, max=1 << 14)}
     given = ["image_tokens", *Inputs._fields[1:]]
-    axes: dict[str, Any] = dict(zip(given, ({0: batch}, {0: batch}, length, length, {0: batch}), strict=True))
+    axes: dict[str, Any] = dict(zip(given, (several, several, length, length, several), strict=True))
     _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)
     prefix = Dim("prefix", min=2, max=1 << 15)
-    sample = (torch.zeros(2, *model.noise_shape), plan.moments(next(iter(steps)))[0], *read(*inputs))
+    sample = (torch.zeros(count, *model.noise_shape), plan.moments(next(iter(steps)))[0], *read(*inputs))
     growing = [{g[0]: prefix + g[1] if g[1] else prefix} if g else {} for g in grows]
     tensors = tuple(
-        {0: batch} | axis if first else axis for first, axis in zip(batched, growing, strict=True)
+        axes | ({axis: batch} if several and axis is not None else {})
+        for axes, axis in zip(growing, batch_axes, strict=True)
     )
-    axes = {"x": {0: batch}, "moment": None, "tensors": tensors}
+    axes = {"x": several, "moment": None, "tensors": tensors}
     given = ["x", "moment", *reads]
     _write(step, sample, axes, given, ["output"], directory / "step.onnx", component)
     write_tables(plan, directory, steps)

@@ -115,15 +115,15 @@ class Step(nn.Module):
 class Stages(NamedTuple):
     """``reads``: the names of the tensors from ``read`` to ``step``; ``grows``: for each of them, which axis
     grows with the prompt, and by how much it is longer than the first one that does; None if none does.
-    ``batched``: for each of them, whether its first axis is the batch; the others are the same for every observation.
-    ``unbatched`` names the first tensor that holds the batch elsewhere, "" if there is none."""
+    ``batch_axes``: for each of them, the axis that is the batch; None where it is the same for every observation.
+    ``unbatched`` names the first tensor in which the batch is no axis of its own, "" if there is none."""
 
     vision: Vision
     read: Read
     step: Step
     reads: tuple[str, ...]
     grows: tuple[tuple[int, int] | None, ...]
-    batched: tuple[bool, ...]
+    batch_axes: tuple[int | None, ...]
     unbatched: str
 
 
@@ -145,19 +145,21 @@ def stages(plan: Plan, shapes: Shapes) -> Stages:
         if axis is not None and first is None:
             first = short.shape[axis]
         offsets.append(None if axis is None or first is None else (axis, short.shape[axis] - first))
-    changed = [_changed(alone, pair) for alone, pair in zip(one, two, strict=True)]
-    elsewhere = [name for name, axes in zip(layout.names, changed, strict=True) if axes not in ([], [0])]
+    changed = [
+        [(i, a, b) for i, (a, b) in enumerate(zip(alone.shape, pair.shape, strict=True)) if a != b]
+        for alone, pair in zip(one, two, strict=True)
+    ]
+    merged = [
+        name
+        for name, axes in zip(layout.names, changed, strict=True)
+        if axes and [a[1:] for a in axes] != [(1, 2)]
+    ]
     return Stages(
         Vision(model),
         Read(model, layout),
         Step(model, layout),
         layout.names,
         tuple(offsets),
-        tuple(axes == [0] for axes in changed),
-        elsewhere[0] if elsewhere else "",
+        tuple(axes[0][0] if axes else None for axes in changed),
+        merged[0] if merged else "",
     )
-
-
-def _changed(one: Tensor, other: Tensor) -> list[int]:
-    """Return the axes whose sizes differ."""
-    return [i for i, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b]
