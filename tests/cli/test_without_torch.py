@@ -12,13 +12,17 @@ import pytest
 from sinew.cli import VERBS
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
-# Each command in a process forked from one that has the verbs, and no torch.
+# Commands in processes that are forked from one that has the verbs, and no torch.
 BLOCKED = """
-import json, os, sys, tempfile
+import contextlib, io, json, os, sys, tempfile
 sys.modules["torch"] = None  # its import fails, as where it is not installed
 from sinew.cli import main
+helps, commands = map(json.loads, sys.argv[1:])
 found = []
-for arguments in json.loads(sys.argv[1]):
+for arguments in helps:  # none leaves anything behind
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found.append([main(arguments), said.getvalue(), ""])
+for arguments in commands:
     streams = [tempfile.TemporaryFile() for _ in range(2)]
     if (child := os.fork()) == 0:
         for number, stream in enumerate(streams, 1):
@@ -46,12 +50,13 @@ HELP = tuple((verb, "--help") for verb in VERBS)
 @pytest.fixture(scope="module")
 def runs() -> dict[tuple[object, ...], tuple[int, str, str]]:
     """Exit code, standard output and standard error of every command."""
-    commands = (*HELP, INSPECT, *COMMANDS)
-    words = json.dumps([list(map(str, command)) for command in commands])
+    groups = HELP, (INSPECT, *COMMANDS)
+    words = (json.dumps([list(map(str, command)) for command in group]) for group in groups)
     found = subprocess.run(
-        [sys.executable, "-c", BLOCKED, words], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, "-c", BLOCKED, *words], capture_output=True, text=True, timeout=240
     )
-    return dict(zip(commands, map(tuple, json.loads(found.stdout)), strict=True))
+    assert found.returncode == 0, found.stderr
+    return dict(zip((*groups[0], *groups[1]), map(tuple, json.loads(found.stdout)), strict=True))
 
 
 @pytest.mark.parametrize("command", HELP, ids=VERBS)

@@ -116,11 +116,15 @@ def architecture(monkeypatch):
     tuning.choose.cache_clear()
 
 
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize(
-    ("name", "views", "tokens", "side", "layers"),
-    [("pi05", 3, 200, 224, 18), ("pi0", 2, 16, 224, 18), ("smolvla", 2, 48, 512, 16)],
-)
+# Every model, every architecture; the other pairs of them are slow.
+PAIRS = [
+    pytest.param(*model, capability, marks=() if "pi05" in model or capability == 90 else pytest.mark.slow)
+    for model in (("pi05", 3, 200, 224, 18), ("pi0", 2, 16, 224, 18), ("smolvla", 2, 48, 512, 16))
+    for capability in ARCHITECTURES
+]
+
+
+@pytest.mark.parametrize(("name", "views", "tokens", "side", "layers", "capability"), PAIRS)
 @torch.no_grad()
 def test_every_launch_of_a_chunk_is_accepted(
     launches, architecture, name, views, tokens, side, layers, capability
