@@ -3,12 +3,13 @@
     python -m benchmarks.peers OUT --peer PYTHON [--rounds 5] [--requests 2] [--threads 2] [--tiny]
 
 PYTHON belongs to an environment with lerobot[smolvla] (0.4.4 here; ``python -m benchmarks.peers --how`` says how one is
-made without other torch or network). The checkpoint is random, at full size, in float32 (no policy was trained, so the
-actions mean nothing; every product is computed all the same). Both servers are processes of their own with the same
-number of threads, they stand at once and work in turn. One client, LeRobot's gRPC stub with LeRobot's messages, sends
-the same frames to both; Sinew is asked a second time over its own wire. Rounds are paired: one server after the other,
-in random order. After them, for the agreement of actions, LeRobot's server is given the noise that Sinew is sent, and a
-second time the position rows of transformers 5.5 as well: 4.57 rounds 63 of 64 patches to the row before their own.
+made). The checkpoint is random, at full size, in float32 (no policy was trained, so the actions mean nothing; every
+product is computed all the same). Both servers are processes of their own with the same number of threads, they stand
+at once and work in turn. One client, LeRobot's gRPC stub with LeRobot's messages, sends the same frames to both; Sinew
+is asked a second time over its own wire. Rounds are paired: one server after the other, in random order; beside the
+latencies stands the server's processor time, which other work disturbs less. After them, for the agreement of actions,
+LeRobot's server is given the noise that Sinew is sent, and a second time the position rows of transformers 5.5 as well:
+4.57 puts every patch but the first into the row before its own.
 
 Load is from the start of the process to the first chunk, with files in the page cache; peak is VmHWM of the server.
 The last line is JSON.
@@ -217,21 +218,17 @@ def prepare(out: Path, peer: Path, tiny: bool) -> float:
         [peer, "-m", "benchmarks.peers", "--part", "processor", str(vlm)], check=True, env=environment()
     )
     begun = time.perf_counter()
+    convert = [
+        sys.executable,
+        "-m",
+        "sinew",
+        "convert",
+        str(made.policy),
+        str(out / "policy.gguf"),
+        "--force",
+    ]
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "sinew",
-            "convert",
-            str(made.policy),
-            str(out / "policy.gguf"),
-            "--vlm",
-            str(made.vlm),
-            "--force",
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        env=environment(),
+        [*convert, "--vlm", str(made.vlm)], check=True, stdout=subprocess.DEVNULL, env=environment()
     )
     return time.perf_counter() - begun
 
@@ -283,6 +280,12 @@ def peak_mib(process: subprocess.Popen[Any]) -> int:
     raise SystemExit("no VmHWM: measured on Linux only")
 
 
+def cpu_s(process: subprocess.Popen[Any]) -> float:
+    """Return the processor seconds that a process has taken (Linux)."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Start both servers, ask them in turn, and return what was seen."""
     rng = np.random.default_rng(1)
@@ -317,9 +320,14 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
         load["sinew"] = time.perf_counter() - begun
         talker.tell(SERVERS[2], 1, address=f"tcp://127.0.0.1:{ports[SERVERS[2]]}", checkpoint="")
         taken: dict[str, list[list[float]]] = {name: [] for name in SERVERS}
-        for _ in range(arguments.rounds):
-            for name in rng.permutation(SERVERS):
-                taken[str(name)].append(talker.tell(str(name), arguments.requests)["ms"])
+        spent: dict[str, float] = dict.fromkeys(SERVERS, 0.0)
+        for number in range(arguments.rounds):
+            for name in map(str, rng.permutation(SERVERS)):
+                server = running[name.partition(",")[0]]
+                before = cpu_s(server)
+                taken[name].append(talker.tell(name, arguments.requests)["ms"])
+                spent[name] += cpu_s(server) - before
+                print(number, name, taken[name][-1], file=sys.stderr, flush=True)
         noise = hooks / "noise.npy"
         np.save(noise, rng.standard_normal((50, 32), dtype=np.float32))
         ours = np.array(talker.tell(SERVERS[2], 1, seed=2, noise=str(noise))["actions"])
@@ -344,6 +352,7 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
             ]
             for name in SERVERS[1:]
         },
+        "cpu_s": {name: round(s / arguments.rounds / arguments.requests, 2) for name, s in spent.items()},
         "load_s": {name: round(seconds, 1) for name, seconds in load.items()},
         "peak_mib": peaks,
         "largest_action": round(float(np.abs(ours).max()), 3),
