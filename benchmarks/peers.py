@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import platform
 import shutil
 import socket
@@ -39,7 +40,7 @@ python3.11 -m venv .venv-peers
 for e in .venv-clients .venv; do $e/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done \\
     > .venv-peers/lib/python3.11/site-packages/peers.pth"""
 SERVERS = ("lerobot", "sinew, LeRobot's wire", "sinew, its own wire")
-JOINTS, CAMERAS = 6, ("camera1", "camera2")
+NAMES, CAMERAS = [f"joint{number}.pos" for number in range(6)], ("camera1", "camera2")
 PROMPT = "pick up the red cube"
 START_S = 600.0
 
@@ -108,26 +109,22 @@ class Asked:
         self._stub.Ready(services_pb2.Empty(), timeout=START_S, wait_for_ready=True)
         names = ["height", "width", "channels"]
         features = {
-            "observation.state": {"dtype": "float32", "shape": (JOINTS,), "names": joints()},
+            "observation.state": {"dtype": "float32", "shape": (len(NAMES),), "names": NAMES},
             **{
                 f"observation.images.{camera}": {"dtype": "image", "shape": (480, 640, 3), "names": names}
                 for camera in CAMERAS
             },
         }
-        import pickle
-
         about = pickle.dumps(RemotePolicyConfig("smolvla", checkpoint, features, 50))
         self._stub.SendPolicyInstructions(services_pb2.PolicySetup(data=about), timeout=START_S)
         self._step = 0
 
     def __call__(self, observation: dict[str, Any]) -> np.ndarray:
-        import pickle
-
         from lerobot.async_inference.helpers import TimedObservation
         from lerobot.transport.utils import send_bytes_in_chunks
 
         raw = {
-            **dict(zip(joints(), map(float, observation["state"]), strict=True)),
+            **dict(zip(NAMES, map(float, observation["state"]), strict=True)),
             **observation["images"],
             "task": PROMPT,
         }
@@ -160,7 +157,7 @@ def client(threads: int) -> None:
         fixed = np.random.default_rng(told["seed"]) if "seed" in told else rng
         for _ in range(told["requests"]):
             frames = {camera: fixed.integers(0, 256, (480, 640, 3), dtype=np.uint8) for camera in CAMERAS}
-            observation = {"images": frames, "state": fixed.uniform(-1, 1, JOINTS).astype(np.float32)}
+            observation = {"images": frames, "state": fixed.uniform(-1, 1, len(NAMES)).astype(np.float32)}
             ask = servers[told["name"]]
             begun = time.perf_counter()
             if isinstance(ask, Asked):
@@ -173,10 +170,6 @@ def client(threads: int) -> None:
             json.dumps({"ms": taken, "actions": None if chunk is None else np.asarray(chunk).tolist()}),
             flush=True,
         )
-
-
-def joints() -> list[str]:
-    return [f"joint{number}.pos" for number in range(JOINTS)]
 
 
 # ----------------------------------------------------------------------------- here
@@ -292,10 +285,9 @@ def compare(out: Path, peer: Path, arguments: argparse.Namespace) -> dict[str, A
     threads, hooks = str(arguments.threads), out / "hooks"
     shutil.rmtree(hooks, ignore_errors=True)
     hooks.mkdir()
-    talker = Talker(peer, out)
+    talker, load = Talker(peer, out), {}
     talker.tell("nobody", 0)  # its imports are done
     ports = {name: free_port() for name in SERVERS}
-    load: dict[str, float] = {}
     running: dict[str, subprocess.Popen[Any]] = {}
     limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     try:
