@@ -24,7 +24,8 @@ from tests.proofs import Recorder
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Collecting makes half a million objects and hardly any garbage, which every full collection would look through.
-gc.disable()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    gc.disable()  # until the tests begin
 
 GOLDEN = Path(__file__).resolve().parent / "fixtures"
 
