@@ -47,6 +47,7 @@ class Turns(Generic[T]):
 
     def get(self) -> T | None:
         """Wait for an item whose owner's turn it is. None after ``end``: there are no more."""
+        waited = False
         while True:
             with self._lock:  # looked at first: a thread that was killed may have taken a signal and no item
                 if self._lines:
@@ -55,8 +56,10 @@ class Turns(Generic[T]):
                 if self._ended:
                     return None
             self._signals.get()
-        with contextlib.suppress(Empty):
-            self._signals.get_nowait()
+            waited = True
+        if not waited:  # its own signal, and never that of another item, for which another thread may wait
+            with contextlib.suppress(Empty):
+                self._signals.get_nowait()
         return item
 
     def next(self) -> T | None:
