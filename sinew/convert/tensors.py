@@ -96,6 +96,20 @@ def computed(
     return replace(sources[0], shape=shape, type=F32, nbytes=4 * math.prod(shape), data=data)
 
 
+def rounded(source: TensorSource) -> TensorSource:
+    """Return the source with its values in bfloat16, to the nearest, ties to even; NaN stays NaN."""
+    if source.type is BF16:
+        return source
+
+    def as_bfloat16(values: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        return np.where(np.isnan(values), (bits >> 16) | 0x40, nearest).astype(np.uint16)
+
+    data = Transformed((source,), as_bfloat16, read_array)
+    return replace(source, type=BF16, nbytes=2 * math.prod(source.shape), data=data)
+
+
 def transpose(source: TensorSource, *axes: int) -> TensorSource:
     """Return the source with its axes in another order, reversed if none is given."""
     return moved(lambda x: x.transpose(axes or None), source)

@@ -9,6 +9,7 @@ Source: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py`` (commit b18873
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,8 +30,10 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.families.vlacpp import read
 from sinew.convert.families.vlacpp_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
 from sinew.convert.options import Options
-from sinew.convert.tensors import computed, constant
+from sinew.convert.tensors import computed, constant, rounded
 from sinew.core import ConvertError
+
+logger = logging.getLogger(__name__)
 
 _MODULES = (vlacpp_export_prismatic, vlacpp_export_bitvla, vlacpp_export_evo1)
 FAMILIES = {name: module for module in _MODULES for name in module.ARCHITECTURES}
@@ -44,6 +47,7 @@ REFUSED = {
     "openvla": "it has no such architecture",
 }
 ALIGNMENT = 32  # GGUF's own
+TOKENS = "token_embd.weight"  # src/models/smolvla.cpp reads it as bfloat16 whatever its type
 STORED = (GGMLQuantizationType.F32, GGMLQuantizationType.BF16)
 _LETTERS = {ours: theirs for theirs, ours in PARTS.items()}
 _WHOLE = {ours: theirs for theirs, ours in WHOLE.items()}
@@ -81,6 +85,10 @@ def export_vlacpp(bundle: Bundle, out: Path, progress: Progress | None = None) -
         tensors, keys = _of_family(family, bundle), family.keys(bundle)
     else:
         tensors, keys = [*_weights(bundle), *_statistics(manifest)], _keys(manifest)
+        if manifest.architecture == "smolvla" and GGMLQuantizationType.F32 in (
+            info.type for name, info in bundle.infos.items() if _WHOLE.get(name) == TOKENS
+        ):
+            logger.warning("%s is rounded to bfloat16: vla.cpp reads no other of SmolVLA", TOKENS)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name[:64]}.", dir=out.parent) as folder:
         partial, tokenizer = Path(folder) / "vla.gguf", Path(folder) / "tokenizer.json"
@@ -140,9 +148,11 @@ def _stored(bundle: Bundle, packed: tuple[GGMLQuantizationType, ...] = ()) -> It
 
 
 def _weights(bundle: Bundle) -> Iterator[TensorSource]:
-    """The tensors under vla.cpp's names; its small ones of the tower are float32."""
+    """The tensors under vla.cpp's names; its small ones of the tower are float32, the tokens of SmolVLA bfloat16."""
     for stored in _stored(bundle):
         source = replace(stored, name=vlacpp_name(stored.name, bundle.manifest.architecture))
+        if bundle.manifest.architecture == "smolvla" and source.name == TOKENS:
+            source = rounded(source)
         small = source.name.startswith("vit.") and (
             len(source.shape) == 1 or "patch_embd" in source.name or "pos_embd" in source.name
         )

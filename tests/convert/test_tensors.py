@@ -28,6 +28,7 @@ from sinew.convert.tensors import (
     pick,
     read_array,
     reshape,
+    rounded,
     rows,
     split,
     thirds,
@@ -74,6 +75,18 @@ def test_transforms_give_what_torch_gives(stack):
     assert doubled.type is GGMLQuantizationType.F32
     assert equal(doubled, 2 * t["half"].float())
     assert equal(constant("zeros", np.zeros((2, 3))), torch.zeros(2, 3))
+
+
+def test_rounding_is_torchs(stack):
+    found, t = stack
+    assert rounded(found["half"]) is found["half"]
+    assert equal(rounded(found["a"]), t["a"].bfloat16())
+    edges = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0xFF800000, 0x80000001, 0], np.uint32)
+    source = rounded(constant("edges", edges.view(np.float32)))
+    assert source.type is GGMLQuantizationType.BF16
+    assert equal(source, torch.from_numpy(edges.view(np.float32)).bfloat16())
+    nans = np.array([0x7F800001, 0xFFFFFFFF, 0x7FC00000], np.uint32).view(np.float32)
+    assert np.isnan(read_array(rounded(constant("nan", nans)))).all()
 
 
 def test_parts_of_a_file_stay_parts_of_it(stack):

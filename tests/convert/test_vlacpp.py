@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from sinew.bundle import Bundle
 from sinew.bundle.gguf_file import GGUFFile
@@ -17,7 +17,7 @@ from sinew.bundle.writer import FileSlice, TensorSource
 from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.tensors import read_array
-from sinew.convert.vlacpp_export import export_vlacpp
+from sinew.convert.vlacpp_export import TOKENS, export_vlacpp
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
 from tests.conftest import EVO1
@@ -156,6 +156,12 @@ def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, cas
         name: (info.shape, info.type, content(exported, name)) for name, info in exported.tensors.items()
     }
     assert found.keys() == wanted.keys()
+    plain = case.startswith("smolvla") and wanted[TOKENS][1] is GGMLQuantizationType.F32
+    if plain:  # vla.cpp's converter writes it as it is, and its engine then does not load it
+        table = torch.from_numpy(values(reference, TOKENS))
+        np.testing.assert_array_equal(values(exported, TOKENS), table.bfloat16().float().numpy())
+        assert found.pop(TOKENS)[1] is GGMLQuantizationType.BF16
+        del wanted[TOKENS]
     assert [name for name in wanted if found[name] != wanted[name]] == []
     for key, value in reference.metadata.items():
         assert exported.metadata[key] == value, key
@@ -167,7 +173,10 @@ def test_an_exported_bundle_comes_back_the_same(golden, bundle_of, tmp_path, cas
         load(path, engine="eager", allow_missing_cameras=True).infer(observation).actions
         for path in (ours.path, back)
     )
-    np.testing.assert_array_equal(first, second)  # fmt: skip
+    if plain:
+        np.testing.assert_allclose(first, second, atol=2e-2 * np.abs(first).max())
+    else:
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize("case", ["openvla-oft", "vla-adapter", "evo1-mint"])
