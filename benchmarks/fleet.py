@@ -60,7 +60,7 @@ class Robots:
         self.latencies: list[list[float]] = [[] for _ in self.sockets]
         self.refused: dict[str, int] = {}
         self.batches: list[int] = []
-        self.skipped = 0
+        self.skipped = [0] * count  # moments at which a robot still waited
 
     def _connect(self, address: str) -> zmq.Socket:
         made = self.context.socket(zmq.DEALER)
@@ -108,7 +108,7 @@ class Robots:
                         asked[place] = due[place]
                         self._ask(place)
                     else:
-                        self.skipped += 1
+                        self.skipped[place] += 1
                     due[place] += self.period
             while self.flooder is not None and flooding < FLOOD and now < end:
                 self._ask(self.count)
@@ -129,18 +129,17 @@ class Robots:
 
     def _summary(self, seconds: float, lost: int) -> dict[str, Any]:
         robots = self.latencies[: self.count]
-        asked = sum(self.sent[: self.count])
         every = np.concatenate([np.array(each) for each in robots])
         in_time = [sum(ms <= self.deadline_ms for ms in each) for each in robots]
-        moments = asked + self.skipped
-        shares = [hit / max(1, sent) for hit, sent in zip(in_time, self.sent, strict=False)]
+        moments = [sent + skipped for sent, skipped in zip(self.sent, self.skipped, strict=False)]
+        shares = [hit / max(1, many) for hit, many in zip(in_time, moments, strict=True)]
         return {
             "robots": self.count,
             "answered": len(every),
             "refused": self.refused,
-            "skipped": self.skipped,
+            "skipped": sum(self.skipped),
             "lost": lost,
-            "in_time": round(sum(in_time) / max(1, moments), 4),
+            "in_time": round(sum(in_time) / max(1, sum(moments)), 4),
             "worst_robot": round(min(shares), 4),
             "answers_per_s": round(len(every) / seconds, 1),
             "latency_ms": statistics(every) if len(every) else {},

@@ -5,9 +5,11 @@
 A server process per wire and one client process, one request after the other, two frames of 224 x 224, on a policy
 so small that the wire counts: one solver step, which LeRobot's protocol cannot ask for. The call is timed where a robot
 program would time it, around the client's own function: encoding, both ways through the sockets, decoding, the server's
-threads and checks are all in it. The rows "zeromq" and "tcp" are sockets alone, of the library and of the kernel: as
-many bytes there, a kilobyte back, and between the two a sleep as long as the first wire's inference. They take turns in
-rounds, so that a machine whose speed changes does it to all of them. The last line is JSON.
+threads and checks are all in it. Below them stands what no server could make shorter. "zeromq" and "tcp" are sockets
+alone, of the library and of the kernel: as many bytes there, a kilobyte back, and between the two a sleep as long as
+the first wire's inference. "openpi client" is openpi's client with a WebSocket that takes the bytes, looks at none and
+answers after such a sleep. They take turns in rounds, so that a machine whose speed changes does it to all of them. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -75,19 +77,12 @@ def observations(
         yield frames, rng.uniform(-1, 1, spec.state.dim).astype(np.float32)
 
 
-class Served:
-    """A server of one wire and its client. LeRobot's replies have no place for the server's timing; there it is read
-    from the access log."""
+class Asked:
+    """A client of one wire, with observations."""
 
-    def __init__(self, stack: contextlib.ExitStack, wire: str, side: int, access: Path):
-        self._access = access if wire == "lerobot" else None
-        # A thread for torch and the wire's: a second one for torch would take the wire's core on small machines.
-        log = ["--access-log", access] if self._access else []
-        address, _ = stack.enter_context(serving(BUNDLE, "--wire", f"{wire}:0", "--threads", 1, *log))
+    def __init__(self, stack: contextlib.ExitStack, wire: str, address: str, side: int):
         self._client = connect(wire, address)
         stack.callback(self._client.close)
-        if wire == "lerobot":
-            self._client.policy = "pen"
         self._observations = observations(BUNDLE, side)
         self._asked = 0
 
@@ -97,8 +92,28 @@ class Served:
         for frames, state in itertools.islice(self._observations, requests):
             begin = time.perf_counter()
             answer = self._client.ask(frames, state, "swing it up", self._asked, STEPS)
-            rows.append((1e3 * (time.perf_counter() - begin), answer.total_ms + answer.queue_ms))
+            call = 1e3 * (time.perf_counter() - begin)
+            rows.append((call, (answer.total_ms or 0) + (answer.queue_ms or 0)))
             self._asked += 1
+        return rows
+
+
+class Served(Asked):
+    """A server of one wire and its client. LeRobot's replies have no place for the server's timing; there it is read
+    from the access log."""
+
+    def __init__(self, stack: contextlib.ExitStack, wire: str, side: int, access: Path):
+        self._access = access if wire == "lerobot" else None
+        # A thread for torch and the wire's: a second one for torch would take the wire's core on small machines.
+        log = ["--access-log", access] if self._access else []
+        address, _ = stack.enter_context(serving(BUNDLE, "--wire", f"{wire}:0", "--threads", 1, *log))
+        super().__init__(stack, wire, address, side)
+        if wire == "lerobot":
+            self._client.policy = "pen"
+
+    def __call__(self, requests: int) -> list[tuple[float, float]]:
+        """Return (call, policy and waiting) of so many requests, in milliseconds."""
+        rows = super().__call__(requests)
         if self._access is None:
             return rows
         entries = [json.loads(line) for line in self._access.read_text().splitlines()]
@@ -115,7 +130,19 @@ import socket, sys, time
 def pause():
     begin = time.perf_counter()
     time.sleep(float(sys.argv[1]) / 1e3)
-    return f"{1e3 * (time.perf_counter() - begin):20.6f}".encode().ljust(1024)
+    return 1e3 * (time.perf_counter() - begin)
+def kilobyte():
+    return f"{pause():20.6f}".encode().ljust(1024)
+def accept():
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(listening.getsockname()[1], flush=True)
+    made, _ = listening.accept()
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+def fill(made, room):
+    filled = 0
+    while filled < len(room):
+        filled += made.recv_into(room[filled:]) or sys.exit()
 """
 ECHOES = {
     "zeromq": """
@@ -124,21 +151,45 @@ router = zmq.Context().socket(zmq.ROUTER)
 print(router.bind_to_random_port("tcp://127.0.0.1"), flush=True)
 while True:
     *envelope, payload = router.recv_multipart(copy=False)
-    router.send_multipart([frame.bytes for frame in envelope] + [pause()])
+    router.send_multipart([frame.bytes for frame in envelope] + [kilobyte()])
 """,
     "tcp": """
-listening = socket.create_server(("127.0.0.1", 0))
-print(listening.getsockname()[1], flush=True)
-made, _ = listening.accept()
-made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-room = memoryview(bytearray(int(sys.argv[2])))
+made, room = accept(), memoryview(bytearray(int(sys.argv[2])))
 while True:
-    filled = 0
-    while filled < len(room):
-        filled += made.recv_into(room[filled:])
-    made.sendall(pause())
+    fill(made, room)
+    made.sendall(kilobyte())
+""",
+    "openpi client": """
+import msgpack
+from websockets.server import ServerProtocol
+made, protocol, room = accept(), ServerProtocol(), memoryview(bytearray(1 << 24))
+def send(reply):
+    protocol.send_binary(msgpack.packb(reply))
+    made.sendall(b"".join(protocol.data_to_send()))
+while protocol.state.name != "OPEN":
+    protocol.receive_data(made.recv(1 << 16))
+    for request in protocol.events_received():
+        protocol.send_response(protocol.accept(request))
+send({})
+header = room[:14]  # of a masked frame of 64 KiB and more
+while True:
+    fill(made, header)
+    fill(made, room[: int.from_bytes(header[2:10], "big")])
+    send({"actions": bytes(1024), "policy_timing": {"infer_ms": pause()}, "server_timing": {"queue_ms": 0.0}})
 """,
 }
+
+
+@contextlib.contextmanager
+def echo(kind: str, pause_ms: float, size: int) -> Iterator[int]:
+    """Run a program of ``ECHOES`` until the end of the block, and give its port."""
+    command = [sys.executable, "-c", PAUSE + ECHOES[kind], str(pause_ms), str(size)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 class Sockets:
@@ -146,11 +197,7 @@ class Sockets:
 
     def __init__(self, stack: contextlib.ExitStack, kind: str, side: int, pause_ms: float):
         self._payload = os.urandom(2 * 3 * side * side)
-        program = [sys.executable, "-c", PAUSE + ECHOES[kind], str(pause_ms), str(len(self._payload))]
-        process = stack.enter_context(subprocess.Popen(program, stdout=subprocess.PIPE, text=True))
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
+        port = stack.enter_context(echo(kind, pause_ms, len(self._payload)))
         if kind == "zeromq":
             sock = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.REQ))
             sock.connect(f"tcp://127.0.0.1:{port}")
@@ -178,14 +225,17 @@ def rounds(
     a round, in random order."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        asked: dict[str, Served | Sockets] = {
+        asked: dict[str, Asked | Sockets] = {
             wire: Served(stack, wire, side, Path(folder) / "access.jsonl") for wire in wires
         }
         first = [asked[wire](warmup) for wire in wires]
         pause = float(np.median([rest for _, rest in first[0]]))
-        for kind in ECHOES:
+        for kind in ("zeromq", "tcp"):
             asked[kind] = Sockets(stack, kind, side, pause)
-            asked[kind](warmup)
+        port = stack.enter_context(echo("openpi client", pause, 0))
+        asked["openpi client"] = Asked(stack, "openpi", f"ws://127.0.0.1:{port}", side)
+        for name in ECHOES:
+            asked[name](warmup)
         found: dict[str, list[np.ndarray]] = {name: [] for name in asked}
         for _ in track(range(count), "rounds", console=Console(stderr=True), transient=True):
             for name in rng.permutation(list(asked)):

@@ -151,8 +151,7 @@ class Service:
                     if standing is self.policies.get(inference.policy):
                         raise
         except SinewError as error:
-            self._show(inference, error, deadline, self._account(inference, error, deadline))
-            self.metrics.count()
+            self._tell(inference, error, deadline, self._account(inference, error, deadline))
             raise
         if session is not None:
             self.metrics.session(session)
@@ -182,8 +181,7 @@ class Service:
             for record in self._records.values() if seen else ():
                 record.put(inference.wire, inference.session, seen[0], outcome)
             on_done(outcome)
-            self._show(inference, outcome, deadline, seconds, seen)
-            self.metrics.count()
+            self._tell(inference, outcome, deadline, seconds, seen)
 
         return decode, done
 
@@ -285,8 +283,7 @@ class Service:
     def refused(self, wire: str, client: str, error: SinewError) -> None:
         """Count and log a request that did not get as far as ``submit``."""
         inference = Inference(wire, _never, client)
-        self._show(inference, error, None, self._account(inference, error, None))
-        self.metrics.count()
+        self._tell(inference, error, None, self._account(inference, error, None))
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:
@@ -316,7 +313,7 @@ class Service:
             access.info(json.dumps(_entry(inference, outcome, seconds, missed)))
         return seconds
 
-    def _show(
+    def _tell(
         self,
         inference: Inference,
         outcome: Outcome,
@@ -324,15 +321,13 @@ class Service:
         seconds: float,
         seen: Sequence[Observation] = (),
     ) -> None:
-        """Tell the dashboard, if it shows this policy. No robot need wait for that: its reply is sent before."""
+        """Tell the metrics, and the dashboard if it shows this policy. A robot's reply is sent before that."""
         if inference.policy in ("", DEFAULT):
-            limit, asked = (
-                None if deadline is None else deadline - inference.arrived,
-                seen[0] if seen else None,
-            )
-            self.feed.put(
-                inference.wire, inference.client, inference.session, asked, outcome, seconds, limit
-            )  # fmt: skip
+            limit = None if deadline is None else deadline - inference.arrived
+            asked = seen[0] if seen else None
+            client, session = inference.client, inference.session
+            self.feed.put(inference.wire, client, session, asked, outcome, seconds, limit)
+        self.metrics.count()
 
 
 class Wire(Protocol):

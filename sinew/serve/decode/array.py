@@ -41,10 +41,9 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
     ):
         raise ObservationError(name, f"a shape of at most {MAX_NDIM} sizes", str(shape)[:80])
     expected = math.prod(shape) * kind.itemsize
-    spread = math.prod(
-        [n or 1 for n in shape]
-    )  # numpy refuses what would not fit without its axes of length 0
-    if expected != len(data) or spread > 1 << 40:
+    # numpy refuses what would not fit without its axes of length 0
+    fits = expected or math.prod(n or 1 for n in shape) <= 1 << 40
+    if expected != len(data) or not fits:
         raise ObservationError(name, f"{expected} bytes ({list(shape)} x {kind})", f"{len(data)} bytes")
     return np.frombuffer(data, kind).reshape(shape)
 

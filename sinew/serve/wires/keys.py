@@ -7,6 +7,7 @@ for a wire is asked with its own names, in any of the spellings that the field's
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any])
             raise ObservationError(path or "observation", "text as keys", type(key).__name__)
         name = key if isinstance(key, str) else key.decode("utf-8", "replace")
         full = f"{path}/{name}" if path else name
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             _walk(value, full, depth + 1, found)
         else:
             found[full] = value
@@ -167,8 +168,10 @@ def text(key: str, value: Any) -> str:
         raise ObservationError(key, "text", type(value).__name__)
     if len(value) > MAX_PROMPT:
         raise ObservationError(key, f"at most {MAX_PROMPT} characters", str(len(value)))
-    if any(0xD800 <= ord(each) < 0xE000 or ord(each) > 0x10FFFF for each in value):
-        raise ObservationError(key, "Unicode text", "code points that are no characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ObservationError(key, "Unicode text", "code points that are no characters") from None
     return str(value)
 
 
@@ -180,7 +183,12 @@ def optional_text(key: str, value: Any) -> str:
 def _cameras(spec: PolicySpec, keys: KeyMap | None) -> dict[str, Sequence[str]]:
     if keys is not None:
         return {camera: (key,) for key, camera in keys.images.items()}
-    return {camera.name: [form.format(camera.name) for form in _CAMERA_KEYS] for camera in spec.cameras}
+    return {camera.name: _spellings(camera.name) for camera in spec.cameras}
+
+
+@functools.lru_cache(maxsize=64)
+def _spellings(camera: str) -> tuple[str, ...]:
+    return tuple(form.format(camera) for form in _CAMERA_KEYS)
 
 
 def _refuse_strange_frames(
