@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 from sinew_client import ClientError
-from sinew_client.control import Loop, Settings, repeat
+from sinew_client.control import Loop, Settings, Stopped, repeat
 from sinew_client.control.robots import Dry, LeRobotArm
 
 from sinew.cli import main
 from sinew.cli.run_view import Keys, View
+from sinew.eval.adapters import make_env
+from sinew.eval.robot import SimulatedRobot
 from tests import processes
 
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
@@ -66,6 +68,51 @@ def test_simulated_robot_plays_episodes(capsys: pytest.CaptureFixture[str]) -> N
     report = last_json(capsys)
     assert report["episodes"] == 1
     assert report["executed"] > 0
+
+
+class Patient(SimulatedRobot):
+    """The hand over the table, in a world that stands still while it holds: its moves do not depend on the clock."""
+
+    def __init__(self, commands: int):
+        super().__init__(*make_env("sinew/Blocks-v0"))
+        self._left = commands
+
+    def act(self, row: np.ndarray) -> None:
+        super().act(row)
+        self._left -= 1
+        if not self._left:
+            raise Stopped("enough")
+
+    def hold(self) -> None:
+        pass
+
+
+def test_a_run_ends_with_the_motion_of_its_offsets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mujoco")
+    from sinew.sim.blocks import STEP_SIZE
+
+    journal = tmp_path / "run.jsonl"
+    robot = (
+        "--robot",
+        f"{__name__}:Patient",
+        "--robot-options",
+        '{"commands": 96}',
+        "--record",
+        str(journal),
+    )
+    options = ("--handover", "freeze", "--replan", "4", *PLAIN[2:])
+    assert main(["run", str(BLOCKS), *robot, *options, "--hz", "200"]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out.strip().splitlines()[-1])
+    motion = report["motion"]["motion"]
+    assert (motion["kind"], motion["action"], motion["state"]) == ("offsets", [0, 1, 2], [0, 1, 2])
+    assert 0.8 * STEP_SIZE < motion["scale"] < STEP_SIZE  # the hand lags behind what it is told
+    advice = f"--motion '{json.dumps(motion)}'"
+    assert advice in said.err
+    assert main(["client", "--replay", str(journal)]) == 0
+    assert advice in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Journal, MotionFit, MotionWatch, Offsets, Settings
+from sinew_client.control import Journal, MotionFit, MotionWatch, Offsets, Settings, fit_offsets
 from sinew_client.control.controller import Command
 from sinew_client.control.journal import JournalError, watched
 from sinew_client.control.motion import parse_motion
@@ -113,6 +113,20 @@ def test_a_journal_gives_the_same(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"event": "begin", "settings": {}}\n{"event": "command"}\n')
     with pytest.raises(JournalError, match="KeyError"):
         watched(tmp_path / "bad.jsonl")
+
+
+def test_many_joints_that_move_together_need_few_least_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every column then explains every number, but only the best pairs can be taken."""
+    solve, solved = np.linalg.lstsq, []
+    monkeypatch.setattr(np.linalg, "lstsq", lambda *given, **kw: (solved.append(1), solve(*given, **kw))[1])
+    rng, joints = RNG(3), 32
+    sums = rng.standard_normal((200, 1)) + 0.1 * rng.standard_normal((200, joints))
+    changes = 0.02 * sums
+    found = fit_offsets(np.cumsum(changes, axis=0), changes, sums, sums.min(axis=0), sums.max(axis=0))
+    assert found is not None
+    assert found.motion["action"] == found.motion["state"] == list(range(joints))
+    assert found.motion["scale"] == 0.02
+    assert joints <= len(solved) <= 2 * joints
 
 
 def test_the_embedded_robot_moves_less_than_its_definition_says() -> None:

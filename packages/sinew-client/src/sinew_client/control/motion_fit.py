@@ -95,9 +95,14 @@ def fit_offsets(
     shape = sums.shape[1], changes.shape[1]
     scales, explained = np.zeros(shape), np.zeros(shape)  # [D, S]
     for column, number in np.ndindex(shape):
-        scales[column, number], explained[column, number] = _line(
-            sums, column, changes[:, number], states[:, number]
-        )
+        scales[column, number], explained[column, number] = _line(sums[:, column], changes[:, number])
+    asked: set[tuple[int, int]] = set()
+    while leading := _leading(explained) - asked:  # least squares is dear, and few pairs can be taken
+        asked |= leading
+        for column, number in leading:
+            left = np.square(changes[:, number] - scales[column, number] * sums[:, column])
+            if _pull(sums, changes[:, number], states[:, number], _best(left)) >= MOST_PULL:
+                explained[column, number] = 0.0  # it depends on where the move began: these are positions
     pairs = [
         (column, number)
         for column, number in enumerate(explained.argmax(axis=1))
@@ -118,11 +123,9 @@ def fit_offsets(
     return MotionFit(motion, float(explained[columns, numbers].min()), len(sums))
 
 
-def _line(sums: np.ndarray, column: int, moved: np.ndarray, start: np.ndarray) -> tuple[float, float]:
-    """Return the slope through zero of ``moved`` [N] over a column of ``sums`` [N, D], and the part of the movement
-    that it explains in those spans that it fits best. 0 where it depends on where the move began: then the commands
-    are positions."""
-    given = sums[:, column]
+def _line(given: np.ndarray, moved: np.ndarray) -> tuple[float, float]:
+    """Return the slope through zero of ``moved`` over ``given`` [N], and the part of the movement that it explains in
+    those spans that it fits best."""
     there = given != 0
     if not there.any() or not np.any(moved):
         return 0.0, 0.0
@@ -131,10 +134,24 @@ def _line(sums: np.ndarray, column: int, moved: np.ndarray, start: np.ndarray) -
     reached = np.cumsum(weights[order])
     slope = float(ratios[order][np.searchsorted(reached, reached[-1] / 2)])
     left = np.square(moved - slope * given)
-    best = np.argsort(left)[: max(1, round(BELIEVED * len(left)))]
+    best = _best(left)
     total = np.square(moved[best]).sum()
-    if not total > 0:
-        return slope, 0.0
-    terms = np.column_stack([start, np.ones_like(start), sums])[best]
-    pull = np.linalg.lstsq(terms, moved[best], rcond=None)[0][0]
-    return slope, float(1 - left[best].sum() / total) if abs(pull) < MOST_PULL else 0.0
+    return slope, float(1 - left[best].sum() / total) if total > 0 else 0.0
+
+
+def _best(left: np.ndarray) -> np.ndarray:
+    """Return the places of those spans whose squared error ``left`` [N] is the least."""
+    return np.argsort(left)[: max(1, round(BELIEVED * len(left)))]
+
+
+def _leading(explained: np.ndarray) -> set[tuple[int, int]]:
+    """Return the pairs that explain enough, and most of their column or of their number; explained: [D, S]."""
+    pairs = [(column, int(number)) for column, number in enumerate(explained.argmax(axis=1))]
+    pairs += [(int(column), number) for number, column in enumerate(explained.argmax(axis=0))]
+    return {pair for pair in pairs if explained[pair] >= LEAST_EXPLAINED}
+
+
+def _pull(sums: np.ndarray, moved: np.ndarray, start: np.ndarray, spans: np.ndarray) -> float:
+    """Return the part of its distance from ``start`` [N] that a number moves, beside what ``sums`` [N, D] explain."""
+    terms = np.column_stack([start, np.ones_like(start), sums])[spans]
+    return float(abs(np.linalg.lstsq(terms, moved[spans], rcond=None)[0][0]))
