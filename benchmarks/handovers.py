@@ -7,7 +7,8 @@ Every point plays the same seeds with the same noise, many episodes beside each 
 offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in;
 ``halt:LIMIT`` stops where a chunk expects the robot elsewhere (sinew_client.control.handover);
 ``edge`` refines chunks with an edge adapter (docs/fleet.md, ``--edge-adapter``).
-Points are kept in OUT/TASK.json, so a run that was ended goes on; ``--render docs/figures`` draws a figure of them.
+Points are kept in OUT/TASK.json, so a run that was ended goes on, and more ``--episodes`` play the seeds that a point
+lacks; ``--render docs/figures`` draws a figure of them.
 With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is
 kept back until it is as old as the delay. Its points lie in OUT/TASK-clock.json.
 ``--limit`` is the number of control steps that an episode may take: standing still for a second takes twenty.
@@ -291,17 +292,77 @@ def play(
     points: list[dict[str, Any]],
     path: Path,
 ) -> None:
-    """Play the points that are not there yet, and write each when it is done."""
-    done = {(p["handover"], p["latency"], p["episodes"], p["replan"]) for p in points}
-    seeds = range(arguments.seed, arguments.seed + arguments.episodes)
+    """Play the points and the episodes that are not there yet, and write each point when it is done."""
+    end = arguments.seed + arguments.episodes
     for latency in arguments.latency.split(","):
         for handover in arguments.handovers.split(","):
-            if (handover, latency, arguments.episodes, task["replan"]) in done:
+            place = lookup(arguments, task, points, handover, latency)
+            before = points[place] if place < len(points) else None
+            seeds = range(arguments.seed + (before["episodes"] if before else 0), end)
+            if not seeds:
                 continue
-            points.append(found := point(task, policy, handover, latency, seeds, arguments.width))
+            limit = before["limit"] if before else task["limit"]
+            found = point({**task, "limit": limit}, policy, handover, latency, seeds, arguments.width)
+            points[place : place + 1] = [joined(before, found) if before else found]
             path.write_text("[\n" + ",\n".join(json.dumps(p) for p in points) + "\n]\n")
             spent = f"{found['cpu_s']} s of CPU, {found['wall_s']} s"
-            print(f"{handover:20} {latency:>7} {_cell(found)} {_smooth(found)} {spent}", flush=True)
+            print(
+                f"{handover:20} {latency:>7} {_cell(points[place])} {_smooth(points[place])} {spent}",
+                flush=True,
+            )
+
+
+def lookup(
+    arguments: argparse.Namespace,
+    task: dict[str, Any],
+    points: list[dict[str, Any]],
+    handover: str,
+    latency: str,
+) -> int:
+    """Return the place of the point whose seeds begin where these do, or of the next new one.
+
+    Without ``--limit`` a point may have any limit, and goes on with its own.
+    """
+    wanted = {
+        "handover": handover,
+        "latency": latency,
+        "replan": task["replan"],
+        "first_seed": arguments.seed,
+    }
+    if arguments.limit:
+        wanted["limit"] = arguments.limit
+    for place, there in enumerate(points):
+        if wanted.items() <= there.items():
+            return place
+    return len(points)
+
+
+def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Return the point of all episodes of two that differ in nothing but their seeds, which follow each other."""
+    parts = (first, then)
+    outcomes, steps = first["outcomes"] + then["outcomes"], [*first["steps"], *then["steps"]]
+    won = [taken for taken, outcome in zip(steps, outcomes, strict=True) if outcome == "1"]
+    low, high = wilson(len(won), len(steps))
+
+    def mean(name: str, digits: int) -> float | None:
+        known = [(part[name], part["episodes"]) for part in parts if part.get(name) is not None]
+        total = sum(episodes for _, episodes in known)
+        return round(sum(value * episodes for value, episodes in known) / total, digits) if known else None
+
+    return {
+        **first,
+        "episodes": len(steps),
+        "success": len(won) / len(steps),
+        "interval": [round(low, 4), round(high, 4)],
+        "steps_to_success": round(float(np.mean(won)), 1) if won else None,
+        "seam": mean("seam", 3),
+        "jerk": mean("jerk", 3),
+        "held": mean("held", 1),
+        "delay_steps": mean("delay_steps", 2),
+        "outcomes": outcomes,
+        "steps": steps,
+        **{name: round(first.get(name, 0) + then[name], 1) for name in ("late_ticks", "cpu_s", "wall_s")},
+    }
 
 
 if __name__ == "__main__":

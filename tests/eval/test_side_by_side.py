@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.handovers import TASKS, episode_of
+from benchmarks.handovers import TASKS, episode_of, play, point
 from benchmarks.side_by_side import SideBySide
 from sinew.eval.policies import InProcess
 from sinew.eval.runner import Conduct
@@ -54,6 +56,24 @@ def test_episodes_end_as_those_played_alone(policy: Policy) -> None:
         single = episode_of(task, SingleFrames(alone), conduct)(episode.seed)
         assert (episode.delays, episode.steps) == (single.delays, single.steps)
         assert episode.jerk == pytest.approx(single.jerk, abs=1e-3)
+
+
+def test_more_episodes_of_a_point_play_those_that_it_lacks(policy: Policy, tmp_path: Path) -> None:
+    together, points, path = SideBySide(policy), [], tmp_path / "points.json"
+    asked = argparse.Namespace(seed=5000, latency="100ms", handovers="aligned", limit=None, width=2)
+    task = {**TASKS["blocks"], "limit": 12, "edge_adapter": ""}
+    for episodes in (1, 3, 3):
+        play(argparse.Namespace(**vars(asked), episodes=episodes), task, together, points, path)
+    assert points == json.loads(path.read_text())
+    (found,) = points
+    whole = point(task, together, "aligned", "100ms", range(5000, 5003), width=2)
+    for name in ("seam", "jerk"):
+        assert found[name] == pytest.approx(whole[name], abs=2e-3)
+    rounded = dict.fromkeys(("seam", "jerk", "cpu_s", "wall_s"))
+    assert found | rounded == whole | rounded
+    another = argparse.Namespace(**{**vars(asked), "limit": 4}, episodes=1)
+    play(another, {**task, "limit": 4}, together, points, path)
+    assert [(each["limit"], each["episodes"]) for each in points] == [(12, 3), (4, 1)]
 
 
 def test_what_an_episode_raises_is_raised(policy: Policy) -> None:
