@@ -8,7 +8,7 @@ offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the p
 ``halt:LIMIT`` stops where a chunk expects the robot elsewhere (sinew_client.control.handover);
 ``edge`` refines chunks with an edge adapter (docs/fleet.md, ``--edge-adapter``).
 Points are kept in OUT/TASK.json, so a run that was ended goes on, and more ``--episodes`` play the seeds that a point
-lacks; ``--render docs/figures`` draws a figure of them.
+lacks; ``--render docs/figures`` draws a figure of them, ``--against freeze`` compares them in pairs.
 With ``--clock`` the same goes through a real server's socket in real time, one episode after the other: an answer is
 kept back until it is as old as the delay. Its points lie in OUT/TASK-clock.json.
 ``--limit`` is the number of control steps that an episode may take: standing still for a second takes twenty.
@@ -33,7 +33,7 @@ from benchmarks.side_by_side import SideBySide
 from sinew import figures
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import Remote
-from sinew.eval.report.stats import wilson
+from sinew.eval.report.stats import mcnemar, paired_difference, wilson
 from sinew.eval.runner import Conduct, Episode, run_episode
 from sinew.eval.server import serving
 from sinew.eval.settings import Latency
@@ -187,6 +187,30 @@ def _smooth(found: dict[str, Any] | None) -> str:
     return f"{found['seam']:.2f}, {found['jerk']:.2f}, {'-' if steps is None else f'{steps:.0f}'}"
 
 
+def against(points: list[dict[str, Any]], reference: str) -> str:
+    """Return a line for each point: its success less that of ``reference`` at the same delay and seeds, paired."""
+    lines = []
+    for there in points:
+        found = [
+            p
+            for p in points
+            if p["handover"] == reference
+            and (p["latency"], p["first_seed"]) == (there["latency"], there["first_seed"])
+        ]
+        if not found or found[0] is there:
+            continue
+        own, other = ({s: each == "1" for s, each in enumerate(p["outcomes"])} for p in (there, found[0]))
+        test = mcnemar(own, other)
+        difference, low, high = (100 * value for value in paired_difference(own, other))
+        lines.append(
+            f"{there['latency']} {there['handover']} every {there['replan']}: {difference:+.1f} points"
+            f" ({low:.1f} to {high:.1f}) of {reference}, {test.only_first} against {test.only_second} of"
+            f" {test.pairs} pairs, p = {test.p_value:.2g}; steps {there['steps_to_success']} against"
+            f" {found[0]['steps_to_success']}"
+        )
+    return "\n".join(lines)
+
+
 def figure(points: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw success, jerk and control steps: a row per hand-over, a mark per injected delay."""
     latencies = sorted({_milliseconds(p) for p in points})
@@ -257,11 +281,17 @@ def main() -> None:
         type=Path,
         help="a folder for the figure of what is there; prints the tables, plays nothing",
     )
+    parser.add_argument(
+        "--against", help="a hand-over; prints every point's paired difference, plays nothing"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     other = f"-with-{arguments.bundle.stem}" if arguments.bundle else ""
     path = arguments.out / f"{arguments.task}{other}{'-clock' * arguments.clock}.json"
     points: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    if arguments.against:
+        print(against(points, arguments.against))
+        return
     if arguments.render:
         print(table(points))
         figure(points, arguments.render / f"{path.stem}_handovers.png", path.stem)

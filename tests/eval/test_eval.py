@@ -84,6 +84,24 @@ def test_mcnemar_is_the_exact_binomial(b: int, c: int, p: float) -> None:
     assert found.p_value == pytest.approx(p, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("table", "found"),  # both, only the first, only the second, neither
+    [
+        ((36, 12, 2, 0), (0.2, 0.0569, 0.3404)),  # Newcombe 1998, its table of examples
+        ((1, 1, 7, 12), (-0.2857, -0.5069, -0.0256)),
+        ((50, 0, 0, 0), (0.0, -0.0713, 0.0713)),
+        ((0, 0, 0, 0), (0.0, -1.0, 1.0)),
+    ],
+)
+def test_a_paired_difference_has_newcombes_interval(table: tuple[int, ...], found: tuple[float, ...]) -> None:
+    outcomes = [(True, True), (True, False), (False, True), (False, False)]
+    pairs = [pair for pair, count in zip(outcomes, table, strict=True) for _ in range(count)]
+    first, second = ({seed: pair[side] for seed, pair in enumerate(pairs)} for side in (0, 1))
+    assert stats.paired_difference(first, second) == pytest.approx(found, abs=5e-5)
+    difference, low, high = stats.paired_difference(second, first)
+    assert (-difference, -high, -low) == pytest.approx(found, abs=5e-5)
+
+
 def test_amortized_rate_is_that_of_table_8() -> None:
     for steps, latency, rate in ((1, 358.4, 2.8), (8, 391.7, 20.4), (50, 457.0, 109.4)):
         assert stats.amortized_rate(steps, latency) == pytest.approx(rate, abs=0.05)
