@@ -115,9 +115,9 @@ def kernel_row(label: str, problem: Problem, replays: int) -> Iterator[Row]:
     spent = cost(problem)
     copies = max(1, min(64, STREAMED // spent.bytes)) if problem.sizes.get("K") else 1
     tried = {}
-    for tile in candidates(
-        problem.kernel, dims(problem), torch.bfloat16, tuning.capability(torch.device("cuda", 0))
-    ):
+    gpu = torch.device("cuda", 0)
+    hardware = tuning.capability(gpu), tuning.multiprocessors(gpu)
+    for tile in candidates(problem.kernel, dims(problem), torch.bfloat16, *hardware):
         try:
             tried[tile] = graph_ms(checked(problem, tile, copies), replays)["p50"]
         except Exception as error:  # noqa: BLE001 - the other tiles still count

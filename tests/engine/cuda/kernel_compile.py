@@ -67,6 +67,8 @@ WITH_PREFETCH = (
 TOO_LARGE = ("pi0.5 language attention", Tile(128, 32, warps=4, stages=1))
 # What a mask of keys alone makes room for.
 LARGEST = ("pi0.5 language attention", Tile(128, 64, warps=8, stages=2))
+# Heads whose attention is compiled with its cooperative tiles too.
+AT_ONCE = ("pi0.5 head attention", "pi0 head attention", "smolvla head attention", "smolvla head cross")
 WITH_PDL = (
     "pi0.5 head o",
     "pi0.5 head norm",
@@ -107,6 +109,12 @@ def architectures_of(problem: Problem) -> list[int]:
 def tiles_of(problem: Problem, capability: int) -> list[Tile]:
     dtype = torch.float32 if problem.sizes.get("wide") else torch.bfloat16
     return candidates(problem.kernel, dims(problem), dtype, capability)
+
+
+def cooperative(problem: Problem, capability: int) -> list[Tile]:
+    """Those whose programs wait for each other, for a device of as many multiprocessors as an H200."""
+    offered = candidates(problem.kernel, dims(problem), torch.bfloat16, capability, 132)
+    return [tile for tile in offered if tile.cooperative]
 
 
 def compile_one(problem: Problem, capability: int, tile: Tile | None = None, **dependent: bool) -> Report:
@@ -154,6 +162,11 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 def main(everything: bool) -> list[dict[str, Any]]:
     reports = []
     for problem in problems():
+        if not everything and problem.name in AT_ONCE:
+            for capability in ARCHITECTURES:
+                made = compile_one(problem, capability, cooperative(problem, capability)[0])
+                reports.append(replace(made, problem=f"{problem.name}, at once"))
+                show(reports[-1])
         if not everything and problem.name not in IN_CI:
             continue
         for capability in architectures_of(problem):

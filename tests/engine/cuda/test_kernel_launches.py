@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from sinew.engine.cuda.kernels.lang import MissingTriton, triton
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.kernels.shapes import arguments, cost, launch, problems
 from sinew.engine.cuda.tune import tuning
-from sinew.engine.cuda.tune.tiles import SHARED_MEMORY, TILES, architecture, candidates
+from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, architecture, candidates
 from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
 from tests.engine.cuda.kernel_compile import (
+    AT_ONCE,
     IN_CI,
     LARGEST,
     TOO_LARGE,
@@ -146,6 +148,8 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200/x")
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     tuning.choose.cache_clear()
     yield torch.device("cuda:0")
     tuning.choose.cache_clear()
@@ -323,7 +327,20 @@ def test_a_mask_of_keys_leaves_registers_for_the_largest_tile(compiled: dict) ->
     report = compiled[f"{LARGEST[0]}, largest", 90]
     assert (report["spilled"], report["tensor_core"]) == (0, "wgmma.mma_async")
     assert report["shared"] <= SHARED_MEMORY[90]
-    assert LARGEST[1] in candidates("packed_attention", (7744, 968, 0, 256), torch.bfloat16, 90)
+    assert LARGEST[1] in candidates("packed_attention", (7744, 968, 0, 1, 256), torch.bfloat16, 90)
+
+
+@pytest.mark.kernels
+@needs_triton
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_attention_of_programs_that_wait_for_each_other_compiles(
+    compiled: dict, name: str, capability: int
+) -> None:
+    report = compiled[f"{name}, at once", capability]
+    assert (report["tile"]["cooperative"], report["spilled"]) == (True, 0)
+    assert report["registers"] * 32 * report["tile"]["warps"] <= 1 << 16  # what a multiprocessor has
+    assert report["shared"] <= SHARED_MEMORY[capability]
 
 
 @pytest.mark.kernels

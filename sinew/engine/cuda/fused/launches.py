@@ -137,7 +137,7 @@ class Kernels(Ops):
         rows = len(q) * q.shape[1] // kv[0].shape[1]
         return self.launch(
             "packed_attention",
-            (rows, len(kv[0]), 0 if own is None else len(own[0]), q.shape[2]),
+            (rows, len(kv[0]), 0 if own is None else len(own[0]), kv[0].shape[1], q.shape[2]),
             q,
             lambda tile: packed_attention.prepare(
                 q, kv, mask, out, self.workspace, own=own, tile=tile, pdl=self.pdl

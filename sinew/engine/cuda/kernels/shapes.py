@@ -317,7 +317,7 @@ def dims(problem: Problem) -> tuple[int, ...]:
     """Return what tiles of a problem are chosen by, as ``tuning`` has it; without what no choice looks at."""
     s = problem.sizes
     if problem.kernel == "packed_attention":
-        return s["M"] * s["H"] // s["KV"], s["P"], s.get("S", 0), s["D"]
+        return s["M"] * s["H"] // s["KV"], s["P"], s.get("S", 0), s["KV"], s["D"]
     return s.get("M", 1), s.get("N", 0), s.get("K", 0)
 
 

@@ -52,7 +52,7 @@ class Gathering:
         others: Mapping[str, Any] | None = None,
         sets: int = 8,
     ) -> None:
-        for tile in candidates(*problem, tuning.capability(self.device)):
+        for tile in candidates(*problem, tuning.capability(self.device), tuning.multiprocessors(self.device)):
             try:
                 kernel(tile, 0)
             except Exception as error:  # noqa: BLE001 - a tile that does not fit; timing it will say so

@@ -8,7 +8,9 @@ multiprocessors (132 on an H200), each with some 23 KB of weight on its way (4.3
 ``many``: the prefix, limited by arithmetic, which wants large tiles. ``narrow``: a few rows of attention with heads of
 up to 64, whose prefixes are short as well.
 
-A tile is only offered for a problem where each of its programs has something to multiply (:func:`has_work`).
+A tile is only offered for a problem where each of its programs has something to multiply (:func:`has_work`), and a
+cooperative one, whose split is the number of its blocks of keys, where its programs run at once. None of these is a
+default before one has run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ Regime = Literal["few", "many", "narrow"]
 FEW_ROWS = 64
 NARROW_HEAD = 64
 ARCHITECTURES = (80, 89, 90)
+MULTIPROCESSORS = {80: 108, 89: 128, 90: 132}  # of A100, RTX 4090, H200: for GPUs that are not there
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes that one program may have
+LARGEST_SPLIT = 64  # a power of two: counters wrap at one (kernels/packed_attention.py)
 # Compute capabilities that have another one's shared memory and instructions: A10, RTX 3090; Orin; B200; RTX 5090.
 LIKE = {86: 89, 87: 80, 100: 90, 103: 90, 120: 89, 121: 89}
 
@@ -60,11 +64,14 @@ _QKV_90 = [
     Tile(64, 32, 128, stages=4),
     Tile(64, 32, 128, warps=8, stages=4),
 ]
+_AT_ONCE = [Tile(64, 64, warps=8, stages=1, cooperative=True)]
+_NARROW_AT_ONCE = [Tile(32, 64, stages=1, cooperative=True), Tile(64, 64, stages=1, cooperative=True)]
 _NARROW_HEADS = [
     Tile(32, 64, split=4, stages=2),
     Tile(32, 64, split=3, stages=2),
     Tile(32, 64, split=2, stages=2),
     Tile(16, 64, split=3, stages=2),
+    *_NARROW_AT_ONCE,
 ]
 _SPLIT = [Tile(64, 64, 64, 8, stages=4), Tile(64, 32, 128, 4, stages=3), Tile(64, 64, 128, 4, stages=3)]
 _SKINNY_90 = [
@@ -155,12 +162,17 @@ TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
                 Tile(32, 32, split=8, warps=4, stages=2),
                 Tile(32, 32, split=7, warps=4, stages=2),
                 Tile(64, 32, split=8, warps=8, stages=2),
+                *_AT_ONCE,
             ],
             "many": [Tile(64, 32, warps=8, stages=2), Tile(64, 16, warps=8, stages=3)],
             "narrow": _NARROW_HEADS,
         },
         89: {
-            "few": [Tile(32, 32, split=4, warps=4, stages=2), Tile(16, 32, split=4, warps=4, stages=2)],
+            "few": [
+                Tile(32, 32, split=4, warps=4, stages=2),
+                Tile(16, 32, split=4, warps=4, stages=2),
+                *_AT_ONCE,
+            ],
             "many": [Tile(64, 16, warps=8, stages=2), Tile(64, 32, warps=8, stages=1)],
             "narrow": _NARROW_HEADS,
         },
@@ -171,6 +183,7 @@ TILES: dict[str, dict[int, dict[str, list[Tile]]]] = {
                 Tile(16, 32, split=4, warps=4, stages=2),
                 Tile(64, 32, split=8, warps=8, stages=2),
                 Tile(64, 32, split=16, warps=8, stages=2),
+                *_AT_ONCE,
             ],
             "many": [  # the second fits where the mask is one of keys alone
                 Tile(64, 64, warps=8, stages=2),
@@ -240,18 +253,42 @@ def architecture(capability: int) -> int:
     return known[-1]
 
 
-def candidates(kernel: str, dims: Sequence[int], dtype: torch.dtype, capability: int) -> list[Tile]:
+def candidates(
+    kernel: str,
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    capability: int,
+    multiprocessors: int | None = None,
+) -> list[Tile]:
     """Return the tiles for a problem, the default first.
 
-    dims: the key of the problem, rows first (packed rows for attention). dtype: the weight's.
+    dims: the key of the problem, rows first (packed rows for attention). dtype: the weight's. multiprocessors: of the
+    device; None takes :data:`MULTIPROCESSORS`.
     """
     wide = dtype == torch.float32 and kernel in FLOAT32
     regimes = FLOAT32[kernel] if wide else TILES[kernel][architecture(capability)]
-    found = regimes[_regime(kernel, dims, regimes)]
+    listed = regimes[_regime(kernel, dims, regimes)]
+    found = [tile for tile in listed if not tile.cooperative]
     unsplit = dict.fromkeys(
         replace(tile, split=1) for tile in found
     )  # for depths and keys shorter than any split
-    return [tile for tile in found if has_work(kernel, dims, tile)] or list(unsplit)
+    most = MULTIPROCESSORS[architecture(capability)] if multiprocessors is None else multiprocessors
+    together = [_over_all_keys(tile, dims) for tile in listed if tile.cooperative]
+    return [
+        *([tile for tile in found if has_work(kernel, dims, tile)] or unsplit),
+        *(tile for tile in together if 1 < tile.split <= LARGEST_SPLIT and _programs(tile, dims) <= most),
+    ]
+
+
+def _over_all_keys(tile: Tile, dims: Sequence[int]) -> Tile:
+    """Return a cooperative tile of attention with a program for each of a problem's blocks of keys."""
+    _, prefix, own, *_ = dims
+    return replace(tile, split=-(-(prefix + own) // tile.n))
+
+
+def _programs(tile: Tile, dims: Sequence[int]) -> int:
+    rows, *_, heads, _ = dims
+    return -(-rows // tile.m) * heads * tile.split
 
 
 def _regime(kernel: str, dims: Sequence[int], regimes: Mapping[str, list[Tile]]) -> Regime:
@@ -267,7 +304,7 @@ def has_work(kernel: str, dims: Sequence[int], tile: Tile) -> bool:
     if kernel == "splitk_linear":
         (_, _, extent), size, own = dims, tile.k, 0
     elif kernel == "packed_attention":
-        (_, extent, own, _), size = dims, tile.n  # the last program has the queries' own keys
+        (_, extent, own, *_), size = dims, tile.n  # the last program has the queries' own keys
     else:
         return True
     blocks = -(-extent // size)

@@ -22,12 +22,12 @@ import torch
 
 from sinew.engine.cuda.kernels.lang import source_of, triton
 from sinew.engine.cuda.kernels.launch import Launch, Tile
-from sinew.engine.cuda.tune.tiles import candidates
+from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT, candidates
 
 log = logging.getLogger(__name__)
 WHAT = "tuned tiles"
 NO_GPU = 80  # whose defaults stand in where there is no GPU
-LIMITS = {"m": 256, "n": 1024, "k": 1024, "split": 64, "warps": 16, "stages": 8}
+LIMITS = {"m": 256, "n": 1024, "k": 1024, "split": LARGEST_SPLIT, "warps": 16, "stages": 8}
 Dims = tuple[int, ...]  # the first one counts rows, except of preprocess
 Prepare = Callable[[Tile], Launch]
 Measure = Callable[[Launch], float]  # milliseconds
@@ -45,13 +45,15 @@ def tile_for(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) 
 @lru_cache(maxsize=4096)
 def choose(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> tuple[Tile, str]:
     """(tile, why it was chosen)."""
-    default = candidates(kernel, dims, dtype, capability(device))[0]
+    default = _offered(kernel, dims, dtype, device)[0]
     if device.type != "cuda":
         return default, "default: no GPU"
     entry = read_json(cache_file(device), WHAT, _is_entry).get(key(kernel, dims, dtype))
     if entry is None:
         return default, "default: not tuned on this device"
-    return Tile(**entry["tile"]), f"tuned: {entry['ms']:.4f} ms, default {entry['default_ms']:.4f} ms"
+    if (tile := Tile(**entry["tile"])).cooperative and tile not in _offered(kernel, dims, dtype, device):
+        return default, f"default: what was tuned needs more than {multiprocessors(device)} programs at once"
+    return tile, f"tuned: {entry['ms']:.4f} ms, default {entry['default_ms']:.4f} ms"
 
 
 def tune(
@@ -65,7 +67,8 @@ def tune(
     """
     times: dict[Tile, float] = {}
     failed: list[str] = []
-    for tile in candidates(kernel, dims, dtype, capability(device)):
+    offered = _offered(kernel, dims, dtype, device)
+    for tile in offered:
         try:
             times[tile] = measure(prepare(tile))
         except Exception as error:  # noqa: BLE001 - the other tiles still count
@@ -77,7 +80,7 @@ def tune(
     if not times:
         raise NoTile(f"{kernel} {dims}: no tile does on {device}: {'; '.join(failed)}")
     best = min(times, key=lambda tile: times[tile])
-    default = times.get(candidates(kernel, dims, dtype, capability(device))[0], times[best])
+    default = times.get(offered[0], times[best])
     entry = {"tile": asdict(best), "ms": times[best], "default_ms": default, "failed": failed}
     path = cache_file(device)
     write_json(path, read_json(path, WHAT, _is_entry) | {key(kernel, dims, dtype): entry})
@@ -102,6 +105,15 @@ def capability(device: torch.device) -> int:
         return NO_GPU
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def multiprocessors(device: torch.device) -> int | None:
+    """Return how many programs run at once, each on a multiprocessor of its own; None where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
+
+
+def _offered(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> list[Tile]:
+    return candidates(kernel, dims, dtype, capability(device), multiprocessors(device))
 
 
 def cache_file(device: torch.device) -> Path:
@@ -141,7 +153,8 @@ def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("tile"), dict):
         return False
     tile, times = entry["tile"], (entry.get("ms"), entry.get("default_ms"))
-    sizes = tile.keys() == LIMITS.keys() and all(
+    fields = tile.keys() == {*LIMITS, "cooperative"} and type(tile["cooperative"]) is bool
+    sizes = fields and all(
         type(tile[name]) is int and 1 <= tile[name] <= limit for name, limit in LIMITS.items()
     )
     return sizes and all(isinstance(ms, (int, float)) for ms in times)
