@@ -100,7 +100,7 @@ def compare(problem: Problem, positional: list[Any], options: dict[str, Any]) ->
     """Raise unless what the kernel wrote is what its twin computes."""
     twin = KERNELS[problem.kernel].twin
     if problem.kernel == "qkv_rope":
-        *inputs, q, k, v = positional
+        *inputs, q, k, v, _ = positional
         wanted = twin(*inputs, (q.shape[1], k.shape[1]), **options)
         got, want = (torch.cat([part.flatten(1) for part in parts], 1) for parts in ((q, k, v), wanted))
     else:

@@ -138,13 +138,20 @@ def qkv_rope(
     x, weight = s.rows(M, K), s.weight(columns, K)
     angle = s.random(M, D // 2, dtype=torch.float32) * 3
     options = norm_of(s, M, K, columns, norm, affine, given)
-    q, k, v = (target(M, heads, D, dtype=dtype, device=device) for heads in (H, KV, KV))
-    module.qkv_rope(x, weight, angle.cos(), angle.sin(), q, k, v, tile=tile, **options)
+    workspace, runs = Workspace(1 << 16, 64, device), []
+    workspace.parts.fill_(float("nan"))
     twins = KERNELS["qkv_rope"].twin(x, weight, angle.cos(), angle.sin(), (H, KV), **options)
-    for got, want in zip((q, k, v), twins, strict=True):
-        if want.numel():
-            close(module, "qkv_rope", got, want)
-        untouched(got)
+    for _ in range(1 if tile.split == 1 else 2):
+        runs.append([target(M, heads, D, dtype=dtype, device=device) for heads in (H, KV, KV)])
+        module.qkv_rope(
+            x, weight, angle.cos(), angle.sin(), *runs[-1], workspace=workspace, tile=tile, **options
+        )
+        for got, want in zip(runs[-1], twins, strict=True):
+            if want.numel():
+                close(module, "qkv_rope", got, want)
+            untouched(got)
+    assert all(map(torch.equal, runs[0], runs[-1])), "two launches differ"
+    assert not workspace.arrivals.any(), "counters are not zero after the launch"
 
 
 def splitk_linear(
@@ -308,6 +315,9 @@ EDGES = {
         {"H": 0, "KV": 1, "D": 32},  # keys and values alone
         {"M": 1, "norm": False, "affine": False},
         {"given": 4},
+        {"tile": SPLIT, "K": 90},
+        {"tile": SPLIT, "given": 3, "KV": 0, "D": 32},
+        {"K": 20, "M": 1, "tile": Tile(16, 16, 16, 4)},  # programs without any depth
     ],
     "splitk_linear": [
         {"norm": True, "scaled": True},

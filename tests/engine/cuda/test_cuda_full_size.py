@@ -159,7 +159,7 @@ def test_every_launch_of_a_chunk_is_accepted(
     assert ops.given["norm_linear"] == (0 if name == "pi0" else 10)
 
 
-@pytest.mark.parametrize("kernel", ["splitk_linear", "packed_attention"])
+@pytest.mark.parametrize("kernel", ["splitk_linear", "qkv_rope", "packed_attention"])
 def test_tuning_is_offered_no_tile_that_leaves_programs_without_work(kernel: str) -> None:
     """What is left out would leave some; a problem that no tile of the table fits is not split."""
     seen = {False: 0, True: 0}
@@ -174,7 +174,7 @@ def test_tuning_is_offered_no_tile_that_leaves_programs_without_work(kernel: str
             assert has_work(kernel, dims(problem), tile) == (spare == 0), (problem.name, tile)
             assert not (spare and tile in offered)
             seen[spare == 0] += 1
-    assert min(seen.values()) > 0 or kernel == "splitk_linear"
+    assert min(seen.values()) > 0 or kernel != "packed_attention"
     short = (50, 16, 0, 1, 64) if kernel == "packed_attention" else (50, 720, 32)
     assert {tile.split for tile in candidates(kernel, short, torch.bfloat16, 90)} == {1}
 

@@ -26,6 +26,7 @@ from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, loaded, needs_triton
 from tests.engine.cuda.kernel_compile import (
     AT_ONCE,
     IN_CI,
+    IN_PARTS,
     LARGEST,
     TOO_LARGE,
     WITH_PDL,
@@ -333,12 +334,13 @@ def test_a_mask_of_keys_leaves_registers_for_the_largest_tile(compiled: dict) ->
 @pytest.mark.kernels
 @needs_triton
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_attention_of_programs_that_wait_for_each_other_compiles(
+@pytest.mark.parametrize("name", [*AT_ONCE, *IN_PARTS])
+def test_programs_that_wait_for_each_other_and_depths_in_parts_compile(
     compiled: dict, name: str, capability: int
 ) -> None:
-    report = compiled[f"{name}, at once", capability]
-    assert (report["tile"]["cooperative"], report["spilled"]) == (True, 0)
+    report = compiled[f"{name}, other tile", capability]
+    assert report["tile"]["split"] > 1
+    assert (report["tile"]["cooperative"], report["spilled"]) == (name in AT_ONCE, 0)
     assert report["registers"] * 32 * report["tile"]["warps"] <= 1 << 16  # what a multiprocessor has
     assert report["shared"] <= SHARED_MEMORY[capability]
 

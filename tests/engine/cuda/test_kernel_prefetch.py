@@ -44,7 +44,9 @@ def prepared(name: str, K: int, **dependent: bool) -> tuple[Launch, torch.Tensor
     if name == "qkv_rope":
         tables = [torch.rand(M, D // 2) for _ in "cs"]
         outs = tuple(torch.zeros(M, heads, D) for heads in (H, KV, KV))
-        return module.prepare(x, weight, *tables, *outs, tile=EVEN, **dependent), weight, outs
+        workspace = Workspace(1 << 17, 64, "cpu")
+        made = module.prepare(x, weight, *tables, *outs, workspace, tile=UNEVEN, **dependent)
+        return made, weight, outs
     options = {"activation": "silu"} if name == "gated_mlp" else {}
     return module.prepare(x, weight, out, tile=EVEN, **options, **dependent), weight, (out,)
 
@@ -63,7 +65,7 @@ def test_every_program_asks_for_its_part(
         monkeypatch.setattr(lang, "PREFETCH_BYTES", cap)
     made, weight, _ = prepared(name, K, pdl=True, prefetch=True)
     amount, size = made.arguments["PREFETCH"], weight.element_size()
-    depth = K if name != "splitk_linear" else -(-K // 16 // 3) * 16  # of one program
+    depth = -(-K // 16 // made.tile.split) * 16  # of one program
     rows = 32 if name in ("gated_mlp", "qkv_rope") else 16
     assert amount == min(depth, (cap or 1 << 16) // rows // size)
     asked = np.zeros(weight.numel(), int)

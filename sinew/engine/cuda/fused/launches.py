@@ -80,7 +80,9 @@ class Kernels(Ops):
             "qkv_rope",
             problem(len(x), *weight.shape, D, squares=norm.get("squares")),
             weight,
-            lambda tile: qkv_rope.prepare(x, weight, cos, sin, q, k, v, **norm, tile=tile, **self.streaming),
+            lambda tile: qkv_rope.prepare(
+                x, weight, cos, sin, q, k, v, self.workspace, **norm, tile=tile, **self.streaming
+            ),
             lambda ops: ops.qkv_rope(x, weight, cos, sin, heads, **norm),
             (q, k, v),
         )

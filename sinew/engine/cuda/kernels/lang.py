@@ -86,6 +86,13 @@ def wait_for_input(PDL: tl.constexpr):
 
 
 @kernel
+def came_last(arrivals, SPLIT: tl.constexpr):
+    """Say that this program's part is written, and return True if those of all ``SPLIT`` programs are."""
+    tl.debug_barrier()  # every thread's part is written before one thread says so
+    return tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+
+
+@kernel
 def ask_for(first, rows, row, amount, UPCAST: tl.constexpr):
     """Have the first ``amount`` elements of ``rows`` rows, ``row`` elements apart, brought into L2 (sm_90).
 

@@ -22,7 +22,17 @@ import math
 import torch
 from torch import Tensor
 
-from sinew.engine.cuda.kernels.lang import LOG2E, MASKED, check, dot, kernel, same_dtype, tl, wait_for_input
+from sinew.engine.cuda.kernels.lang import (
+    LOG2E,
+    MASKED,
+    came_last,
+    check,
+    dot,
+    kernel,
+    same_dtype,
+    tl,
+    wait_for_input,
+)
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.workspace import Workspace
 from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT
@@ -165,8 +175,7 @@ def packed_attention_kernel(
         tl.store(parts + own * (BLOCK_M * D) + flat, acc)
         tl.store(peaks + own * BLOCK_M + rows, peak)
         tl.store(totals + own * BLOCK_M + rows, total)
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        is_last = came_last(arrivals + tile, SPLIT)
         if is_last:
             acc = tl.zeros((BLOCK_M, D), tl.float32)
             peak = tl.full((BLOCK_M,), -3.0e38, tl.float32)

@@ -2,7 +2,8 @@
 
 The two halves of a head are rotated together (``sinew/layers/rope.py``), so a program owns the same columns of
 both: two tiles of the weight meet one tile of the input. Keys and values go where the caller says: usually rows
-of a cache, behind those of the prefix. The norm is treated as in :mod:`.norm_linear`.
+of a cache, behind those of the prefix. The norm is treated as in :mod:`.norm_linear`. The depth may be split between
+``tile.split`` programs, as in :mod:`.splitk_linear`: the last one to arrive adds their sums, of squares too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sinew.engine.cuda.kernels.lang import (
     ask_for,
+    came_last,
     check,
     dot,
     kernel,
@@ -24,6 +26,7 @@ from sinew.engine.cuda.kernels.lang import (
 from sinew.engine.cuda.kernels.launch import Launch, Tile
 from sinew.engine.cuda.kernels.norm_linear import given_squares, problem, product, statistics
 from sinew.engine.cuda.kernels.rope import write_turned
+from sinew.engine.cuda.kernels.workspace import Workspace
 from sinew.engine.cuda.tune.tuning import tile_for
 
 
@@ -39,6 +42,8 @@ def qkv_rope_kernel(
     q,  # [M, H, D]
     k,  # [M, Hkv, D], rows strided
     v,
+    parts,  # float32 [SPLIT, tiles, 2, BLOCK_M, BLOCK_N], then squares [SPLIT, tiles, BLOCK_M]; None if not split
+    arrivals,  # int32 [tiles], zero before and after; None if not split
     M,
     eps,
     given_columns,
@@ -52,6 +57,7 @@ def qkv_rope_kernel(
     D: tl.constexpr,
     NORM: tl.constexpr,
     GIVEN_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # columns of each half of a head
     BLOCK_K: tl.constexpr,
@@ -60,14 +66,16 @@ def qkv_rope_kernel(
     PREFETCH: tl.constexpr,  # elements of each row of the weight
 ):
     HALF: tl.constexpr = D // 2
-    PARTS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N  # programs per head
+    PARTS: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N  # blocks of columns per head
+    DEPTH: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K  # of one program
     blocks_m = tl.cdiv(M, BLOCK_M)
     block = tl.program_id(0)
     rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = (block // blocks_m) // PARTS
     cols = ((block // blocks_m) % PARTS) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, col_ok = rows < M, cols < HALF
-    depth = tl.arange(0, BLOCK_K)
+    split = tl.program_id(1) if SPLIT > 1 else 0
+    depth = split * DEPTH + tl.arange(0, BLOCK_K)
     x_tile = x + (rows[:, None] * x_row + depth[None, :])
     low_tile = weight + ((head * D + cols)[None, :] * K + depth[:, None])
     low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -78,10 +86,12 @@ def qkv_rope_kernel(
         if block % blocks_m == 0:  # row blocks share blocks of the weight: one asks
             first = ((block // blocks_m) % PARTS) * BLOCK_N
             count = tl.minimum(HALF - first, BLOCK_N)
-            ask_for(weight + (head * D + first) * K, count, K, PREFETCH, UPCAST)
-            ask_for(weight + (head * D + HALF + first) * K, count, K, PREFETCH, UPCAST)
+            own_depth = tl.minimum(K - split * DEPTH, PREFETCH)
+            lower = weight + (head * D + first) * K + split * DEPTH
+            ask_for(lower, count, K, own_depth, UPCAST)
+            ask_for(lower + HALF * K, count, K, own_depth, UPCAST)
     wait_for_previous(PDL)
-    for i in range(0, K, BLOCK_K):
+    for i in range(0, DEPTH, BLOCK_K):
         k_ok = i + depth < K
         w_ok = k_ok[:, None] & col_ok[None, :]
         a = tl.load(x_tile + i, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
@@ -95,17 +105,39 @@ def qkv_rope_kernel(
             a = (a.to(tl.float32) * factor[None, :]).to(a.dtype)
         low = dot(a, w_low, low, UPCAST)
         high = dot(a, w_high, high, UPCAST)
-    if given is not None:
-        squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
-    if NORM:
-        inverse = tl.rsqrt(squares / K + eps)[:, None]
-        low *= inverse
-        high *= inverse
-    if bias is not None:
-        low += tl.load(bias + head * D + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-        high += tl.load(bias + head * D + HALF + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-    ok = row_ok[:, None] & col_ok[None, :]
-    write_turned(low, high, cos, sin, q, k, v, rows, cols, ok, head, q_row, k_row, v_row, H, KV, D)
+    is_last = True
+    if SPLIT > 1:
+        tiles = tl.num_programs(0)
+        of_row = tl.arange(0, BLOCK_M)
+        inside = of_row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        sums = parts + SPLIT * tiles * (2 * BLOCK_M * BLOCK_N)
+        own = split * tiles + block
+        tl.store(parts + own * (2 * BLOCK_M * BLOCK_N) + inside, low)
+        tl.store(parts + (2 * own + 1) * (BLOCK_M * BLOCK_N) + inside, high)
+        tl.store(sums + own * BLOCK_M + of_row, squares)
+        is_last = came_last(arrivals + block, SPLIT)
+        if is_last:
+            low = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            high = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            squares = tl.zeros((BLOCK_M,), tl.float32)
+            for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once
+                part = s * tiles + block
+                low += tl.load(parts + part * (2 * BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")
+                high += tl.load(parts + (2 * part + 1) * (BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")
+                squares += tl.load(sums + part * BLOCK_M + of_row, cache_modifier=".cg")
+            tl.store(arrivals + block, 0)
+    if is_last:
+        if given is not None:
+            squares = given_squares(given, rows, row_ok, given_columns, GIVEN_BLOCK)
+        if NORM:
+            inverse = tl.rsqrt(squares / K + eps)[:, None]
+            low *= inverse
+            high *= inverse
+        if bias is not None:
+            low += tl.load(bias + head * D + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+            high += tl.load(bias + head * D + HALF + cols, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+        ok = row_ok[:, None] & col_ok[None, :]
+        write_turned(low, high, cos, sin, q, k, v, rows, cols, ok, head, q_row, k_row, v_row, H, KV, D)
 
 
 def prepare(
@@ -116,6 +148,7 @@ def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    workspace: Workspace | None = None,
     *,
     eps: float | None = None,
     bias: Tensor | None = None,
@@ -146,6 +179,14 @@ def prepare(
         check("scale", scale, (K,))
     dims = problem(M, len(weight), K, D, squares=squares)
     tile = tile or tile_for("qkv_rope", dims, weight.dtype, x.device)
+    tiles = -(-M // tile.m) * (H + 2 * KV) * -(-(D // 2) // tile.n)
+    if tile.split == 1:
+        workspace = None
+    elif workspace is None:
+        raise ValueError(f"workspace: expected one for a depth in {tile.split} parts, got none")
+    else:
+        workspace.require(tile.split * tiles * tile.m * (2 * tile.n + 1), tiles)
+    depth = -(-K // tile.k // tile.split) * tile.k  # of one program
     arguments = {
         "x": x,
         "weight": weight,
@@ -157,6 +198,8 @@ def prepare(
         "q": q,
         "k": k,
         "v": v,
+        "parts": None if workspace is None else workspace.parts,
+        "arrivals": None if workspace is None else workspace.arrivals,
         "M": M,
         "eps": 0.0 if eps is None else eps,
         "x_row": x.stride(0),
@@ -168,26 +211,36 @@ def prepare(
         "KV": KV,
         "D": D,
         "NORM": eps is not None,
+        "SPLIT": tile.split,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
         "BLOCK_K": tile.k,
         "UPCAST": False,
         "PDL": pdl,
-        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, K),
+        "PREFETCH": prefetched(prefetch, pdl, weight, 2 * tile.n, min(K, depth), depth),
     }
-    grid = (-(-M // tile.m) * (H + 2 * KV) * -(-(D // 2) // tile.n),)
-    return Launch(qkv_rope_kernel, grid, arguments, tile, pdl)
+    return Launch(qkv_rope_kernel, (tiles, tile.split), arguments, tile, pdl)
 
 
 def qkv_rope(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, **options
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    workspace: Workspace | None = None,
+    **options,
 ) -> None:
     """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`twin`'s.
 
     x: [M, K]; weight: [(H + 2 Hkv) D, K], queries first, then keys, then values; cos, sin: float32 [M, D / 2],
-    one row per row of x. Hkv = 0 (tensors without heads) projects queries alone, as cross-attention does.
+    one row per row of x. Hkv = 0 (tensors without heads) projects queries alone, as cross-attention does. A tile that
+    splits the depth needs a ``workspace``.
     """
-    prepare(x, weight, cos, sin, q, k, v, **options)()
+    prepare(x, weight, cos, sin, q, k, v, workspace, **options)()
 
 
 def twin(

@@ -238,7 +238,7 @@ def arguments(
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype) * 0.05
 
-    s = problem.sizes
+    s, workspace = problem.sizes, _workspace(str(device))
     M, K, N = (s.get(name, 0) for name in "MKN")
     options: dict[str, Any] = {"eps": 1e-6} if s.get("norm") else {}
     if s.get("given"):
@@ -257,9 +257,8 @@ def arguments(
         if s.get("scale"):
             options |= {"scale": new(K), "bias": new((H + 2 * KV) * D)}
         return [
-            new(M, K), new((H + 2 * KV) * D, K), *tables, new(M, H, D), new(M, KV, D), new(M, KV, D)
+            new(M, K), new((H + 2 * KV) * D, K), *tables, new(M, H, D), new(M, KV, D), new(M, KV, D), workspace
         ], options  # fmt: skip
-    workspace = _workspace(str(device))
     if problem.kernel == "splitk_linear":
         options = {"residual": new(M, N)} | ({"gate": new(N)} if s.get("gate") else {})
         return [new(M, K), new(N, K), new(M, N), workspace], options

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sinew.engine.cuda.kernels.lang import (
     ask_for,
+    came_last,
     check,
     dot,
     kernel,
@@ -90,8 +91,7 @@ def splitk_linear_kernel(
         inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         own = parts + (split * tiles + tile) * (BLOCK_M * BLOCK_N) + inside
         tl.store(own, acc)
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        is_last = came_last(arrivals + tile, SPLIT)
         if is_last:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for s in tl.static_range(SPLIT):  # unrolled: all parts are on their way at once

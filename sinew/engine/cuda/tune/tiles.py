@@ -55,7 +55,8 @@ _PAIR_90 = [
 ]
 # A head of 64 has 16 of its 32 pairs of columns per program, so that 15 heads are 30 programs. On sm_90 two kernels
 # of 98 KB fit beside each other for dependent launch; six stages hold all of a depth of 720 and are left to tuning.
-_QKV_80 = [Tile(64, 16, 128, stages=4), *_PAIR_80]
+# Those in two parts are for SmolVLA, whose 25 or 15 heads of 64 and depth of 720 are 50 or 30 programs of 46 KB.
+_QKV_80 = [Tile(64, 16, 128, stages=4), *_PAIR_80, Tile(64, 16, 128, 2, stages=3)]
 _QKV_90 = [
     Tile(64, 16, 128, stages=4),
     Tile(64, 16, 128, stages=6),
@@ -63,6 +64,8 @@ _QKV_90 = [
     Tile(64, 32, 64, stages=4),
     Tile(64, 32, 128, stages=4),
     Tile(64, 32, 128, warps=8, stages=4),
+    Tile(64, 16, 128, 2, stages=3),
+    Tile(64, 16, 128, 3, stages=2),
 ]
 _AT_ONCE = [Tile(64, 64, warps=8, stages=1, cooperative=True)]
 _NARROW_AT_ONCE = [Tile(32, 64, stages=1, cooperative=True), Tile(64, 64, stages=1, cooperative=True)]
@@ -90,7 +93,7 @@ _SPLIT_90 = [  # the first joins four parts in two dependent round trips to L2; 
     Tile(64, 64, 128, 4, stages=3),
 ]
 _SMALL = [Tile(64, 32, 64, warps=8, stages=3), Tile(64, 16, 64, stages=4), Tile(64, 32, 64, stages=3)]
-_QKV_89 = [_SMALL[1], _SMALL[0], _SMALL[2]]
+_QKV_89 = [_SMALL[1], _SMALL[0], _SMALL[2], Tile(64, 16, 64, 2, stages=4)]
 _WHOLE_ROWS = {"few": [Tile(warps=8), Tile(warps=4), Tile(warps=16)]}
 _FP8_MANY_89 = [Tile(128, 128, 64, warps=8, stages=4), Tile(64, 128, 64, warps=4, stages=4)]
 _FP8_FEW_89 = [Tile(64, 32, 128, stages=4), Tile(64, 16, 128, stages=4), Tile(64, 64, 64, stages=4)]
@@ -301,8 +304,8 @@ def _regime(kernel: str, dims: Sequence[int], regimes: Mapping[str, list[Tile]])
 
 def has_work(kernel: str, dims: Sequence[int], tile: Tile) -> bool:
     """Return True if none of the programs that share an output block is left without depth or keys."""
-    if kernel == "splitk_linear":
-        (_, _, extent), size, own = dims, tile.k, 0
+    if kernel in ("splitk_linear", "qkv_rope"):
+        (_, _, extent, *_), size, own = dims, tile.k, 0
     elif kernel == "packed_attention":
         (_, extent, own, *_), size = dims, tile.n  # the last program has the queries' own keys
     else:
