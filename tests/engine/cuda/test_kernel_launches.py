@@ -49,6 +49,11 @@ def test_errors_name_the_tensor() -> None:
     deep = torch.zeros(3, 512), torch.zeros(8, 512)  # in parts, which are joined in the workspace
     with pytest.raises(ValueError, match=r"workspace: expected at least \d+ floats, got 1"):
         KERNELS["splitk_linear"].launch(*deep, workspace=Workspace(1, 1, "cpu"))
+    heads = torch.zeros(3, 1, 16), torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
+    with pytest.raises(ValueError, match=r"workspace: expected one for a depth in 2 parts, got none"):
+        KERNELS["qkv_rope"].launch(
+            torch.zeros(3, 32), torch.zeros(48, 32), *2 * [torch.zeros(3, 8)], *heads, tile=Tile(split=2)
+        )
     with pytest.raises(ValueError, match=r"activation: expected one of gelu_tanh, silu, got 'relu'"):
         KERNELS["gated_mlp"].launch(x, w, activation="relu")
     q, kv, mask = torch.zeros(2, 3, 24), (torch.zeros(4, 1, 24),) * 2, torch.ones(2, 4, dtype=torch.bool)

@@ -359,16 +359,11 @@ def prepare(
     grid = tiles, tile.split
     if not tile.cooperative:
         return Launch(packed_attention_kernel, grid, arguments, tile, pdl)
-    if tile.split != -(-(P + S) // tile.n) or tile.split > LARGEST_SPLIT:
-        raise ValueError(
-            f"tile: expected {-(-(P + S) // tile.n)} programs of {tile.n} of the {P + S} keys each, at most"
-            f" {LARGEST_SPLIT}, got {tile.split}"
-        )
-    most, together = multiprocessors(q.device), math.prod(grid)
-    if most is not None and together > most:
-        raise ValueError(
-            f"tile: expected at most {most} programs, which is what runs at once here, got {together}"
-        )
+    blocks, most = -(-(P + S) // tile.n), multiprocessors(q.device)
+    if tile.split != blocks or blocks > LARGEST_SPLIT:
+        raise ValueError(f"tile: expected split {blocks}, at most {LARGEST_SPLIT}, got {tile.split}")
+    if most is not None and math.prod(grid) > most:
+        raise ValueError(f"tile: expected at most {most} programs at once, got {math.prod(grid)}")
     share = 1 << (-(-tile.m // tile.split) - 1).bit_length()
     del arguments["arrivals"]
     counting = {"turns": workspace.turns, "ROUND": LARGEST_SPLIT, "PATIENCE": PATIENCE, "PHASE": 0}
