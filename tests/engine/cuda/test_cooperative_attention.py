@@ -98,9 +98,7 @@ def test_programs_that_wait_in_vain_give_up_and_say_so() -> None:
 def test_a_program_per_block_of_keys_or_a_refusal() -> None:
     q, kv, own, mask = case(5, 6, 2, 16, 37, 5)
     for split in (2, 4):
-        with pytest.raises(
-            ValueError, match=r"tile: expected split 3, at most 64, got "
-        ):
+        with pytest.raises(ValueError, match=r"tile: expected split 3, at most 64, got "):
             packed_attention.prepare(
                 q,
                 kv,
