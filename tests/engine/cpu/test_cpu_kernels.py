@@ -1,4 +1,5 @@
-"""Compiled low-bit products against the twin, bit by bit; their C++ under sanitizers and under an emulated ARM."""
+"""Compiled low-bit products against the twin, bit by bit; their C++ under sanitizers, an emulated ARM and
+emulated instructions."""
 
 from __future__ import annotations
 
@@ -240,6 +241,45 @@ def test_address_and_undefined_behaviour_sanitizers_are_silent(tmp_path) -> None
     done = subprocess.run([exact, "80", "3"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "80 cases exact" in done.stdout
+
+
+IMMINTRIN = """
+#pragma once
+#include_next <immintrin.h>
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#ifndef _mm256_dpbusd_avx_epi32
+#define _mm256_dpbusd_avx_epi32 simde_mm256_dpbusd_epi32
+#endif
+// Not in every release of SIMDe.
+typedef int Integers __attribute__((vector_size(64)));
+typedef float Reals __attribute__((vector_size(64)));
+static inline __m512 converted(__m512i v) { return (__m512)__builtin_convertvector((Integers)v, Reals); }
+#define _mm512_cvtepi32_ps converted
+"""
+
+
+@needs_compiler
+@pytest.mark.kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of another architecture")
+def test_vnni_kernels_are_exact_where_their_instructions_are_emulated(tmp_path) -> None:
+    """Processors without VNNI and AVX-512 run those files with the intrinsics of SIMDe, in instructions of AVX2."""
+    compiler = build.find_compiler()
+    found = subprocess.run(
+        [compiler, "-fsyntax-only", "-x", "c++", "-"], input="#include <simde/x86/avx512.h>", text=True
+    )
+    flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    if found.returncode or "avx2" not in flags or "clang" in compiler:
+        pytest.skip("wants SIMDe (apt install libsimde-dev), g++ and AVX2")
+    (tmp_path / "immintrin.h").write_text(IMMINTRIN)
+    emulated = ("-mavx2", "-mfma", f"-I{tmp_path}")
+    sets = {**build.SETS["x86_64"], "between_avx512": ("-mavx2", "-mfma", build.FUSED)}
+    sets |= {"x86_avxvnni": emulated, "x86_avx512vnni": emulated}
+    exact = program(tmp_path, compiler, sets, "-D__builtin_cpu_supports(name)=true")
+    done = subprocess.run([exact, "60", "5"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert kernels == ["avx512vnni", "avxvnni", "avx2", "portable"]
 
 
 @pytest.mark.kernels
