@@ -1,4 +1,4 @@
-"""Engines side by side over one policy in float32 and in few bits, in rounds of one process, by CPU time and by the clock.
+"""Engines side by side over one policy in float32 and in few bits: rounds of one process, CPU time and the clock.
 
 python -m benchmarks.low_bit --make FOLDER [--depth 4] [--rounds 3] [--threads 2]
 python -m benchmarks.low_bit BUNDLE LOWBIT... [--rounds 3] [--threads 2] [--onnx QUANTISED] [--nbits FOLDER]
