@@ -252,7 +252,7 @@ def _record(machine: Hardware, rows: Sequence[Timing]) -> dict[str, Any]:
             "bound": row.bound,
             "gflop": row.flops / 1e9,
             "gbyte": row.nbytes / 1e9,
-            "tflops": row.flops / row.seconds / 1e12,
+            "tflops": row.flops / row.seconds / 1e12 if row.seconds else 0.0,  # a stage without products
         }
         for row in rows
     ]

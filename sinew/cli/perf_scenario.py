@@ -153,7 +153,7 @@ def _payload(source: str, program: Program, codec: Literal["raw", "jpeg", "float
     from sinew.perf.scenarios import payload
 
     shapes = program.shapes
-    cache, chunk = memory_report(program).cache, program.model.config.chunk_size
+    cache, chunk = memory_report(program).cache, program.chunk
     if source not in PRESETS:
         from sinew.policy import open_bundle
 

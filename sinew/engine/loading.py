@@ -209,6 +209,12 @@ def load_model(
         raise BundleError(
             f"{bundle.path}: sinew.spec or sinew.processing disagrees with sinew.config about sizes"
         )
+    if model.views is not None and (len(spec.cameras) != model.views or not processing.all_cameras):
+        optional = "" if processing.all_cameras else ", of which some may be missing"
+        raise BundleError(
+            f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} cameras, which the weights"
+            f" fix, got {len(spec.cameras)}{optional}"
+        )
 
     model.solver = spec.solver
     word = dtype_word(dtype)

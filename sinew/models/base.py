@@ -65,6 +65,12 @@ class Model(nn.Module):
         return 3
 
     @property
+    def views(self) -> int | None:
+        """Return the number of views where the weights fix it, so that none may be missing; None where any number is
+        read."""
+        return None
+
+    @property
     def min_tokens(self) -> int:
         """Return the fewest tokens that a prompt has, for engines that analyse shapes."""
         return 2

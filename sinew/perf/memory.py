@@ -155,7 +155,7 @@ def memory_report(
     return MemoryReport(
         name=program.name,
         shapes=program.shapes,
-        chunk=program.model.config.chunk_size,
+        chunk=program.chunk,
         weights=weights(program, whole_tables, embodiments),
         cache=_cache(program, found),
         peaks=peaks(found, _cache_scale(program)),
@@ -213,6 +213,9 @@ def fits(
         shapes = program.shapes
         asked_for = {"chunk": report.chunk, "cameras": shapes.views, "prompt_tokens": shapes.tokens}
         for axis, argument in AXES.items():
+            if argument in program.fixed:
+                largest[axis] = program.fixed[argument] if report.total <= memory - system else 0
+                continue
 
             def excess(value: int, argument: str = argument) -> int:
                 return asked(program.at(Request(**{argument: value}))).total - (memory - system)

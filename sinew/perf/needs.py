@@ -72,6 +72,7 @@ def needs(
                 continue
             if total > machine.free_bytes:
                 continue
-            if (reached := reach(parts, machine, rate_hz, efficiency)) is not None:
+            reached = reach(parts, machine, rate_hz, efficiency)
+            if reached is not None and program.fixed.get("steps") in (None, reached[0]):
                 found.append(Reached(machine.name, machine.title, name, *reached))
     return sorted(found, key=lambda row: (row.title, row.precision))

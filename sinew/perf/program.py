@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +82,13 @@ class Program:
 
     def at(self, request: Request) -> Program:
         """Return the same program asked for other sizes."""
+        now = {"cameras": self.shapes.views, "chunk": self.chunk, "steps": self.shapes.steps}
+        for name, own in now.items():
+            asked = getattr(request, name)
+            if asked not in (None, own) and name in self.fixed:
+                raise SinewError(
+                    f"{name}: expected {self.fixed[name]}, which {self.name} cannot change, got {asked}"
+                )
         shapes = replace(
             self.shapes,
             views=request.cameras or self.shapes.views,
@@ -89,10 +96,29 @@ class Program:
             steps=request.steps or self.shapes.steps,
         )
         model = self.model
-        if request.chunk is not None and request.chunk != model.config.chunk_size:
+        if request.chunk not in (None, self.chunk):
             model = on_meta(model)
-            model.config = replace(model.config, chunk_size=request.chunk)
+            try:
+                model.config = replace(model.config, chunk_size=request.chunk)
+            except ValueError as error:
+                raise SinewError(f"chunk: {error}") from None
         return replace(self, model=model, shapes=shapes, like=None)
+
+    @property
+    def chunk(self) -> int:
+        """Return the rows of a chunk."""
+        return getattr(self.model.config, "chunk_size", self.model.noise_shape[0])
+
+    @cached_property
+    def fixed(self) -> dict[str, int]:
+        """Return the sizes that every request has: views and rows of a chunk that the weights fix, and the steps of a
+        solver that has one number of them."""
+        own = {
+            "cameras": self.model.views,
+            "chunk": self.chunk if _weights_fix_chunk(self.model) else None,
+            "steps": self.model.solver.fixed_steps,
+        }
+        return {name: value for name, value in own.items() if value is not None}
 
     def cast(self, dtypes: str | Mapping[str, str] | None) -> Program:
         """Weights in other formats, stage by stage of those that read them; the model's fp32 modules stay."""
@@ -115,7 +141,7 @@ class Program:
     def read_by(self) -> dict[str, str]:
         """The stage that reads each weight first, by the weight's name. It does not depend on the shapes, so the
         smallest are traced."""
-        smallest = trace(self.model, replace(self.shapes, views=1, tokens=1))
+        smallest = trace(self.model, replace(self.shapes, views=self.model.views or 1, tokens=1))
         return {name: calls[0].stage for name, calls in smallest.readers().items()}
 
     @cached_property
@@ -173,6 +199,19 @@ class Program:
             tensors.append(Tensor(operand.elements * repeats, dtype, residency, kind))
         compute = as_number_format(precision.compute(call, fused))[0]
         return Operator(call.name, call.flops, tuple(tensors), compute, stage=call.stage)
+
+
+def _weights_fix_chunk(model: Model) -> bool:
+    """Return True if a tensor of the model has another shape where a chunk has another number of rows."""
+    config = model.config
+    if "chunk_size" not in (field.name for field in fields(config)):
+        return True
+    shapes = []
+    for rows in (config.chunk_size, config.chunk_size - 1 or 2):
+        with torch.device("meta"):
+            made = type(model)(replace(config, chunk_size=rows))
+        shapes.append({name: tensor.shape for name, tensor in made.state_dict().items()})
+    return shapes[0] != shapes[1]
 
 
 def _repeats(stage: str, found: Trace) -> int:

@@ -78,7 +78,7 @@ def export_graphs(
     batch = Dim("batch", min=1, max=MOST_BATCHED)
     several: dict[int, Any] = {} if unbatched else {0: batch}
 
-    any_views: dict[str, Any] = {"pixels": several | ({1: Dim.DYNAMIC} if views > 1 else {})}
+    any_views: dict[str, Any] = {"pixels": several | ({1: Dim.DYNAMIC} if views > 1 and model.views is None else {})}
     recorded = twin(model)
     joined = join_attention(recorded)
     log.info("%s: %s, %s", joined.name, joined.status, joined.reason)

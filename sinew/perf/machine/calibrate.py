@@ -107,15 +107,19 @@ def with_work(times: Sequence[StageTime], program: Program) -> list[Sample]:
 
 def default_requests(program: Program) -> list[Sizes]:
     """The policy's own request, and others around it that tell rows, products and overheads apart."""
-    views, chunk = program.shapes.views, program.model.config.chunk_size
-    longest = program.shapes.tokens
+    views, chunk, longest = program.shapes.views, program.chunk, program.shapes.tokens
+    few = program.fixed.get("cameras", 1)
+
+    def rows(count: int) -> int:
+        return program.fixed.get("chunk", count)
+
     return list(
         dict.fromkeys(
             (
                 Sizes(views, min(16, longest), chunk),
-                Sizes(1, min(8, longest), max(1, chunk // 4)),
-                Sizes(1, longest, 2 * chunk),
-                Sizes(views, longest, 4 * chunk),
+                Sizes(few, min(8, longest), rows(max(1, chunk // 4))),
+                Sizes(few, longest, rows(2 * chunk)),
+                Sizes(views, longest, rows(4 * chunk)),
             )
         )
     )

@@ -142,7 +142,7 @@ def _stages(
 
     pixels = noise(1, request.views, model.channels, *size)
     cameras = torch.ones(1, request.views, dtype=torch.bool, device=device)
-    tokens = torch.arange(request.tokens, device=device)[None] % model.config.vocab_size
+    tokens = torch.zeros(1, request.tokens, dtype=torch.int64, device=device)
     state, x = noise(1, model.state_size), noise(1, *model.noise_shape)
     kept: dict[str, Any] = {}
 
@@ -164,7 +164,8 @@ def _stages(
 @contextmanager
 def _chunk(model: Model, chunk: int) -> Iterator[None]:
     config = model.config
-    model.config = replace(config, chunk_size=chunk)
+    if chunk != getattr(config, "chunk_size", chunk):
+        model.config = replace(config, chunk_size=chunk)
     try:
         yield
     finally:

@@ -20,12 +20,13 @@ from sinew.perf.machine.measure import Sizes, StageTime
 
 
 def requests_of(policy: Any) -> list[Sizes]:
-    """Every number of views with a short prompt, then longer prompts with all views."""
+    """Every number of views that the policy takes with a short prompt, then longer prompts with all views."""
     views, longest, chunk = len(policy.spec.cameras), policy.spec.max_prompt_tokens, policy.spec.chunk_size
     lengths = sorted(
         {min(longest, tokens) for tokens in (8, longest // 4, longest // 2, longest) if tokens > 0}
     )
-    few = [Sizes(count, lengths[0], chunk) for count in range(1, views)]
+    fewest = views if policy.manifest.processing.all_cameras else 1
+    few = [Sizes(count, lengths[0], chunk) for count in range(fewest, views)]
     return few + [Sizes(views, length, chunk) for length in lengths]
 
 
