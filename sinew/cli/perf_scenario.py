@@ -107,6 +107,8 @@ def scenario(
     )
     for where, stage, hops in (("robot", here, []), ("server", there, route)):
         fast, slow = stage[0] + stage[2], stage[1]
+        if not slow:  # no language model that could run beside
+            continue
         whole = scenarios.synchronous_s(fast, size, hops)
         bar(f"dual, {where}: System 1", whole, stage[0], 0.0, stage[2])
         dual = events.dual_system(fast, slow, cap_hz, network_s=whole - fast)
@@ -129,12 +131,15 @@ def scenario(
     for row in rows:
         table.add_row(*(_shown(row.get(key)) for key in titles))
     console.print(table)
-    notes = (
+    notes = [
         f"robot: {near.title}; server: {far.title} over {ways}",
         f"{size.up / 1e3:.0f} kB up, {size.down / 1e3:.1f} kB down",
         f"split: vision and language there, action here, {cache / 1e6:.1f} MB of keys and values in between",
-        f"dual: System 1 (vision, action) beside System 2 (language) at {cap_hz:g} Hz; age: of System 2's result",
-    )
+    ]
+    if any(row["where"].startswith("dual") for row in rows):
+        notes.append(
+            f"dual: System 1 (vision, action) beside System 2 (language) at {cap_hz:g} Hz; age: of System 2's result"
+        )
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
     if plot is not None:

@@ -103,8 +103,9 @@ def show_plan(record: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     console.print(table)
+    left_out = ", ".join(record["left_out_on_cpu"])
     console.print(
-        f"Under PyTorch on a CPU, the engine leaves out {', '.join(record['left_out_on_cpu'])} (docs/plan.md).",
+        f"Under PyTorch on a CPU, the engine leaves out {left_out or 'none of these'} (docs/plan.md).",
         highlight=False,
         soft_wrap=True,
     )

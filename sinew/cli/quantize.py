@@ -26,11 +26,14 @@ if TYPE_CHECKING:
     from sinew.processing import ModelInputs
 
 
+DEFAULT = "vision=int8,language=int8,head=fp32"
+
+
 def quantize(
     bundle: Path,
     /,
     *,
-    recipe: str = "vision=int8,language=int8,head=fp32",
+    recipe: str = DEFAULT,
     out: Path,
     observations: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 32,
     engine: Literal["cpu", "onnx"] | None = None,
@@ -74,6 +77,12 @@ def quantize(
         raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
+    for part in lacking(opened, chosen):
+        if recipe != DEFAULT:
+            raise SinewError(
+                f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
+            )
+        chosen[part] = "fp32"
     out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if search:
@@ -109,6 +118,15 @@ def quantize(
     console.print(f"gate     {verdict}", soft_wrap=True)
     terminal.emit({"out": str(out), **asdict(record), **found, "gate": verdict})
     return 0 if passed else 1
+
+
+def lacking(opened: Bundle, chosen: dict[str, Any]) -> list[str]:
+    """Return the components that are chosen below fp32 and have nothing that could be stored so."""
+    from sinew.convert.lowbit import plan_formats
+
+    nothing = dict.fromkeys(COMPONENTS, "fp32")
+    parts = [part for part, kind in chosen.items() if kind != "fp32"]
+    return [part for part in parts if not plan_formats(opened, nothing | {part: "int8"})]
 
 
 def gated(record: Quantization, out: Path, episodes: int) -> tuple[Quantization, str, bool]:
@@ -245,6 +263,10 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
     options = CudaOptions(fp8=tuple(name for name, kind in chosen.items() if kind == "fp8"))
     scales = {name: float(f"{scale:.6g}") for name, scale in made.scales.items()}
     scales = {name: scale for name, scale in scales.items() if model.component_of(name) in options.fp8}
+    if still := set(options.fp8) - {model.component_of(name) for name in scales}:
+        raise SinewError(
+            f"fp8: {', '.join(sorted(still))}: expected linear layers that a request runs, got none"
+        )
     processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
     engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
     errors = measure(reference, engine, islice(stream, count))

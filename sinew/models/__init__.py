@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sinew.core import BundleError
+from sinew.core import BundleError, SinewError
 from sinew.models.base import Model
 
 REGISTRY = {
@@ -37,9 +37,21 @@ def model_class(architecture: str) -> type[Model]:
 
 
 def build_on_meta(architecture: str, config: Any) -> Model:
-    """Return the model without memory for its weights: for shapes, and to have weights assigned."""
-    with torch.device("meta"):
-        return model_class(architecture)(config)
+    """Return the model without memory for its weights: for shapes, and to have weights assigned.
+
+    Raises :class:`SinewError` for a class that computes with values when it is made.
+    """
+    cls = model_class(architecture)
+    try:
+        with torch.device("meta"):
+            return cls(config)
+    except RuntimeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise SinewError(
+            f"architecture {architecture!r}: {cls.__name__} reads the values of a tensor while it is made, on a device"
+            f' without memory: make that tensor with device="cpu" ({error})'
+        ) from error
 
 
 def misfit(

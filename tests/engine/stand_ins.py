@@ -5,6 +5,8 @@
 * ``HiddenStates``: one tower, a causal language model whose hidden states are the context, and a transformer head that
   cross-attends to them under a time that runs from 0 to 1 (as GR00T).
 * ``Ternary``: the first with layers of three weights.
+* ``Convolutions``: no language, no attention, and nothing of the names that the others share: convolutions with buffers
+  over a fixed number of views, and a convolutional head that does the steps of a table itself (as Diffusion Policy).
 """
 
 from __future__ import annotations
@@ -205,11 +207,82 @@ class EveryField(HiddenStates):
     )
 
 
-KINDS: dict[str, type[TwoTowers] | type[HiddenStates]] = {
+@dataclass(frozen=True)
+class Trajectory:
+    """No chunk_size, which follows from other sizes, and no vocabulary."""
+
+    views: int = 2
+    rows: int = 8
+    action: int = 3
+    state: int = 5
+    width: int = 16
+
+
+class Condition(NamedTuple):
+    """What the head is modulated by, [B, C]."""
+
+    rows: Tensor
+
+
+class Convolutions(Model):
+    config_type = Trajectory
+    solver = Solver("table", table=((60.0, 0.0, 1.0), (30.0, 0.0, 1.0), (0.0, 0.0, 1.0)))
+
+    def __init__(self, config: Trajectory):
+        super().__init__()
+        self.config = config
+        C = config.width
+        self.vision = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, C, 3, 2, 1)
+        )
+        places = torch.linspace(-1, 1, SIDE // 4)
+        self.register_buffer("places", torch.cartesian_prod(places, places))  # [h w / 16, 2]
+        self.connector = Linear(2 * C, C)
+        self.film = Linear(config.state + (config.views + 1) * C, 2 * C)
+        self.down, self.up = nn.Conv1d(config.action, C, 3, 2, 1), nn.ConvTranspose1d(C, C, 4, 2, 1)
+        self.norm, self.out = nn.GroupNorm(4, C), nn.Conv1d(C, config.action, 1)
+
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        return self.config.rows, self.config.action
+
+    @property
+    def state_size(self) -> int:
+        return self.config.state
+
+    @property
+    def views(self) -> int:
+        return self.config.views
+
+    def embed_images(self, pixels: Tensor) -> Tensor:  # [B, V, 3, h, w] -> [B, V, 1, C]
+        maps = self.vision(pixels.flatten(0, 1)).flatten(2).softmax(dim=-1)  # [B * V, C, h w / 16]
+        points = (maps @ self.places).flatten(1)  # [B * V, 2 C]
+        return self.connector(points).unflatten(0, pixels.shape[:2])[:, :, None]
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Condition:
+        return Condition(torch.cat([state, image_tokens.flatten(1)], dim=-1))
+
+    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C + 1], the last is a weight of the noise
+        angle = t.float()[:, None] * torch.exp(-torch.arange(self.config.width // 2, device=t.device))
+        return torch.cat([angle.sin(), angle.cos(), t.float()[:, None] / 100], dim=-1)
+
+    def act(self, x: Tensor, moment: Tensor, context: Condition) -> Tensor:
+        """The moment has one row where the batch has several."""
+        time, noisy = moment[:, :-1].expand(x.shape[0], -1), moment[:, -1:, None]
+        scale, shift = self.film(torch.cat([time, context.rows], dim=-1))[..., None].chunk(2, dim=1)
+        h = F.mish(self.norm(self.up(scale * self.down(x.transpose(1, 2)) + shift)))  # [B, C, H]
+        output = self.out(h).transpose(1, 2)
+        return (x - noisy * output).clamp(-1, 1) + noisy * output
+
+
+KINDS: dict[str, type[TwoTowers] | type[HiddenStates] | type[Convolutions]] = {
     "two towers": TwoTowers,
     "hidden states": HiddenStates,
     "ternary": Ternary,
     "every field": EveryField,
+    "convolutions": Convolutions,
 }
 
 
@@ -217,7 +290,7 @@ def make(kind: str, seed: int = 0) -> Model:
     """A model with weights that matter: norms far from one, biases far from zero."""
     generator = torch.Generator().manual_seed(seed)
     cls = KINDS[kind]
-    model = cls(getattr(cls, "CONFIG", Config())).eval().requires_grad_(False)
+    model: Model = cls(getattr(cls, "CONFIG", cls.config_type())).eval().requires_grad_(False)
     for parameter in model.parameters():
         scale = 1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
         parameter.data = scale * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1)

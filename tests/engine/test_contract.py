@@ -9,24 +9,38 @@ import numpy as np
 import pytest
 import torch
 
+from sinew.bundle import Bundle
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
-from sinew.core import ObservationError, SinewError
+from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.kernels.resize_tables import Resize
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.eager import EagerEngine
 from sinew.engine.example import Shapes
+from sinew.engine.loading import load_model
 from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.cost import on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.models import build_on_meta
 from sinew.models.base import Model
+from sinew.models.smolvla import SmolVLA
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Step
 from tests.engine.cuda.cuda_cases import Frozen
-from tests.engine.stand_ins import KINDS, SIDE, EveryField, Ternary, TernaryLinear, make
+from tests.engine.stand_ins import (
+    KINDS,
+    SIDE,
+    Config,
+    Convolutions,
+    EveryField,
+    Ternary,
+    TernaryLinear,
+    TwoTowers,
+    make,
+)
 
 BOUND = 1e-5  # of the action scale
 CPU = torch.device("cpu")
@@ -48,12 +62,16 @@ def observation(model: Model, tokens: int = TOKENS, views: int = VIEWS) -> tuple
     inputs = ModelInputs(
         rng.standard_normal((views, model.channels, SIDE, SIDE), np.float32),
         np.ones(views, bool),
-        rng.integers(1, model.config.vocab_size, tokens),
+        rng.integers(1, vocabulary(model), tokens),
         np.ones(tokens, bool),
         rng.standard_normal(model.state_size, np.float32),
     )
     noise = rng.standard_normal(model.noise_shape, np.float32)
-    return inputs, noise if model.solver.kind == "euler" else np.zeros_like(noise)
+    return inputs, np.zeros_like(noise) if model.solver.noise == "zeros" else noise
+
+
+def vocabulary(model: Model) -> int:
+    return getattr(model.config, "vocab_size", 2)
 
 
 def chunk(engine, inputs: ModelInputs, noise: np.ndarray) -> np.ndarray:
@@ -69,10 +87,9 @@ def largest(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def processing(model: Model) -> Processing:
-    config, same = model.config, Normalization("identity")
-    prompt = PromptRecipe(32, config.vocab_size, 0, padding_side="left")
-    image = ImageRecipe(SIDE, SIDE)
-    return Processing(image, prompt, same, same, config.max_state_dim, config.max_action_dim)
+    same = Normalization("identity")
+    prompt = PromptRecipe(32, vocabulary(model), 0, padding_side="left")
+    return Processing(ImageRecipe(SIDE, SIDE), prompt, same, same, model.state_size, model.noise_shape[1])
 
 
 # ----------------------------------------------------------------------------- eager
@@ -90,11 +107,54 @@ def test_eager_runs_the_contract(model):
         x = torch.from_numpy(noise)[None]
         if model.solver.kind == "single":
             x = model.act(x, model.moment(torch.zeros(1)), context)
+        elif model.solver.kind == "table":
+            for time in (60, 30, 0):
+                x = model.act(x, model.moment(torch.tensor([time], dtype=torch.float64)), context)
         else:
             for k in range(STEPS):
                 moment = model.moment(torch.tensor([k / STEPS], dtype=torch.float64))
                 x = x + 1 / STEPS * model.act(x, moment, context)
-    assert np.array_equal(chunk(EagerEngine(model, CPU), inputs, noise), x[0].numpy())
+    engine = EagerEngine(model, CPU)
+    assert np.array_equal(chunk(engine, inputs, noise), x[0].numpy())
+    twice = ModelInputs(*(np.stack([array] * 2) for array in (inputs.pixels, *arrays)))
+    both, _ = engine.run_batch(twice, np.stack([noise] * 2), steps_of(model))  # under one moment for all
+    assert max(largest(each, x[0].numpy()) for each in both) <= BOUND
+
+
+def test_a_view_that_weights_fix_may_not_be_missing(smolvla_bundle, monkeypatch):
+    monkeypatch.setattr(SmolVLA, "views", property(lambda self: 3))
+    with pytest.raises(
+        BundleError, match="expected true and 3 cameras, which the weights fix, got 2, of which"
+    ):
+        load_model(Bundle(smolvla_bundle("smolvla-2cam")), CPU, "fp32")
+
+
+def test_a_model_that_computes_when_it_is_made_is_named(monkeypatch):
+    class Early(TwoTowers):
+        def __init__(self, config: Config):
+            super().__init__(config)
+            self.first = self.proprio.weight.detach().sum().item()
+
+    monkeypatch.setattr("sinew.models.model_class", lambda name: Early)
+    with pytest.raises(SinewError, match='architecture .early.: Early reads the values .* device="cpu"'):
+        build_on_meta("early", Config())
+
+
+@pytest.mark.slow  # an export
+def test_a_stage_that_cannot_be_recorded_is_named(tmp_path: Path):
+    """A moment of one row beside a batch, which only eager alone would take."""
+    pytest.importorskip("onnxscript")
+    from sinew.engine.onnx.export import ON_ONNX, export_graphs
+
+    class Stacked(Convolutions):
+        def act(self, x, moment, context):
+            return torch.cat([x, moment[:, None, : x.shape[2]]], dim=1)[:, : x.shape[1]]
+
+    plan = Plan.of(Stacked(Convolutions.config_type()).eval(), STEPS, ON_ONNX)
+    with pytest.raises(
+        SinewError, match=r"engine onnx: stage step: expected .*adding-a-model.md\), got Sizes"
+    ):
+        export_graphs(plan, tmp_path, architecture="x", views=2, height=SIDE, width=SIDE, steps=(STEPS,))
 
 
 def test_guidance_sees_the_head_at_every_step():
@@ -128,6 +188,12 @@ def test_every_rewrite(model):
     for rewrites in ([], *([one] for one in REWRITES), list(REWRITES)):
         plan = Plan.of(model, steps_of(model), rewrites)
         assert largest(chunk(PlannedEngine(plan, CPU), inputs, noise), wanted) <= BOUND, rewrites
+    if type(model) is Convolutions:
+        why = {outcome.name: outcome.reason for outcome in plan.outcomes if outcome.status != "applied"}
+        assert plan.applied == ("tabulate-time",)
+        assert why["pack-qkv"] == "no attention with separate projections of one input"
+        assert why["fold-norms"] == "no block says which linear layers read its norm"
+        return
     assert {"fold-norms", "pack-qkv", "hoist-positions"} <= set(
         plan.applied
     )  # blocks are known, families are not
@@ -142,7 +208,8 @@ def test_costs_and_trace(model):
     empty, shapes = on_meta(model), Shapes(VIEWS, SIDE, SIDE, TOKENS, steps_of(model))
     for plan in (None, Plan.of(empty)):
         found = trace(empty, shapes, plan)
-        assert all(found.flops(stage) > 0 for stage in STAGES)
+        computing = ("vision", "head") if type(model) is Convolutions else STAGES
+        assert all(found.flops(stage) > 0 for stage in computing)
         assert found.cache_nbytes > 0
 
 
@@ -220,6 +287,9 @@ def test_what_is_fused_is_said(model):
     plan = Plan.of(model, rewrites=ON_CUDA)
     engine = CudaEngine(plan, CPU, processing=processing(model))
     said = {outcome.name: outcome for outcome in engine.plan.outcomes[len(plan.outcomes) :]}
+    if type(model) is Convolutions:
+        assert {outcome.status for outcome in said.values()} == {"not applicable"}
+        return
     plain = type(model) is not EveryField
     assert said["fuse ViTLayer"].status == ("applied" if plain else "not applicable")
     assert said["fuse action projections"].status == "not applicable"

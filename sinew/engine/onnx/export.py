@@ -78,7 +78,9 @@ def export_graphs(
     batch = Dim("batch", min=1, max=MOST_BATCHED)
     several: dict[int, Any] = {} if unbatched else {0: batch}
 
-    any_views: dict[str, Any] = {"pixels": several | ({1: Dim.DYNAMIC} if views > 1 and model.views is None else {})}
+    any_views: dict[str, Any] = {
+        "pixels": several | ({1: Dim.DYNAMIC} if views > 1 and model.views is None else {})
+    }
     recorded = twin(model)
     joined = join_attention(recorded)
     log.info("%s: %s, %s", joined.name, joined.status, joined.reason)
@@ -148,6 +150,12 @@ def _write(
             constant_targets(graph.model)
             _label(graph.model, path.stem, component_of)
             graph.save(str(path), external_data=True)
+    except RuntimeError as error:  # torch's own errors of tracing are among them
+        why = " ".join(str(error).split())[:400]
+        raise SinewError(
+            f"engine onnx: stage {path.stem}: expected shapes that follow from shapes, for any batch, prompt and number"
+            f" of views (docs/adding-a-model.md), got {why}"
+        ) from error
     finally:
         quiet.setLevel(level)
 

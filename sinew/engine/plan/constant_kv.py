@@ -65,7 +65,7 @@ def _constant_kv(model: Model) -> tuple[Status, str, tuple[str, ...]]:
             "the model's prefix() projects the cross-attention's keys and values",
             spans(crosses),
         )
-    return "not applicable", "every token of the expert depends on the noisy actions", ()
+    return "not applicable", "no step computes keys and values that do not depend on the noisy actions", ()
 
 
 CONSTANT_KV = Rewrite("constant-kv", "keys and values that no step changes are computed once", _constant_kv)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.engine.plan.rewrite import Rewrite, Status, left_out, loaded_class, spans
+from sinew.engine.plan.rewrite import Rewrite, Status, loaded_class, verdict
 from sinew.layers.joints import Joint
 from sinew.layers.linear import Linear, linear_in_weight
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm, rms_normalize
@@ -94,7 +94,7 @@ def _fold_norms(model: Model) -> tuple[Status, str, tuple[str, ...]]:
     reason = "each norm has linear layers as its only readers"
     if any(isinstance(module, AdaRMSNorm) for module in model.modules()):
         reason += "; the adaptive norms stay, their scale changes with the solver's time"
-    return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
+    return verdict(names, left, reason, "no block says which linear layers read its norm")
 
 
 FOLD_NORMS = Rewrite("fold-norms", "a norm's affine part goes into the next linear layer", _fold_norms)

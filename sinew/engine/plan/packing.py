@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, joined, left_out, linear, spans
+from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, joined, linear, verdict
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
 from sinew.layers.linear import Linear, linear_in_weight
 from sinew.layers.rope import Rotation
@@ -112,10 +112,14 @@ def _pack_qkv(model: Any) -> tuple[Status, str, tuple[str, ...]]:
                 left[name] = why
             else:
                 names.append(name)
-    reason = "the projections read the same input"
+    reason, absent = (
+        "the projections read the same input",
+        "no attention with separate projections of one input",
+    )
     if cross:
-        reason += f"; not in {cross} cross-attentions, whose queries, keys and values read three tensors"
-    return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
+        others = f"; not in {cross} cross-attentions, whose queries, keys and values read three tensors"
+        reason, absent = reason + others, absent + others
+    return verdict(names, left, reason, absent)
 
 
 def _pack_gate_up(model: Any) -> tuple[Status, str, tuple[str, ...]]:
@@ -131,8 +135,7 @@ def _pack_gate_up(model: Any) -> tuple[Status, str, tuple[str, ...]]:
         become(module, PackedMLP)
         del module.gate_proj, module.up_proj
         names.append(name)
-    reason = "gate and up read the same input"
-    return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
+    return verdict(names, left, "gate and up read the same input", "no gated MLP")
 
 
 PACK_QKV = Rewrite("pack-qkv", "queries, keys and values are one matrix product", _pack_qkv)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinew.engine.plan.rewrite import Rewrite, Status, become, exactly, foreign, left_out
+from sinew.engine.plan.rewrite import Rewrite, Status, become, exactly, foreign, verdict
 from sinew.layers.qwen_vit import QwenViT
 from sinew.layers.rope import Rotation
 from sinew.layers.vit import ResizedPositions, VisionTransformer
@@ -78,7 +78,8 @@ def _hoist(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     reason = (
         "patches that fill the table's grid read it as it is; a grid that the bundle fixes has its own table"
     )
-    return ("applied" if names else "not applicable"), reason + left_out(left), tuple(names)
+    status, reason, _ = verdict(names, left, reason, "no vision transformer with a table of positions")
+    return status, reason, tuple(names)
 
 
 HOIST_POSITIONS = Rewrite("hoist-positions", "position rows of a whole grid are not looked up", _hoist)

@@ -76,6 +76,16 @@ def left_out(left: Mapping[str, str]) -> str:
     return f"; not {', '.join(spans(list(left)))} ({whys})" if left else ""
 
 
+def verdict(
+    names: Sequence[str], left: Mapping[str, str], reason: str, absent: str
+) -> tuple[Status, str, tuple[str, ...]]:
+    """Return status, reason and modules of a rewrite that changed ``names`` and left others (name -> why). ``absent``:
+    what the model lacks, where there was nothing to change."""
+    if not names and not left:
+        return "not applicable", absent, ()
+    return ("applied" if names else "not applicable"), reason + left_out(left), spans(names)
+
+
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Put the methods of ``kind`` before the module's own; ``kind`` adds no state of its own making."""
     cls = type(module)

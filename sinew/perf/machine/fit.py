@@ -149,7 +149,10 @@ def _peak(speeds: Speeds, dtype: str) -> float:
 def fit(samples: Sequence[Sample], speeds: Speeds, engine: str = "eager") -> Calibration:
     """Factors for all samples, and the band from leaving out each in turn."""
     if len(samples) <= len(FACTORS):
-        raise SinewError(f"samples: expected more than the {len(FACTORS)} factors, got {len(samples)}")
+        raise SinewError(
+            f"samples: expected more than the {len(FACTORS)} factors, got {len(samples)}: one whose sizes are fixed"
+            " gives one per stage; calibrate another policy before it, whose samples are kept"
+        )
     factors = fit_factors(samples, speeds)
     errors = tuple(error(sample, speeds, factors) for sample in samples)
     left_out = (
