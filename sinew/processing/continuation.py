@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sinew_client.control.blend import guidance_weights, ramp_strength
 
 from sinew.bundle.schema import VectorStep
 from sinew.core import RTC, SCHEDULES, Observation, ObservationError, PolicySpec
@@ -114,6 +113,9 @@ def continuation(
     given = np.asarray(observation.previous, np.float64)[: spec.chunk_size]
     rows, delay = spec.noise_shape[0], int(observation.delay or 0)
     end = min(spec.chunk_size - int(observation.horizon or 0), len(given))
+    # Here and not above: the client wants zmq and protobuf, which a machine that only measures models need not have.
+    from sinew_client.control.blend import guidance_weights, ramp_strength
+
     if kind == "ramp":
         per_row, free = ramp_strength(rows, delay, end), 1.0
     elif kind == "trained":

@@ -298,13 +298,16 @@ def test_the_whole_command_in_a_bare_environment(tmp_path: Path) -> None:
         "PIL",
         "cyclopts",
         "gguf",
+        "google",  # protobuf
         "hypothesis",
         "msgspec",
         "onnxruntime",
         "pytest",
         "rich",
         "safetensors",
+        "sinew_client",
         "tokenizers",
+        "zmq",
     }
     hook = tmp_path / "sitecustomize.py"
     hook.write_text(f"import sys\nsys.modules.update(dict.fromkeys({sorted(others)!r}))\n")
