@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from sinew.core import SinewError
+from sinew.layers.sizes import MAX_LENGTH
 
-LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": 1 << 16, "steps": 1000}
+LIMITS = {"cameras": 64, "prompt_tokens": 1 << 20, "chunk": MAX_LENGTH, "steps": 1000}
 
 
 @dataclass(frozen=True, slots=True)

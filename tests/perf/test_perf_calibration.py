@@ -134,6 +134,12 @@ def test_the_largest_request_is_the_last_that_fits() -> None:
     assert fits(golden.BUNDLE, 200_000_000).largest == {"chunk": 0, "cameras": 0, "context": 0}
 
 
+def test_the_search_ends_at_the_longest_chunk_of_any_model() -> None:
+    found = fits(golden.BUNDLE, 64 << 30)
+    assert found.fits
+    assert found.largest["chunk"] == LIMITS["chunk"]
+
+
 def test_the_largest_that_fits() -> None:
     calls: list[int] = []
 
