@@ -77,7 +77,8 @@ def quantize(
         raise SinewError(f"{bundle}: expected a bundle with weights and without a recipe")
     if out.resolve() == bundle.resolve():
         raise SinewError(f"--out {out}: expected another file than the bundle that is read")
-    for part in lacking(opened, chosen):
+    absent = [] if search else lacking(opened, chosen)
+    for part in absent:
         if recipe != DEFAULT:
             raise SinewError(
                 f"recipe: {part}: expected linear layers or token tables, got none in {opened.manifest.architecture}"
@@ -100,11 +101,14 @@ def quantize(
         make = _in_fp8
     else:
         make = _in_lowbit if engine == "cpu" or {"q8_0", "q4_0"} & set(chosen.values()) else _in_int8
-    with progress.task(f"measuring {bundle.name} in {recipe}"):
+    asked = ",".join(f"{part}={kind}" for part, kind in chosen.items() if kind != "fp32")
+    with progress.task(f"measuring {bundle.name} in {asked}"):
         record, why = make(opened, chosen, observations, out)
     record, verdict, passed = gated(record, out, episodes)
     console = terminal.console(markup=False)
     console.print(f"recipe   {', '.join(f'{name} {kind}' for name, kind in chosen.items())}")
+    for part in absent:
+        console.print(f"         {part}: no linear layers or token tables in {opened.manifest.architecture}")
     console.print(f"weights  {why}", soft_wrap=True)
     for module, error in record.weight_error.items():
         console.print(f"         {module}: relative L2 of the rounded weights {error:.2e}")

@@ -11,13 +11,13 @@ import numpy as np
 import onnx
 import pytest
 
-from sinew.core import Observation, SinewError
+from sinew.core import SinewError
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
 from sinew.serve.batching import Batcher
-from tests.engine.test_batches import BOUND, BUNDLES, bundle_of, observations
+from tests.engine.test_batches import BOUND, BUNDLES, bundle_of, check_guided_members, observations
 
 EXPORTED = [case for case in BUNDLES if case != "bitvla"]  # whose ternary weights have no ONNX operator
 EAGER = 1e-4  # of the largest action: the engine's gate (tests/engine/test_onnx.py)
@@ -70,28 +70,7 @@ def test_a_batch_gives_each_member_its_own_actions(
 
 @pytest.mark.parametrize("rtc", ["no-jacobian", "ramp"])
 def test_guided_members(policy: Policy, rtc: str) -> None:
-    asked = observations(policy, 3)
-    running = policy.infer(asked[0]).actions
-    members = [
-        policy.prepare(
-            Observation(
-                images=o.images,
-                state=o.state,
-                prompt=o.prompt,
-                seed=k,
-                previous=running[k:],
-                delay=k,
-                rtc=rtc,
-            )
-        )
-        for k, o in enumerate(asked)
-    ]
-    alone = [policy.run(member).actions for member in members]
-    assert furthest([found.actions for found in policy.run_batch(members)], alone) <= BOUND
-    free = policy.run_batch(members_of(policy, 3))
-    assert furthest([found.actions for found in free], alone) > 100 * BOUND
-    with pytest.raises(SinewError, match="one batch_key"):
-        policy.run_batch([members[0], policy.prepare(asked[0])])
+    check_guided_members(policy, rtc)
 
 
 def test_fewer_views_and_other_steps(policy: Policy) -> None:

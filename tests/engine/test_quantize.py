@@ -16,13 +16,14 @@ from onnx import helper, numpy_helper
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.cli import main
-from sinew.cli.quantize import cache_name
+from sinew.cli.quantize import DEFAULT, cache_name, lacking
 from sinew.core import BundleError, SinewError
 from sinew.engine.onnx import export, quantize
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
 from sinew.eval.gating import GATES
 from sinew.eval.report.gate import read_gate
+from sinew.models.smolvla import SmolVLA
 from sinew.policy import load
 from tests.golden import Golden
 
@@ -350,6 +351,18 @@ def test_what_quantize_refuses(quantised, tmp_path, capsys):
         assert main(["quantize", *map(str, arguments)]) == 1
         assert words in capsys.readouterr().err.replace("\n", " ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_component_with_nothing_to_store_is_named(quantised, monkeypatch, tmp_path, capsys):
+    """As in a policy without a language model. The recipe that nobody asked for leaves it out."""
+    monkeypatch.setattr(SmolVLA, "components", {"vision": "vision", "connector": "vision"})
+    source, out = quantised[0], tmp_path / "x.gguf"
+    assert main(["quantize", str(source), "--out", str(out), "--recipe", "language=int8"]) == 1
+    assert "recipe: language: expected linear layers or token tables, got none in smolvla" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert lacking(Bundle(source), parse_recipe(DEFAULT)) == ["language"]
+    assert lacking(Bundle(source), parse_recipe("vision=int8,head=q4_0")) == []
 
 
 def test_the_record_of_a_bundle_is_checked(quantised):
