@@ -156,13 +156,18 @@ class Model(nn.Module):
     def moment(self, t: Tensor) -> Tensor:
         """Return what a step takes from the solver's time alone: t float64 [B] -> [B, ...].
 
+        Observations of a batch share the solver's times: ``t`` has one row then, and so has what ``act`` is given.
+
         The time comes in double precision, as Python computes it: a model whose reference rounds it to float32
         does so itself, one that cuts it into buckets does that first.
         """
 
     @abstractmethod
     def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
-        """Return the head's output, float32 [B, H, A], for x float32 [B, H, A]; its meaning is the solver's."""
+        """Return the head's output, float32 [B, H, A], for x float32 [B, H, A]; its meaning is the solver's.
+
+        moment: of :meth:`moment`, with B rows or one for all of them.
+        """
 
     def moments(self, steps: int, committed: Tensor | None = None) -> Iterator[Tensor]:
         """Yield the moment of each step of a solution, each [1, ...], computed when it is asked for.

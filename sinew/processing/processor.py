@@ -284,4 +284,6 @@ def _integer(value: object, name: str, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ObservationError(name, "an integer", type(value).__name__)
     if not low <= int(value) <= high:
-        raise ObservationError(name, f"an integer from {low} to {high}", str(value))
+        raise ObservationError(
+            name, str(low) if low == high else f"an integer from {low} to {high}", str(value)
+        )
