@@ -174,7 +174,7 @@ def test_a_tuned_one_is_left_where_the_device_has_become_smaller(tmp_path, monke
     tile, reason = tuning.choose(*problem)
     tuning.choose.cache_clear()
     assert not tile.cooperative
-    assert reason == "default: what was tuned needs more than 60 programs at once"
+    assert reason == "default: the tuned tile is not offered with 60 multiprocessors"
 
 
 def test_the_launch_is_a_cooperative_one_behind_a_plain_edge() -> None:
