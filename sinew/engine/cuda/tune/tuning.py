@@ -52,7 +52,10 @@ def choose(kernel: str, dims: Dims, dtype: torch.dtype, device: torch.device) ->
     if entry is None:
         return default, "default: not tuned on this device"
     if (tile := Tile(**entry["tile"])).cooperative and tile not in _offered(kernel, dims, dtype, device):
-        return default, f"default: the tuned tile is not offered with {multiprocessors(device)} multiprocessors"
+        return (
+            default,
+            f"default: the tuned tile is not offered with {multiprocessors(device)} multiprocessors",
+        )
     return tile, f"tuned: {entry['ms']:.4f} ms, default {entry['default_ms']:.4f} ms"
 
 
