@@ -10,24 +10,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from sinew.cli.perf import _record
 from sinew.core import SinewError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import meta
 from sinew.models.base import Model
-from sinew.perf.hardware import load_hardware
-from sinew.perf.machine.calibrate import default_requests
-from sinew.perf.machine.measure import measure_stages
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
 from sinew.perf.precision import Precision
 from sinew.perf.program import PRESETS, Program, of_model
 from sinew.perf.request import Request
-from sinew.perf.roofline import timing
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
 from sinew.presets import golden
-from tests.engine.stand_ins import SIDE, Config, HiddenStates, make
 
 CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2602.18397
 
@@ -311,43 +305,3 @@ def test_precision_texts() -> None:
     assert Precision.parse("int8") == Precision("int8", "bf16", "bf16")
     assert Precision.parse("int4/int8") == Precision("int4", "int8", "bf16")
     assert Precision.parse("fp16//int8") == Precision("fp16", "fp16", "int8")
-
-
-class Placed(HiddenStates):
-    """A head with a table of positions, as Evo-1's."""
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.places = torch.nn.Embedding(config.chunk_size, 4)
-
-
-@pytest.mark.parametrize(
-    ("model", "fixed"),
-    [
-        (make("hidden states"), {}),
-        (make("two towers"), {"steps": 1}),
-        (make("convolutions"), {"cameras": 2, "chunk": 8, "steps": 3}),
-        (Placed(Config()), {"chunk": 6}),
-    ],
-    ids=["none", "single pass", "all", "positions"],
-)
-def test_sizes_that_a_policy_fixes_are_named(model: Model, fixed: dict[str, int]) -> None:
-    program = Program("stand-in", model, Shapes(2, SIDE, SIDE, 5, model.solver.fixed_steps or 4))
-    assert program.fixed == fixed
-    for name, value in fixed.items():
-        assert program.at(Request(**{name: value})).trace.calls
-        with pytest.raises(SinewError, match=f"{name}: expected {value}, which stand-in cannot change, got"):
-            program.at(Request(**{name: value + 1}))
-    for request in default_requests(program):  # each can be traced
-        assert program.at(request.request).trace.calls
-    times = measure_stages(model, "stand-in", default_requests(program)[:1], (SIDE, SIDE), runs=1)
-    assert [time.stage for time in times] == list(STAGES)
-
-
-def test_a_stage_without_products_takes_no_time_in_a_roofline() -> None:
-    program = Program("stand-in", make("convolutions"), Shapes(2, SIDE, SIDE, 5, 3))
-    machine = load_hardware("thor")
-    record = _record(machine, [timing(part, machine) for part in program.components()])
-    rows = {row["component"]: row for row in record["components"]}
-    assert (rows["prefix"]["ms"], rows["prefix"]["tflops"]) == (0.0, 0.0)
-    assert rows["head"]["tflops"] > 0
