@@ -107,6 +107,8 @@ def print_fit(found: Fit, console: Console) -> None:
     peak = report.peak
     table.add_row("keys and values of the prefix", "", _mib(peak.cache))
     table.add_row(f"other activations (peak, in {peak.stage})", "", _mib(report.activations))
+    if report.kept:
+        table.add_row("freed blocks that the C library keeps", "", _mib(report.kept))
     table.add_row("libraries' workspace", "", _mib(report.workspace))
     table.add_row("actions that wait", "", _mib(report.actions))
     table.add_row("runtime", "", _mib(report.runtime), end_section=True)

@@ -137,7 +137,7 @@ def memory_need(source: str, options: dict[str, Any], threads: int | None, batch
     dtype = None if engine == "cpu" or choice.options.dtype == "native" else choice.options.dtype
     device: Any = "cuda" if choice.engine == "cuda" else "cpu"
     report = fits(found, 1 << 62, dtypes=dtype, engine=engine, device=device, runtime=0, search=False).report
-    return Need(report.weights_nbytes, batch * report.peak.nbytes + report.workspace)
+    return Need(report.weights_nbytes, batch * report.peak.nbytes + report.kept + report.workspace)
 
 
 def parse_policies(given: Sequence[str]) -> dict[str, str]:

@@ -37,6 +37,10 @@ RUNTIME = {"cpu": 250_000_000, "cuda": 1_000_000_000}
 # with the threads, not with the model. CUDA: cuBLAS's largest default workspace, 32 MiB, not measured.
 WORKSPACE = {"cpu": 40_000_000, "cuda": 32 << 20}
 
+# glibc hands a freed block of MAPPED[0] bytes and more back at once, until the first such block is freed: then it keeps
+# blocks up to that one's size, at most MAPPED[1], and twice as much free memory in all (mallopt(3), M_MMAP_THRESHOLD
+# and M_TRIM_THRESHOLD). On a CPU the second inference therefore peaks above the first.
+MAPPED = (128 << 10, 32 << 20)
 PAGE = 4096  # bytes of a page of a mapped file
 DEVICES = {"cpu": "cpu", "cuda": "cuda"}  # engine -> the one that it runs on
 CHUNKS = 2  # of actions that a robot's side holds: the one that it executes and the one that arrives
@@ -69,7 +73,8 @@ class Peak:
 class MemoryReport:
     """Bytes. ``cache``: the blocks that hold the prefix's keys and values, all of a block of which they are a
     part (as where Q, K and V come out of one product). ``peaks``: one per stage. ``actions``: the chunks that wait to
-    be executed. ``mapped``: True where weights are pages of the file, which the system may take back and read again."""
+    be executed. ``kept``: freed memory that the C library does not return. ``mapped``: True where weights are pages
+    of the file, which the system may take back and read again."""
 
     name: str
     shapes: Shapes
@@ -80,6 +85,7 @@ class MemoryReport:
     workspace: int
     runtime: int
     actions: int
+    kept: int
     mapped: bool
 
     @property
@@ -108,7 +114,7 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Bytes during an inference."""
-        return self.loading + self.peak.nbytes + self.workspace + self.actions
+        return self.loading + self.peak.nbytes + self.kept + self.workspace + self.actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,7 @@ def memory_report(
         workspace=WORKSPACE[device] if workspace is None else workspace,
         runtime=RUNTIME[device] if runtime is None else runtime,
         actions=4 * CHUNKS * math.prod(program.model.noise_shape),
+        kept=kept(found) if device == "cpu" else 0,
         mapped=device == "cpu" and program.precision is None,
     )
 
@@ -345,6 +352,12 @@ def peaks(found: Trace, cache_scale: float = 1.0) -> tuple[Peak, ...]:
         if event.stage not in highest or live > highest[event.stage].nbytes:
             highest[event.stage] = Peak(event.stage, live, cache)
     return tuple(highest.values())
+
+
+def kept(found: Trace) -> int:
+    """Return the bytes of freed memory that the C library may keep: twice the largest block that it would keep."""
+    largest = max((event.block.nbytes for event in found.events), default=0)
+    return 2 * min(largest, MAPPED[1]) if largest >= MAPPED[0] else 0
 
 
 def _cache_scale(program: Program) -> float:
