@@ -1,6 +1,6 @@
 """Overhead of each wire: the client's call minus the server's inference and waiting, per wire.
 
-    python -m benchmarks.wires [--wires native openpi]
+    python -m benchmarks.wires [--wires native openpi] [--pin]
 
 A server process per wire and one client process, one request after the other, two frames of 224 x 224, on a policy
 so small that the wire counts: one solver step, which LeRobot's protocol cannot ask for. The call is timed where a robot
@@ -8,8 +8,9 @@ program would time it, around the client's own function: encoding, both ways thr
 threads and checks are all in it. Below them stands what no server could make shorter. "zeromq" and "tcp" are sockets
 alone, of the library and of the kernel: as many bytes there, a kilobyte back, and between the two a sleep as long as
 the first wire's inference. "openpi client" is openpi's client with a WebSocket that takes the bytes, looks at none and
-answers after such a sleep. They take turns in rounds, so that a machine whose speed changes does it to all of them. The
-last line is JSON.
+answers after such a sleep. They take turns in rounds, so that a machine whose speed changes does it to all of them.
+--pin: the client has one core and the servers another, as a robot and its server do not share one. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -47,11 +48,19 @@ SIDE = 224  # of the square frames that are sent, in pixels
 STEPS = 1  # of the solver: as little inference as there can be
 
 
+def elsewhere(process: int) -> None:
+    """Give a process that has just begun another core, where this one is kept on one."""
+    if len(os.sched_getaffinity(0)) == 1:
+        others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(0)
+        os.sched_setaffinity(process, {min(others)})
+
+
 @contextlib.contextmanager
 def serving(*arguments: object) -> Iterator[tuple[str, int]]:
     """``sinew serve`` until the end of the block; its last address and its process id."""
     command = [sys.executable, "-m", "sinew", "serve", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    elsewhere(process.pid)
     assert process.stdout is not None
     assert process.stderr is not None
     try:
@@ -185,6 +194,7 @@ def echo(kind: str, pause_ms: float, size: int) -> Iterator[int]:
     """Run a program of ``ECHOES`` until the end of the block, and give its port."""
     command = [sys.executable, "-c", PAUSE + ECHOES[kind], str(pause_ms), str(size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        elsewhere(process.pid)
         assert process.stdout is not None
         try:
             yield int(process.stdout.readline())
@@ -280,7 +290,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=25, help="of each wire in a round")
     parser.add_argument("--warmup", type=int, default=30)
     parser.add_argument("--side", type=int, default=SIDE, help="of the square frames, in pixels")
+    parser.add_argument("--pin", action="store_true", help="client and servers on a core each")
     arguments = parser.parse_args()
+    if arguments.pin:
+        if len(cores := sorted(os.sched_getaffinity(0))) < 2:
+            parser.error("--pin: expected two cores")
+        os.sched_setaffinity(0, {cores[0]})
     before = os.getloadavg()
     found = rounds(arguments.wires, arguments.rounds, arguments.requests, arguments.warmup, arguments.side)
     rows = {name: row(own, found["tcp"]) for name, own in found.items()}
@@ -300,6 +315,7 @@ def main() -> None:
         "solver_steps": STEPS,
         "rounds": arguments.rounds,
         "requests": arguments.requests,
+        "pinned": arguments.pin,
         "hardware": machine.cpu_model(),
         "load_average": {"before": before, "after": os.getloadavg()},
         "wires": rows,
