@@ -48,11 +48,13 @@ SIDE = 224  # of the square frames that are sent, in pixels
 STEPS = 1  # of the solver: as little inference as there can be
 
 
+SERVERS: list[int] = []  # the core of the servers, with --pin
+
+
 def elsewhere(process: int) -> None:
-    """Give a process that has just begun another core, where this one is kept on one."""
-    if len(os.sched_getaffinity(0)) == 1:
-        others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(0)
-        os.sched_setaffinity(process, {min(others)})
+    """Keep a process that has just begun on the servers' core, where they have one."""
+    if SERVERS:
+        os.sched_setaffinity(process, SERVERS)
 
 
 @contextlib.contextmanager
@@ -293,9 +295,12 @@ def main() -> None:
     parser.add_argument("--pin", action="store_true", help="client and servers on a core each")
     arguments = parser.parse_args()
     if arguments.pin:
+        if not hasattr(os, "sched_setaffinity"):
+            parser.error("--pin: expected a system that keeps processes on cores, as Linux does")
         if len(cores := sorted(os.sched_getaffinity(0))) < 2:
             parser.error("--pin: expected two cores")
-        os.sched_setaffinity(0, {cores[0]})
+        os.sched_setaffinity(0, cores[:1])
+        SERVERS.append(cores[1])
     before = os.getloadavg()
     found = rounds(arguments.wires, arguments.rounds, arguments.requests, arguments.warmup, arguments.side)
     rows = {name: row(own, found["tcp"]) for name, own in found.items()}

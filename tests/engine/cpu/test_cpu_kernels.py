@@ -268,8 +268,9 @@ def test_vnni_kernels_are_exact_where_their_instructions_are_emulated(tmp_path) 
     found = subprocess.run(
         [compiler, "-fsyntax-only", "-x", "c++", "-"], input="#include <simde/x86/avx512.h>", text=True
     )
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    if found.returncode or "avx2" not in flags or "clang" in compiler:
+    if found.returncode or "avx2" not in flags or "clang" in version:
         pytest.skip("wants SIMDe (apt install libsimde-dev), g++ and AVX2")
     (tmp_path / "immintrin.h").write_text(IMMINTRIN)
     emulated = ("-mavx2", "-mfma", f"-I{tmp_path}")
