@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,8 +16,6 @@ from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
@@ -64,14 +61,16 @@ def infer(
     )
     # Mistakes show before torch is imported and gigabytes are read.
     Processor(manifest, allow_missing_cameras=cameras.allow_missing_cameras).check(observation)
-    if not prompt and spec.default_prompt:
-        logger.info("prompt %r, the bundle's own", spec.default_prompt)
     with progress.task(f"loading {bundle}"):
         policy = Policy(opened, **runs.keywords(), **options)
     with progress.task("the first inference"):
         chunk = policy.infer(observation)
     record = chunk_to_dict(chunk) | {"policy": policy.describe()}
     print_chunk(chunk, policy)
+    if not prompt and spec.default_prompt:
+        terminal.console(markup=False).print(
+            f"prompt {spec.default_prompt!r}, the bundle's own", soft_wrap=True
+        )
     terminal.emit(record)
     return 0
 

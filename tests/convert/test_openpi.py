@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sinew.bundle import Bundle
+from sinew.cli.infer import infer
 from sinew.convert import convert
 from sinew.convert.families.embodiments import OPENPI_CONFIGS
 from sinew.core import ConvertError
@@ -133,11 +134,17 @@ def test_the_bundle_carries_the_robot(openpi_checkpoint):
     assert spec.keys[0].state == ("observation/joint_position", "observation/gripper_position")
 
 
-def test_default_prompt(openpi_checkpoint):
+def test_default_prompt(openpi_checkpoint, tmp_path, capsys):
     policy, _ = make_policy(openpi_checkpoint, "pi0_aloha_towel")
     obs = observation(policy, "fold the towel")
     expected = policy.infer(obs).actions
     assert (policy.infer(obs | {"prompt": ""}).actions == expected).all()
+    image = []
+    for camera, frame in obs["images"].items():
+        Image.fromarray(frame).save(tmp_path / f"{camera}.png")
+        image.append(f"{camera}={tmp_path / camera}.png")
+    assert infer(policy.bundle.path, image=image, state=",".join(map(str, obs["state"]))) == 0
+    assert "prompt 'fold the towel', the bundle's own" in capsys.readouterr().out
 
 
 def test_aloha_state_steps_round_trip_with_the_published_inverse():
