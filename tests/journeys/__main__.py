@@ -1,0 +1,64 @@
+"""Walk the pages: ``python -m tests.journeys [PAGE ...]`` (make journeys).
+
+Makes an environment with the install lines of README.md, unless ``--python`` names one, types every line of every
+page there, and ends with 1 where an outcome is not what the page promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from tests.journeys.pages import PAGES, ROOT, lines
+from tests.journeys.stories import STORIES
+from tests.journeys.walk import Walk
+
+
+def install(home: Path) -> Path:
+    """Make an environment with the install lines of README.md, and return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    for line in lines("README.md"):
+        if line.startswith("pip install"):
+            print(f"$ {line}", flush=True)
+            quiet = line.replace("pip install", "pip install -q --disable-pip-version-check", 1)
+            subprocess.run(["bash", "-c", f"source {home}/bin/activate && {quiet}"], check=True, cwd=ROOT)
+    return home / "bin" / "python"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="*", default=list(STORIES), help="all if absent")
+    parser.add_argument("--python", type=Path, help="interpreter of an environment that has sinew")
+    chosen = parser.parse_args()
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="sinew-journeys-") as folder:
+        python = chosen.python or install(Path(folder) / "env")
+        for number, page in enumerate(chosen.pages):
+            print(f"\n{page}", flush=True)
+            begun = time.monotonic()
+            walk = Walk(page, Path(folder) / str(number), python.absolute())
+            try:
+                STORIES[page](walk)
+                assert not walk.left(), "nothing is said of\n" + "\n".join(walk.left())
+            except AssertionError as error:
+                failed.append(page)
+                print(f"FAILED {page}: {error}", flush=True)
+            except Exception:  # noqa: BLE001 - the other pages are walked all the same
+                failed.append(page)
+                traceback.print_exc()
+            print(f"{page}: {time.monotonic() - begun:.0f} s", flush=True)
+    assert set(chosen.pages) <= set(PAGES)
+    print(
+        f"{len(chosen.pages) - len(failed)} passed, {len(failed)} failed"
+        + "".join(f"\n  {p}" for p in failed)
+    )
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,571 @@
+"""The story of each page: in which order its lines are typed, beside which server, and what must come of them."""
+
+from __future__ import annotations
+
+from tests.convert.openpi_layout import write_checkpoint
+from tests.journeys.pages import ROOT, programs
+from tests.journeys.walk import LOOPBACK, Ran, Story, Walk
+from tests.sources.fake_hub import fake_hub
+
+FIXTURES = ROOT / "tests" / "fixtures"
+ASSETS = ROOT / "sinew" / "assets"
+NATIVE = f"tcp://{LOOPBACK}:5555"
+PICTURES = """
+from PIL import Image
+for number, name in enumerate(("front.jpg", "wrist.png")):
+    Image.linear_gradient("L").resize((640, 480)).rotate(90 * number).convert("RGB").save(name)
+"""
+# What the programs of the pages take for granted: a robot's frames and joints.
+ROBOT = """
+import numpy as np
+front = wrist = frame1 = frame2 = np.zeros((480, 640, 3), np.uint8)
+state = np.zeros(6, np.float32)
+observation = {"images": {"camera1": front, "camera2": wrist}, "state": state, "prompt": "pick up the red cube"}
+"""
+OPENPI = """
+import numpy as np
+frame = np.zeros((180, 320, 3), np.uint8)
+observation = {
+    "observation/exterior_image_1_left": frame,
+    "observation/wrist_image_left": frame,
+    "observation/joint_position": np.zeros(7),
+    "observation/gripper_position": np.zeros(1),
+    "prompt": "put the cup on the plate",
+}
+"""
+ARM = "needs the arm on that port"
+SIMULATOR = "needs a simulator's own interpreter: make sim-aloha and the like, of gigabytes"
+ROOTED = "installs into the system as root; docker/install.sh itself runs in `make roles`"
+DOCKER = "needs a Docker daemon"
+ROS = "needs an installed ROS 2"
+
+
+# ----------------------------------------------------------------------------- what must come of a line
+
+
+def won(ran: Ran, least: int, of: int) -> None:
+    """Episodes were played to the end, and at least so many of them won."""
+    assert ran.result["episodes"] == of, ran
+    assert ran.result["successes"] >= least, ran
+
+
+def evaluated(ran: Ran, least: float) -> None:
+    """Every variant of an evaluation won at least this share of its episodes."""
+    for variant in ran.result["variants"]:
+        assert variant["success"] >= least, ran
+
+
+def streamed(ran: Ran) -> None:
+    """Windows came for as long as the robot ran, none failed, and commands were executed."""
+    assert ran.result["errors"] == 0, ran
+    assert ran.result["windows"] > 0, ran
+    assert ran.result["executed"] > 0, ran
+
+
+def drove(ran: Ran) -> None:
+    """Commands were executed, and no request failed."""
+    assert ran.result["executed"] > 0, ran
+    assert ran.result["failed_requests"] == 0, ran
+
+
+# ----------------------------------------------------------------------------- what lies in the folder
+
+
+def arm(walk: Walk) -> None:
+    """A checkpoint of SmolVLA's for an arm of six joints and two cameras, the files of its language model, pictures."""
+    walk.copy(FIXTURES / "smolvla-2cam" / "checkpoint", "my_smolvla")
+    walk.copy(FIXTURES / "smolvla-2cam" / "vlm", "SmolVLM2-500M-Video-Instruct")
+    walk.run(f"{walk.python} -c '{PICTURES}'")
+
+
+def arm_policy(walk: Walk) -> None:
+    """That checkpoint as policy.gguf."""
+    arm(walk)
+    walk.run("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
+
+
+def blocks(walk: Walk) -> None:
+    """The trained policy of the embedded task as policy.gguf."""
+    walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
+
+
+def my_robot(walk: Walk, cameras: tuple[str, ...], dim: int) -> None:
+    """my_robot.py: the class of docs/control.md over a camera and a bus that are simulated."""
+    body = programs("docs/control.md")[0]
+    arm_class = body[body.index("class Arm") : body.index("def connect")]
+    images = ", ".join(f'"{name}": camera.read()' for name in cameras)
+    assert '"images": {"front": camera.read()}' in arm_class
+    arm_class = arm_class.replace('{"front": camera.read()}', f"{{{images}}}")
+    walk.write(
+        "my_robot.py",
+        f"""
+import numpy as np
+
+class camera:
+    read = staticmethod(lambda: np.full((48, 64, 3), 127, np.uint8))
+
+class bus:
+    last = np.zeros({dim}, np.float32)
+    positions = staticmethod(lambda: bus.last)
+
+    @staticmethod
+    def write(row):
+        bus.last = np.asarray(row, np.float32)
+
+{arm_class}
+""",
+    )
+
+
+# ----------------------------------------------------------------------------- pages
+
+
+def readme(walk: Walk) -> None:
+    walk.leaves("make demo", "`make journeys` and CI type it in a clone of its own")
+    walk.leaves("make test", "this is part of it")
+    walk.leaves("pip install -c constraints.txt torch", "made the environment that this runs in")
+    walk.leaves(
+        "pip install -c constraints.txt ./packages/sinew-client '.[torch,onnx-export,sim]'", "the same"
+    )
+    arm(walk)
+    walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
+    assert walk.type("sinew inspect policy.gguf", says=("camera1", "6 values")).result["architecture"]
+    chunk = walk.type(
+        "sinew infer policy.gguf --image camera1=front.jpg --image camera2=wrist.png"
+        ' --state 0,-45,60,10,0,20 --prompt "pick up the red cube"'
+    )
+    assert len(chunk.result["actions"]) == 50, chunk
+    walk.type("sinew bench policy.gguf")
+    assert walk.type("sinew doctor policy.gguf").result["ok"]
+    assert walk.type("sinew validate policy.gguf").result["passed"]
+    walk.type("sinew perf run policy.gguf --hardware h200")
+    walk.type("sinew quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf")
+    walk.type("sinew tune policy.gguf --device cuda", status=1, says=("finds no CUDA device",))
+    walk.type("sinew export policy.gguf --onnx robot/")
+    walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
+    with walk.serving("sinew serve policy.gguf", adds="--record records/"):
+        walk.type("sinew client tcp://127.0.0.1:5555")
+        walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 3")
+        walk.program(1, before=ROBOT, after="assert actions.shape == (50, 6)")
+    with walk.serving("sinew serve --replay records/"):
+        walk.program(1, before=ROBOT)
+    blocks(walk)
+    with walk.serving("sinew serve policy.gguf"):
+        won(
+            walk.type(
+                "sinew run tcp://127.0.0.1:5555 --robot gym:sinew/Blocks-v0 --handover freeze --replan 8",
+                adds="--episodes 10",
+            ),
+            8,
+            of=10,
+        )
+    evaluated(
+        walk.type("sinew eval policy.gguf --env sinew/Blocks-v0 --episodes 100", instead=("100", "20")), 0.9
+    )
+
+
+def adding_a_model(walk: Walk) -> None:
+    arm_policy(walk)
+    walk.type("sinew inspect policy.gguf --plan", says=("pack-qkv",))
+    for engine in ("plan", "onnx"):
+        assert walk.type(f"sinew validate policy.gguf --engine {engine}").result["passed"]
+    walk.type("sinew validate policy.gguf --engine cuda --device cpu")
+    walk.type("sinew bench policy.gguf")
+    walk.type("sinew perf run policy.gguf")
+    walk.type("sinew perf fit policy.gguf")
+    walk.type("sinew quantize policy.gguf --recipe head=int8 --out small.gguf")
+    walk.type("sinew export policy.gguf --onnx folder")
+    with walk.serving("sinew serve policy.gguf --wire native --wire openpi"):
+        pass
+
+
+def control(walk: Walk) -> None:
+    blocks(walk)
+    my_robot(walk, ("front", "wrist"), 4)
+    walk.write("arm.toml", "[limits]\nlow = -1\nhigh = 1\nvelocity = 20\n")
+    with walk.server("sinew serve policy.gguf"):
+        drove(
+            walk.type(
+                'sinew run tcp://server:5555 --robot dry --prompt "stack the cups" --seconds 10',
+                instead=("10", "3"),
+            )
+        )
+        won(
+            walk.type(
+                "sinew run tcp://server:5555 --robot gym:sinew/Blocks-v0 --handover freeze --replan 8",
+                adds="--episodes 10",
+            ),
+            8,
+            of=10,
+        )
+        drove(
+            walk.type(
+                "sinew run tcp://server:5555 --robot my_robot:Arm --limits arm.toml --record run.jsonl",
+                adds="--prompt 'stack the cups' --seconds 3",
+            )
+        )
+        walk.leaves(
+            "sinew run tcp://server:5555 --robot lerobot:so101_follower --robot-options"
+            """ '{"port": "/dev/ttyACM0"}'""",
+            ARM,
+        )
+        simulated = "import my_robot; from my_robot import bus, camera\n"
+        walk.program(
+            0,
+            before=simulated,
+            instead=(
+                'Loop(Arm(), connect, settings, dim=6, prompt="stack the cups").run()',
+                'Loop(Arm(), connect, settings, dim=4, prompt="stack the cups").run(90)',
+            ),
+            after="assert report.executed > 0, report",
+        )
+    walk.type("sinew client --replay run.jsonl", says=("0 differ",))
+
+
+def dashboard(walk: Walk) -> None:
+    viewer = "needs Rerun (the extra `rerun`, hundreds of megabytes); tests/serve/test_rrd.py where it is installed"
+    walk.leaves("rerun --bind 127.0.0.1 &", viewer)
+    walk.leaves("sinew serve policy.gguf --rerun rerun+http://127.0.0.1:9876/proxy", viewer)
+    walk.leaves("sinew serve policy.gguf --rerun run.rrd", viewer)
+    walk.leaves("sinew eval policy.gguf --env sinew/Blocks-v0 --episodes 3 --rerun run.rrd", viewer)
+    walk.leaves("sinew rrd records/ run.rrd --bundle policy.gguf", viewer)
+
+
+def deployment(walk: Walk) -> None:
+    for line in walk.lines:
+        walk.leaves(line, ROOTED if line.startswith("sudo") else DOCKER)
+
+
+def engines(walk: Walk) -> None:
+    arm_policy(walk)
+    walk.type("sinew export policy.gguf --onnx robot/")
+    with walk.serving("sinew serve robot/"):
+        walk.run(f"sinew client {NATIVE} --requests 3")
+    walk.type("sinew tune policy.gguf --device cuda --budget 120", status=1, says=("finds no CUDA device",))
+    walk.type(
+        "sinew quantize policy.gguf --recipe vision=int8,language=int8,head=fp32 --out policy-int8.gguf"
+    )
+
+
+def suites(walk: Walk) -> None:
+    for line in walk.lines:
+        walk.leaves(line, SIMULATOR)
+
+
+def evaluation(walk: Walk) -> None:
+    blocks(walk)
+    evaluated(walk.type("sinew eval sinew/assets/blocks.gguf --episodes 200", instead=("200", "20")), 0.9)
+    with walk.server("sinew serve policy.gguf --record records/"):
+        evaluated(walk.type("sinew eval tcp://127.0.0.1:5555 --episodes 200", instead=("200", "10")), 0.8)
+    evaluated(walk.type("sinew eval expert --env sinew/Pen-v0", adds="--episodes 20"), 0.9)
+    for name in ("A.gguf", "B.gguf"):
+        walk.copy(ASSETS / "blocks.gguf", name)
+    walk.type("sinew eval A.gguf --compare B.gguf --compare dtype=bf16", adds="--episodes 10")
+    walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
+    assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
+    walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20")
+    walk.type(
+        "sinew dataset sinew/assets/blocks.gguf build/episodes --episodes 20 --successes", instead=("20", "3")
+    )
+    walk.type(
+        "sinew dataset expert build/demonstrations --env sinew/Blocks-v0 --episodes 50", instead=("50", "3")
+    )
+    walk.type("sinew dataset records/ build/recorded --hz 10 --bundle policy.gguf")
+
+
+def fleet(walk: Walk) -> None:
+    blocks(walk)
+    for name in ("a.gguf", "b.gguf", "c.gguf"):
+        walk.copy(ASSETS / "blocks.gguf", name)
+    walk.copy(ASSETS / "blocks-rtc.gguf", "tiny.gguf")
+    walk.write("key", "a key of twenty letters")
+    gym = "--robot gym:sinew/Blocks-v0 --episodes 5"
+    with walk.serving("sinew serve policy.gguf --max-batch auto"):
+        won(
+            walk.type(
+                "sinew run tcp://10.0.0.5:5555,tcp://10.0.0.6:5555 --robot ...", instead=("--robot ...", gym)
+            ),
+            4,
+            of=5,
+        )
+        won(
+            walk.type(
+                "sinew run tcp://cloud:5555 --edge-adapter sinew/assets/blocks-edge.safetensors"
+                " --config examples/modes/cloud-adapter.toml ...",
+                instead=("...", gym),
+            ),
+            4,
+            of=5,
+        )
+        walk.type(
+            "sinew run tiny.gguf --config examples/modes/assist.toml --assist tcp://cloud:5555 --robot ...",
+            instead=("--robot ...", gym),
+        )
+    with walk.serving(
+        "sinew serve a.gguf --policy b=b.gguf --policy tiny=org/name --wire native --wire http --api-key-file key",
+        instead=("org/name", "tiny.gguf"),
+    ):
+        walk.type(
+            """curl -H "X-API-Key: $(cat key)" -X PUT -d '{"source": "c.gguf"}' http://127.0.0.1:8000/v1/policies/b""",
+            says=('"name": *"b"',),
+        )
+        walk.type('curl -H "X-API-Key: $(cat key)" -X DELETE http://127.0.0.1:8000/v1/policies/b')
+    with walk.serving("sinew serve policy.gguf --engine plan --context bf16 --context int8"):
+        won(
+            walk.type(
+                "sinew run policy.gguf --config examples/modes/split.toml --split tcp://box:5555/context.bf16"
+                " --robot ...",
+                instead=("--robot ...", gym),
+            ),
+            4,
+            of=5,
+        )
+        walk.program(
+            1,
+            before=ROBOT.replace("camera1", "front")
+            .replace("camera2", "wrist")
+            .replace("zeros(6", "zeros(4"),
+            after="assert robot.infer(observation).actions.shape == (32, 4)",
+        )
+    with walk.server("sinew serve policy.gguf"):
+        walk.program(0, before="from sinew_client import Client", instead=("10.0.0.6", LOOPBACK))
+    walk.leaves(
+        "sinew fleet up fleet.yaml --wire native --wire http --api-key-file key",
+        "needs Ray (the extra `ray`); tests/serve/test_fleet_ray.py where it is installed",
+    )
+    evaluated(
+        walk.type(
+            "sinew eval sinew/assets/blocks.gguf --latency 2000ms --edge-adapter sinew/assets/blocks-edge.safetensors",
+            adds="--episodes 10",
+        ),
+        0.5,
+    )
+
+
+def perf(walk: Walk) -> None:
+    arm_policy(walk)
+    walk.type("sinew perf run pi0.5 --hardware agx-orin --hardware h200")
+    walk.type("sinew perf run policy.gguf --cameras 2 --dtype vision=fp8,language=fp8 --plot roof.png")
+    assert (walk.folder / "roof.png").stat().st_size > 10_000
+    walk.type("sinew perf need --rate 30 --model pi0.5 --cameras 3")
+    walk.type("sinew perf scenario pi0 --device agx-orin --server h200 --network wifi7 --codec jpeg")
+    walk.type("sinew perf stream pi0 --camera-hz 30 --hz 480")
+    walk.type("sinew perf fit pi0.5 --hardware orin-nano")
+    walk.type("sinew perf paper")
+    walk.type("sinew perf calibrate policy.gguf")
+    walk.type("sinew perf machines")
+
+
+def perf_costs(walk: Walk) -> None:
+    arm_policy(walk)
+    walk.program(0)
+
+
+def plan(walk: Walk) -> None:
+    arm_policy(walk)
+    walk.program(
+        0,
+        before="import sinew\nmodel = sinew.load('policy.gguf', engine='eager').engine.model",
+        after="assert any(o.applied for o in plan.outcomes) if hasattr(plan.outcomes[0], 'applied') else plan.outcomes",
+    )
+
+
+def ros(walk: Walk) -> None:
+    for line in walk.lines:
+        walk.leaves(line, f"{ROS}, or runs on another machine; tests/ros run both ends over DDS")
+
+
+def sim(walk: Walk) -> None:
+    walk.program(0, after="assert info['is_success']")
+    walk.type(
+        "python -m train.blocks --cpu-seconds 3000 --out runs/blocks", instead=("3000", "20"), timeout=600
+    )
+    walk.type(
+        "sinew eval runs/blocks/blocks.gguf --episodes 200", instead=("200", "2")
+    )  # of twenty seconds: it plays, badly
+    walk.type("python -m train.pen    --cpu-seconds 200  --out runs/pen", instead=("200 ", "20 "))
+    walk.type("sinew eval runs/pen/pen.gguf --env sinew/Pen-v0 --replan 2", adds="--episodes 2")
+
+
+def stream(walk: Walk) -> None:
+    blocks(walk)
+    my_robot(walk, ("front", "wrist"), 4)
+    with walk.serving("sinew serve policy.gguf --engine plan"):
+        streamed(
+            walk.type(
+                "sinew stream tcp://server:5555 --robot my_robot:Arm --hz 240",
+                adds="--prompt 'pick up the red block' --seconds 5",
+            )
+        )
+    streamed(walk.run("sinew stream policy.gguf --robot dry --prompt 'pick up the red block' --seconds 5"))
+    egg = walk.type("sinew stream sinew/assets/egg.gguf --robot gym:sinew/Egg-v0 --episodes 5")
+    streamed(egg)
+    won(egg, 4, of=5)
+    evaluated(
+        walk.type(
+            "sinew eval sinew/assets/egg.gguf --env sinew/Egg-v0 --stream 33:2.1 --episodes 100",
+            instead=("100", "10"),
+        ),
+        0.9,
+    )
+
+
+def tutorial_lerobot(walk: Walk) -> None:
+    run = "outputs/train/pick-cube/checkpoints"
+    walk.copy(FIXTURES / "smolvla-2cam" / "checkpoint", f"{run}/000200/pretrained_model")
+    walk.copy(FIXTURES / "smolvla-2cam" / "vlm", f"{run}/000200/vlm")
+    (walk.folder / run / "last").symlink_to("000200")
+    walk.write("etc-key", "a key of twenty letters")
+    walk.type("sinew inspect outputs/train/pick-cube", says=("camera1",))
+    assert walk.type("sinew doctor outputs/train/pick-cube").result["ok"]
+    proved = walk.type("sinew validate outputs/train/pick-cube --out build/pick-cube")
+    assert proved.result["passed"], proved
+    with walk.serving("sinew serve outputs/train/pick-cube --rename front=camera1 --rename wrist=camera2"):
+        drove(
+            walk.type(
+                'sinew run tcp://127.0.0.1:5555 --robot dry --prompt "pick up the cube" --hz 30 --seconds 10',
+                instead=("10", "3"),
+            )
+        )
+    with walk.serving(
+        "sinew serve outputs/train/pick-cube --host 0.0.0.0 --api-key-file /etc/sinew/key",
+        instead=("0.0.0.0 --api-key-file /etc/sinew/key", f"{LOOPBACK} --api-key-file etc-key"),
+    ):
+        walk.run(f"SINEW_API_KEY=$(cat etc-key) sinew client {NATIVE} --requests 3")
+    (arm_line,) = (line for line in walk.lines if "so101_follower" in line)
+    walk.leaves(arm_line, ARM)
+    with walk.serving("sinew serve outputs/train/pick-cube --record records/"):
+        walk.run(f"sinew client {NATIVE} --requests 5")
+        walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 2")
+    walk.type("sinew mcap records/ run.mcap --bundle outputs/train/pick-cube --hz 30")
+    with walk.server("sinew serve outputs/train/pick-cube"):
+        walk.type("sinew client tcp://127.0.0.1:5555 --replay records/")
+    walk.type("sinew bench outputs/train/pick-cube")
+    walk.type("sinew quantize outputs/train/pick-cube --recipe vision=int8,language=int8 --out small.gguf")
+    walk.type("sinew validate small.gguf --out build/small")
+    with fake_hub({}, home=walk.folder / "hub") as hub:
+        walk.environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
+        walk.type(
+            "sinew push small.gguf my-lab/pick-cube --report build/small/report.json --license apache-2.0"
+        )
+        walk.type("sinew pull my-lab/pick-cube --out policy.gguf")
+    assert (walk.folder / "policy.gguf").read_bytes() == (walk.folder / "small.gguf").read_bytes()
+
+
+def tutorial_openpi(walk: Walk) -> None:
+    walk.leaves(
+        "pip install -c constraints.txt './packages/sinew-client' '.[torch,jax,sentencepiece]'",
+        "resolved by the test of install lines; the README's made the environment that this runs in",
+    )
+    write_checkpoint(FIXTURES, walk.folder / "made", "pi05_droid")
+    walk.copy(walk.folder / "made" / "pi05_droid", "checkpoints/pi05_droid/29999")
+    walk.type(
+        "sinew convert checkpoints/pi05_droid/29999 pi05.gguf --openpi-config pi05_droid"
+        " --tokenizer paligemma_tokenizer.model",
+        # PaliGemma's own tokenizer cannot be had here; the checkpoint's miniature widths have no name
+        instead=("--tokenizer paligemma_tokenizer.model", "--arch made/arch.json"),
+    )
+    walk.type("sinew inspect pi05.gguf", says=("droid",))
+    assert walk.type("sinew validate pi05.gguf --out build/pi05").result["passed"]
+    my_robot(walk, ("base_0_rgb", "left_wrist_0_rgb"), 8)
+    with walk.serving("sinew serve pi05.gguf --wire openpi --wire native"):
+        walk.program(0, before=OPENPI, after="assert chunk.shape == (15, 8)")
+        drove(
+            walk.type(
+                'sinew run tcp://127.0.0.1:5555 --robot dry --prompt "put the cup on the plate" --hz 15 --seconds 10',
+                instead=("10", "3"),
+            )
+        )
+        drove(
+            walk.type(
+                'sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm --prompt "put the cup on the plate" --hz 15'
+                " --handover rtc:ramp --replan 8",
+                adds="--seconds 5",
+            )
+        )
+    walk.type("sinew bench pi05.gguf")
+    walk.type("sinew perf run pi05.gguf --hardware h200")
+    assert walk.type("sinew doctor pi05.gguf").result["ok"]
+
+
+def tutorial_quantise(walk: Walk) -> None:
+    walk.type(
+        "sinew quantize sinew/assets/blocks.gguf --recipe vision=int8,language=int8,head=fp32"
+        " --out build/blocks-int8.gguf"
+    )
+    walk.type("sinew inspect build/blocks-int8.gguf", says=("int8",))
+    assert walk.type("sinew validate build/blocks-int8.gguf --out build/validate").result["passed"]
+    evaluated(
+        walk.type(
+            "sinew eval sinew/assets/blocks.gguf --compare build/blocks-int8.gguf --episodes 100 --out build/compare",
+            instead=("100", "20"),
+        ),
+        0.8,
+    )
+    walk.type("sinew eval build/blocks-int8.gguf --gate sinew/eval/gates/blocks.json")
+    walk.type("sinew quantize sinew/assets/blocks.gguf --search --budget 2MB --out build/blocks-2mb.gguf")
+    assert (walk.folder / "build" / "blocks-2mb.gguf").stat().st_size <= 2_000_000
+    walk.type("sinew dataset build/blocks-int8.gguf build/episodes --episodes 20", instead=("20", "3"))
+
+
+def plugin(walk: Walk) -> None:
+    for line in walk.lines:
+        walk.leaves(line, "LeRobot has an environment of its own: make lerobot")
+
+
+def client(walk: Walk) -> None:
+    arm_policy(walk)
+    with walk.server("sinew serve policy.gguf"):
+        walk.program(0, before=ROBOT, after="assert chunk.actions.shape == (50, 6)")
+
+
+def wires_lerobot(walk: Walk) -> None:
+    (line,) = walk.lines
+    walk.leaves(line, f"{ARM}; tests/serve/test_lerobot_wire.py drives LeRobot's own client")
+
+
+def wires(walk: Walk) -> None:
+    blocks(walk)
+    walk.write("key.txt", "a key of twenty letters")
+    walk.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 1 -subj /CN=localhost"
+    )
+    with walk.serving("sinew serve policy.gguf"):
+        walk.run(f"sinew client {NATIVE} --requests 3")
+    with walk.serving(
+        "sinew serve policy.gguf --wire openpi --wire http --wire groot --wire lerobot:8081",
+        instead=("--wire http", "--wire http:8001"),
+    ):
+        pass
+    with walk.serving(
+        "sinew serve policy.gguf --host 0.0.0.0 --api-key-file key.txt --tls-cert cert.pem --tls-key key.pem",
+        instead=("0.0.0.0", LOOPBACK),
+    ):
+        walk.run(f"SINEW_API_KEY=$(cat key.txt) sinew client {NATIVE} --requests 3")
+
+
+STORIES: dict[str, Story] = {
+    "README.md": readme,
+    "docs/adding-a-model.md": adding_a_model,
+    "docs/control.md": control,
+    "docs/dashboard.md": dashboard,
+    "docs/deployment.md": deployment,
+    "docs/engines.md": engines,
+    "docs/eval-suites.md": suites,
+    "docs/eval.md": evaluation,
+    "docs/fleet.md": fleet,
+    "docs/perf.md": perf,
+    "docs/perf-costs.md": perf_costs,
+    "docs/plan.md": plan,
+    "docs/ros.md": ros,
+    "docs/sim.md": sim,
+    "docs/stream.md": stream,
+    "docs/tutorial-lerobot.md": tutorial_lerobot,
+    "docs/tutorial-openpi.md": tutorial_openpi,
+    "docs/tutorial-quantise.md": tutorial_quantise,
+    "docs/wires-lerobot.md": wires_lerobot,
+    "docs/wires.md": wires,
+    "packages/lerobot_policy_sinew/README.md": plugin,
+    "packages/sinew-client/README.md": client,
+    "packages/sinew_ros/README.md": ros,
+}

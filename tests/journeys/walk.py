@@ -1,0 +1,214 @@
+"""A reader at a shell, who types the lines of a page as they stand and looks at what comes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.journeys.pages import ROOT, lines, programs
+
+# Hosts that pages name; here all of them are this machine.
+HOSTS = re.compile(r"(?<=//)(server|gpu|cloud|box|robot-gpu|gpu-machine|10\.0\.0\.[56])(?=:)")
+WRONG = (
+    "Traceback",
+    "internal error",
+    "fault of this program",
+)  # never printed where a line does what it says
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass
+class Ran:
+    """What became of a line: exit status, all that it printed, and its result where it wrote one as JSON."""
+
+    line: str
+    status: int
+    text: str
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"$ {self.line}\nended with {self.status}\n{self.text[-6000:]}"
+
+
+class Walk:
+    """A page's lines in one folder.
+
+    page: as in ``pages.PAGES``. folder: where the lines run; the checkout's own folders lie in it. python: an
+    interpreter of an environment with ``sinew`` beside it. ``type``, ``serving`` and ``leaves`` want a line as the
+    page has it, and ``instead`` says what of it is replaced here, for instance a number of episodes; ``run`` and
+    ``server`` take any line, for what a page takes for granted.
+    """
+
+    def __init__(self, page: str, folder: Path, python: Path = Path(sys.executable)):
+        self.page, self.folder, self.python = page, folder, python
+        self.lines = lines(page)
+        self.walked: set[str] = set()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("sinew", "docs", "examples", "packages", "train", "constraints.txt", "docker"):
+            if not (folder / name).exists():
+                (folder / name).symlink_to(ROOT / name)
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SINEW_", "PYTHON", "HF_", "PYTEST"))
+        }
+        if "PYTHONPATH" in os.environ:  # of a checkout that is not the installed one
+            kept["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        self.environment = kept | {
+            "PATH": f"{python.parent}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "XDG_CACHE_HOME": str(folder / ".cache"),
+        }
+
+    # ------------------------------------------------------------------------- lines of the page
+
+    def type(
+        self,
+        line: str,
+        *,
+        instead: tuple[str, str] | None = None,
+        adds: str = "",
+        says: tuple[str, ...] = (),
+        status: int = 0,
+        timeout: float = 900.0,
+    ) -> Ran:
+        """Type a line and wait for its end.
+
+        adds: what is typed behind it. says: patterns that must be printed. Raises ``AssertionError`` where it ends
+        with another status, does not say that, or shows a fault.
+        """
+        return self.run(self._written(line, instead, adds), says=says, status=status, timeout=timeout)
+
+    def serving(
+        self, line: str, *, instead: tuple[str, str] | None = None, adds: str = "", says: tuple[str, ...] = ()
+    ) -> contextlib.AbstractContextManager[Ran]:
+        """Run the page's ``sinew serve ...`` while inside, as ``server`` does."""
+        return self.server(self._written(line, instead, adds), says=says)
+
+    def leaves(self, line: str, why: str) -> None:
+        """Say of a line that it is not typed here, and why."""
+        self._written(line, None, "")
+        print(f"  - {line}\n    not typed: {why}", flush=True)
+
+    def program(
+        self, number: int, *, before: str = "", after: str = "", instead: tuple[str, str] | None = None
+    ) -> Ran:
+        """Run the page's program ``number`` between ``before``, what it takes for granted, and ``after``."""
+        body = HOSTS.sub(LOOPBACK, programs(self.page)[number])
+        if instead is not None:
+            assert instead[0] in body, f"{self.page}, program {number}: {instead[0]!r} is not in it"
+            body = body.replace(*instead)
+        self.walked.add(f"program {number}")
+        name = f"program{number}.py"
+        self.write(name, f"{before}\n{body}\n{after}\n")
+        return self.run(f"python {name}")
+
+    def left(self) -> list[str]:
+        """Return the lines and programs of the page that nothing was said of."""
+        numbered = [f"program {number}" for number in range(len(programs(self.page)))]
+        return [each for each in [*self.lines, *numbered] if each not in self.walked]
+
+    # ------------------------------------------------------------------------- any line
+
+    def run(self, line: str, *, says: tuple[str, ...] = (), status: int = 0, timeout: float = 900.0) -> Ran:
+        """Run any line, as ``type`` does."""
+        result = self.folder / ".result.json"
+        result.unlink(missing_ok=True)
+        words = f"{line} --json={result}" if "sinew " in line and "&&" not in line else line
+        print(f"  $ {line}", flush=True)
+        begun = time.monotonic()
+        done = subprocess.run(
+            ["bash", "-c", words],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        ran = Ran(line, done.returncode, done.stdout)
+        if result.exists():
+            ran.result = json.loads(result.read_text())
+        self._judge(ran, status, says)
+        print(f"    {time.monotonic() - begun:.1f} s", flush=True)
+        return ran
+
+    @contextlib.contextmanager
+    def server(self, line: str, *, says: tuple[str, ...] = ()) -> Iterator[Ran]:
+        """Run ``sinew serve ...`` while inside: it says that it is ready, and ends with 0 when it is told to."""
+        print(f"  $ {line} &", flush=True)
+        for port in (5555, 8000):
+            with socket.socket() as probe:
+                assert probe.connect_ex((LOOPBACK, port)), f"port {port} is taken: {line} cannot run here"
+        log = self.folder / ".server.log"
+        with log.open("w") as output:
+            server = subprocess.Popen(
+                ["bash", "-c", f"trap - INT; exec {line}"],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        ran = Ran(line, -1, "")
+        try:
+            while "ready on" not in (text := log.read_text()):
+                assert server.poll() is None, f"$ {line}\nended with {server.returncode}\n{text}"
+                time.sleep(0.05)
+            ran.text = text
+            yield ran
+        finally:
+            if server.poll() is None:
+                server.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(60)
+            server.kill()
+            ran.status = server.wait()
+            ran.text = log.read_text()
+        self._judge(ran, 0, says)
+
+    def copy(self, source: Path, name: str) -> None:
+        """Put a file or folder where the lines look for it."""
+        target = self.folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, target)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file where the lines look for it."""
+        target = self.folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+    def _written(self, line: str, instead: tuple[str, str] | None, adds: str) -> str:
+        assert line in self.lines, f"{self.page} has no line\n{line}\nbut\n" + "\n".join(self.lines)
+        self.walked.add(line)
+        if instead is not None:
+            assert instead[0] in line, f"{instead[0]!r} is not in {line}"
+            line = line.replace(*instead)
+        return HOSTS.sub(LOOPBACK, f"{line} {adds}".strip())
+
+    def _judge(self, ran: Ran, status: int, says: tuple[str, ...]) -> None:
+        assert ran.status == status, f"expected {status}\n{ran}"
+        for fault in WRONG:
+            assert fault not in ran.text, f"{fault!r} is printed\n{ran}"
+        for pattern in says:
+            assert re.search(pattern, ran.text), f"{pattern!r} is not printed\n{ran}"
+
+
+Story = Callable[[Walk], None]
