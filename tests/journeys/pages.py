@@ -16,10 +16,8 @@ PAGES = {
         *sorted((ROOT / "packages").glob("*/README.md")),
     ]
 }
-COMMANDS = frozenset(
-    ("cp", "curl", "docker", "lerobot-eval", "lerobot-record", "make", "pip", "python")
-    + ("rerun", "ros2", "sinew", "sinew-ros", "source", "sudo", "uv")
-)
+TOOLS = ("cp", "curl", "docker", "make", "pip", "python", "source", "sudo", "uv")
+COMMANDS = frozenset((*TOOLS, "lerobot-eval", "lerobot-record", "rerun", "ros2", "sinew", "sinew-ros"))
 DATA = frozenset(("json", "toml", "yaml", "ini", "text"))  # languages of blocks that nobody types
 SHELL = frozenset(("", "bash", "sh", "console"))
 BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```", re.DOTALL | re.MULTILINE)

@@ -167,8 +167,8 @@ def readme(walk: Walk) -> None:
 def adding_a_model(walk: Walk) -> None:
     arm_policy(walk)
     walk.type("sinew inspect policy.gguf --plan", says=("pack-qkv",))
-    for engine in ("plan", "onnx"):
-        assert walk.type(f"sinew validate policy.gguf --engine {engine}").result["passed"]
+    assert walk.type("sinew validate policy.gguf --engine plan").result["passed"]
+    assert walk.type("sinew validate policy.gguf --engine onnx").result["passed"]
     walk.type("sinew validate policy.gguf --engine cuda --device cpu")
     walk.type("sinew bench policy.gguf")
     walk.type("sinew perf run policy.gguf")
@@ -432,8 +432,12 @@ def tutorial_lerobot(walk: Walk) -> None:
         instead=("0.0.0.0 --api-key-file /etc/sinew/key", f"{LOOPBACK} --api-key-file etc-key"),
     ):
         walk.run(f"SINEW_API_KEY=$(cat etc-key) sinew client {NATIVE} --requests 3")
-    (arm_line,) = (line for line in walk.lines if "so101_follower" in line)
-    walk.leaves(arm_line, ARM)
+    walk.leaves(
+        """sinew run tcp://127.0.0.1:5555 --robot lerobot:so101_follower --robot-options '{"port": "/dev/ttyACM0", """
+        """"id": "arm"}' --prompt "pick up the cube" --hz 30 --handover aligned --limits limits.toml"""
+        " --record run.jsonl",
+        ARM,
+    )
     with walk.serving("sinew serve outputs/train/pick-cube --record records/"):
         walk.run(f"sinew client {NATIVE} --requests 5")
         walk.type("sinew top http://127.0.0.1:8000", adds="--seconds 2")
@@ -520,8 +524,8 @@ def client(walk: Walk) -> None:
 
 
 def wires_lerobot(walk: Walk) -> None:
-    (line,) = walk.lines
-    walk.leaves(line, f"{ARM}; tests/serve/test_lerobot_wire.py drives LeRobot's own client")
+    for line in walk.lines:
+        walk.leaves(line, f"{ARM}; tests/serve/test_lerobot_wire.py drives LeRobot's own client")
 
 
 def wires(walk: Walk) -> None:

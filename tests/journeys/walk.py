@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from tests import processes
 from tests.journeys.pages import ROOT, lines, programs
 
 # Hosts that pages name; here all of them are this machine.
@@ -48,11 +50,12 @@ class Walk:
     page: as in ``pages.PAGES``. folder: where the lines run; the checkout's own folders lie in it. python: an
     interpreter of an environment with ``sinew`` beside it. ``type``, ``serving`` and ``leaves`` want a line as the
     page has it, and ``instead`` says what of it is replaced here, for instance a number of episodes; ``run`` and
-    ``server`` take any line, for what a page takes for granted.
+    ``server`` take any line, for what a page takes for granted. quick: plain lines of ``sinew`` run in processes that
+    begin with torch imported (tests/processes.py); python is then this interpreter.
     """
 
-    def __init__(self, page: str, folder: Path, python: Path = Path(sys.executable)):
-        self.page, self.folder, self.python = page, folder, python
+    def __init__(self, page: str, folder: Path, python: Path = Path(sys.executable), *, quick: bool = False):
+        self.page, self.folder, self.python, self.quick = page, folder, python, quick
         self.lines = lines(page)
         self.walked: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,17 +132,14 @@ class Walk:
         words = f"{line} --json={result}" if "sinew " in line and "&&" not in line else line
         print(f"  $ {line}", flush=True)
         begun = time.monotonic()
-        done = subprocess.run(
-            ["bash", "-c", words],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-        )
-        ran = Ran(line, done.returncode, done.stdout)
+        said = self.folder / ".said.log"
+        with said.open("w") as output:
+            command = self._start(words, output)
+            try:
+                ended = command.wait(timeout)
+            finally:
+                command.kill()
+        ran = Ran(line, ended, said.read_text())
         if result.exists():
             ran.result = json.loads(result.read_text())
         self._judge(ran, status, says)
@@ -155,14 +155,7 @@ class Walk:
                 assert probe.connect_ex((LOOPBACK, port)), f"port {port} is taken: {line} cannot run here"
         log = self.folder / ".server.log"
         with log.open("w") as output:
-            server = subprocess.Popen(
-                ["bash", "-c", f"trap - INT; exec {line}"],
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            server = self._start(f"exec {line}", output)
         ran = Ran(line, -1, "")
         try:
             while "ready on" not in (text := log.read_text()):
@@ -202,6 +195,29 @@ class Walk:
             assert instead[0] in line, f"{instead[0]!r} is not in {line}"
             line = line.replace(*instead)
         return HOSTS.sub(LOOPBACK, f"{line} {adds}".strip())
+
+    def _start(self, line: str, output: IO[str]) -> subprocess.Popen[str] | processes.Process:
+        """Start a line of a shell, which writes all that it says to ``output``."""
+        words = shlex.split(line.removeprefix("exec "))
+        if self.quick and words[0] == "sinew":
+            command: list[object] = [sys.executable, "-m", *words]
+            return processes.Process(
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        return subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+        )
 
     def _judge(self, ran: Ran, status: int, says: tuple[str, ...]) -> None:
         assert ran.status == status, f"expected {status}\n{ran}"

@@ -1,0 +1,104 @@
+"""Every line of every page has its place in a story; here the first day's are typed, by `make journeys` all."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.journeys import pages
+from tests.journeys.pages import PAGES, Block, lines, programs, typed, without_comment
+from tests.journeys.stories import ASSETS, STORIES, arm, drove, evaluated, my_robot, streamed, won
+from tests.journeys.walk import Walk
+
+TYPED = [page for page in PAGES if lines(page) or programs(page)]
+
+
+def constants(story: object) -> set[str | int]:
+    """Return the literals of a story."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(story)))  # type: ignore[arg-type]
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+def test_every_page_has_a_story() -> None:
+    assert sorted(STORIES) == sorted(TYPED)
+
+
+@pytest.mark.parametrize("page", TYPED)
+def test_every_line_has_its_place(page: str) -> None:
+    """A line that a page gains, or that is spelled anew there, is missed here at once, not when it is walked."""
+    story = STORIES[page]
+    if "walk.lines:" in inspect.getsource(story):  # the same is said of all of them
+        return
+    known = constants(story)
+    told = inspect.getsource(story)
+    assert not [line for line in lines(page) if line not in known]
+    assert all(
+        f"walk.program({number}" in told.replace("\n", "").replace(" ", "")
+        for number in range(len(programs(page)))
+    )
+
+
+def test_lines_are_read_as_a_shell_reads_them() -> None:
+    text = "sinew serve a.gguf   # a server\n\nsinew run b \\\n    --go\n"
+    assert typed(Block("p", 1, "", text)) == ["sinew serve a.gguf", "sinew run b --go"]
+    assert typed(Block("p", 1, "console", '$ sinew bench a   # fast\n{"ms": 1}\n')) == ["sinew bench a"]
+    assert typed(Block("p", 1, "", '{"images": []}\n')) == []
+    assert typed(Block("p", 1, "toml", "a = 1\n")) == []
+    assert without_comment("curl x#y") == "curl x#y"
+    for wrong in (Block("p", 1, "", "sinew a\nsniew b\n"), Block("p", 1, "fortran", "x\n")):
+        with pytest.raises(AssertionError, match="knows"):
+            typed(wrong)
+
+
+def test_a_walk_judges_what_comes(tmp_path: Path) -> None:
+    walk = Walk("README.md", tmp_path)
+    with pytest.raises(AssertionError, match="README.md has no line"):
+        walk.type("sinew inspekt policy.gguf")
+    with pytest.raises(AssertionError, match="expected 0"):
+        walk.run("false")
+    with pytest.raises(AssertionError, match="internal error"):
+        walk.run("echo internal error")
+    with pytest.raises(AssertionError, match="'successes' is not printed"):
+        walk.run("echo done", says=("successes",))
+    assert "sinew inspect policy.gguf" in walk.left()
+    assert not pages.ROOT.samefile(walk.folder)
+
+
+# ----------------------------------------------------------------------------- the first day, as it is typed
+
+
+def test_a_checkpoint_becomes_a_policy_that_answers(tmp_path: Path) -> None:
+    walk = Walk("README.md", tmp_path, quick=True)
+    arm(walk)
+    walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
+    walk.type("sinew inspect policy.gguf", says=("camera1", "6 values"))
+    chunk = walk.type(
+        "sinew infer policy.gguf --image camera1=front.jpg --image camera2=wrist.png"
+        ' --state 0,-45,60,10,0,20 --prompt "pick up the red cube"'
+    )
+    assert len(chunk.result["actions"]) == 50, chunk
+
+
+def test_a_server_and_its_robots(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    walk = Walk("README.md", tmp_path, quick=True)
+    walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
+    my_robot(walk, ("front", "wrist"), 4)
+    with walk.serving("sinew serve policy.gguf"):
+        episodes = walk.type(
+            "sinew run tcp://127.0.0.1:5555 --robot gym:sinew/Blocks-v0 --handover freeze --replan 8",
+            adds="--episodes 10 --hz 60",
+            says=("successes",),
+        )
+        won(episodes, 8, of=10)
+        asked = "--prompt 'put the red block into the left bin' --seconds 3"
+        drove(walk.run(f"sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm {asked}"))
+        streamed(walk.run(f"sinew stream tcp://127.0.0.1:5555 --robot dry {asked}"))
+    streamed(walk.run(f"sinew stream policy.gguf --robot dry {asked}"))
+    evaluated(
+        walk.type("sinew eval policy.gguf --env sinew/Blocks-v0 --episodes 100", instead=("100", "5")), 0.8
+    )
