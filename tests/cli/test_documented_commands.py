@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,30 +11,14 @@ import yaml
 from cyclopts import App
 
 from sinew.cli import GROUPS, VERBS, build_app, settings, terminal
+from tests.journeys.pages import BLOCK, PAGES, ROOT, lines
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted(
-        path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"
-    ),  # which tells of the past
-    *sorted((ROOT / "packages").glob("*/README.md")),
-]
 EVERYWHERE = {"json", "debug", "config", "help"}
-BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def app() -> App:
     return build_app()
-
-
-def commands(text: str) -> list[str]:
-    """Lines of a page's code blocks that begin with ``sinew VERB``."""
-    lines = [
-        line.strip() for block in BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()
-    ]
-    return [line for line in lines if re.match(r"sinew [a-z]+ ", line)]
 
 
 def mentions(text: str) -> list[str]:
@@ -49,12 +32,13 @@ def verb_of(app: App, words: list[str]) -> App:
     return app[words[0]][words[1]]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_a_page_are_understood(page: Path, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page_are_understood(page: str, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "output", terminal.Output())
-    text = page.read_text()
-    for line in commands(text):
-        words = [word for word in shlex.split(line, comments=True)[1:] if word != "&"]
+    for line in lines(page):
+        if not line.startswith("sinew "):
+            continue
+        words = [word for word in shlex.split(line)[1:] if word != "&"]
         if "..." in words or ">" in words:
             continue
         terminal.take_json(words)
@@ -63,7 +47,7 @@ def test_commands_of_a_page_are_understood(page: Path, app: App, monkeypatch: py
             app.parse_args(words, exit_on_error=False, print_error=False)
         except Exception as error:  # noqa: BLE001 - whatever it is, the line is wrong
             pytest.fail(f"{line}\n{error}")
-    for line in mentions(text):
+    for line in mentions(PAGES[page].read_text()):
         words = line.split()[1:]
         assert words[0] in VERBS, line
         if flags := {word.partition("=")[0] for word in words if word.startswith("--")}:
@@ -72,7 +56,7 @@ def test_commands_of_a_page_are_understood(page: Path, app: App, monkeypatch: py
 
 
 def test_the_readme_and_tutorials_show_commands() -> None:
-    shown = {str(page.relative_to(ROOT)): len(commands(page.read_text())) for page in PAGES}
+    shown = {page: sum(line.startswith("sinew ") for line in lines(page)) for page in PAGES}
     assert shown["README.md"] >= 10
     assert all(count >= 5 for name, count in shown.items() if "tutorial-" in name)
 
@@ -91,7 +75,7 @@ def _entries(part: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "packages").glob("*/README.md")]:
+    for page in [*PAGES.values(), ROOT / "docs" / "log.md"]:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
