@@ -119,7 +119,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     ("options", "message"),
     [
         (("--robot", "toaster"), "--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE"),
-        (("--robot", "no.such:Arm"), "robot no.such:Arm: ModuleNotFoundError"),
+        (("--robot", "no.such:Arm"), "robot no.such:Arm: no module 'no'; searched "),
         (("--robot", "builtins:list"), "expected the methods observe, act and hold; observe is missing"),
         (("--robot", "lerobot:so101_follower"), "lerobot"),
         (("--handover", "late"), "handover: expected one of freeze"),
