@@ -24,6 +24,7 @@ from sinew.cli.options import RUNS, Runs, json_object
 from sinew.cli.run_connection import ASSIST_WHEN, assist_rule, check_guidance, open_assist, open_connection
 from sinew.cli.run_view import Keys, View
 from sinew.core import SinewError
+from sinew.signals import handled
 
 SCHEMA = "sinew.run/1"
 
@@ -167,16 +168,11 @@ def _drive(loop: Loop, seconds: float | None, go: bool) -> Cadence:
 
 def _run(loop: Loop, steps: int | None) -> Cadence:
     # A signal ends the run as ``q`` does: after the present tick, with the robot holding and the journal complete.
-    before = {
-        number: signal.signal(number, lambda *_: loop.stop()) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        return loop.run(steps)
-    except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
-        return loop.report()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
+        try:
+            return loop.run(steps)
+        except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+            return loop.report()
 
 
 def print_cadence(cadence: Cadence) -> None:

@@ -26,6 +26,7 @@ from sinew.cli.run import open_robot
 from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
 from sinew.keys import key_from_environment
+from sinew.signals import handled
 from sinew.sources import is_server
 
 log = logging.getLogger(__name__)
@@ -184,16 +185,12 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
 
 def _drive(loop: StreamLoop, ticks: int | None) -> StreamReport:
     """Run under the live view where there is a terminal; a signal ends the run with the robot holding."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: loop.stop()) for number in numbers}
-    try:
-        if not sys.stdout.isatty():
-            logging.basicConfig(level=logging.WARNING, format="%(message)s")
-            return loop.run(ticks)
-        with StreamView(loop):
-            return loop.run(ticks)
-    except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
-        return loop.report()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
+        try:
+            if not sys.stdout.isatty():
+                logging.basicConfig(level=logging.WARNING, format="%(message)s")
+                return loop.run(ticks)
+            with StreamView(loop):
+                return loop.run(ticks)
+        except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+            return loop.report()

@@ -241,6 +241,25 @@ def test_the_robot_holds_when_nobody_could_stop_it(tmp_path: Path, end: str) -> 
         assert "cadence" in (tmp_path / "out").read_text()
 
 
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--go"]
+    with processes.Process(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, ignored=(signal.SIGHUP,)
+    ) as process:
+        os.close(theirs)
+        try:
+            _read_until(ours, b"moves")
+            process.send_signal(signal.SIGHUP)
+            os.write(ours, b" ")
+            _read_until(ours, b"paused")
+            os.write(ours, b"q")
+            _drain(ours, process)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 def _drain(terminal: int, process: processes.Process) -> bytes:
     """Return what is drawn until the process ends; a terminal that nobody reads would block it. Closes the terminal."""
     seen, limit, ended = b"", time.monotonic() + 60, False
