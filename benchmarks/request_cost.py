@@ -96,7 +96,7 @@ def counted(checkout: Path, requests: int) -> dict[str, dict[str, float]]:
                     client.stdout.readline()
                     found.append(_snapshot(server.pid, snapshot))
                 client.stdin.close()
-            server.send_signal(signal.SIGINT)
+            server.terminate()
     (calls_before, objects_before), (calls, objects) = found
     return {
         "calls": _per_request(calls, calls_before, requests),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -125,7 +124,7 @@ def stamped(requests: int) -> list[dict[str, float]]:
                 raise SystemExit("the server did not start")
             client = [sys.executable, "-c", CLIENT, str(files[1]), line.split()[2], str(requests)]
             subprocess.run(client, env=environment, cwd=folder, check=True)
-            server.send_signal(signal.SIGINT)
+            server.terminate()
         both = sorted(
             ((name, at) for file in files for name, at in json.loads(file.read_text())),
             key=lambda stamp: stamp[1],

@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -71,7 +70,7 @@ def serving(*arguments: object) -> Iterator[tuple[str, int]]:
             raise SystemExit(f"the server did not start: {process.stderr.read()}")
         yield line.removeprefix("ready on ").strip(), process.pid
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         try:
             process.communicate(timeout=10)
         except subprocess.TimeoutExpired:

@@ -75,9 +75,15 @@ def guide(
 ) -> tuple[Guidance, np.ndarray]:
     """Return the guidance of requests of one kind and beta, and the start of their solution, float32 [B, H, A].
 
-    noise: float32 [B, H, A], a row for each request. place: turns an array into one of the engine's.
+    noise: float32 [B, H, A], one [H, A] for each request, also where there is a single one. place: turns an array into
+    one of the engine's. Raises ValueError for noise of another shape: a missing axis would be broadcast in silence.
     """
     kind, beta = wanted[0].kind, wanted[0].beta
+    shape = (len(wanted), *wanted[0].target.shape)
+    if noise.shape != shape:
+        raise ValueError(
+            f"noise: expected {list(shape)}, one [H, A] for each request, got {list(noise.shape)}"
+        )
     weights = place(np.stack([each.weights for each in wanted]))
     if kind in ("ramp", "trained"):
         started = noise.copy()

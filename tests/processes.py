@@ -51,6 +51,7 @@ PRELOAD = (
     "sinew.serve.process",
     "sinew.serve.wires.native",
 )
+PYTHON_IGNORES = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)]
 
 
 class Process:
@@ -58,6 +59,9 @@ class Process:
 
     ``stdin``, ``stdout`` and ``stderr`` are None (the worker's own), a file, a descriptor, ``subprocess.PIPE`` or
     ``subprocess.DEVNULL``. Leaving it as a context manager waits for its end, as with ``subprocess.Popen``.
+
+    Its signals do what they do in a new interpreter in front of a terminal, whatever the worker and its parents ignore
+    (SIGINT in the background of a script, SIGHUP under nohup), but for those that are to be ``ignored``.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Process:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         start_new_session: bool = False,
+        ignored: Sequence[signal.Signals] = (),
     ):
         words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in command]
         assert words[0] == sys.executable, f"{words[0]} is not this interpreter"
@@ -97,6 +102,7 @@ class Process:
             "env": dict(os.environ if env is None else env),
             "cwd": str(Path.cwd()) if cwd is None else os.fspath(cwd),
             "session": start_new_session,
+            "ignored": list(map(int, ignored)),
         }
         try:
             self._fate = Nursery.here().fork(request, theirs)
@@ -220,6 +226,15 @@ def _requests(nursery: socket.socket) -> tuple[dict[str, Any], array.array]:
     return json.loads(first + rest), array.array("i", descriptors)
 
 
+def _answer_signals(ignored: Sequence[int]) -> None:
+    """Have every signal do what it does in a new interpreter, but for those that are to be ignored."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    usual = {signal.SIGINT: signal.default_int_handler, **dict.fromkeys(PYTHON_IGNORES, signal.SIG_IGN)}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError):  # the C library's own
+            signal.signal(number, signal.SIG_IGN if number in ignored else usual.get(number, signal.SIG_DFL))
+
+
 def _keep(request: dict[str, Any], descriptors: array.array) -> list[str] | None:
     """Fork the process and wait for its end, in the keeper; returns the words in the process itself."""
     *streams, fate = descriptors
@@ -240,6 +255,7 @@ def _keep(request: dict[str, Any], descriptors: array.array) -> list[str] | None
     os.chdir(request["cwd"])
     if request["session"]:
         os.setsid()
+    _answer_signals(request["ignored"])
     return request["words"]
 
 
@@ -310,7 +326,6 @@ def main() -> None:
             words = _keep(request, descriptors)
             if words is None:
                 os._exit(0)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             _end(words)
         for descriptor in descriptors:
             os.close(descriptor)

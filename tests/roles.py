@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -93,7 +92,7 @@ class Role:
                 said += part
             yield
         finally:
-            server.send_signal(signal.SIGINT)
+            server.terminate()
             rest = server.communicate(timeout=60)[0]
         if server.returncode != 0:
             sys.exit(f"{self.name}: {line} ended with {server.returncode}\n{said}{rest}")

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from sinew import __version__, progress
 from sinew.cli import settings, terminal
+from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from sinew.core import MissingPackageError, SinewError, did_you_mean
 
 VERBS = {
@@ -58,8 +59,6 @@ FUNCTIONS = {
 }  # others are named as their file
 GROUPS = {"fleet", "perf"}  # verbs with commands of their own
 
-EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
-
 
 def function_of(verb: str) -> str:
     """Return the module in this package and the function of a verb, as ``serve:serve``."""
@@ -75,7 +74,9 @@ def build_app(config: Path | None = None) -> App:
             "`--json` prints a result as JSON alone, `--json FILE.json` writes it beside the text; in a pipe it is the"
             " last line. `--debug` (or SINEW_DEBUG=1) shows the traceback of an error. Every flag of a verb can also"
             " come from the environment (SINEW_SERVE_HOST) or from `--config FILE.toml` (SINEW_CONFIG): `host` under"
-            " `[serve]`."
+            " `[serve]`. Exit status: 0 as asked, 1 an error or a gate that failed, 2 a wrong flag, 3 it came to its"
+            " end but something inside failed, 70 a server that wants to be started again, 130 interrupted, 141 nobody"
+            " reads what it prints."
         ),
         version=__version__,
         result_action="return_value",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import partial
@@ -18,7 +19,7 @@ from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from sinew import machine
-from sinew.cli import terminal
+from sinew.cli import status, terminal
 from sinew.cli.eval_variants import settled
 from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
@@ -72,7 +73,7 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
 ) -> int:
     """Run a policy in closed loop and count successes.
 
-    Exit code 1 means that the gate failed, or an error.
+    Exit status 1 means that the gate failed, or an error; 3 that answers could not be executed.
 
     Args:
         target: a bundle, a folder of `sinew export`, a checkpoint or training run, a name of the hub, the address of a
@@ -192,8 +193,12 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     console = terminal.console()
     for part in _terminal(report):
         console.print(part, soft_wrap=isinstance(part, str))
-    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
-    return 1 if failed else 0
+    broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
+    problems = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
+    shown = {name: value for name, value in report.items() if name != "episodes"}
+    terminal.emit(shown | {"failed": problems})
+    status_of_faults = status.ended(problems)
+    return status.EXIT_ERROR if failed else status_of_faults
 
 
 def _protocol(

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter, validators
 
+from sinew.cli import status
 from sinew.cli.serve import access_logging, ready_text, say, set_up_logs, warn_of_exposure
 from sinew.keys import api_key_of
-from sinew.serve.process import Process, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.process import HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
 
 if TYPE_CHECKING:
     from sinew.serve.fleet.cluster import Fleet
+    from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ def up(
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
 
     Robots see one server, as of `sinew serve`. A replica that dies is replaced, and its request is sent to another.
+    Exit status 3: requests failed by internal errors; 70: it could not answer any more.
 
     Args:
         config: a YAML file: policies by name, each with a source and a number of replicas (docs/fleet.md).
@@ -69,20 +72,23 @@ def up(
     listen = replace(listen, dashboard=listen.is_loopback or bool(api_key))
     replicas = Fleet(found, Supervisor(0), attach, queue)
     process = Process(open_wires(parse(wire or ()), listen))
+    failed: list[str] = []
     try:
         if not listen.is_loopback:
             warn_of_exposure(host, process.wires, bool(api_key), tls_cert is not None)
         with access_logging(access_log), process.signals():
-            _answer(process, replicas, api_key, deadline_ms)
+            failed = _answer(process, replicas, api_key, deadline_ms)
     except KeyboardInterrupt:
         logger.info("stopped before the fleet was ready")
     finally:
         process.close()
         replicas.stop()
-    return 0
+    code = status.ended(failed)
+    return code if process.hopeless is None else HOPELESS
 
 
-def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float | None) -> None:
+def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float | None) -> list[str]:
+    """Answer until the end; return what failed inside, a sentence each."""
     from sinew.serve.service import Service
 
     first, *others = replicas.start().items()
@@ -94,3 +100,11 @@ def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float 
     text = ready_text(replicas.first, tuple(process.wires), more)
     with process.signals():  # Ray has taken them
         process.run(service, lambda: say(text))
+    return internal(service)
+
+
+def internal(service: Service) -> list[str]:
+    """Return how many requests failed by errors of this program or of a policy, in a sentence; none where none did."""
+    service.metrics.count()
+    count = service.metrics.outcomes["internal"]
+    return [f"{count} requests failed by internal errors; the log has the details"] if count else []

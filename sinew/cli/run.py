@@ -8,22 +8,32 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter, validators
 from rich.table import Table
 from sinew_client import ClientError
 from sinew_client.control import Adapter, Cadence, Journal, Limits, Loop, MotionWatch, Settings
-from sinew_client.control.robots import Dry, open_class, open_lerobot
+from sinew_client.errors import Refused
 
-from sinew.cli import terminal
+from sinew.cli import status, terminal
 from sinew.cli.options import RUNS, Runs, json_object
 from sinew.cli.run_connection import ASSIST_WHEN, assist_rule, check_guidance, open_assist, open_connection
+from sinew.cli.run_robot import (
+    choose_prompt,
+    episodes_of,
+    episodes_row,
+    follow_episodes,
+    refusal,
+    robot_opener,
+)
 from sinew.cli.run_view import Keys, View
 from sinew.core import SinewError
+from sinew.signals import handled
 
 SCHEMA = "sinew.run/1"
 
@@ -60,16 +70,19 @@ def run(
 ) -> int:
     """Drive a robot with a policy: chunks become one command per control step, whatever the network does.
 
-    Starts paused where there is a keyboard. Ends with a report of the cadence. docs/control.md.
+    Starts paused where there is a keyboard. Ends with a report of the cadence and, of gym:ENV, of the episodes. Exit
+    status 3: answers failed by errors, or were missing at the end, or the robot never got a command; a late answer now
+    and then, for which it held, is none of these. docs/control.md.
 
     Args:
         target: address of a server (tcp://host:port; tcp://A,tcp://B turns to the next one where one fails), or what is
             loaded here: a bundle, a folder of `sinew export`,
             a checkpoint or training run, a name of the hub.
-        robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold) or lerobot:TYPE.
+        robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold; the current folder is searched
+            first) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
-        prompt: the instruction.
+        prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
         substeps: commands per control step, for faster actuators; they are interpolated.
         handover: freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]]; +halt:LIMIT
@@ -96,19 +109,17 @@ def run(
         try:
             rule = assist_rule(target, assist, assist_when)
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
+            open_robot = robot_opener(robot, robot_options, cameras, episodes)  # before anything is loaded
             policy, about, connect = open_connection(target, runs, split)
             check_guidance(handover, policy, about)
-            machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
+            machine, instruction, rate = open_robot(policy)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
             dim = int(policy["action"]["dim"])
             rate = hz or rate or policy.get("control_hz")
             if not rate:
                 raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
-            if not (prompt := prompt or instruction or str(policy.get("default_prompt") or "")):
-                raise SinewError(
-                    "--prompt: expected an instruction; neither the policy nor the robot has one"
-                )
+            given = choose_prompt(prompt, instruction, policy)
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
             if edge is not None:
                 edge.check(policy, float(rate))
@@ -123,31 +134,34 @@ def run(
             if assist is not None and rule is not None:
                 connect = assisted = open_assist(assist, rule, assist_deadline, connect, policy, settings)
                 stack.callback(assisted.close)
-            loop = Loop(machine, connect, settings, dim, prompt, adapter=edge)
+            loop = Loop(machine, connect, settings, dim, given, adapter=edge)
             stack.callback(loop.close)
-            if hasattr(machine, "on_episode"):
-                machine.on_episode = loop.restart
+            follow_episodes(machine, loop.restart, prompt)
             if record is not None:
-                journal = Journal(record, settings, dim, robot=robot, target=target)
+                journal = Journal(record, settings, dim, robot=robot, target=target, prompt=given)
                 stack.callback(journal.close)
                 loop.listeners.append(journal.put)
             watch = MotionWatch()
             if settings.motion is None:
                 loop.listeners.append(watch.put)
             cadence = _drive(loop, seconds, go)
+        except Refused as error:
+            raise SinewError(refusal(str(error), machine, policy)) from error
         except ClientError as error:
             raise SinewError(str(error)) from error
     result = {"schema": SCHEMA, "robot": robot, "settings": settings.to_dict(), **cadence.to_dict()}
+    result |= {"prompt": prompt or loop.prompt, **episodes_of(machine)}
     if assisted is not None:
         result["assist"] = assisted.report()
-    if hasattr(machine, "finished"):
-        result |= {"episodes": machine.finished, "successes": machine.successes}
-    print_cadence(cadence)
+    print_cadence(cadence, episodes_row(machine))
     if (fit := watch.fit()) is not None:
         terminal.console(stderr=True).print(fit.advice(), soft_wrap=True, markup=False)
         result["motion"] = asdict(fit)
-    terminal.emit(result)
-    return 0
+    failed = status.problems(
+        cadence.faults, cadence.executed, cadence.held, loop.stopped, cadence.unanswered
+    ) + ([text] if assisted is not None and (text := status.text_of(assisted.faults.to_dict())) else [])
+    terminal.emit(result | {"failed": failed})
+    return status.ended(failed)
 
 
 def _drive(loop: Loop, seconds: float | None, go: bool) -> Cadence:
@@ -167,54 +181,16 @@ def _drive(loop: Loop, seconds: float | None, go: bool) -> Cadence:
 
 def _run(loop: Loop, steps: int | None) -> Cadence:
     # A signal ends the run as ``q`` does: after the present tick, with the robot holding and the journal complete.
-    before = {
-        number: signal.signal(number, lambda *_: loop.stop()) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        return loop.run(steps)
-    except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
-        return loop.report()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
+        try:
+            return loop.run(steps)
+        except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+            loop.stop()
+            return loop.report()
 
 
-def print_cadence(cadence: Cadence) -> None:
+def print_cadence(cadence: Cadence, first: Sequence[tuple[str, str]] = ()) -> None:
     table = Table(title="cadence", show_header=False)
-    for name, text in cadence.rows():
+    for name, text in [*first, *cadence.rows()]:
         table.add_row(name, text)
     terminal.console(stderr=True).print(table)
-
-
-# ----------------------------------------------------------------------------- what is connected to what
-
-
-def open_robot(
-    text: str, options: str | None, cameras: list[str] | None, policy: dict[str, Any], episodes: int | None
-) -> tuple[Any, str, float | None]:
-    """Return a robot, its own instruction and its own rate."""
-    given = json_object("--robot-options", options) or {}
-    kind, _, rest = text.partition(":")
-    if episodes is not None and kind != "gym":
-        raise SinewError("--episodes: belongs to --robot gym:ENV")
-    if kind == "gym" and rest:
-        from sinew.eval.adapters import make_env
-        from sinew.eval.robot import SimulatedRobot
-
-        env, adapter = make_env(rest, env_options=given)
-        simulated = SimulatedRobot(env, adapter, episodes)
-        return simulated, simulated.task, adapter.control_hz
-    if kind == "lerobot" and rest:
-        return open_lerobot(rest, given, policy, _pairs(cameras)), "", None
-    if text == "dry":
-        return Dry(policy), "", None
-    if rest:
-        return open_class(text, given), "", None
-    raise SinewError(f"--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE, got {text!r}")
-
-
-def _pairs(texts: list[str] | None) -> dict[str, str]:
-    for text in texts or []:
-        if "=" not in text:
-            raise SinewError(f"--cameras: expected POLICY=ROBOT, got {text!r}")
-    return dict(text.split("=", 1) for text in texts or [])

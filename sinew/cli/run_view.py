@@ -19,6 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from sinew_client.control import Command, Loop
+from sinew_client.control.report import hz
+
+from sinew.cli.run_robot import episodes_text
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +124,10 @@ class View:
         colour = {"paused": "yellow", "holds": "red", "moves": "green"}[state]
         facts = Table.grid(padding=(0, 2))
         facts.add_row("instruction", Text(loop.prompt or "-"))
+        if (own := getattr(loop.robot, "task", "")) and own != loop.prompt:
+            facts.add_row("the robot's own", Text(own, style="dim"))
+        if episodes := episodes_text(loop.robot):
+            facts.add_row("episodes", Text(episodes))
         if self.keys.typing is not None:
             facts.add_row("new instruction", Text(f"{self.keys.typing}_", style="bold"))
         facts.add_row("state", Text(state, style=f"bold {colour}"))
@@ -133,7 +140,9 @@ class View:
             else f"{1e3 * command.age / loop.settings.hz:.0f} ms"
         )
         delay = 1e3 * loop.controller.player.delay.steps / loop.settings.hz
-        facts.add_row("chunk age", f"{age}, a request takes {delay:.0f} ms")
+        facts.add_row("chunk age", f"{age}, a request takes {delay:.0f} ms{hz(delay)}")
+        if failed := str(loop.controller.faults):
+            facts.add_row("errors", Text(failed, style="red"))
         facts.add_row("steps", f"{loop.steps} at {loop.settings.hz:g} Hz, {loop.pace.late} late")
         held = loop.controller.held
         facts.add_row(

@@ -101,7 +101,8 @@ def serve(
     """Serve a bundle to robot clients over one or more wires, until SIGINT or SIGTERM.
 
     The ports are taken before the model is loaded; requests that come early are answered once it is warm. The
-    first signal stops the server between two stages of the running inference, the second one at once.
+    first signal stops the server between two stages of the running inference, the second one at once. Where SIGINT was
+    ignored at the start (`sinew serve ... &` in a script) it stays ignored; SIGTERM, which `kill` sends, always counts.
 
     Args:
         bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.

@@ -16,16 +16,25 @@ from sinew_client.control import Limits, Planner, StreamLoop
 from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.stream import StreamReport, Watching
+from sinew_client.errors import Refused
 from sinew_client.streams import StreamLink
 
 from sinew import progress
-from sinew.cli import terminal
+from sinew.cli import status, terminal
 from sinew.cli.infer import running
 from sinew.cli.options import RUNS, Runs
-from sinew.cli.run import open_robot
+from sinew.cli.run_robot import (
+    choose_prompt,
+    episodes_of,
+    episodes_row,
+    follow_episodes,
+    refusal,
+    robot_opener,
+)
 from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
 from sinew.keys import key_from_environment
+from sinew.signals import handled
 from sinew.sources import is_server
 
 log = logging.getLogger(__name__)
@@ -59,17 +68,17 @@ def stream(
 ) -> int:
     """Drive a robot with a stream: prefixes of the newest frame and runs of the head never wait for each other.
 
-    The server side is `sinew serve` with its native wire. Ends with rates, ages, misses and reaction times.
-    docs/stream.md.
+    The server side is `sinew serve` with its native wire. Ends with rates, ages, misses and reaction times and, of
+    gym:ENV, the episodes. Exit status 3: windows failed by errors, or the robot never got a command. docs/stream.md.
 
     Args:
         target: address of a server (tcp://host:port), or what is loaded here: a bundle, a checkpoint, a name of the
             hub.
         robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold, and sense where the state alone
-            is cheaper) or lerobot:TYPE.
+            is cheaper; the current folder is searched first) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
-        prompt: the instruction.
+        prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: ticks, samples and nodes per second; the policy's own, or the environment's, if absent.
         camera_hz: frames per second.
         rtc: how whole chunks continue what runs; heads with a time per row need none.
@@ -87,50 +96,59 @@ def stream(
     """
     with ExitStack() as stack:
         try:
+            open_robot = robot_opener(robot, robot_options, cameras, episodes)  # before anything is loaded
+            plan = None if planner is None else open_planner(planner)
             policy, open_link = _policy(target, runs)
-            machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
+            machine, instruction, rate = open_robot(policy)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
             rate = hz or rate or policy.get("control_hz")
             if not rate:
                 raise SinewError("--hz: expected a rate; neither the policy nor the robot states one")
-            prompt = prompt or instruction or str(policy.get("default_prompt") or "")
-            if not prompt:
-                raise SinewError(
-                    "--prompt: expected an instruction; neither the policy nor the robot has one"
-                )
+            given = choose_prompt(prompt, instruction, policy)
             if seconds is None and episodes is None and not sys.stdout.isatty():
                 raise SinewError("--seconds: expected a number where there is no terminal to stop at")
             dim = int(policy["action"]["dim"])
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
             options = {"rtc": rtc, "interpolation": interpolation, "text_tokens": text_tokens}
-            link = open_link(float(rate), session, options, prompt)
+            link = open_link(float(rate), session, options, given)
             stack.callback(link.close)
             try:
                 loop = StreamLoop(
-                    Watching(machine, camera_hz), link, float(rate), dim, prompt, fusion,
+                    Watching(machine, camera_hz), link, float(rate), dim, given, fusion,
                     found.to_dict() if found is not None else None, stale,
                 )  # fmt: skip
             except ValueError as error:
                 raise SinewError(str(error)) from error
-            if hasattr(machine, "on_episode"):
-                machine.on_episode = loop.restart
-            if planner is not None:
-                stack.callback(Planner(open_planner(planner), planner_hz, loop.seen, loop.say).close)
-            report = _drive(loop, None if seconds is None else max(1, round(seconds * float(rate))))
+            follow_episodes(machine, loop.restart, prompt)
+            planning = None
+            if plan is not None:
+                planning = Planner(plan, planner_hz, loop.seen, loop.say)
+                stack.callback(planning.close)
+            report = _drive(loop, machine, None if seconds is None else max(1, round(seconds * float(rate))))
+        except Refused as error:
+            raise SinewError(refusal(str(error), machine, policy)) from error
         except ClientError as error:
             raise SinewError(str(error)) from error
     histograms = {name: histogram(1e3 * each for each in loop.reactions.anywhere(name)) for name in LOOPS}
     result = {"schema": SCHEMA, "robot": robot, **report.to_dict(), "histograms_ms": histograms}
-    result |= {"errors": link.errors, "error": link.error}
+    result |= {"prompt": prompt or loop.prompt, **episodes_of(machine)}
     if text_tokens:
         newest = loop.newest
         result["text"] = {"running": newest.text, "said": newest.said} if newest is not None else {}
-    if hasattr(machine, "finished"):
-        result |= {"episodes": machine.finished, "successes": machine.successes}
-    terminal.console(stderr=True).print(report_table(report))
-    terminal.emit(result)
-    return 0
+    terminal.console(stderr=True).print(report_table(report, episodes_row(machine)))
+    failed = status.problems(report.faults, report.executed, report.held, loop.stopped)
+    if planning is not None:
+        result["planner"] = {
+            "calls": planning.calls,
+            "changes": planning.changes,
+            "failed": planning.failures,
+        }
+        failed += [f"the planner failed in {planning.failures} of {planning.calls} calls"] * bool(
+            planning.failures
+        )
+    terminal.emit(result | {"failed": failed})
+    return status.ended(failed)
 
 
 def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]]:
@@ -182,18 +200,15 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
     return policy, here
 
 
-def _drive(loop: StreamLoop, ticks: int | None) -> StreamReport:
+def _drive(loop: StreamLoop, machine: Any, ticks: int | None) -> StreamReport:
     """Run under the live view where there is a terminal; a signal ends the run with the robot holding."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: loop.stop()) for number in numbers}
-    try:
-        if not sys.stdout.isatty():
-            logging.basicConfig(level=logging.WARNING, format="%(message)s")
-            return loop.run(ticks)
-        with StreamView(loop):
-            return loop.run(ticks)
-    except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
-        return loop.report()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
+        try:
+            if not sys.stdout.isatty():
+                logging.basicConfig(level=logging.WARNING, format="%(message)s")
+                return loop.run(ticks)
+            with StreamView(loop, machine):
+                return loop.run(ticks)
+        except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
+            loop.stop()
+            return loop.report()

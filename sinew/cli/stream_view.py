@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -11,7 +12,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from sinew_client.control.reaction import LOOPS, Reactions, histogram
+from sinew_client.control.report import hz
 from sinew_client.control.stream import StreamLoop, StreamReport
+
+from sinew.cli.run_robot import episodes_text
 
 RATE = 4  # pictures per second
 BARS = "▁▂▃▄▅▆▇█"
@@ -21,8 +25,8 @@ WIDEST = 40  # bins of a histogram
 class StreamView:
     """A panel that is drawn on a thread of its own; the loop waits for nothing."""
 
-    def __init__(self, loop: StreamLoop, console: Console | None = None):
-        self.loop = loop
+    def __init__(self, loop: StreamLoop, machine: Any = None, console: Console | None = None):
+        self.loop, self.machine = loop, machine
         self._before = (time.monotonic(), 0, 0)
         self._rates = (0.0, 0.0)
         self._live = Live(
@@ -45,18 +49,23 @@ class StreamView:
             self._before = (now, ticks, windows)
         facts = Table.grid(padding=(0, 2))
         facts.add_row("instruction", Text(loop.prompt or "-"))
+        if episodes := episodes_text(self.machine):
+            facts.add_row("episodes", Text(episodes))
         facts.add_row(
             "state", Text(f"holds: {loop.reason}", style="bold red") if loop.reason else Text("moves")
         )
         facts.add_row("made by", loop.link.label or "-")
         facts.add_row("ticks", f"{self._rates[0]:.0f} of {loop.rate:g} per second, {loop.pace.late} late")
         facts.add_row("windows", f"{self._rates[1]:.0f} per second, {loop.misses} ticks without a node")
+        if loop.link.errors:
+            facts.add_row("errors", Text(f"{loop.link.errors}, the last: {loop.link.error}", style="red"))
         newest = loop.newest
         if newest is not None:
             facts.add_row(
                 "newest window",
                 f"prefix {newest.prefix_age_ms:.0f} ms old, sample {newest.sensor_age_ms:.1f} ms, head"
-                f" {newest.head_ms:.1f} ms, first node {max(1, loop.delay.steps)} ticks after its sample",
+                f" {newest.head_ms:.1f} ms{hz(newest.head_ms)}, first node {max(1, loop.delay.steps)} ticks after"
+                " its sample",
             )
             if newest.text or newest.said:
                 facts.add_row("says", Text(newest.text or newest.said))
@@ -81,14 +90,18 @@ def reaction_line(reactions: Reactions, loop: str) -> str:
     return f"|{line}| 0 to {max(values):.1f} ms"
 
 
-def report_table(report: StreamReport) -> Table:
+def report_table(report: StreamReport, first: Sequence[tuple[str, str]] = ()) -> Table:
     table = Table(title="stream", show_header=False)
+    for name, text in first:
+        table.add_row(name, text)
     table.add_row("made by", report.label or "-")
     table.add_row("ticks", f"{report.tick_hz:.1f} Hz of {report.rate:g} over {report.seconds:.1f} s")
     table.add_row("late ticks", f"{report.late} of {report.ticks}, {report.skipped} periods skipped")
     table.add_row("windows", f"{report.windows}, {report.window_hz:.1f} Hz; {report.frames} frames sent")
     table.add_row("first node", f"{report.delay} ticks after its sample")
     table.add_row("ticks without a node", str(report.misses))
+    if report.errors:
+        table.add_row("errors", f"{report.errors} in place of windows, the last: {report.error}")
     for reason, count in sorted(report.held.items(), key=lambda each: -each[1]):
         table.add_row("held", f"{count} x {reason}")
     for name, values in report.measured.items():

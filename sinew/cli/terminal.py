@@ -110,7 +110,10 @@ def bars(*columns: Any) -> Iterator[Progress]:
 
 @contextmanager
 def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a task: a spinner or a bar on a terminal, elsewhere one line once it takes longer than two seconds."""
+    """Show a task: a spinner or a bar on a terminal, elsewhere one line once it takes longer than two seconds.
+
+    The line stands before whatever follows the task, or not at all.
+    """
     where = console(stderr=True)
     if not where.is_terminal:
         said = threading.Timer(PATIENCE_S, lambda: where.print(f"{text} ...", soft_wrap=True, markup=False))
@@ -120,6 +123,7 @@ def show_task(text: str, total: int | None) -> Iterator[Callable[[str], None]]:
             yield lambda _: None
         finally:
             said.cancel()
+            said.join()  # a line that has begun ends before what comes next is printed
         return
     if _bars is None:
         with bars(*_columns(total)), show_task(text, total) as advance:

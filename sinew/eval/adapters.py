@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
+from sinew_client.modules import ModuleError, load_module, load_named
 
 from sinew.core import SinewError
 from sinew.eval import suites
@@ -238,6 +239,12 @@ def make_env(
         return _open_suite(*suite, adapter, env_options or {})
     if env_id.startswith("sinew/"):
         importlib.import_module("sinew.sim")  # registers them
+    module, colon, _ = env_id.partition(":")
+    try:
+        if colon:  # gymnasium's way to name the module that registers it
+            load_module(module, f"env {env_id}")
+    except ModuleError as error:
+        raise SinewError(str(error)) from error
     try:
         # The checker warns about images inside nested dicts on every reset; the runner checks what it uses.
         env = gymnasium.make(env_id, disable_env_checker=True, **{**(env_options or {}), **extra})
@@ -268,15 +275,19 @@ def _open_suite(
 def _adapter(name: str, env: gymnasium.Env) -> EnvAdapter:
     if name.endswith(".json"):
         return Mapped(env, read_mapping(Path(name)))
-    module, separator, attribute = ADAPTERS.get(name, name).partition(":")
-    if not separator:
+    named = ADAPTERS.get(name, name)
+    if ":" not in named:
         raise SinewError(
             f"adapter: expected one of {', '.join(ADAPTERS)}, a .json file or module:Class, got {name!r}"
         )
     try:
-        return getattr(importlib.import_module(module), attribute)(env)
-    except (ImportError, AttributeError) as error:
-        raise SinewError(f"adapter {name}: {error}") from error
+        return load_named(named, f"adapter {name}")(env)
+    except SinewError:
+        raise
+    except ModuleError as error:
+        raise SinewError(str(error)) from error
+    except Exception as error:  # whatever somebody's class raises
+        raise SinewError(f"adapter {name}: {type(error).__name__}: {error}") from error
 
 
 def read_mapping(path: Path) -> Mapping:

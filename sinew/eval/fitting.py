@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import gymnasium
+import numpy as np
+
 from sinew.bundle.rename import parse_renames, rename_cameras
-from sinew.core import Observation, SinewError
-from sinew.eval.adapters import make_env
+from sinew.core import Observation, PolicySpec, SinewError
+from sinew.eval.adapters import Direct, EnvAdapter, make_env
 from sinew.eval.policies import EXPERT
 from sinew.eval.settings import Task, Variant
 from sinew.policy import open_bundle
 from sinew.processing import Processor
 
-TASKS = ("sinew/Blocks-v0", "sinew/Pen-v0", "sinew/Egg-v0")  # the embedded ones
+TASKS = {
+    "sinew/Blocks-v0": "blocks",
+    "sinew/Pen-v0": "pen",
+    "sinew/Egg-v0": "egg",
+}  # embedded, and who plays them
 
 
 def task_of(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool = False) -> str:
@@ -24,7 +32,7 @@ def task_of(target: str, rename: Sequence[str] = (), allow_missing_cameras: bool
         with suppress(SinewError):
             check_observation(Task(task), [processor])
             return task
-    return TASKS[0]
+    return next(iter(TASKS))
 
 
 def check_variants(task: Task, variants: Sequence[Variant]) -> float:
@@ -38,7 +46,45 @@ def check_variants(task: Task, variants: Sequence[Variant]) -> float:
         for target, rename, missing in sorted(targets)
         if target != EXPERT and "://" not in target
     ]
-    return check_observation(task, processors)
+    try:
+        return check_observation(task, processors)
+    except MisfitError as error:
+        raise SinewError(f"{error}; {_advice(task.env, error)}") from error
+
+
+class MisfitError(SinewError):
+    """A policy does not take what an environment shows. spec: of the policy. shown: cameras, numbers of state and
+    action of the environment."""
+
+    def __init__(self, text: str, spec: PolicySpec, shown: tuple[tuple[str, ...], int, int]):
+        super().__init__(text)
+        self.spec, self.shown = spec, shown
+
+
+def _advice(env: str, error: MisfitError) -> str:
+    """Return what to do about it, in words of the command line."""
+    spec, (cameras, state, action) = error.spec, error.shown
+    plays = [task for task in TASKS if task != env and _plays(spec, task)]
+    others = [f"this policy plays {plays[0]}"] if plays else []
+    if env in TASKS:
+        others.append(f"`sinew eval {TASKS[env]} --env {env}` plays this one")
+    if (spec.state.dim, spec.action.dim) != (state, action):
+        sizes = (
+            f"its state and actions have {spec.state.dim} and {spec.action.dim} numbers, the environment's {state} and"
+            f" {action}: they do not belong together"
+        )
+        return ", ".join([sizes, *others])
+    free = [camera.name for camera in spec.cameras if camera.name not in cameras]
+    spare = [name for name in cameras if name not in {camera.name for camera in spec.cameras}]
+    renames = " ".join(f"--rename {new}={camera}" for new, camera in zip(spare, free, strict=False))
+    return (
+        ", ".join([f"{renames} says which camera is which"] * bool(renames) + others) or "choose an --adapter"
+    )
+
+
+def _plays(spec: PolicySpec, env: str) -> bool:
+    own = open_bundle(TASKS[env]).manifest.spec
+    return (spec.cameras, spec.state.dim, spec.action.dim) == (own.cameras, own.state.dim, own.action.dim)
 
 
 def _processor(target: str, rename: tuple[str, ...], allow_missing_cameras: bool) -> Processor:
@@ -48,16 +94,33 @@ def _processor(target: str, rename: tuple[str, ...], allow_missing_cameras: bool
 
 
 def check_observation(task: Task, processors: Sequence[Processor]) -> float:
-    """Check the first observation of a task's environment; return the control rate in Hz."""
+    """Check the first observation of a task's environment; return the control rate in Hz. Raises
+    :class:`MisfitError`."""
     env, adapter = make_env(task.env, task.adapter, task.env_options)
     try:
         if processors:
             raw, _ = env.reset(seed=0, options=task.reset_options)
             observation = Observation.from_mapping(adapter.observation(raw))
             for processor in processors:
-                processor.check(observation)
+                _check(task, env, adapter, processor, observation)
         return adapter.control_hz
-    except SinewError as error:
-        raise SinewError(f"{task.env}: the policy does not take its observations: {error}") from error
     finally:
         env.close()
+
+
+_PYTHON = re.compile(r" \((?:rename [^)]*|allow_missing_cameras[^)]*)\)")  # hints for who calls sinew.load
+
+
+def _check(
+    task: Task, env: gymnasium.Env, adapter: EnvAdapter, processor: Processor, observation: Observation
+) -> None:
+    width = (env.action_space.shape or (0,))[0]
+    shown = tuple(map(str, observation.images)), int(np.size(observation.state)), width
+    spec, begins = processor.spec, f"{task.env} and {processor.spec.name} do not fit"
+    try:
+        processor.check(observation)
+    except SinewError as error:
+        raise MisfitError(f"{begins}: {_PYTHON.sub('', str(error))}", spec, shown) from error
+    if isinstance(adapter, Direct) and spec.action.dim != width:
+        got = f"actions: expected {spec.action.dim} numbers, the environment takes {width}"
+        raise MisfitError(f"{begins}: {got}", spec, shown)

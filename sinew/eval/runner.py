@@ -52,6 +52,7 @@ class Episode:
     seam: float = 0.0
     jerk: float = 0.0
     reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # of streams, by loop
+    faults: dict[str, int] = field(default_factory=dict)  # answers that could not be executed, by kind
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -181,6 +182,7 @@ def run_episode(
         wall_s=round(time.perf_counter() - begun, 4),
         seam=round(smoothness.seam, 5),
         jerk=round(smoothness.jerk, 5),
+        faults=dict(controller.faults.counts),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ def _wait_until_ready(server: subprocess.Popen[str], log: Path) -> str:
 
 def _stop(server: subprocess.Popen[str]) -> int:
     if server.poll() is None:
-        server.send_signal(signal.SIGINT)
+        server.terminate()  # SIGINT may be ignored: in the background of a script
     try:
         return server.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:

@@ -19,6 +19,7 @@ from sinew_client.control.pace import Pace
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.report import percentiles
 from sinew_client.control.stream import StreamLoop
+from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 from sinew.core import SinewError
@@ -71,6 +72,7 @@ class SimulatedLink:
         self._sent: list[tuple[float, StreamWindow]] = []  # when each arrives, in that order
         self._clock = 0.0
         self.label = session.label
+        self.errors, self.error, self.faults = 0, "", Faults()  # none: what fails here is raised
 
     def send(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -88,6 +89,7 @@ class Metrics:
             ("sinew_sessions", f"Sessions heard of in the last {SESSION_S:g} s", lambda: self.sessions),
         ):
             Gauge(name, about, registry=own).set_function(value)
+        self.outcomes: Tally[str] = Tally()  # of all wires, as counted so far
         self._answered: deque[tuple[str, ActionChunk | SinewError, float, bool]] = deque()  # not counted yet
         self._counting = threading.Lock()
         self._lock = threading.Lock()
@@ -104,7 +106,9 @@ class Metrics:
                 self._count(*self._answered.popleft())
 
     def _count(self, wire: str, outcome: ActionChunk | SinewError, seconds: float, missed: bool) -> None:
-        self._requests.labels(wire, outcome.code if isinstance(outcome, SinewError) else "ok").inc()
+        code = outcome.code if isinstance(outcome, SinewError) else "ok"
+        self._requests.labels(wire, code).inc()
+        self.outcomes[code] += 1
         if missed:
             self._missed.labels(wire).inc()
         if isinstance(outcome, SinewError):

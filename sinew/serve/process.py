@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from sinew.serve.service import Service, Wire
+from sinew.signals import handled
 
 logger = logging.getLogger(__name__)
 
@@ -77,22 +78,18 @@ class Process:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Inside, the first SIGINT or SIGTERM stops :meth:`run` (before it: raises KeyboardInterrupt);
-        the second ends the process at once. Main thread only."""
+        the second ends the process at once. SIGINT stays ignored where it was. Main thread only."""
 
         def on_signal(_number: int, _frame: object) -> None:
-            for each in previous:
+            for each in taken:
                 signal.signal(each, signal.SIG_DFL)
             if not self._running:
                 raise KeyboardInterrupt
             end_for_sure()
             self.stop()
 
-        previous = {each: signal.signal(each, on_signal) for each in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handled((signal.SIGINT, signal.SIGTERM), on_signal) as taken:
             yield
-        finally:
-            for each, handler in previous.items():
-                signal.signal(each, handler)
 
 
 def end_for_sure() -> None:

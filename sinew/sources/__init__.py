@@ -8,10 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinew.convert.families.lerobot_folder import resolve as model_folder
-from sinew.core import BundleError, ConvertError
+from sinew.core import BundleError, ConvertError, did_you_mean
 from sinew.sources import cache, hub
 
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
 EXPORTED = "policy.gguf"  # the bundle without weights in a folder of graphs, as `sinew export` writes it
+
+
+def embedded() -> dict[str, Path]:
+    """Return the trained policies of this package by name: blocks, pen, egg ... A file or folder of the same name in
+    the current folder comes first."""
+    return {path.stem: path for path in sorted(ASSETS.glob("*.gguf"))}
 
 
 def is_server(source: str) -> bool:
@@ -22,19 +29,22 @@ def is_server(source: str) -> bool:
 def resolve(source: str | Path) -> Path:
     """Return the bundle, or the folder of ``sinew export``, that holds the policy of ``source``.
 
-    source: a bundle file; a folder that ``sinew export`` wrote; a checkpoint folder that ``sinew convert`` reads
-    without further options; a LeRobot training run or one of its checkpoints; ``org/name`` or
-    ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub. What is fetched, converted or taken from the
-    cache is told through :mod:`sinew.progress`. Raises :class:`BundleError` and :class:`ConvertError`.
+    source: a bundle file; the name of a policy of this package (:func:`embedded`); a folder that ``sinew export``
+    wrote; a checkpoint folder that ``sinew convert`` reads without further options; a LeRobot training run or one of
+    its checkpoints; ``org/name`` or ``hf://org/name[@revision][/file.gguf]`` of the Hugging Face hub. What is fetched,
+    converted or taken from the cache is told through :mod:`sinew.progress`. Raises :class:`BundleError` and
+    :class:`ConvertError`.
     """
     path = Path(source)
     if path.is_dir():
         return _folder(path, str(source))
     if path.exists():
         return path
+    if str(source) in (own := embedded()):
+        return own[str(source)]
     name = hub.parse(str(source))
     if name is None:
-        raise BundleError(f"{source}: no such file or folder")
+        raise BundleError(f"{source}: no such file or folder{did_you_mean(str(source), own)}")
     fetched = hub.fetch(name)
     return fetched if fetched.is_file() else _folder(fetched, str(name), name.repository.split("/")[-1])
 

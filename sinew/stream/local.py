@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from sinew_client.faults import Faults, kind_of
 from sinew_client.streams import StreamWindow
 
 from sinew.core import SinewError
@@ -15,17 +15,18 @@ from sinew.stream.loops import Loops
 from sinew.stream.session import Sample, Session
 from sinew.stream.windows import Window
 
-logger = logging.getLogger(__name__)
-
 UNREAD = 256  # windows that wait; older ones are dropped
 
 
 class LocalLink:
-    """Runs the two loops of one session on threads of its own. ``errors``, ``error``: as of a StreamLink."""
+    """Runs the two loops of one session on threads of its own.
+
+    ``errors``, ``error``, ``faults``: as of a StreamLink.
+    """
 
     def __init__(self, session: Session, loops: Loops | None = None):
         self.session, self._loops = session, loops or Loops()
-        self.label, self.error, self.errors = session.label, "", 0
+        self.label, self.error, self.errors, self.faults = session.label, "", 0, Faults()
         self._windows: deque[StreamWindow] = deque(maxlen=UNREAD)
         self._loops.add(session, self)
 
@@ -78,6 +79,6 @@ class LocalLink:
 
     def failed(self, error: SinewError) -> None:
         self.errors += 1
-        if str(error) != self.error:
-            logger.warning("%s", error)
+        if kind := kind_of(error):
+            self.faults.add(kind, str(error))
         self.error = str(error)

@@ -47,6 +47,7 @@ class Loops:
         self._news = (threading.Event(), threading.Event())  # for the slow and the fast loop
         self._running: list[threading.Thread] = []
         self._ended = False
+        self._told = ""  # the last error whose traceback is in the log: the next run may well raise it again
 
     def add(self, session: Session, listener: Listener) -> None:
         with self._lock:
@@ -101,15 +102,18 @@ class Loops:
             listener.window(window)
         return window is not None
 
-    @staticmethod
-    def _safely(work: Callable[[Session, Listener], bool], session: Session, listener: Listener) -> bool:
+    def _safely(
+        self, work: Callable[[Session, Listener], bool], session: Session, listener: Listener
+    ) -> bool:
         try:
             return work(session, listener)
         except SinewError as error:
             listener.failed(error)
-        except Exception:  # whatever it is, the other streams go on
-            logger.exception("a stream failed")
-            listener.failed(SinewError("internal error"))
+        except Exception as error:  # whatever it is, the other streams go on
+            if (text := f"{type(error).__name__}: {error}") != self._told:
+                logger.exception("a stream failed")
+                self._told = text
+            listener.failed(SinewError(f"internal error ({type(error).__name__}); the log has the details"))
         return True
 
 

@@ -14,7 +14,7 @@ from sinew_client.control import Node, Trajectory
 
 from sinew.core import Observation, SinewError
 from sinew.processing import Processor
-from sinew.processing.continuation import continuation
+from sinew.processing.continuation import Continuation, continuation
 from sinew.stream.text import SILENT, Text
 
 if TYPE_CHECKING:
@@ -132,8 +132,9 @@ class Chunks:
             return self._halves.solve(context, noise, steps)
         from sinew.guidance import guide
 
-        guidance, started = guide(options, self._processor.spec.solver, noise, self._halves.place)
-        return self._halves.solve(context, started, steps, guidance)
+        solver, place = self._processor.spec.solver, self._halves.place
+        guidance, started = guide([options], solver, noise[None], place)  # a batch of one
+        return self._halves.solve(context, started[0], steps, guidance)
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
         """Return the rows of the nodes from ``origin`` on, float32 [K, D], of a chunk [H, D] in world units.
@@ -165,7 +166,7 @@ class Chunks:
             if (node := self._handed.take(step)) is not None:
                 self._handed.commanded(step, node.row)
 
-    def _continuation(self, state: Any, frame_time: float, origin: int) -> Any:
+    def _continuation(self, state: Any, frame_time: float, origin: int) -> Continuation | None:
         if self.guidance == "none":
             return None
         self._commit(origin)

@@ -119,7 +119,7 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
     ("options", "message"),
     [
         (("--robot", "toaster"), "--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE"),
-        (("--robot", "no.such:Arm"), "robot no.such:Arm: ModuleNotFoundError"),
+        (("--robot", "no.such:Arm"), "robot no.such:Arm: no module 'no'; searched "),
         (("--robot", "builtins:list"), "expected the methods observe, act and hold; observe is missing"),
         (("--robot", "lerobot:so101_follower"), "lerobot"),
         (("--handover", "late"), "handover: expected one of freeze"),
@@ -239,6 +239,26 @@ def test_the_robot_holds_when_nobody_could_stop_it(tmp_path: Path, end: str) -> 
     assert any(event["event"] == "command" and event["command"]["row"] is not None for event in events)
     if end.startswith("SIG"):
         assert "cadence" in (tmp_path / "out").read_text()
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "sinew", "run", str(BLOCKS), *PLAIN, "--go"]
+    with processes.Process(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, ignored=(signal.SIGHUP,)
+    ) as process:
+        os.close(theirs)
+        try:
+            _read_until(ours, b"moves")
+            process.send_signal(signal.SIGHUP)
+            for state in (b"paused", b"moves") * 3:  # a run that ends draws its view once more, and not six times
+                os.write(ours, b" ")
+                _read_until(ours, state)
+            os.write(ours, b"q")
+            _drain(ours, process)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def _drain(terminal: int, process: processes.Process) -> bytes:

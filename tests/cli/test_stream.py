@@ -14,6 +14,7 @@ from sinew_client.control import Planner
 from sinew_client.control.pace import Pace
 from sinew_client.control.planner import open_planner
 from sinew_client.control.stream import StreamLoop, Watching
+from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 from sinew.cli import main
@@ -78,7 +79,8 @@ class Replayed:
 
     def __init__(self) -> None:
         self.sent: list[tuple[float, Any]] = []
-        self.answered = 0
+        self.answered = self.errors = 0
+        self.error, self.faults = "", Faults()
 
     def send(self, state: Any, time: float, delay: int = 1, images: Any = None, *_: Any, **__: Any) -> bool:
         self.sent.append((time, images))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -89,18 +93,47 @@ def test_consoles_print_names_as_they_are(capsys) -> None:
     assert capsys.readouterr().out == f"{line}\n"  # nor are 116 columns broken where nobody looks
 
 
-def test_what_takes_long_is_announced(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
+class Listened(io.StringIO):
+    """Standard error that says when somebody begins to write to it.
+
+    pytest's own capture is read and emptied in two steps, between which what another thread writes is lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.begun.set()
+        time.sleep(0.05)  # long enough to be overtaken by whoever does not wait
+        return super().write(text)
+
+
+@contextlib.contextmanager
+def a_task(wait: bool) -> Iterator[Listened]:
+    """A task that ends at once, or once somebody has begun to announce it."""
     before = progress.listen(terminal.show_task)
     try:
-        with progress.task("exporting pen.gguf"):
-            deadline = time.monotonic() + 10
-            said = ""
-            while "exporting" not in said and time.monotonic() < deadline:
-                said += capsys.readouterr().err
-        assert said == "exporting pen.gguf ...\n"
+        with contextlib.redirect_stderr(Listened()) as heard:
+            with progress.task("exporting pen.gguf"):
+                assert not wait or heard.begun.wait(60)
+            yield heard
     finally:
         progress.listen(before)
+
+
+def test_what_takes_long_is_announced_before_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.01)
+    with a_task(wait=True) as heard:
+        assert heard.getvalue() == "exporting pen.gguf ...\n"
+
+
+def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE_S", 1e6)
+    threads = threading.active_count()
+    with a_task(wait=False) as heard:
+        assert threading.active_count() == threads  # no timer is left
+        assert not heard.getvalue()
 
 
 # ----------------------------------------------------------------------------- errors

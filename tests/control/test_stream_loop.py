@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sinew_client.control import Blind, Pace, StreamLoop
 from sinew_client.control.stream import MAX_DELAY, Watching
+from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 
@@ -40,7 +41,8 @@ class Link:
     def __init__(self) -> None:
         self.ready: list[StreamWindow] = []
         self.sent: list[tuple[float, int, bool]] = []
-        self.restarts = 0
+        self.restarts = self.errors = 0
+        self.error, self.faults = "", Faults()
 
     def send(self, state: Any, time: float, delay: int = 1, images: Any = None, *_: Any, **__: Any) -> bool:
         self.sent.append((time, delay, images is not None))

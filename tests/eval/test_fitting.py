@@ -22,10 +22,40 @@ def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
         ),
         (
             [],
-            "sinew/Blocks-v0: the policy does not take its observations: images.front: expected one of the cameras",
+            "do not fit: images.front: expected one of the cameras",
         ),
         (["--rename", "front=camera1"], "images.wrist: expected one of the cameras ['front', 'camera2']"),
-        (["--env", "sinew/Pen-v0"], "sinew/Pen-v0: the policy does not take its observations: images."),
+        (["--env", "sinew/Pen-v0"], "do not fit: images."),
     ):
         assert main(["eval", str(golden.BUNDLE), "--episodes", "1", *arguments]) == 1
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "words"),
+    [
+        (
+            "pen",
+            ["--env", "sinew/Blocks-v0"],
+            [
+                "its state and actions have 1 and 1 numbers, the environment's 4 and 4",
+                "this policy plays sinew/Pen-v0",
+                "`sinew eval blocks --env sinew/Blocks-v0` plays this one",
+            ],
+        ),
+        (
+            "egg",
+            ["--env", "sinew/Pen-v0"],
+            ["this policy plays sinew/Egg-v0", "`sinew eval pen --env sinew/Pen-v0`"],
+        ),
+        ("blocks", ["--rename", "top=wrist"], ["--rename wrist=top says which camera is which"]),
+    ],
+)
+def test_what_does_not_fit_says_what_does(
+    target: str, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", target, "--episodes", "1", *arguments]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in words)
+    assert "(rename" not in lines[0]  # of Python's own

@@ -422,15 +422,11 @@ def test_a_signal_of_a_broken_pipe(server):
 def test_signals_that_end_a_server(tmp_path):
     """During an inference. The first two in order, the third by the system's rule; nothing keeps the ports."""
     ends = {signal.SIGTERM: 0, signal.SIGINT: 0, signal.SIGHUP: -signal.SIGHUP}
-    before = signal.signal(
-        signal.SIGHUP, signal.SIG_DFL
-    )  # under nohup it is ignored, and children inherit that
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ends)) as pool:
 
         def start(_number: int) -> Any:
             return ServerProcess(tmp_path, PEN, "--wire", "native:0", "--threads", 1)
 
-        stack.callback(signal.signal, signal.SIGHUP, before)
         servers = dict(zip(ends, pool.map(start, ends), strict=True))  # at once: each imports torch
         for number, other in servers.items():
             stack.callback(other.close)
@@ -441,6 +437,17 @@ def test_signals_that_end_a_server(tmp_path):
             other.process.send_signal(number)
         for number, other in servers.items():
             assert other.process.wait(WAIT_S) == ends[number]
+
+
+def test_signals_that_a_server_was_started_to_ignore(tmp_path):
+    """As `sinew serve ... &` in a script and `nohup sinew serve` do; SIGTERM ends it in any case."""
+    ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    with serving(tmp_path, PEN, "--wire", "native:0", "--threads", 1, ignored=ignored) as other:
+        expected = ask(other)
+        for number in ignored[:2]:
+            other.process.send_signal(number)
+            np.testing.assert_array_equal(ask(other), expected)
+        assert other.stop(timeout=WAIT_S) == 0
 
 
 def test_standard_output_and_error_that_nobody_reads():

@@ -18,6 +18,7 @@ from sinew_client.link import Link, place_of
 from tests.serve.puppet import GREETING, WAIT_S, frame
 
 READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER", 4)
+PING = frame(b"\x04PING\0\x10hello", 4)
 ANSWER = schema.PredictResponse(request_id=1, horizon=2, dim=1, actions=[0.5, 1.5]).SerializeToString()
 FRAMES = {"a": np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3)}
 OBSERVATION = {"images": FRAMES, "state": [0.0], "prompt": "go"}
@@ -140,19 +141,74 @@ def test_addresses() -> None:
 
 
 def test_a_peer_that_never_stops_talking_has_its_time_and_no_more() -> None:
-    """PING after PING: the call ends in time, and a connection that talks between two requests does not stand."""
+    """PING after PING: the call ends in time, and so does the look before the next one."""
     over = threading.Event()
 
     def talk(made: socket.socket) -> None:
         made.sendall(GREETING + READY)
         while not over.is_set():
-            made.sendall(frame(b"\x04PING\0\x10hello", 4) * 100)
+            made.sendall(PING * 100)
 
     with peer(talk) as address:
         link = Link(place_of(address), time.monotonic() + WAIT_S)
         assert link.ask([b"x"], time.monotonic() + 0.05) is None
-        assert not link.stands
+        assert link.stands
         over.set()
+        link.close()
+
+
+@pytest.mark.parametrize("room", [16, zmtp.INPUT], ids=["in pieces", "whole"])
+@pytest.mark.parametrize(
+    ("said", "stands"),
+    [
+        (b"", True),
+        (PING, True),
+        (PING * 10_000, True),
+        (PING[:5], True),
+        (PING + zmtp.message([b"", ANSWER]), False),
+        (PING + zmtp.message([b"", ANSWER])[:-1], False),  # its rest would be taken for the next answer
+        (zmtp.message([b"", bytes(1 << 18)])[:-1], False),
+        (b"HTTP/1.1 408 Request Timeout\r\n\r\n", False),
+        (None, False),
+    ],
+    ids=[
+        "silence",
+        "PING",
+        "many PINGs",
+        "part of a PING",
+        "a reply",
+        "part of a reply",
+        "long",
+        "HTTP",
+        "end",
+    ],
+)
+def test_what_came_since_the_last_reply(said: bytes | None, stands: bool, room: int, monkeypatch) -> None:
+    """All of it is there before the look: the answer is the same however fast either side is."""
+    come = threading.Event()
+
+    def talk(made: socket.socket) -> None:
+        made.sendall(GREETING + READY)
+        asked = b""
+        while not asked.endswith(b"go"):
+            asked += made.recv(1 << 16)
+        made.sendall(zmtp.message([b"", ANSWER]))
+        made.recv(1)  # until the reply has been read
+        if said is None:
+            made.shutdown(socket.SHUT_WR)
+        else:
+            made.sendall(said)
+        come.set()
+        made.recv(1 << 16)
+
+    whole = zmtp.Framing.room
+    with peer(talk) as address:
+        link = Link(place_of(address), time.monotonic() + WAIT_S)
+        assert link.ask([b"go"], time.monotonic() + WAIT_S) == ANSWER
+        monkeypatch.setattr(zmtp.Framing, "room", lambda self: whole(self)[:room])
+        link._socket.send(b"x")
+        assert come.wait(WAIT_S)
+        assert link.stands == stands
         link.close()
 
 

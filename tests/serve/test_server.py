@@ -40,7 +40,11 @@ class ServerProcess:
     """``sinew serve`` in a process of its own, ready when this returns."""
 
     def __init__(
-        self, directory: Path, *arguments: object, command: tuple[str, ...] = ("-m", "sinew", "serve")
+        self,
+        directory: Path,
+        *arguments: object,
+        command: tuple[str, ...] = ("-m", "sinew", "serve"),
+        ignored: tuple[signal.Signals, ...] = (),
     ):
         self.log = directory / f"server-{time.monotonic_ns()}.log"
         with self.log.open("w") as log:
@@ -48,6 +52,7 @@ class ServerProcess:
                 [sys.executable, *command, *map(str, arguments)],
                 stdout=subprocess.PIPE,
                 stderr=log,
+                ignored=ignored,
             )
         line = self.line = self.process.stdout.readline()
         assert line.startswith("ready on "), f"{line!r} {self.log.read_text()}"

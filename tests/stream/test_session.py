@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sinew_client.control.pace import Pace
 from sinew_client.control.stream import MAX_DELAY, StreamLoop
+from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 from sinew.bundle.schema import VectorStep
@@ -31,7 +32,7 @@ def rolls(rolling_bundle: Path) -> Policy:
 class Once:
     """A link that hands out one window per tick, and notes the delays that it is told."""
 
-    label = ""
+    label, errors, error, faults = "", 0, "", Faults()
 
     def __init__(self, windows: list[StreamWindow]):
         self.left, self.delays = windows, []

@@ -71,6 +71,7 @@ class Bridge:
             contract.action_dim,
             prompt,
             watch=self._watch,
+            hold_refused=True,  # a node's status says why it holds
         )
         if not contract.start:
             self.loop.pause()

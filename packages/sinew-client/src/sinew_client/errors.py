@@ -23,6 +23,14 @@ class UnsafeChunk(ClientError, ValueError):  # noqa: N818
     """The server's answer must not be executed: numbers that are not finite, out of the limits, or too old."""
 
 
+class LateChunk(UnsafeChunk):
+    """The answer belongs to an observation that is older than the caller wants to act on."""
+
+
+class Refused(ClientError):  # noqa: N818
+    """The policy does not take what the robot shows it, and did not before the robot first moved."""
+
+
 class ServerError(ClientError):
     """The server answered with an error.
 

@@ -16,7 +16,7 @@ from sinew_client import zmtp
 from sinew_client.errors import ClientError, ConnectionLost
 
 MAX_REPLY = 1 << 30  # bytes; a context of a large policy has some hundred million
-MAX_TURNS = 64  # of what comes between two requests, before a peer counts as one that never stops talking
+MAX_TURNS = 64  # looks at what came between two requests, a buffer each
 MAX_PARTS = 512  # that the kernel takes in one call; it has 1,024
 LONGEST_S = 1e6  # of one wait
 _SELECTOR = getattr(
@@ -99,16 +99,22 @@ class Link:
 
     @property
     def stands(self) -> bool:
-        """Return False if the peer has ended the connection, or sent what nobody asked for, since the last reply."""
+        """Return False if something has come since the last reply after which the connection is of no use: its end,
+        bytes that are not ZeroMQ's, or the beginning of a message that nobody asked for.
+
+        PINGs do not, however many and however fast: a server may keep its connections alive. It looks at 64 buffers at
+        most, so that a peer that never stops talking costs no more than that here, and in :meth:`ask` until its end.
+        True therefore says that nothing wrong was found, and what comes later is found by :meth:`ask`.
+        """
         try:
             for _ in range(MAX_TURNS):
-                if self._next() is not None:
+                if self._next() is not None or self._framing.begun:
                     return False
                 if not self._receive(0.0):
-                    return True
+                    break
         except (OSError, ConnectionLost):
-            pass
-        return False
+            return False
+        return True
 
     def ask(self, parts: Sequence[zmtp.Frame], end: float) -> bytes | None:
         """Send a request of these parts, one after the other, and return its reply; None at ``end``.

@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from sinew_client import schema
-from sinew_client.errors import ClientError, InvalidObservation, ServerError, UnsafeChunk
+from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 OBSERVATION_KEYS = (
@@ -211,7 +211,7 @@ def accepted(
         now, taken = time.perf_counter(), observation.get("time")
         age = now - asked + (0.0 if taken is None else max(0.0, time.time() - (now - asked) - taken))
         if age > max_age:
-            raise UnsafeChunk(f"the observation is {age:.3f} s old, and max_age is {max_age:g} s")
+            raise LateChunk(f"the observation is {age:.3f} s old, and max_age is {max_age:g} s")
     if limits is not None:
         check_limits(chunk, limits)
     return chunk

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,7 @@ from google.protobuf.message import DecodeError
 
 from sinew_client import protocol, schema
 from sinew_client.errors import ClientError, UnsafeChunk
-
-logger = logging.getLogger("sinew_client")
+from sinew_client.faults import Faults, kind_of
 
 UNSENT = (
     4  # messages that may wait to be sent; then further ones are dropped, for they are old when they leave
@@ -60,7 +58,7 @@ class StreamLink:
 
     There is no handshake. While nobody listens at the address messages are dropped, and the first one that gets
     through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
-    ``error`` is the last one.
+    ``error`` is the last one. ``faults``: those of them that are errors and not what a busy server says.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class StreamLink:
                 raise ClientError("stream: {}: unknown option; known are {}".format(key, ", ".join(OPTIONS)))
         self._ids = itertools.count(1)
         self.sent = self.dropped = self.errors = 0
-        self.error, self.label = "", ""
+        self.error, self.label, self.faults = "", "", Faults()
         self._ends = False  # before the next sample the stream is to be ended
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -151,8 +149,8 @@ class StreamLink:
                 window = decode_window(payload)
             except ClientError as error:
                 self.errors += 1
-                if str(error) != self.error:
-                    logger.warning("%s: %s", self.address, error)
+                if kind := kind_of(error):
+                    self.faults.add(kind, str(error))
                 self.error = str(error)
                 continue
             self.label = window.label or self.label

@@ -79,6 +79,11 @@ class Framing:
         return self._kept + (self._filled if self._body is not None else 0)
 
     @property
+    def begun(self) -> bool:
+        """The head of a message's first frame has come, and its end has not. PINGs are no messages."""
+        return self._count > 0
+
+    @property
     def between(self) -> bool:
         """Nothing of a message, or of the handshake, has come yet."""
         return self.ready and not self._count and not self.left and self._start == self._end

@@ -19,6 +19,7 @@ from sinew_client.control.motion import Motion
 from sinew_client.control.replan import disagreement
 from sinew_client.control.requester import Call, Requester
 from sinew_client.errors import ClientError
+from sinew_client.faults import Faults
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Assist:
         self._lock = threading.Lock()
         self.asked: Counter = Counter()  # reason -> requests
         self.failed: Counter = Counter()  # reason -> requests without an answer
+        self.faults = Faults()  # of these, errors
         self.answered = self.late = self.near_chunks = self.far_chunks = 0
 
     def __call__(self) -> Call:
@@ -157,6 +159,8 @@ class Assist:
             return
         if outcome.reason:
             self.failed[outcome.reason] += 1
+            if outcome.kind:
+                self.faults.add(outcome.kind, f"the far policy: {outcome.reason}")
             logger.warning("the far policy did not assist: %s", outcome.reason)
             return
         then, state = self._sent

@@ -10,6 +10,7 @@ import numpy as np
 
 from sinew_client.control.player import Player, Request
 from sinew_client.control.safety import Guard
+from sinew_client.faults import Faults
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
 HALTED = "the last chunk expected the robot elsewhere"
@@ -57,6 +58,8 @@ class Controller:
         self.clipped: Counter = Counter()  # "joint.limit" -> commands
         self.clipped_commands = 0
         self.ages: Counter = Counter()  # control steps since the frame -> executed rows
+        self.faults = Faults()  # answers that failed, and chunks that nothing could execute
+        self.unanswered = 0  # requests without an answer since the last chunk
         self.listeners: list[Callable[[str, dict], None]] = []
         self._fault = ""  # why the robot holds until a chunk arrives
         self._chunk = -1
@@ -99,12 +102,12 @@ class Controller:
         self._tell("arrived", {"step": step, "actions": actions})
         actions = np.asarray(actions, np.float32)
         if actions.ndim != 2 or not len(actions):
-            self._fail(step, f"a chunk has shape {list(actions.shape)}", drop=True)
+            self._broken(step, f"a chunk has shape {list(actions.shape)}")
         elif not np.all(np.isfinite(actions)):
-            self._fail(step, "a chunk is not finite", drop=True)
+            self._broken(step, "a chunk is not finite")
         else:
             self.player.accept(actions, step)
-            self._fault = ""
+            self._fault, self.unanswered = "", 0
 
     def refines(self, step: int) -> bool:
         """Return True if an edge adapter's rows would be taken in this step."""
@@ -114,15 +117,25 @@ class Controller:
         """Take an edge adapter's rows, see :meth:`Player.refined`. Rows that are not finite are a fault."""
         self._tell("refined", {"step": step, "rows": rows, "state": state})
         if not np.all(np.isfinite(rows)):
-            self._fail(step, "the edge adapter's rows are not finite", drop=True)
+            self._broken(step, "the edge adapter's rows are not finite")
         elif self.refines(step):
             self.player.refined(np.asarray(rows, np.float32), step, state)
 
-    def failed(self, step: int, reason: str) -> None:
-        """Give up the request under way, which will not be answered: no server, no network, too late, refused."""
-        self._tell("failed", {"step": step, "reason": reason})
+    def failed(self, step: int, reason: str, kind: str = "") -> None:
+        """Give up the request under way, which will not be answered: no server, no network, too late, refused.
+
+        kind: of the error, "" for what is none (:func:`~sinew_client.faults.kind_of`).
+        """
+        self._tell("failed", {"step": step, "reason": reason, "kind": kind})
+        self.unanswered += 1
+        if kind:
+            self.faults.add(kind, reason)
         self._fail(step, reason, drop=not self.finish)
         self.player.delay.reconnected()
+
+    def _broken(self, step: int, reason: str) -> None:
+        self.faults.add("bad_chunk", reason)
+        self._fail(step, reason, drop=True)
 
     def fault(self, step: int, reason: str) -> None:
         """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so."""

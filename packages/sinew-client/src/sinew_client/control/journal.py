@@ -172,7 +172,7 @@ def _apply(controller: Controller, event: dict[str, Any]) -> Command | None:
     elif kind == "refined":
         controller.refined(event["step"], np.array(event["rows"], np.float32), _array(event["state"]))
     elif kind == "failed":
-        controller.failed(event["step"], event["reason"])
+        controller.failed(event["step"], event["reason"], event.get("kind", ""))
     elif kind == "fault":
         controller.fault(event["step"], event["reason"])
     elif kind == "pause":

@@ -17,6 +17,8 @@ from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
+from sinew_client.errors import Refused
+from sinew_client.faults import MISFITS
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class Loop:
 
     connect: see :class:`Requester`; its call returns float [H, D]. prompt: the instruction, may change at any time.
     watch: called after every control step with the command; must be quick. adapter: refines chunks in every control
-    step; the settings' ``refine`` is its ``max_age``.
+    step; the settings' ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused
+    for what it is, and ask again: of a robot whose instruction or cameras come later.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Loop:
         pace: Pace | None = None,
         watch: Callable[[Command], None] | None = None,
         adapter: Adapter | None = None,
+        hold_refused: bool = False,
     ):
         if bool(settings.refine) != (adapter is not None):
             raise SettingsError(
@@ -75,7 +79,7 @@ class Loop:
         self.pace = pace or Pace(settings.period / settings.substeps)
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
         self.steps = 0
-        self._watch = watch
+        self._watch, self._hold_refused = watch, hold_refused
         self._wishes: list[Callable[[], None]] = []  # of other threads, carried out between two ticks
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -104,9 +108,15 @@ class Loop:
         """Change the instruction; rows that follow the old one are dropped."""
         self._wish(lambda: self._say(prompt))
 
-    def restart(self, reason: str) -> None:
-        """Drop the plan and hold until a fresh chunk: the world is another one, such as a new episode's."""
-        self._wish(lambda: self._restart(reason))
+    def restart(self, reason: str, prompt: str = "") -> None:
+        """Drop the plan and hold until a fresh chunk: the world is another one, such as a new episode's, and its first
+        request brings the instruction ``prompt``, where there is one."""
+        self._wish(lambda: self._restart(reason, prompt))
+
+    @property
+    def stopped(self) -> bool:
+        """Return True if :meth:`stop` has ended the run, and not its length or the robot."""
+        return self._ended.is_set()
 
     @property
     def paused(self) -> bool:
@@ -122,7 +132,8 @@ class Loop:
     def run(self, steps: int | None = None) -> Cadence:
         """Run until so many control steps were taken, or until stopped. The robot holds at the end, whatever ended it.
 
-        May be called again to go on.
+        May be called again to go on. Raises :class:`~sinew_client.errors.Refused` where the very first request is
+        refused for what it is: the robot has not moved, and the next one would fare no better.
         """
         try:
             while not self._ended.is_set() and (steps is None or self.steps < steps):
@@ -186,7 +197,9 @@ class Loop:
         if outcome is None:
             return
         if outcome.reason:
-            self.controller.failed(step, outcome.reason)
+            self.controller.failed(step, outcome.reason, outcome.kind)
+            if outcome.kind in MISFITS and not (self.controller.player.chunks or self._hold_refused):
+                raise Refused(outcome.reason)
         else:
             if self._edge is not None:
                 self._edge.arrived(outcome.value)
@@ -250,13 +263,23 @@ class Loop:
         if self.controller.paused:
             self.controller.resume(self._position(), moved)
 
-    def _restart(self, reason: str) -> None:
+    def _restart(self, reason: str, prompt: str) -> None:
         self.requester.cancel()
         self.controller.fault(0 if self._command is None else self._command.step + 1, reason)
+        if prompt:
+            self._instruct(prompt)
+
+    def _instruct(self, prompt: str) -> None:
+        """Ask with another instruction from the next request on, and let the journal know."""
+        if prompt != self.prompt:
+            self.prompt = prompt
+            step = 0 if self._command is None else self._command.step + 1
+            for listener in self.listeners:
+                listener("prompt", {"step": step, "prompt": prompt})
 
     def _say(self, prompt: str) -> None:
         if prompt != self.prompt:
-            self.prompt = prompt
+            self._instruct(prompt)
             paused = self.controller.paused
             self._pause()
             if not paused:

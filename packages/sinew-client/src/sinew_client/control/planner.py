@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 from typing import Any, Callable, Mapping
 
 from sinew_client.errors import ClientError
+from sinew_client.modules import load_named
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,7 @@ class Planner:
 
 def open_planner(text: str) -> Plan:
     """Return the callable that ``module:name`` names. Raises ClientError."""
-    module, _, name = text.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ClientError(f"planner {text}: {error}") from error
+    found = load_named(text, f"planner {text}")
     if not callable(found):
         raise ClientError(f"planner {text}: expected a callable, got {type(found).__name__}")
     return found

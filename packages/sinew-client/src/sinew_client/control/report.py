@@ -17,7 +17,10 @@ class Cadence:
     """The report of a run. seconds: from the first tick to the last. rate_hz: control ticks begun per second.
 
     jitter_ms: lateness of a tick, and age_ms: frame to execution of a row, each as p50, p95, p99 and max.
-    steps: control steps; executed: with a row. skipped: periods that passed without a tick.
+    steps: control steps; executed: with a row. skipped: periods that passed without a tick. failed_requests: those
+    without an answer that could be executed, of which ``faults`` are errors (:class:`~sinew_client.faults.Faults`) and
+    the others were late or lost; unanswered: how many of them came after the last chunk. request_ms: what the last
+    requests took, in control steps, as the next one is planned for.
     """
 
     hz: float
@@ -34,6 +37,9 @@ class Cadence:
     held: dict[str, int] = field(default_factory=dict)
     clipped_commands: int = 0
     clipped: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, Any] = field(default_factory=dict)
+    unanswered: int = 0
+    request_ms: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,7 +51,8 @@ class Cadence:
             ("late ticks", f"{self.late} of {self.steps}, {self.skipped} periods skipped"),
             ("tick lateness", _spread(self.jitter_ms)),
             ("chunk age", _spread(self.age_ms)),
-            ("chunks", f"{self.chunks}, {self.failed_requests} requests failed"),
+            ("chunks", f"{self.chunks}, {rate(self.chunks, self.seconds)}; {self._failed()}"),
+            ("a request takes", f"{self.request_ms:.0f} ms{hz(self.request_ms)}"),
             ("held", f"{sum(self.held.values())} of {self.steps} steps"),
         ]
         found += [
@@ -56,6 +63,10 @@ class Cadence:
             ("", f"{count} x {name}") for name, count in sorted(self.clipped.items(), key=lambda x: -x[1])
         ]
         return found
+
+    def _failed(self) -> str:
+        errors = self.faults.get("total", 0)
+        return f"{self.failed_requests} requests failed, {errors} errors"
 
 
 def cadence(controller: Controller, pace: Pace, steps: int, failed: int, substeps: int = 1) -> Cadence:
@@ -78,6 +89,9 @@ def cadence(controller: Controller, pace: Pace, steps: int, failed: int, substep
         held=dict(controller.held),
         clipped_commands=controller.clipped_commands,
         clipped=dict(controller.clipped),
+        faults=controller.faults.to_dict(),
+        unanswered=controller.unanswered,
+        request_ms=round(1e3 * period * controller.player.delay.steps, 3),
     )
 
 
@@ -88,6 +102,16 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
         return {}
     marks = {f"p{q}": round(float(np.percentile(found, q)), 3) for q in (50, 95, 99)}
     return {**marks, "max": round(float(found.max()), 3)}
+
+
+def rate(count: int, seconds: float) -> str:
+    """Return how many a second, for people."""
+    return f"{count / seconds:.2f} Hz" if seconds else "- Hz"
+
+
+def hz(milliseconds: float) -> str:
+    """Return, in brackets, the rate of what takes so long; nothing where it takes no time."""
+    return f" ({1e3 / milliseconds:.1f} Hz)" if milliseconds > 0 else ""
 
 
 def _spread(values: dict[str, float]) -> str:

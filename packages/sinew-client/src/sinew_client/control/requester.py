@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any, Callable, Mapping
 
 from sinew_client.errors import ClientError
+from sinew_client.faults import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +21,14 @@ Call = Callable[[Mapping[str, Any], float], Any]  # (observation, seconds) -> wh
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a request. value: what the call returned; reason: why it failed, "" if it did not."""
+    """The end of a request. value: what the call returned; reason: why it failed, "" if it did not.
+
+    kind: of the error, "" where it was none but came too late (:func:`~sinew_client.faults.kind_of`).
+    """
 
     value: Any = None
     reason: str = ""
+    kind: str = ""
 
 
 class Requester:
@@ -135,17 +140,26 @@ class _Worker:
             try:
                 call = call or self._connect()
                 outcome = Outcome(call(observation, deadline))
-            except ClientError as error:
-                outcome = Outcome(reason=f"{type(error).__name__}: {error}")
-            except Exception as error:
-                logger.exception("the request failed")
-                outcome = Outcome(reason=f"{type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - the robot holds, whatever a call raises
+                outcome = _failed(error)
             if outcome.reason:
                 _close(call)
                 call = None
             answer.put(outcome)
         _close(call)
         self._left(self)
+
+
+def _failed(error: Exception) -> Outcome:
+    """Return the end of a request that raised. What was raised on purpose is said once, by who holds for it."""
+    kind = kind_of(error)
+    if hasattr(error, "code") and not isinstance(error, ClientError):  # of a policy in this process
+        return Outcome(reason=str(error), kind=kind)
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, ClientError):
+        return Outcome(reason=reason, kind=kind)
+    logger.error("the request failed", exc_info=error)
+    return Outcome(reason=f"internal error: {reason}", kind=kind)
 
 
 def _close(call: Call | None) -> None:

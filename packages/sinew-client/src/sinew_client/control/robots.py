@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 import numpy as np
 
 from sinew_client.control.loop import Robot
 from sinew_client.errors import ClientError
+from sinew_client.modules import load_named
 
 
 class RobotError(ClientError):
@@ -119,15 +120,54 @@ def open_lerobot(
     return arm
 
 
-def open_class(text: str, options: Mapping[str, Any]) -> Robot:
-    """Return an instance of ``module:Class``; it has the methods observe, act and hold."""
-    module, _, name = text.partition(":")
+def find_class(text: str) -> Callable[..., Robot]:
+    """Return the class that ``module:Class`` names, of the current folder or installed. Raises ClientError."""
+    made = load_named(text, f"robot {text}")
+    if not callable(made):
+        raise RobotError(f"robot {text}: expected a class, got {type(made).__name__}")
+    return made
+
+
+def open_class(text: str, options: Mapping[str, Any], cameras: Mapping[str, str] | None = None) -> Any:
+    """Return an instance of ``module:Class``; it has the methods observe, act and hold. cameras: camera of the policy
+    -> the robot's, where they are called otherwise."""
+    made = find_class(text)
     try:
-        robot = getattr(importlib.import_module(module), name)(**options)
+        robot = made(**options)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise RobotError(f"robot {text}: {type(error).__name__}: {error}") from error
     methods = ("observe", "act", "hold")
     missing = [method for method in methods if not callable(getattr(robot, method, None))]
     if missing:
         raise RobotError(f"robot {text}: expected the methods observe, act and hold; {missing[0]} is missing")
-    return robot
+    return Renamed(robot, cameras) if cameras else robot
+
+
+class Renamed:
+    """A robot whose cameras are called as the policy calls them; everything else of it is its own.
+
+    cameras: camera of the policy -> the robot's; the others keep their names.
+    """
+
+    def __init__(self, robot: Any, cameras: Mapping[str, str]):
+        vars(self).update(_robot=robot, _cameras=dict(cameras))
+
+    def observe(self) -> dict[str, Any]:
+        seen = self._robot.observe()
+        return {**seen, "images": renamed(seen["images"], self._cameras)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._robot, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._robot, name, value)
+
+
+def renamed(images: Mapping[str, Any], cameras: Mapping[str, str]) -> dict[str, Any]:
+    """Return frames under the policy's names. cameras: camera of the policy -> the robot's. Raises RobotError."""
+    for camera in cameras.values():
+        if camera not in images:
+            raise RobotError(f"--cameras: the robot has {', '.join(images) or 'none'}, and no {camera}")
+    taken = set(cameras.values())
+    left = {name: frame for name, frame in images.items() if name not in taken}
+    return {**left, **{name: images[camera] for name, camera in cameras.items()}}

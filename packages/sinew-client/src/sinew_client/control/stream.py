@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -18,9 +19,13 @@ from sinew_client.control.reaction import Reactions
 from sinew_client.control.report import percentiles
 from sinew_client.control.safety import Guard, Limits
 from sinew_client.control.trajectory import Node, Trajectory
+from sinew_client.errors import Refused
+from sinew_client.faults import MISFITS, Faults
 
 if TYPE_CHECKING:
     from sinew_client.streams import StreamWindow
+
+logger = logging.getLogger(__name__)
 
 WINDOWS = 256  # of which the origin of nodes is remembered
 MAX_DELAY = 1000  # nodes: what a longer stall measures would only keep windows out of reach after it
@@ -54,9 +59,16 @@ class StreamRobot(Protocol):
 
 
 class LinkProtocol(Protocol):
-    """The transport of a stream: :class:`sinew_client.streams.StreamLink`, or the same thing without a socket."""
+    """The transport of a stream: :class:`sinew_client.streams.StreamLink`, or the same thing without a socket.
+
+    errors, error: how many messages came in place of windows, and what the last one says; faults: those that are no
+    part of normal life.
+    """
 
     label: str
+    errors: int
+    error: str
+    faults: Faults
 
     def send(
         self,
@@ -105,7 +117,9 @@ class StreamReport:
     """How a stream went. Rates per second; ``misses``: ticks without a node after the first window; ``held``: by
     reason.
 
-    delay: nodes from a sample to the first node that its window can reach. Times in milliseconds, p50 to max.
+    delay: nodes from a sample to the first node that its window can reach. executed: ticks with a node. errors:
+    messages that came in place of windows, of which ``faults`` are no part of normal life
+    (:class:`~sinew_client.faults.Faults`). Times in milliseconds, p50 to max.
     """
 
     rate: float
@@ -123,6 +137,10 @@ class StreamReport:
     held: dict[str, int] = field(default_factory=dict)
     clipped: int = 0
     measured: dict[str, Any] = field(default_factory=dict)
+    executed: int = 0
+    errors: int = 0
+    error: str = ""
+    faults: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -155,7 +173,7 @@ class StreamLoop:
         self.guard.start(None)
         self.reactions, self.delay = Reactions(), DelayEstimate(initial=1)
         self.held: Counter = Counter()
-        self.windows = self.frames = self.ticks = self.clipped = self.misses = 0
+        self.windows = self.frames = self.ticks = self.clipped = self.misses = self.executed = 0
         self.reason = ""  # why the robot holds
         self.state: np.ndarray | None = None
         self.images: Mapping[str, Any] = {}
@@ -166,6 +184,7 @@ class StreamLoop:
         self._step: int | None = None  # of the present tick
         self._world = float("-inf")  # when the present one began: what was seen before is of another one
         self._waits = ""  # why there are no nodes yet
+        self._errors, self._failing = 0, ""  # of the link: those seen, and the last one since there was news
 
     # ------------------------------------------------------------------------- from any thread
 
@@ -177,14 +196,22 @@ class StreamLoop:
         """Change the instruction in mid-stream: windows follow it from the next prefix on."""
         self.prompt = prompt
 
-    def restart(self, reason: str) -> None:
+    @property
+    def stopped(self) -> bool:
+        """Return True if :meth:`stop` has ended the run, and not its length or the robot."""
+        return self._ended.is_set()
+
+    def restart(self, reason: str, prompt: str = "") -> None:
         """Drop what is planned and windows under way, and hold until one knows a newer frame: the world is another
-        one, such as a new episode's. The server begins anew. From the loop's own thread."""
+        one, such as a new episode's, with an instruction of its own where there is one. The server begins anew. From
+        the loop's own thread."""
+        self.prompt = prompt or self.prompt
         self.trajectory.clear()
         self._about.clear()  # runs are counted from 1 again
         if self._step is not None:
             self._world = self._time(self._step)
         self.reason = self._waits = reason
+        self._failing = ""
         self.link.restart()
 
     def seen(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -198,7 +225,9 @@ class StreamLoop:
     # ------------------------------------------------------------------------- the loop
 
     def run(self, ticks: int | None = None) -> StreamReport:
-        """Run until so many ticks were begun, or until stopped."""
+        """Run until so many ticks were begun, or until stopped. Raises :class:`~sinew_client.errors.Refused` where what
+        the robot shows is refused before there was any window: it has not moved, and the next one would fare no better.
+        """
         try:
             while not self._ended.is_set() and (ticks is None or self.ticks < ticks):
                 self.tick(self.pace.next())
@@ -214,6 +243,7 @@ class StreamLoop:
         self._step = step
         for window in self.link.windows():
             self._take(window, step)
+        self._listen()
         time = self._time(step)
         try:
             reason = self._sense(time)
@@ -225,6 +255,17 @@ class StreamLoop:
             self._execute(step, time)
         if self._watch is not None:
             self._watch(self)
+
+    def _listen(self) -> None:
+        """Take note of errors that came in place of windows."""
+        if self.link.errors == self._errors:
+            return
+        self._errors, faults = self.link.errors, self.link.faults
+        if not self.windows and any(kind in MISFITS for kind in faults.counts):
+            raise Refused(faults.first)
+        if self.link.error != self._failing:
+            logger.warning("%s", self.link.error)
+        self._failing = self.link.error
 
     def _time(self, step: int) -> float:
         """Return seconds since the first tick, never before this tick was due."""
@@ -262,6 +303,8 @@ class StreamLoop:
         self.delay.add(min(step - int(window.sample_time * self.rate + 1e-6), MAX_DELAY))
         if window.frame_time <= self._world:
             return
+        if self.newest is None or window.frame_time > self.newest.frame_time:
+            self._failing = ""
         self.newest, self._waits = window, ""
         self._about[window.run] = window
         while len(self._about) > WINDOWS:
@@ -277,11 +320,12 @@ class StreamLoop:
         node = self.trajectory.take(step)
         if node is None:
             self.misses += bool(self.windows)
-            self._hold(step, self._waits or (OUT_OF_NODES if self.windows else NO_WINDOW), taken=True)
+            why = self._failing or self._waits or (OUT_OF_NODES if self.windows else NO_WINDOW)
+            self._hold(step, why, taken=True)
             return
         about = self._about.get(node.chunk)
         if about is None or time - about.frame_time > self.stale:
-            self._hold(step, OLD_FRAME, taken=True)
+            self._hold(step, self._failing or OLD_FRAME, taken=True)
             return
         verdict = self.guard.check(node.row)
         self.clipped += bool(verdict.clipped)
@@ -289,6 +333,7 @@ class StreamLoop:
             self._hold(step, verdict.reason, taken=True)
             return
         self.reason = ""
+        self.executed += 1
         self.reactions.add(
             self._time(step), about.sample_time, about.frame_time
         )  # before: acting may take its time
@@ -324,4 +369,8 @@ class StreamLoop:
             held=dict(self.held),
             clipped=self.clipped,
             measured=measured,
+            executed=self.executed,
+            errors=self.link.errors,
+            error=self.link.error,
+            faults=self.link.faults.to_dict(),
         )

@@ -1,0 +1,134 @@
+"""The robot of ``sinew run`` and ``sinew stream``: which one it is, its instruction, its episodes, its cameras."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sinew_client import ClientError
+from sinew_client.control.robots import Dry, find_class, open_class, open_lerobot
+
+from sinew.cli import terminal
+from sinew.cli.options import json_object
+from sinew.core import SinewError
+from sinew.eval.report.stats import wilson
+
+Opened = tuple[Any, str, "float | None"]
+
+
+def robot_opener(
+    text: str, options: str | None, cameras: list[str] | None, episodes: int | None
+) -> Callable[[dict[str, Any]], Opened]:
+    """Return what opens a robot for a policy: the robot, its own instruction and its own rate.
+
+    What can be wrong without a policy is said here, before one is loaded.
+    """
+    given, pairs = json_object("--robot-options", options) or {}, _pairs(cameras)
+    kind, _, rest = text.partition(":")
+    if episodes is not None and kind != "gym":
+        raise SinewError("--episodes: belongs to --robot gym:ENV")
+    if kind == "gym" and rest:
+        from sinew.eval.adapters import make_env
+        from sinew.eval.robot import SimulatedRobot
+
+        env, adapter = make_env(rest, env_options=given)
+
+        def simulated(_policy: dict[str, Any]) -> Opened:
+            robot = SimulatedRobot(env, adapter, episodes, cameras=pairs)
+            return robot, robot.task, adapter.control_hz
+
+        return simulated
+    if kind == "lerobot" and rest:
+        return lambda policy: (open_lerobot(rest, given, policy, pairs), "", None)
+    if text == "dry":
+        if pairs:
+            raise SinewError("--cameras: expected none with --robot dry, which has the policy's own")
+        return lambda policy: (Dry(policy), "", None)
+    if rest:
+        find_class(text)
+        return lambda _policy: (open_class(text, given, pairs), "", None)
+    raise SinewError(f"--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE, got {text!r}")
+
+
+def _pairs(texts: list[str] | None) -> dict[str, str]:
+    for text in texts or []:
+        if "=" not in text:
+            raise SinewError(f"--cameras: expected POLICY=ROBOT, got {text!r}")
+    return dict(text.split("=", 1) for text in texts or [])
+
+
+# ----------------------------------------------------------------------------- instruction and episodes
+
+
+def choose_prompt(given: str, instruction: str, policy: dict[str, Any]) -> str:
+    """Return the first instruction: what --prompt says, else the robot's own, else the policy's. One that is not the
+    robot's own is announced."""
+    if given and instruction and given != instruction:
+        terminal.say(
+            f"prompt {given!r} in every episode, as --prompt says; the environment's own: {instruction!r}"
+        )
+    if not (chosen := given or instruction or str(policy.get("default_prompt") or "")):
+        raise SinewError("--prompt: expected an instruction; neither the policy nor the robot has one")
+    return chosen
+
+
+def follow_episodes(machine: Any, restart: Callable[..., None], given: str) -> None:
+    """Let a robot that has episodes restart its loop at each: with the episode's own instruction, unless one was given
+    for all of them."""
+    if hasattr(machine, "on_episode"):
+        machine.on_episode = lambda reason, prompt="": restart(reason, "" if given else prompt)
+
+
+def episodes_of(machine: Any) -> dict[str, int]:
+    """Return how many episodes a robot finished and how many succeeded; nothing where it knows none."""
+    if not hasattr(machine, "finished"):
+        return {}
+    return {"episodes": machine.finished, "successes": machine.successes}
+
+
+def episodes_text(machine: Any) -> str:
+    """Return the episodes in words, with the interval of their success; "" where a robot knows none."""
+    if not (found := episodes_of(machine)):
+        return ""
+    played, won = found["episodes"], found["successes"]
+    if not played:
+        return "none finished yet"
+    low, high = wilson(won, played)
+    return f"{won} of {played} succeeded, {100 * won / played:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def episodes_row(machine: Any) -> list[tuple[str, str]]:
+    """Return the row of a report."""
+    return [("episodes", text)] if (text := episodes_text(machine)) else []
+
+
+# ----------------------------------------------------------------------------- what does not fit
+
+_PYTHON = re.compile(r" \((?:rename [^)]*|allow_missing_cameras[^)]*)\)")  # hints for who calls sinew.load
+
+
+def refusal(text: str, machine: Any, policy: dict[str, Any]) -> str:
+    """Return why a policy refused what a robot shows, with what to give on this command line."""
+    text = _PYTHON.sub("", text)
+    if "images" not in text:
+        return f"the policy refused the robot's first observation: {text}"
+    wanted = [camera["name"] for camera in policy["cameras"]]
+    shown = list(_shown(machine))
+    free = [name for name in wanted if name not in shown]
+    spare = [name for name in shown if name not in wanted]
+    example = " ".join(
+        f"--cameras {name}={other}" for name, other in zip(free, spare or ["NAME"], strict=False)
+    )
+    hint = f"; say which is which: {example}" if example else ""
+    return (
+        f"the policy refused the robot's first observation: {text}; the policy has the cameras {', '.join(wanted)}, the"
+        f" robot {', '.join(shown) or 'none'}{hint}"
+    )
+
+
+def _shown(machine: Any) -> Iterable[str]:
+    try:
+        return machine.observe()["images"]
+    except (ClientError, KeyError, TypeError):
+        return ()
