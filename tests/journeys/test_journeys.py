@@ -92,7 +92,7 @@ def test_a_server_and_its_robots(tmp_path: Path) -> None:
         episodes = walk.type(
             "sinew run tcp://127.0.0.1:5555 --robot gym:sinew/Blocks-v0 --handover freeze --replan 8",
             adds="--episodes 10 --hz 60",
-            says=("successes",),
+            says=("of 10 succeeded",),
         )
         won(episodes, 8, of=10)
         asked = "--prompt 'put the red block into the left bin' --seconds 3"
