@@ -212,11 +212,9 @@ def control(walk: Walk) -> None:
         simulated = "import my_robot; from my_robot import bus, camera\n"
         walk.program(
             0,
+            ('{"front": camera.read()}', '{"front": camera.read(), "wrist": camera.read()}'),
+            ('dim=6, prompt="stack the cups").run()', 'dim=4, prompt="stack the cups").run(90)'),
             before=simulated,
-            instead=(
-                'Loop(Arm(), connect, settings, dim=6, prompt="stack the cups").run()',
-                'Loop(Arm(), connect, settings, dim=4, prompt="stack the cups").run(90)',
-            ),
             after="assert report.executed > 0, report",
         )
     walk.type("sinew client --replay run.jsonl", says=("0 differ",))
@@ -328,7 +326,7 @@ def fleet(walk: Walk) -> None:
             after="assert robot.infer(observation).actions.shape == (32, 4)",
         )
     with walk.server("sinew serve policy.gguf"):
-        walk.program(0, before="from sinew_client import Client", instead=("10.0.0.6", LOOPBACK))
+        walk.program(0, ("10.0.0.6", LOOPBACK), before="from sinew_client import Client")
     walk.leaves(
         "sinew fleet up fleet.yaml --wire native --wire http --api-key-file key",
         "needs Ray (the extra `ray`); tests/serve/test_fleet_ray.py where it is installed",

@@ -105,14 +105,12 @@ class Walk:
         self._written(line, None, "")
         print(f"  - {line}\n    not typed: {why}", flush=True)
 
-    def program(
-        self, number: int, *, before: str = "", after: str = "", instead: tuple[str, str] | None = None
-    ) -> Ran:
+    def program(self, number: int, *instead: tuple[str, str], before: str = "", after: str = "") -> Ran:
         """Run the page's program ``number`` between ``before``, what it takes for granted, and ``after``."""
         body = HOSTS.sub(LOOPBACK, programs(self.page)[number])
-        if instead is not None:
-            assert instead[0] in body, f"{self.page}, program {number}: {instead[0]!r} is not in it"
-            body = body.replace(*instead)
+        for old, new in instead:
+            assert old in body, f"{self.page}, program {number}: {old!r} is not in it"
+            body = body.replace(old, new)
         self.walked.add(f"program {number}")
         name = f"program{number}.py"
         self.write(name, f"{before}\n{body}\n{after}\n")
