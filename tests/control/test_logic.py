@@ -313,6 +313,36 @@ def test_guard_clips_and_counts() -> None:
     assert "shape [3]" in guard.check(np.zeros(3, np.float32)).reason
 
 
+@given(
+    st.floats(-1, 1),
+    st.floats(0.1, 5),
+    st.floats(0.5, 50),
+    st.sampled_from([0.02, 0.1]),
+    st.sampled_from([-9, 9]),
+)
+def test_a_robot_reaches_the_end_of_its_range_and_stops_there(
+    start: float, velocity: float, acceleration: float, period: float, wanted: float
+) -> None:
+    """As fast as its limits allow, and never beyond them. In units of a step's change p = acceleration * period^2 a
+    distance p u^2 / 2 takes u steps to brake, and less than p / 8 is no step at all."""
+    guard = Guard(
+        Limits.parse({"low": -1, "high": 1, "velocity": velocity, "acceleration": acceleration}, 1), period
+    )
+    guard.start(np.array([start]))
+    fastest, push, far = velocity * period, acceleration * period**2, 1 - start if wanted > 0 else start + 1
+    steps = int(far / fastest + fastest / push + 2 * np.sqrt(2 * far / push)) + 5
+    at, before = start, 0.0
+    for _ in range(steps):
+        row = guard.check(np.float32([wanted])).row
+        assert row is not None
+        step, at = float(row[0]) - at, float(row[0])
+        assert -1 <= at <= 1
+        assert abs(step) <= fastest + 1e-6
+        assert abs(step - before) <= push + 1e-6  # it starts as gently as it stops
+        before = step
+    assert abs(at - np.sign(wanted)) <= push / 8 + 1e-6
+
+
 @pytest.mark.parametrize("moved", [True, False])
 def test_after_a_pause_nothing_leads_back_to_where_the_robot_was(moved: bool) -> None:
     """A person may have moved it: without a position the limits begin with the next command. Nobody moves a robot
