@@ -189,7 +189,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.Attribute(node.value, NAMES[node.attr], node.ctx)
     elif isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
         yield ast.Name(NAMES[node.id], node.ctx)
-    elif isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+    elif isinstance(node, ast.Return) and node.value and ast.unparse(node.value) not in ("None", "False"):
         yield ast.Return(ast.Constant(None))
     elif (
         isinstance(node, (ast.AugAssign, ast.Raise, ast.Continue, ast.Break))
@@ -279,16 +279,17 @@ class Tally:
 
 
 def examine(
-    home: Path, module: str, entry: dict, sample: int, seed: int, options: Sequence[str], only: str
+    home: Path, module: str, entry: dict, sample: int, seed: int, options: Sequence[str], again: set[str]
 ) -> Tally:
-    """Run a sample of the mutants of one module. Raises SystemExit where its tests fail without any."""
+    """Run a sample of the mutants of one module, or those of ``again``. Raises SystemExit where its tests fail without
+    any."""
     path = home / module
     original = path.read_text()
     found = mutants(original)
     known = entry.get("equivalent", {})
     if unknown := known.keys() - {mutant.name for mutant in found}:
         raise SystemExit(f"{TABLE.name}, {module}: no such mutants: {sorted(unknown)}")
-    chosen = [mutant for mutant in found if only in mutant.name]
+    chosen = [mutant for mutant in found if not again or mutant.name in again]
     if 0 < sample < len(chosen):
         chosen = sorted(random.Random(f"{seed} {module}").sample(chosen, sample), key=lambda each: each.line)
     path.write_text(ast.unparse(ast.parse(original)))  # what unparsing changes is no mutation
@@ -319,7 +320,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="parts of their paths; all of the table if absent")
     parser.add_argument("--sample", type=int, default=20, help="mutants per module, 0: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="mutants with this in their name")
+    parser.add_argument("--again", type=Path, help="a file of --json: only what survived there")
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
         "--deselect", action="append", default=[], help="a test that fails here without mutants"
@@ -328,6 +329,11 @@ def main() -> int:
     given = parser.parse_args()
     table = tomllib.loads(TABLE.read_text())
     names = [name for name in table if not given.modules or any(part in name for part in given.modules)]
+    again: dict[str, set[str]] = {}
+    if given.again:
+        lines = map(json.loads, given.again.read_text().splitlines())
+        again = {line["module"]: set(line["survivors"]) for line in lines if line["survivors"]}
+        names = [name for name in names if name in again]
     if not names:
         parser.error(f"no module of {TABLE.name} has {given.modules} in its path")
     if given.list:
@@ -350,7 +356,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="sinew-mutants-") as folder:
         home = copied(Path(folder))
         for name in names:
-            tally = examine(home, name, table[name], given.sample, given.seed, options, given.only)
+            tally = examine(
+                home, name, table[name], given.sample, given.seed, options, again.get(name, set())
+            )
             tallies.append(tally)
             print(
                 f"{name}: {tally.run} of {tally.of} mutants, {tally.killed} killed, {len(tally.survivors)} survived, "

@@ -26,7 +26,7 @@ from sinew_client.control import (
     parse_rule,
 )
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
-from sinew_client.control.controller import HALTED, UNTRAINED
+from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.replan import Moment, disagreement
 
@@ -95,6 +95,103 @@ def test_real_time_chunking_says_what_is_still_to_come() -> None:
     assert node.row[0] == 102  # row 2 belongs to step 7: one for the old frame, one for the delay
     player.restart(8)
     assert player.ask(9, 9).fields == {}  # after a stop there is nothing to continue
+
+
+def test_a_command_says_which_row_it_is_and_where_a_new_chunk_begins() -> None:
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("2")))
+    found = []
+    for step in range(7):
+        if step in (0, 2):
+            controller.ask(step, max(0, step - 1))  # the second frame is a step old
+            controller.arrived(step, np.full((4, 1), step, np.float32))
+        command = controller.command(step)
+        found.append((command.chunk, command.index, command.age, command.seam))
+    assert found == [
+        *[(0, 0, 0, False), (0, 1, 1, False)],  # nothing was before the first chunk
+        *[(1, 1, 1, True), (1, 2, 2, False), (1, 3, 3, False)],
+        *[(-1, -1, -1, False)] * 2,
+    ]
+    assert controller.ages == {0: 1, 1: 2, 2: 1, 3: 1}
+    assert controller.held == {STARVED: 2}
+
+
+def begun(handover: str, rule: str, rows: list[float], steps: int, **options: Any) -> Player:
+    """Return a player that has played so many steps of a chunk that was there at once."""
+    player = Player(parse_handover(handover), parse_rule(rule), **options)
+    player.ask(0, 0)
+    player.accept(np.float32(rows)[:, None], 0)
+    for step in range(steps):
+        node = player.take(step)
+        assert node is not None
+        player.commanded(step, node.row)
+    return player
+
+
+def test_rows_that_were_executed_are_not_continued() -> None:
+    player = begun("rtc", "2", [0, 1, 2], 3)
+    assert player.trajectory.rows_from(1).ravel().tolist() == [1, 2]  # which a frame of step 1 has behind it
+    assert "previous" not in player.ask(3, 1).fields
+    assert begun("rtc", "2", [0, 1, 2], 2).ask(2, 1).fields["previous"].ravel().tolist() == [1, 2]
+
+
+def test_a_chunk_that_contradicts_its_predecessor_is_asked_about_at_once() -> None:
+    for shift, due in ((0.4, False), (0.6, True)):
+        player = begun("aligned", "disagreement:0.5,6", [0, 1, 2, 3, 4, 5, 6, 7], 2)
+        player.ask(2, 2)
+        player.accept(np.arange(2, 10, dtype=np.float32)[:, None] + np.float32(shift), 2)
+        player.take(2)
+        assert player.wants_chunk(3) == due
+
+
+def test_a_chunk_that_is_there_at_once_is_never_behind_the_robot() -> None:
+    """None of its rows has passed, so that there is nothing that it could have expected."""
+    assert play("aligned+halt:1.5", [0], 9) == play("aligned", [0], 9)
+
+
+def test_an_adapter_refines_the_newest_chunk_for_as_long_as_it_may() -> None:
+    for handover in ("aligned", "ensemble"):
+        player = begun(handover, "2", [0, 1, 2, 3, 4], 1, refine=2)
+        player.ask(1, 1)
+        player.accept(np.float32([[11], [12], [13], [14]]), 1)
+        assert [player.refines(step) for step in (0, 1, 3, 4)] == [False, True, True, False]
+        assert [player.age(step) for step in (1, 3)] == [0, 2]
+        player.refined(np.float32([[50], [51]]), 2)
+        player.take(1)
+        nodes = [player.take(step) for step in (2, 3)]
+        assert [(node.chunk, node.index, node.frame, float(node.row[0])) for node in nodes if node] == [
+            (1, 1, 1, 50.0),
+            (1, 2, 1, 51.0),
+        ]
+    assert not begun("aligned", "2", [0, 1, 2], 1).refines(1)  # nobody is there to refine
+    beyond = begun("aligned", "queue:0.5", [0, 1, 2, 3], 2, refine=9)
+    beyond.refined(
+        np.zeros((8, 1), np.float32), 2
+    )  # rows that are made anew in each step are none that are left
+    assert [beyond.wants_chunk(step) for step in (1, 2, 4)] == [False, True, True]
+    assert not Player(parse_handover("aligned"), parse_rule("2"), refine=2).refines(0)
+    stopped = begun("freeze", "2", [0, 1, 2], 2, refine=5)
+    stopped.ask(2, 2)
+    assert not stopped.refines(2)
+
+
+def test_a_hold_after_a_chunk_has_its_own_reason_and_listeners_hear_of_everything() -> None:
+    controller, heard = Controller(Player(parse_handover("aligned"), parse_rule("2"))), []
+    controller.listeners.append(lambda event, values: heard.append((event, values)))
+    controller.ask(0, 0)
+    controller.fault(0, "blind")
+    assert controller.command(0).reason == "blind"
+    controller.ask(1, 1)
+    controller.arrived(1, np.zeros((1, 1), np.float32))
+    assert controller.command(1).row is not None
+    assert controller.command(2).reason == STARVED  # and not of the fault that is over
+    controller.failed(3, "no network")
+    controller.pause()
+    controller.resume()
+    events = [event for event, _ in heard]
+    faulted = ["ask", "fault", "command", "ask", "arrived", "command", "command"]
+    assert events == [*faulted, "failed", "pause", "resume"]
+    assert heard[1] == ("fault", {"step": 0, "reason": "blind"})
+    assert heard[7] == ("failed", {"step": 3, "reason": "no network"})
 
 
 def test_a_chunk_after_the_rows_ran_out_starts_where_the_robot_stands() -> None:

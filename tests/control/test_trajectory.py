@@ -122,6 +122,20 @@ def test_a_reader_beside_a_writer() -> None:
     assert len(trajectory) <= width  # what was committed while it was written does not stay
 
 
+def test_a_row_that_is_committed_while_it_is_written_does_not_stay() -> None:
+    trajectory = Trajectory()
+
+    class Meanwhile(dict):
+        def __setitem__(self, step: int, node: Node) -> None:
+            trajectory.take(step)  # the reader, between the writer's look and its writing
+            super().__setitem__(step, node)
+
+    trajectory._nodes = Meanwhile()
+    trajectory.put([Node(step, np.zeros(1, np.float32), 0, 0, step) for step in range(3)])
+    assert not len(trajectory)
+    assert trajectory.next == 3
+
+
 def test_rules_of_fusion() -> None:
     assert [round(parse_fusion("ramp:3").weight(k), 3) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert parse_fusion("mix:0.25").weight(9) == 0.25
