@@ -213,8 +213,13 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def copied(folder: Path) -> Path:
-    """Copy what git knows of the checkout, as it is now, into a folder of its own."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    """Copy the checkout as it is now, without what git ignores, into a folder of its own."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,15 @@ class TrajectoryModel(RuleBasedStateMachine):
             assert (None if node is None else pytest.approx(node.row[0], rel=1e-5)) == self.value(step)
 
     @invariant()
+    def what_is_to_come_is_counted_up_to_the_first_gap(self) -> None:
+        for step in range(self.real.next, 52):
+            rows = []
+            while (value := self.value(step + len(rows))) is not None:
+                rows.append(value)
+            assert self.real.left(step) == len(rows)
+            assert self.real.rows_from(step).ravel().tolist() == pytest.approx(rows, rel=1e-5)
+
+    @invariant()
     def what_was_sent_stays(self) -> None:
         """Committed rows are read as they were commanded, whatever was written since."""
         for step in range(max(0, self.committed - 7), self.committed + 1):
