@@ -28,6 +28,7 @@ from sinew_client.control import (
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import Moment, disagreement
 
 
@@ -111,6 +112,15 @@ def test_a_command_says_which_row_it_is_and_where_a_new_chunk_begins() -> None:
         *[(1, 1, 1, True), (1, 2, 2, False), (1, 3, 3, False)],
         *[(-1, -1, -1, False)] * 2,
     ]
+    again = Controller(Player(parse_handover("aligned"), parse_rule("2")))
+    for step in (0, 1):
+        again.ask(step, step)
+        again.arrived(step, np.zeros((4, 1), np.float32))
+        if step == 0:
+            again.pause()
+            again.resume()
+    command = again.command(1)  # nothing of the first chunk was executed
+    assert (command.chunk, command.seam) == (1, False)
     assert controller.ages == {0: 1, 1: 2, 2: 1, 3: 1}
     assert controller.held == {STARVED: 2}
 
@@ -146,6 +156,21 @@ def test_a_chunk_that_contradicts_its_predecessor_is_asked_about_at_once() -> No
 def test_a_chunk_that_is_there_at_once_is_never_behind_the_robot() -> None:
     """None of its rows has passed, so that there is nothing that it could have expected."""
     assert play("aligned+halt:1.5", [0], 9) == play("aligned", [0], 9)
+
+
+def test_a_robot_that_never_moved_contradicts_no_chunk() -> None:
+    """Its first row was refused by the limits, so that nothing was executed in the step that the answer has behind."""
+    player, rows = Player(parse_handover("aligned+halt:1"), parse_rule("1")), np.float32([[0], [9]])
+    player.ask(5, 5)
+    player.accept(rows, 5)
+    player.ask(5, 4)
+    player.take(5)
+    player.restart(5)
+    player.accept(rows, 6)
+    assert not player.halted
+    node = player.take(6)
+    assert node is not None
+    assert (node.chunk, node.index) == (1, 1)
 
 
 def test_an_adapter_refines_the_newest_chunk_for_as_long_as_it_may() -> None:
@@ -326,6 +351,22 @@ def test_weights_of_the_paper() -> None:
     assert guidance_weights(10, 2, 6, "zeros").tolist() == [1] * 2 + [0] * 8
 
 
+def test_the_ramp_of_groot() -> None:
+    """Two frozen rows, three that rise, one that is free."""
+    moment = np.array([1, 2, 3]) / 4
+    for rate in (6.0, 2.0):
+        rising = (1 - np.exp(-rate * moment)) / (1 - np.exp(-rate))
+        np.testing.assert_allclose(ramp_strength(6, 2, 5, rate), [0, 0, *rising, 1], atol=1e-12)
+    assert np.array_equal(ramp_strength(6, 2, 5), ramp_strength(6, 2, 5, 6.0))
+    assert ramp_strength(3, 0, 0).tolist() == [1, 1, 1]
+    assert ramp_strength(3, 9, 9).tolist() == [0, 0, 0]
+    with np.errstate(all="raise"):  # nothing to continue, and nothing is divided by it
+        assert guidance_weights(3, 2, -5).tolist() == [0, 0, 0]
+        assert ramp_strength(3, 2, -5).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="schedule: expected one of exp, linear, ones, zeros, got 'cosine'"):
+        guidance_weights(6, 2, 5, "cosine")
+
+
 @given(
     st.integers(1, 60),
     st.integers(-5, 70),
@@ -383,6 +424,20 @@ def test_rules() -> None:
     for text in ("", "0", "-1", "queue:2", "queue:x", "disagreement:1", "disagreement:1,0", "4:5", "often"):
         with pytest.raises(ValueError, match="expected STEPS"):
             parse_rule(text)
+
+
+def test_rules_at_their_limits() -> None:
+    assert parse_rule("queue") == parse_rule("queue:0.2")
+    assert [parse_rule(text).horizon(10) for text in ("queue:0", "queue:1", "1", "12")] == [10, 1, 1, 10]
+    assert [parse_rule("queue:0").due(Moment(1, left, 10)) for left in (1, 0)] == [False, True]
+    assert parse_rule("queue:1").due(Moment(0, 10, 10))
+    assert parse_rule("12").due(Moment(10, 0, 10))  # a chunk has no more
+    surprised = parse_rule("disagreement:0,1")
+    assert [surprised.due(Moment(0, 9, 10, size)) for size in (None, 0.0, 1e-9)] == [False, False, True]
+    assert parse_rule("disagreement:9,12").due(Moment(10, 0, 10))
+    assert not parse_rule("disagreement:9,12").due(Moment(9, 1, 10))
+    apart = disagreement(np.zeros((2, 2)), np.full((5, 2), 2.0), np.array([0.0, 4.0]))  # 0: no size is known
+    assert apart == pytest.approx(np.sqrt((2.0**2 + 0.5**2) / 2))
 
 
 def test_queue_fraction_asks_when_a_fifth_is_left() -> None:
@@ -549,6 +604,56 @@ def test_offsets_followed_exactly_are_the_rows_themselves() -> None:
         np.testing.assert_allclose(motion.reached(sent, state), target, atol=1e-6)
         state = state + 0.02 * sent
     assert Offsets((0,), (0,), 0.02, -1, 1).command(np.float32([5]), state) == 1
+
+
+def test_what_rows_are_measured_from() -> None:
+    """Columns 0 and 2 of a row belong to numbers 3 and 1 of the state; column 1 is absolute, such as a gripper."""
+    state, rows = np.float32([9, 10, 9, 20]), np.float32([[1, 5, 2], [1, 6, 2]])
+    relative, offsets = Relative((0, 2), (3, 1)), Offsets((0, 2), (3, 1), 0.5, -1.5, 1.5)
+    assert relative.targets(rows, state).tolist() == [[21, 5, 12], [21, 6, 12]]
+    assert offsets.targets(rows, state).tolist() == [[20.5, 5, 11], [21, 6, 12]]
+    assert relative.rows(np.float32([[21, 5, 12]]), state).tolist() == [[1, 5, 2]]
+    assert offsets.rows(np.float32([[20.5, 5, 11], [99, 6, 10]]), state).tolist() == [
+        [1, 5, 1.5],
+        [1.5, 6, -1.5],
+    ]
+    assert offsets.command(np.float32([0, 5, 10.25]), state).tolist() == [-1.5, 5, 0.5]
+    assert offsets.reached(np.float32([1, 5, -1]), state).tolist() == [20.5, 5, 9.5]
+    assert offsets.apart(np.float32([0, 5, 0]), np.float32([0.5, 3.5, -0.25])) == 1.5
+    for motion in (relative, offsets):
+        assert motion.needs_state
+        assert motion.roll(state, np.float32([[0, 0, 0], [7, 5, 8]])).tolist() == [9, 8, 9, 7]
+        assert motion.roll(state, np.zeros((0, 3))).tolist() == state.tolist()
+        for missing in (None, state[:3]):
+            with pytest.raises(ValueError, match="state: expected at least 4 numbers"):
+                motion.targets(rows, missing)
+    assert state.tolist() == [9, 10, 9, 20]
+    absolute = Absolute()
+    assert absolute.targets(rows, None) is rows
+    assert absolute.position(state).tolist() == state.tolist()
+    assert absolute.roll(state, np.zeros((0, 3))) is state
+    assert absolute.roll(state[:3], rows).tolist() == [1, 6, 2]
+    with pytest.raises(ValueError, match="expected as many numbers as the action's 3, got 4"):
+        absolute.roll(state, rows)
+    for columns in (((), ()), ((0, 1), (0,))):
+        with pytest.raises(ValueError, match="columns: expected as many"):
+            Relative(*columns)
+    assert type(parse_motion(None)) is Motion
+    for kind in (7, "warp"):
+        with pytest.raises(
+            ValueError, match="motion.kind: expected one of as is, absolute, relative, offsets"
+        ):
+            parse_motion({"kind": kind})
+    given = {"kind": "offsets", "action": [0, 2], "state": [3, 1], "scale": 0.5, "low": -1.5, "high": 1.5}
+    assert parse_motion(given) == offsets
+    assert "kind" in given  # the caller's
+
+
+def test_points_between_two_commands() -> None:
+    last, row = np.float32([0, 4]), np.float32([2, 0])
+    assert interpolate(None, row, 0.5) is row
+    assert interpolate(last, row, 1.0) is row
+    assert [interpolate(last, row, part).tolist() for part in (0.0, 0.25, 0.5)] == [[0, 4], [0.5, 3], [1, 2]]
 
 
 def test_future_state_is_that_of_the_answer() -> None:

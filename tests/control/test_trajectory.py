@@ -148,6 +148,15 @@ def test_a_row_that_is_committed_while_it_is_written_does_not_stay() -> None:
 def test_rules_of_fusion() -> None:
     assert [round(parse_fusion("ramp:3").weight(k), 3) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert parse_fusion("mix:0.25").weight(9) == 0.25
+    assert parse_fusion("ramp:3").weight(-1) == 0.25  # a row before the first one that can change
+    assert parse_fusion("ramp:0") == Fusion()
+    assert Fusion(0.0, 1.0, 2).weight(1) == 0.5
+    for given in ({"near": -0.1}, {"near": 1.1}, {"far": -0.1}, {"far": 1.1}, {"rows": -1}):
+        with pytest.raises(ValueError, match="fusion: expected"):
+            Fusion(**given)
+    mixed = Fusion(0.25, 0.75, 2)(np.float32([0, 4]), np.float32([4, 0]), 1)
+    assert (mixed.tolist(), mixed.dtype) == ([2, 2], np.float32)
+    assert Fusion(0.25, 0.25)(np.float32([0]), np.float32([4])).tolist() == [1]
     new = np.float32([3.0])
     assert (
         parse_fusion("latest_only")(np.float32([np.nan]), new) is new

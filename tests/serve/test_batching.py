@@ -75,6 +75,8 @@ def test_a_batch_that_makes_all_wait_longer_is_not_formed():
 def test_a_deadline_that_holds_alone_holds_in_the_batch():
     tight, *others = [job("a", deadline=1.05), job("a"), job("a")]
     assert batcher(CHEAP).members(tight, others, 0.0) == [tight]
+    just = [job("a", deadline=1.1), job("a", deadline=1.0 + 1.1)]  # to the moment
+    assert batcher(CHEAP).members(just[0], just[1:], 0.0) == just
     lost = job("a", deadline=0.5)  # which nothing can hold
     assert batcher(CHEAP).members(lost, others, 0.0) == [lost, *others]
     waiting = job("b", deadline=2.05)  # it would begin after one inference, not after a batch

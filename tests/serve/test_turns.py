@@ -96,6 +96,9 @@ def test_items_of_one_owner_go_by_their_key() -> None:
     for item in (3, 1, 2):
         turns.put("a", item)
     assert [turns.next() for _ in range(4)] == [1, 2, 3, None]
+    for item in (2, 1):
+        turns.put("a", item)
+    assert [turns.next() for _ in range(2)] == [1, 2]
     plain: Turns[int] = Turns()
     for item in (3, 1, 2):
         plain.put("a", item)
