@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=
 SOAK_ARGS ?= --minutes 10
+SAMPLE ?= 20
 FUZZ_ARGS ?= --decoders 45000 --sockets 3000 --files 2000
 
 # The environment is rebuilt when what it is made from changes; its stamp carries a checksum of that.
@@ -18,7 +19,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 CLIENTS := .venv-clients
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz test test-kernels test-all lint format bench gpu env clients roles docs clean
+.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-all lint format bench gpu env clients roles docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +67,9 @@ soak: $(READY) ## ten robots beside attackers for ten minutes, on the native wir
 
 fuzz: $(READY) ## hostile inputs for all decoders, sockets and files: a million take about an hour of a core
 	$(BIN)/python -m tests.hostile.fuzz $(FUZZ_ARGS)
+
+mutate: $(READY) ## do tests notice small faults? MODULE=part/of/a/path SAMPLE=20 (0: all mutants); hours for all modules
+	nice -n 10 $(BIN)/python -m tests.mutants $(MODULE) --sample $(SAMPLE) $(MUTATE_ARGS)
 
 # That machine has no network and its own torch: no environment is made, a checkout is enough (docs/gpu.md).
 gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of engines; ten minutes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -26,6 +27,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Collecting makes half a million objects and hardly any garbage, which every full collection would look through.
 if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()  # until the tests begin
+
+with contextlib.suppress(ImportError):  # which not every test needs
+    import hypothesis
+
+    hypothesis.settings.register_profile("sinew", deadline=None)  # 200 ms of a busy machine say nothing
+    hypothesis.settings.load_profile("sinew")
 
 GOLDEN = Path(__file__).resolve().parent / "fixtures"
 

@@ -10,7 +10,7 @@ import pytest
 
 from sinew.bundle.schema import from_builtins
 from sinew.core import BundleError
-from sinew.solvers import FLOW, SINGLE, Solver, solve
+from sinew.solvers import FLOW, SINGLE, Solver, Step, solve
 
 
 def test_times_are_those_of_the_reference_once_rounded():
@@ -56,6 +56,47 @@ def test_a_table_is_ddim():
         solver.steps(4)
 
 
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gain", [-0.5, 1.0])
+def test_a_step_keeps_and_gains_what_it_says(keep, gain):
+    x, output = np.array([3.0, -1.0]), np.array([0.25, 2.0])
+    assert np.array_equal(Step(0.3, keep, gain).advance(x, output), keep * x + gain * output)
+
+
+def test_one_step_is_the_fewest():
+    assert FLOW.steps(1) == [Step(1.0, 1.0, -1.0)]
+    assert SINGLE.steps(1) == [Step(1.0, 0.0, 1.0)]
+    for solver, expected in ((FLOW, "1 or more"), (SINGLE, "1")):
+        for count in (0, -1):
+            with pytest.raises(ValueError, match=f"expected {expected}, got {count}"):
+                solver.steps(count)
+    assert FLOW.fixed_steps is None
+
+
+@pytest.mark.parametrize(("start", "end"), [(1.0, 0.0), (0.0, 1.0), (0.5, 2.0)])
+def test_the_estimate_of_a_constant_velocity_is_where_it_leads(start, end):
+    """From every moment on the way, and from its end."""
+    solver, x, velocity = Solver(start=start, end=end), np.array([[0.5, -2.0]]), np.array([[3.0, 1.0]])
+    there = solve(lambda x, t: velocity, x, solver.steps(8), solver.times(8))
+    for step in solver.steps(8):
+        np.testing.assert_allclose(solver.denoised(x, velocity, step.time), there, atol=1e-12)
+        x = step.advance(x, velocity)
+    assert np.array_equal(solver.denoised(there, velocity, end), there)
+
+
+def test_the_estimate_of_a_single_pass_is_its_output_and_a_table_has_none():
+    output = np.array([[1.0, 2.0]])
+    assert SINGLE.denoised(np.full((1, 2), np.nan), output, 0.5) is output
+    with pytest.raises(ValueError, match="a table has no estimate"):
+        Solver("table", table=((0.5, 0.0, 1.0),)).denoised(output, output, 0.5)
+
+
+def test_after_each_step_somebody_may_look():
+    looks = []
+    solve(lambda x, t: x, np.ones(1), FLOW.steps(3), FLOW.times(3), lambda: looks.append(1))
+    assert len(looks) == 3
+
+
 def test_guidance_replaces_the_output_of_each_step():
     seen = []
 
@@ -73,6 +114,7 @@ def test_guidance_replaces_the_output_of_each_step():
     [
         ({"kind": "euler", "start": 1.0, "end": 1.0}, "expected start and end to differ"),
         ({"kind": "table"}, "rows of a table"),
+        ({"kind": "single", "table": [[0.5, 0.0, 1.0]]}, "rows of a table with kind table alone"),
         ({"kind": "heun"}, "Invalid enum value 'heun'"),
         ({"steps": 3}, "unknown field 'steps'"),
     ],

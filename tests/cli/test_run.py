@@ -251,7 +251,10 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
         try:
             _read_until(ours, b"moves")
             process.send_signal(signal.SIGHUP)
-            for state in (b"paused", b"moves") * 3:  # a run that ends draws its view once more, and not six times
+            for state in (
+                b"paused",
+                b"moves",
+            ) * 3:  # a run that ends draws its view once more, and not six times
                 os.write(ours, b" ")
                 _read_until(ours, state)
             os.write(ours, b"q")

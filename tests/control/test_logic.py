@@ -26,8 +26,9 @@ from sinew_client.control import (
     parse_rule,
 )
 from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, ramp_strength
-from sinew_client.control.controller import HALTED, UNTRAINED
+from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import Moment, disagreement
 
 
@@ -95,6 +96,127 @@ def test_real_time_chunking_says_what_is_still_to_come() -> None:
     assert node.row[0] == 102  # row 2 belongs to step 7: one for the old frame, one for the delay
     player.restart(8)
     assert player.ask(9, 9).fields == {}  # after a stop there is nothing to continue
+
+
+def test_a_command_says_which_row_it_is_and_where_a_new_chunk_begins() -> None:
+    controller = Controller(Player(parse_handover("aligned"), parse_rule("2")))
+    found = []
+    for step in range(7):
+        if step in (0, 2):
+            controller.ask(step, max(0, step - 1))  # the second frame is a step old
+            controller.arrived(step, np.full((4, 1), step, np.float32))
+        command = controller.command(step)
+        found.append((command.chunk, command.index, command.age, command.seam))
+    assert found == [
+        *[(0, 0, 0, False), (0, 1, 1, False)],  # nothing was before the first chunk
+        *[(1, 1, 1, True), (1, 2, 2, False), (1, 3, 3, False)],
+        *[(-1, -1, -1, False)] * 2,
+    ]
+    again = Controller(Player(parse_handover("aligned"), parse_rule("2")))
+    for step in (0, 1):
+        again.ask(step, step)
+        again.arrived(step, np.zeros((4, 1), np.float32))
+        if step == 0:
+            again.pause()
+            again.resume()
+    command = again.command(1)  # nothing of the first chunk was executed
+    assert (command.chunk, command.seam) == (1, False)
+    assert controller.ages == {0: 1, 1: 2, 2: 1, 3: 1}
+    assert controller.held == {STARVED: 2}
+
+
+def begun(handover: str, rule: str, rows: list[float], steps: int, **options: Any) -> Player:
+    """Return a player that has played so many steps of a chunk that was there at once."""
+    player = Player(parse_handover(handover), parse_rule(rule), **options)
+    player.ask(0, 0)
+    player.accept(np.float32(rows)[:, None], 0)
+    for step in range(steps):
+        node = player.take(step)
+        assert node is not None
+        player.commanded(step, node.row)
+    return player
+
+
+def test_rows_that_were_executed_are_not_continued() -> None:
+    player = begun("rtc", "2", [0, 1, 2], 3)
+    assert player.trajectory.rows_from(1).ravel().tolist() == [1, 2]  # which a frame of step 1 has behind it
+    assert "previous" not in player.ask(3, 1).fields
+    assert begun("rtc", "2", [0, 1, 2], 2).ask(2, 1).fields["previous"].ravel().tolist() == [1, 2]
+
+
+def test_a_chunk_that_contradicts_its_predecessor_is_asked_about_at_once() -> None:
+    for shift, due in ((0.4, False), (0.6, True)):
+        player = begun("aligned", "disagreement:0.5,6", [0, 1, 2, 3, 4, 5, 6, 7], 2)
+        player.ask(2, 2)
+        player.accept(np.arange(2, 10, dtype=np.float32)[:, None] + np.float32(shift), 2)
+        player.take(2)
+        assert player.wants_chunk(3) == due
+
+
+def test_a_chunk_that_is_there_at_once_is_never_behind_the_robot() -> None:
+    """None of its rows has passed, so that there is nothing that it could have expected."""
+    assert play("aligned+halt:1.5", [0], 9) == play("aligned", [0], 9)
+
+
+def test_a_robot_that_never_moved_contradicts_no_chunk() -> None:
+    """Its first row was refused by the limits, so that nothing was executed in the step that the answer has behind."""
+    player, rows = Player(parse_handover("aligned+halt:1"), parse_rule("1")), np.float32([[0], [9]])
+    player.ask(5, 5)
+    player.accept(rows, 5)
+    player.ask(5, 4)
+    player.take(5)
+    player.restart(5)
+    player.accept(rows, 6)
+    assert not player.halted
+    node = player.take(6)
+    assert node is not None
+    assert (node.chunk, node.index) == (1, 1)
+
+
+def test_an_adapter_refines_the_newest_chunk_for_as_long_as_it_may() -> None:
+    for handover in ("aligned", "ensemble"):
+        player = begun(handover, "2", [0, 1, 2, 3, 4], 1, refine=2)
+        player.ask(1, 1)
+        player.accept(np.float32([[11], [12], [13], [14]]), 1)
+        assert [player.refines(step) for step in (0, 1, 3, 4)] == [False, True, True, False]
+        assert [player.age(step) for step in (1, 3)] == [0, 2]
+        player.refined(np.float32([[50], [51]]), 2)
+        player.take(1)
+        nodes = [player.take(step) for step in (2, 3)]
+        assert [(node.chunk, node.index, node.frame, float(node.row[0])) for node in nodes if node] == [
+            (1, 1, 1, 50.0),
+            (1, 2, 1, 51.0),
+        ]
+    assert not begun("aligned", "2", [0, 1, 2], 1).refines(1)  # nobody is there to refine
+    beyond = begun("aligned", "queue:0.5", [0, 1, 2, 3], 2, refine=9)
+    beyond.refined(
+        np.zeros((8, 1), np.float32), 2
+    )  # rows that are made anew in each step are none that are left
+    assert [beyond.wants_chunk(step) for step in (1, 2, 4)] == [False, True, True]
+    assert not Player(parse_handover("aligned"), parse_rule("2"), refine=2).refines(0)
+    stopped = begun("freeze", "2", [0, 1, 2], 2, refine=5)
+    stopped.ask(2, 2)
+    assert not stopped.refines(2)
+
+
+def test_a_hold_after_a_chunk_has_its_own_reason_and_listeners_hear_of_everything() -> None:
+    controller, heard = Controller(Player(parse_handover("aligned"), parse_rule("2"))), []
+    controller.listeners.append(lambda event, values: heard.append((event, values)))
+    controller.ask(0, 0)
+    controller.fault(0, "blind")
+    assert controller.command(0).reason == "blind"
+    controller.ask(1, 1)
+    controller.arrived(1, np.zeros((1, 1), np.float32))
+    assert controller.command(1).row is not None
+    assert controller.command(2).reason == STARVED  # and not of the fault that is over
+    controller.failed(3, "no network")
+    controller.pause()
+    controller.resume()
+    events = [event for event, _ in heard]
+    faulted = ["ask", "fault", "command", "ask", "arrived", "command", "command"]
+    assert events == [*faulted, "failed", "pause", "resume"]
+    assert heard[1] == ("fault", {"step": 0, "reason": "blind"})
+    assert heard[7] == ("failed", {"step": 3, "reason": "no network"})
 
 
 def test_a_chunk_after_the_rows_ran_out_starts_where_the_robot_stands() -> None:
@@ -229,6 +351,22 @@ def test_weights_of_the_paper() -> None:
     assert guidance_weights(10, 2, 6, "zeros").tolist() == [1] * 2 + [0] * 8
 
 
+def test_the_ramp_of_groot() -> None:
+    """Two frozen rows, three that rise, one that is free."""
+    moment = np.array([1, 2, 3]) / 4
+    for rate in (6.0, 2.0):
+        rising = (1 - np.exp(-rate * moment)) / (1 - np.exp(-rate))
+        np.testing.assert_allclose(ramp_strength(6, 2, 5, rate), [0, 0, *rising, 1], atol=1e-12)
+    assert np.array_equal(ramp_strength(6, 2, 5), ramp_strength(6, 2, 5, 6.0))
+    assert ramp_strength(3, 0, 0).tolist() == [1, 1, 1]
+    assert ramp_strength(3, 9, 9).tolist() == [0, 0, 0]
+    with np.errstate(all="raise"):  # nothing to continue, and nothing is divided by it
+        assert guidance_weights(3, 2, -5).tolist() == [0, 0, 0]
+        assert ramp_strength(3, 2, -5).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="schedule: expected one of exp, linear, ones, zeros, got 'cosine'"):
+        guidance_weights(6, 2, 5, "cosine")
+
+
 @given(
     st.integers(1, 60),
     st.integers(-5, 70),
@@ -288,6 +426,20 @@ def test_rules() -> None:
             parse_rule(text)
 
 
+def test_rules_at_their_limits() -> None:
+    assert parse_rule("queue") == parse_rule("queue:0.2")
+    assert [parse_rule(text).horizon(10) for text in ("queue:0", "queue:1", "1", "12")] == [10, 1, 1, 10]
+    assert [parse_rule("queue:0").due(Moment(1, left, 10)) for left in (1, 0)] == [False, True]
+    assert parse_rule("queue:1").due(Moment(0, 10, 10))
+    assert parse_rule("12").due(Moment(10, 0, 10))  # a chunk has no more
+    surprised = parse_rule("disagreement:0,1")
+    assert [surprised.due(Moment(0, 9, 10, size)) for size in (None, 0.0, 1e-9)] == [False, False, True]
+    assert parse_rule("disagreement:9,12").due(Moment(10, 0, 10))
+    assert not parse_rule("disagreement:9,12").due(Moment(9, 1, 10))
+    apart = disagreement(np.zeros((2, 2)), np.full((5, 2), 2.0), np.array([0.0, 4.0]))  # 0: no size is known
+    assert apart == pytest.approx(np.sqrt((2.0**2 + 0.5**2) / 2))
+
+
 def test_queue_fraction_asks_when_a_fifth_is_left() -> None:
     # The first chunk starts at step 0 without latency; of 10 rows 2 are left at step 8.
     assert play("naive", [0], 12, size=10, replan="queue:0.2")[7:10] == [7, 100, 101]
@@ -311,6 +463,36 @@ def test_guard_clips_and_counts() -> None:
     assert guard.check(np.float32([np.nan, 0])).row is None
     assert "finite" in guard.check(np.float32([np.inf, 0])).reason
     assert "shape [3]" in guard.check(np.zeros(3, np.float32)).reason
+
+
+@given(
+    st.floats(-1, 1),
+    st.floats(0.1, 5),
+    st.floats(0.5, 50),
+    st.sampled_from([0.02, 0.1]),
+    st.sampled_from([-9, 9]),
+)
+def test_a_robot_reaches_the_end_of_its_range_and_stops_there(
+    start: float, velocity: float, acceleration: float, period: float, wanted: float
+) -> None:
+    """As fast as its limits allow, and never beyond them. In units of a step's change p = acceleration * period^2 a
+    distance p u^2 / 2 takes u steps to brake, and less than p / 8 is no step at all."""
+    guard = Guard(
+        Limits.parse({"low": -1, "high": 1, "velocity": velocity, "acceleration": acceleration}, 1), period
+    )
+    guard.start(np.array([start]))
+    fastest, push, far = velocity * period, acceleration * period**2, 1 - start if wanted > 0 else start + 1
+    steps = int(far / fastest + fastest / push + 2 * np.sqrt(2 * far / push)) + 5
+    at, before = start, 0.0
+    for _ in range(steps):
+        row = guard.check(np.float32([wanted])).row
+        assert row is not None
+        step, at = float(row[0]) - at, float(row[0])
+        assert -1 <= at <= 1
+        assert abs(step) <= fastest + 1e-6
+        assert abs(step - before) <= push + 1e-6  # it starts as gently as it stops
+        before = step
+    assert abs(at - np.sign(wanted)) <= push / 8 + 1e-6
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -422,6 +604,56 @@ def test_offsets_followed_exactly_are_the_rows_themselves() -> None:
         np.testing.assert_allclose(motion.reached(sent, state), target, atol=1e-6)
         state = state + 0.02 * sent
     assert Offsets((0,), (0,), 0.02, -1, 1).command(np.float32([5]), state) == 1
+
+
+def test_what_rows_are_measured_from() -> None:
+    """Columns 0 and 2 of a row belong to numbers 3 and 1 of the state; column 1 is absolute, such as a gripper."""
+    state, rows = np.float32([9, 10, 9, 20]), np.float32([[1, 5, 2], [1, 6, 2]])
+    relative, offsets = Relative((0, 2), (3, 1)), Offsets((0, 2), (3, 1), 0.5, -1.5, 1.5)
+    assert relative.targets(rows, state).tolist() == [[21, 5, 12], [21, 6, 12]]
+    assert offsets.targets(rows, state).tolist() == [[20.5, 5, 11], [21, 6, 12]]
+    assert relative.rows(np.float32([[21, 5, 12]]), state).tolist() == [[1, 5, 2]]
+    assert offsets.rows(np.float32([[20.5, 5, 11], [99, 6, 10]]), state).tolist() == [
+        [1, 5, 1.5],
+        [1.5, 6, -1.5],
+    ]
+    assert offsets.command(np.float32([0, 5, 10.25]), state).tolist() == [-1.5, 5, 0.5]
+    assert offsets.reached(np.float32([1, 5, -1]), state).tolist() == [20.5, 5, 9.5]
+    assert offsets.apart(np.float32([0, 5, 0]), np.float32([0.5, 3.5, -0.25])) == 1.5
+    for motion in (relative, offsets):
+        assert motion.needs_state
+        assert motion.roll(state, np.float32([[0, 0, 0], [7, 5, 8]])).tolist() == [9, 8, 9, 7]
+        assert motion.roll(state, np.zeros((0, 3))).tolist() == state.tolist()
+        for missing in (None, state[:3]):
+            with pytest.raises(ValueError, match="state: expected at least 4 numbers"):
+                motion.targets(rows, missing)
+    assert state.tolist() == [9, 10, 9, 20]
+    absolute = Absolute()
+    assert absolute.targets(rows, None) is rows
+    assert absolute.position(state).tolist() == state.tolist()
+    assert absolute.roll(state, np.zeros((0, 3))) is state
+    assert absolute.roll(state[:3], rows).tolist() == [1, 6, 2]
+    with pytest.raises(ValueError, match="expected as many numbers as the action's 3, got 4"):
+        absolute.roll(state, rows)
+    for columns in (((), ()), ((0, 1), (0,))):
+        with pytest.raises(ValueError, match="columns: expected as many"):
+            Relative(*columns)
+    assert type(parse_motion(None)) is Motion
+    for kind in (7, "warp"):
+        with pytest.raises(
+            ValueError, match="motion.kind: expected one of as is, absolute, relative, offsets"
+        ):
+            parse_motion({"kind": kind})
+    given = {"kind": "offsets", "action": [0, 2], "state": [3, 1], "scale": 0.5, "low": -1.5, "high": 1.5}
+    assert parse_motion(given) == offsets
+    assert "kind" in given  # the caller's
+
+
+def test_points_between_two_commands() -> None:
+    last, row = np.float32([0, 4]), np.float32([2, 0])
+    assert interpolate(None, row, 0.5) is row
+    assert interpolate(last, row, 1.0) is row
+    assert [interpolate(last, row, part).tolist() for part in (0.0, 0.25, 0.5)] == [[0, 4], [0.5, 3], [1, 2]]
 
 
 def test_future_state_is_that_of_the_answer() -> None:

@@ -77,6 +77,15 @@ class TrajectoryModel(RuleBasedStateMachine):
             assert (None if node is None else pytest.approx(node.row[0], rel=1e-5)) == self.value(step)
 
     @invariant()
+    def what_is_to_come_is_counted_up_to_the_first_gap(self) -> None:
+        for step in (self.real.next, self.real.next + 3):
+            rows = []
+            while (value := self.value(step + len(rows))) is not None:
+                rows.append(value)
+            assert self.real.left(step) == len(rows)
+            assert self.real.rows_from(step).ravel().tolist() == pytest.approx(rows, rel=1e-5)
+
+    @invariant()
     def what_was_sent_stays(self) -> None:
         """Committed rows are read as they were commanded, whatever was written since."""
         for step in range(max(0, self.committed - 7), self.committed + 1):
@@ -122,9 +131,32 @@ def test_a_reader_beside_a_writer() -> None:
     assert len(trajectory) <= width  # what was committed while it was written does not stay
 
 
+def test_a_row_that_is_committed_while_it_is_written_does_not_stay() -> None:
+    trajectory = Trajectory()
+
+    class Meanwhile(dict):
+        def __setitem__(self, step: int, node: Node) -> None:
+            trajectory.take(step)  # the reader, between the writer's look and its writing
+            super().__setitem__(step, node)
+
+    trajectory._nodes = Meanwhile()
+    trajectory.put([Node(step, np.zeros(1, np.float32), 0, 0, step) for step in range(3)])
+    assert not len(trajectory)
+    assert trajectory.next == 3
+
+
 def test_rules_of_fusion() -> None:
     assert [round(parse_fusion("ramp:3").weight(k), 3) for k in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert parse_fusion("mix:0.25").weight(9) == 0.25
+    assert parse_fusion("ramp:3").weight(-1) == 0.25  # a row before the first one that can change
+    assert parse_fusion("ramp:0") == Fusion()
+    assert Fusion(0.0, 1.0, 2).weight(1) == 0.5
+    for given in ({"near": -0.1}, {"near": 1.1}, {"far": -0.1}, {"far": 1.1}, {"rows": -1}):
+        with pytest.raises(ValueError, match="fusion: expected"):
+            Fusion(**given)
+    mixed = Fusion(0.25, 0.75, 2)(np.float32([0, 4]), np.float32([4, 0]), 1)
+    assert (mixed.tolist(), mixed.dtype) == ([2, 2], np.float32)
+    assert Fusion(0.25, 0.25)(np.float32([0]), np.float32([4])).tolist() == [1]
     new = np.float32([3.0])
     assert (
         parse_fusion("latest_only")(np.float32([np.nan]), new) is new

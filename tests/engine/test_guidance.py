@@ -92,6 +92,40 @@ def test_guided_equals_the_paper(direction: tuple[float, float], schedule: str, 
     assert float((got - expected).abs().max()) < 1e-10
 
 
+def test_the_weight_of_guidance_is_the_papers_and_never_more_than_beta() -> None:
+    for tau in np.linspace(0.01, 0.99, 99):
+        r2 = (1 - tau) ** 2 / (tau**2 + (1 - tau) ** 2)
+        assert guidance_weight(float(tau), 1e9) == pytest.approx((1 - tau) / (tau * r2))
+        assert guidance_weight(float(tau), 2.5) <= 2.5
+        assert guidance_weight(float(tau), 0.0) == 0.0
+    for tau in (-0.1, 0.0, 1.0, 1.1, 1e-300, 1 - 1e-16):  # the quotient has poles at both ends
+        assert guidance_weight(tau, 5.0) == 5.0
+
+
+@pytest.mark.parametrize("kind", ["ramp", "trained"])
+def test_frozen_rows_begin_as_what_they_continue(kind: str) -> None:
+    """Where the velocity is held back; each request of a batch has its own rows, and the noise is its own again."""
+    noise = np.random.default_rng(0).normal(size=(2, H, A)).astype(np.float32)
+    target = np.arange(H * A, dtype=np.float32).reshape(H, A)
+    strength = np.float32([0, 0, 0.5, 1, 1, 1])[:, None].repeat(A, axis=1)
+    wanted = [
+        Continuation(kind, target, strength, 4, 5.0),  # row 3 has all of its velocity, and begins as noise
+        Continuation(kind, -target, np.roll(strength, -1, axis=0), 2, 5.0),
+    ]
+    before = noise.copy()
+    guidance, begun = guide(wanted, Solver(), noise, np.asarray)
+    assert np.array_equal(noise, before)
+    assert np.array_equal(begun[0], np.concatenate([target[:3], noise[0, 3:]]))
+    assert np.array_equal(begun[1], np.concatenate([-target[:2], noise[1, 2:]]))
+    moved = guidance(lambda x: np.full_like(x, 2.0), begun, Solver().steps(1)[0])
+    assert np.array_equal(moved, 2 * np.stack([each.weights for each in wanted]))
+    committed = guidance.committed  # type: ignore[attr-defined]
+    if kind == "ramp":
+        assert committed is None
+    else:
+        assert committed.tolist() == [[True, True] + [False] * 4, [True] + [False] * 4 + [True]]
+
+
 def test_without_the_jacobian_it_is_another_method() -> None:
     head, solver = Head(), Solver(start=0.0, end=1.0)
     noise, target = np.random.default_rng(0).normal(size=(2, H, A))

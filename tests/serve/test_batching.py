@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinew.core import ActionChunk, CancelledError, Observation, SinewError, Timing
+from sinew.serve import batching
 from sinew.serve.batching import Batcher, Costs
 from sinew.serve.request import Job, ShuttingDownError, SupersededError
 from sinew.serve.scheduler import Scheduler
@@ -74,6 +75,8 @@ def test_a_batch_that_makes_all_wait_longer_is_not_formed():
 def test_a_deadline_that_holds_alone_holds_in_the_batch():
     tight, *others = [job("a", deadline=1.05), job("a"), job("a")]
     assert batcher(CHEAP).members(tight, others, 0.0) == [tight]
+    just = [job("a", deadline=1.1), job("a", deadline=1.0 + 1.1)]  # to the moment
+    assert batcher(CHEAP).members(just[0], just[1:], 0.0) == just
     lost = job("a", deadline=0.5)  # which nothing can hold
     assert batcher(CHEAP).members(lost, others, 0.0) == [lost, *others]
     waiting = job("b", deadline=2.05)  # it would begin after one inference, not after a batch
@@ -117,6 +120,158 @@ def test_no_deadline_breaks_that_would_have_held(wanted, table):
     for each in line:
         if each.deadline is not None and ends[id(each)] <= each.deadline:
             assert after[id(each)] <= each.deadline + 1e-9
+
+
+def test_costs_mix_old_and_new_and_grow_old(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(batching.time, "monotonic", lambda: clock[0])
+    known = costs({2: 1.0})
+    assert known.surely("a", 2) == known.seconds("a", 2) == 1.0
+    known.learn("a", 2, 2.0)
+    assert known.seconds("a", 2) == pytest.approx(1.2)  # a fifth of the way
+    assert known.surely("a", 2) == pytest.approx(1.2 + 2 * 0.2)
+    known.learn("a", 2, 1.2)
+    assert known.surely("a", 2) == pytest.approx(1.2 + 2 * 0.8 * 0.2)
+    assert known.seconds("a", 1) == known.seconds("a", 2)  # a smaller one costs at most as much
+    assert known.seconds("a", 3) == pytest.approx(1.5 * 1.2)
+    clock[0] += batching.OLD_S - 1
+    assert known.measured("a", 2)
+    clock[0] += 1
+    assert not known.measured("a", 2)
+    known.learn("a", 2, 1.2)
+    assert known.measured("a", 2)
+
+
+def test_kinds_that_were_used_last_are_remembered():
+    known = Costs()
+    for kind in range(batching.MAX_KEYS):
+        known.learn(kind, 1, 1.0)
+    known.learn(0, 1, 1.0)
+    assert known.seconds(1, 1) == 1.0
+    known.learn("new", 1, 1.0)
+    assert known.seconds(1, 1) is None  # the one that was learnt longest ago
+    assert [known.seconds(kind, 1) for kind in (0, 2, "new")] == [1.0] * 3
+
+
+class Timed:
+    """A policy whose batches take what a table says, on a clock of its own; its first run of each size takes longer."""
+
+    unbatched = ""
+
+    def __init__(self, table: dict[int, float]):
+        self.table, self.clock = table, 0.0
+        self.ran: list[int] = []
+
+    def dummy_observation(self) -> str:
+        return "warm"
+
+    def prepare(self, observation: str) -> str:
+        return observation
+
+    def batch_key(self, prepared: str) -> str:
+        return "a"
+
+    def run_batch(self, members: list[str], *, cancel: threading.Event | None = None) -> list:
+        self.clock += self.table[len(members)] + (0.0 if len(members) in self.ran else 0.125)
+        self.ran.append(len(members))
+        return members
+
+
+def calibrated(table: dict[int, float], limit: int | None, monkeypatch) -> tuple[Batcher, Timed]:
+    policy, made = Timed(table), Batcher(limit)
+    monkeypatch.setattr(batching.time, "perf_counter", lambda: policy.clock)
+    made.calibrate(policy)  # type: ignore[arg-type]
+    return made, policy
+
+
+@pytest.mark.parametrize(
+    ("table", "limit", "tried"),
+    [
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}, 16, [1, 2, 4, 8, 16]),  # free, up to the largest of auto
+        ({1: 1.0, 2: 1.0, 4: 1.0, 8: 2.0}, 4, [1, 2, 4, 8]),  # the last doubling brings nothing
+        (
+            {1: 0.25, 2: 0.475, 4: 0.925, 8: 1.5},
+            1,
+            [1, 2, 4],
+        ),  # 1.053 times as much goes on, and is not worth it
+        ({1: 1.25, 2: 1.5, 4: 2.5, 8: 3.0}, 4, [1, 2, 4]),  # a batch of four takes too long to try eight
+        ({1: 0.25, 2: 0.475, 4: 0.875, 8: 1.75}, 4, [1, 2, 4, 8]),  # 1.14 times as much is
+        ({1: 3.0, 2: 3.0}, 1, [1]),  # nor is two tried where one is too slow
+        ({1: 1.0, 2: 3.0}, 1, [1, 2]),
+    ],
+)
+def test_auto_grows_while_it_pays(table, limit, tried, monkeypatch):
+    made, policy = calibrated(table, None, monkeypatch)
+    assert list(dict.fromkeys(policy.ran)) == tried
+    assert made.describe()["max_batch"] == limit
+    for size in tried:
+        first = 0.125 if table[size] + 0.125 > batching.LONGEST_S else 0.0  # which is tried once only
+        assert made.costs.seconds("a", size) == pytest.approx(table[size] + first)
+        assert policy.ran.count(size) == (1 if first else 1 + batching.TRIALS)
+        assert f"{size}: {1e3 * (table[size] + first):.1f} ms" in made.reason
+    if limit > 1:
+        took = made.costs.seconds("a", limit)
+        assert f"{limit * table[1] / took:.2f} times the throughput at {limit}" in made.reason
+    else:
+        assert "no faster than its members one by one" in made.reason
+
+
+@pytest.mark.parametrize(("asked", "tried"), [(1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4])])
+def test_a_limit_that_was_asked_for_stays(asked, tried, monkeypatch):
+    made, policy = calibrated(dict.fromkeys((1, 2, 4, 8), 1.0), asked, monkeypatch)
+    assert made.describe()["max_batch"] == asked
+    assert list(dict.fromkeys(policy.ran)) == tried
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from("aab"), min_size=1, max_size=8),
+    st.lists(st.floats(0.5, 3), min_size=8, max_size=8),
+    st.integers(1, 8),
+)
+def test_the_batch_is_the_one_with_which_all_wait_least(kinds, table, limit):
+    line = [job(kind) for kind in kinds]
+    made = batcher(dict(enumerate(table, 1)), limit)
+    made.costs.learn("b", 1, 0.7)
+    made.costs.learn("b", 2, 0.8)
+    cost = {"a": table[0], "b": 0.7}
+    of = {"a": table, "b": [0.7, 0.8]}[line[0].kind]
+    fit = [each for each in line if each.kind == line[0].kind][:limit]
+
+    def waited(size: int) -> float:
+        ends, clock = [of[size - 1]] * size, of[size - 1]
+        for each in line:
+            if each not in fit[:size]:
+                clock += cost[each.kind]
+                ends.append(clock)
+        return sum(ends)
+
+    chosen = made.members(line[0], line[1:], 0.0)
+    if line[0].kind == "b" and len(fit) > 2 and len(chosen) > 2:
+        return  # sizes that nobody measured are tried
+    assert chosen == fit[: len(chosen)]
+    sizes = range(1, min(len(fit), len(of)) + 1)
+    assert waited(len(chosen)) <= min(map(waited, sizes)) + 1e-9
+
+
+def test_who_is_lost_or_has_left_is_in_no_batch():
+    late, now, gone, last = job("a", 0.5), job("a", 1.0), job("a"), job("a")
+    gone.cancel.set()
+    first = job("a")
+    assert batcher(CHEAP).members(first, [late, now, gone, last], 1.0) == [first, now, last]
+
+
+def test_deadlines_of_other_policies_count():
+    line = [job("a") for _ in range(3)]
+    assert batcher(CHEAP).members(line[0], line[1:], 0.0, [job("b", 2.0)]) == line[:1]
+    assert batcher(CHEAP).members(line[0], line[1:], 0.0, [job("b", 2.15)]) == line[:2]
+    assert batcher(CHEAP).members(line[0], line[1:], 0.0, [job("b", 2.25)]) == line
+
+
+def test_one_is_no_batch():
+    line = [job("a"), job("a")]
+    assert batcher({1: 1.0, 2: 1.0}, 1).members(line[0], line[1:], 0.0) == line[:1]
+    assert batcher({1: 1.0, 2: 1.0}, 2).members(line[0], line[1:], 0.0) == line
 
 
 # ----------------------------------------------------------------------------- in the scheduler

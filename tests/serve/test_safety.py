@@ -88,6 +88,50 @@ def test_a_strange_state_is_answered_with_a_warning(policy):
     assert "far outside of the training data" in warning
 
 
+def test_margins_are_half_widths_from_the_centre(policy):
+    """Ten of the actions', twenty of the states', a warning from three on; other numbers where they are given."""
+    assert not policy.processor.recipe.action_steps
+    assert not policy.processor.recipe.state_steps
+    centre, half = ranges(policy.processor.action_normalizer)
+    for margin, safety in (
+        (10.0, Safety(policy.processor)),
+        (4.0, Safety(policy.processor, action_margin=4.0)),
+    ):
+        found = safety.limits()
+        np.testing.assert_allclose(found["low"], centre - margin * half)
+        np.testing.assert_allclose(found["high"], centre + margin * half)
+    centre, half = ranges(policy.processor.state_normalizer)
+    known = Safety(policy.processor).state_range()
+    np.testing.assert_allclose([known["low"], known["high"]], [centre - half, centre + half])
+    for given, margin in (({}, 20.0), ({"state_margin": 6.0}, 6.0)):
+        safety = Safety(policy.processor, **given)
+
+        def said(widths, sign, safety=safety):
+            state = centre.copy()
+            state[-1] += sign * widths * half[-1]
+            return safety.check(replace(policy.dummy_observation(), state=state))
+
+        for sign in (-1, 1):
+            assert said(2.99, sign) == ()
+            assert len(said(3.01, sign)) == len(said(margin - 0.01, sign)) == 1
+            with pytest.raises(ObservationError, match="times as far from their middle"):
+                said(margin + 0.01, sign)
+
+
+def test_noise_and_states_at_their_limits(policy):
+    safety, plain = Safety(policy.processor), policy.dummy_observation()
+    for value in (100.0, -100.0, np.inf, np.nan):  # the policy's own check tells of what is not finite
+        assert safety.check(replace(plain, noise=np.full(policy.spec.noise_shape, value))) == ()
+    noise = np.zeros(policy.spec.noise_shape)
+    noise.flat[-1] = -100.1
+    with pytest.raises(ObservationError, match="noise: expected numbers up to 100, got 100.1"):
+        safety.check(replace(plain, noise=noise))
+    state = np.full(policy.spec.state.dim, 1e9)
+    state[0] = np.nan
+    assert safety.check(replace(plain, state=state)) == ()  # so is what has no form
+    assert safety.check(replace(plain, state=np.full(policy.spec.state.dim + 1, 1e9))) == ()
+
+
 def test_a_guard_clips_where_the_server_would_refuse(policy):
     """What the server states as ``action.limits`` is what it enforces, in the form that a robot's guard reads."""
     safety = Safety(policy.processor)
@@ -129,6 +173,10 @@ def test_old_observations_are_refused_before_and_after(policy, monkeypatch):
     fresh = replace(plain, time=now[0] - 1.5)
     safety.check(fresh)
     assert safety.enforce(chunk, fresh) is chunk
+    for apart in (-2.0, 2.0):  # clocks may be so far apart, either way
+        assert safety.check(replace(plain, time=now[0] + apart)) == ()
+        with pytest.raises(ObservationError, match="time: expected"):
+            safety.check(replace(plain, time=now[0] + 1.1 * apart))
     for taken, text in (
         (now[0] - 3600, r"time: expected Unix seconds of the last 2 s \(--max-age\), got 3600.000 s ago"),
         (now[0] + 3600, "3600.000 s from now; the clocks disagree"),

@@ -1,0 +1,376 @@
+"""Mutation testing: small faults, one at a time, in modules whose mistakes a robot would feel; do tests notice?
+
+``make mutate`` or ``python -m tests.mutants [MODULE ...] [--sample N] [--seed S] [--list]``. Each mutant is one change
+of one expression or statement, written into a copy of the checkout, and run against the test files that
+tests/mutants.toml gives to its module. It is killed by a test that fails, or by one that takes too long. Survivors
+whose change nobody could observe are listed there with the reason, and the run fails below 95 % of the others.
+
+A process that has imported torch and pytest is forked for each mutant, so that most take a second or two. Not used,
+tried in November 2026: mutmut 3 leaves out every decorated function, and with it every property, and found no test of a
+package below packages/*/src; cosmic-ray takes neither samples nor other changes than those of operators, numbers and
+conditions, two thirds of which are operators that no number has (>> of floats), and starts a new interpreter for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).with_suffix(".toml")
+GOAL = 0.95
+PATIENCE = 4.0  # a mutant may take so many times as long as no mutant
+PATIENCE_S = 20.0  # and so much longer
+PRELOAD = (
+    "torch",
+    "numpy",
+    "PIL.Image",
+    "pytest",
+    "hypothesis.stateful",
+    "zmq",
+    "aiohttp",
+    "gguf",
+    "tokenizers",
+)
+
+COMPARED: dict[type, tuple[type, ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+COMPUTED: dict[type, type] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Div,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+NAMES = {"min": "max", "any": "all", "minimum": "maximum", "floor": "ceil"}
+NAMES |= {there: here for here, there in NAMES.items()}
+SILENT = ("debug", "info", "warning", "error", "critical", "exception")  # of a logger
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change. name: what changes, without line numbers, so that the table outlives other changes of the file."""
+
+    name: str
+    line: int
+    source: str
+
+
+def mutants(source: str) -> list[Mutant]:
+    """Return all mutants of a module, in the order of its text, without annotations, messages, logs and asserts."""
+    tree = ast.parse(source)
+    found: list[Mutant] = []
+    seen: dict[str, int] = {}
+
+    def note(where: str, node: ast.AST, old: str, new: str) -> None:
+        name = f"{where}: {old} -> {new}"
+        seen[name] = seen.get(name, 0) + 1
+        name += f" #{seen[name]}" if seen[name] > 1 else ""
+        found.append(Mutant(name, getattr(node, "lineno", 0), ast.unparse(tree)))
+
+    def change(where: str, parent: ast.AST, field: str, index: int | None, new: ast.AST) -> None:
+        """Put ``new`` in the place of a child for as long as it takes to write the module."""
+        held = getattr(parent, field)
+        node = held if index is None else held[index]
+        tests = isinstance(node, (ast.If, ast.While, ast.IfExp))
+        before = ast.unparse(node.test if tests else node)
+        if index is None:
+            setattr(parent, field, new)
+        else:
+            held[index] = new
+        ast.fix_missing_locations(new)
+        note(where, node, before, ast.unparse(new.test if tests else new))
+        if index is None:
+            setattr(parent, field, node)
+        else:
+            held[index] = node
+
+    def visit(parent: ast.AST, where: str) -> None:
+        for field, value in ast.iter_fields(parent):
+            if field in ("annotation", "returns", "decorator_list", "bases", "format_spec", "keywords_only"):
+                continue
+            for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if not isinstance(node, ast.AST) or skipped(node):
+                    continue
+                inner = where
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                    inner = f"{where}.{node.name}" if where else node.name
+                for new in changes(node):
+                    change(inner or "module", parent, field, index, new)
+                visit(node, inner)
+
+    visit(tree, "")
+    return found
+
+
+def skipped(node: ast.AST) -> bool:
+    """Whether nothing in this part of a module decides what it does."""
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assert, ast.AnnAssign)) and not getattr(
+        node, "value", None
+    ):
+        return True
+    if isinstance(node, (ast.Assert, ast.JoinedStr)):
+        return True
+    if isinstance(node, ast.FunctionDef) and node.name == "__repr__":
+        return True
+    if isinstance(node, ast.Assign) and any(
+        isinstance(to, ast.Name) and to.id == "__all__" for to in node.targets
+    ):
+        return True
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return True
+    return isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _logs(node.value))
+
+
+def _logs(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in SILENT
+        and ast.unparse(node.func.value) in ("log", "logger")
+    )
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what may stand in the place of a node."""
+    if isinstance(node, ast.Compare):
+        for at, operator in enumerate(node.ops):
+            for other in COMPARED.get(type(operator), ()):
+                made = copy.deepcopy(node)
+                made.ops[at] = other()
+                yield made
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED and not _is_text(node):
+        yield ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right)
+    elif isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        yield node.operand
+    elif isinstance(node, ast.Constant):
+        if isinstance(node.value, bool):
+            yield ast.Constant(not node.value)
+        elif isinstance(node.value, (int, float)):
+            yield ast.Constant(node.value + 1)
+            yield ast.Constant(node.value - 1)
+    elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        made = copy.copy(node)
+        made.test = ast.UnaryOp(ast.Not(), node.test)
+        yield made
+    elif isinstance(node, ast.Attribute) and node.attr in NAMES:
+        yield ast.Attribute(node.value, NAMES[node.attr], node.ctx)
+    elif isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
+        yield ast.Name(NAMES[node.id], node.ctx)
+    elif isinstance(node, ast.Return) and node.value and ast.unparse(node.value) not in ("None", "False"):
+        yield ast.Return(ast.Constant(None))
+    elif (
+        isinstance(node, (ast.AugAssign, ast.Raise, ast.Continue, ast.Break))
+        or (isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Await)))
+        or (
+            isinstance(node, ast.Assign)
+            and all(not isinstance(to, (ast.Name, ast.Tuple)) for to in node.targets)
+        )
+    ):
+        yield ast.Pass()
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    return any(
+        isinstance(side, ast.JoinedStr) or (isinstance(side, ast.Constant) and isinstance(side.value, str))
+        for side in (node.left, node.right)
+    )
+
+
+# ----------------------------------------------------------------------------- running them
+
+
+def copied(folder: Path) -> Path:
+    """Copy the checkout as it is now, without what git ignores, into a folder of its own."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def run(home: Path, files: Sequence[str], options: Sequence[str], limit: float) -> tuple[str, float, str]:
+    """Run test files in a fork of this process; returns "passed", "failed" or "time", seconds, and what was said."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            os.chdir(home)
+            paths = [str(home), str(home / "packages" / "sinew-client" / "src")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+            sys.path[:0] = paths
+            for name in [
+                each for each in sys.modules if each.split(".")[0] in ("sinew", "sinew_client", "tests")
+            ]:
+                del sys.modules[name]
+            import pytest
+
+            code = 3
+            with contextlib.suppress(BaseException):
+                code = int(pytest.main([*OPTIONS, *options, *files]))
+            sys.stdout.flush()
+            os._exit(code)
+        verdict = "time"
+        while time.monotonic() - began < limit:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                verdict = "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
+                break
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if verdict == "time":
+            os.waitpid(child, 0)
+        said.seek(0)
+        return verdict, time.monotonic() - began, said.read()
+
+
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed", "0", "--no-header")
+
+
+@dataclass
+class Tally:
+    module: str
+    of: int  # mutants that there are
+    run: int
+    killed: int
+    equivalent: int
+    survivors: list[str]
+
+    @property
+    def share(self) -> float:
+        return self.killed / max(1, self.run - self.equivalent)
+
+
+def examine(
+    home: Path, module: str, entry: dict, sample: int, seed: int, options: Sequence[str], again: set[str]
+) -> Tally:
+    """Run a sample of the mutants of one module, or those of ``again``. Raises SystemExit where its tests fail without
+    any."""
+    path = home / module
+    original = path.read_text()
+    found = mutants(original)
+    known = entry.get("equivalent", {})
+    if unknown := known.keys() - {mutant.name for mutant in found}:
+        raise SystemExit(f"{TABLE.name}, {module}: no such mutants: {sorted(unknown)}")
+    chosen = [mutant for mutant in found if not again or mutant.name in again]
+    if 0 < sample < len(chosen):
+        chosen = sorted(random.Random(f"{seed} {module}").sample(chosen, sample), key=lambda each: each.line)
+    path.write_text(ast.unparse(ast.parse(original)))  # what unparsing changes is no mutation
+    verdict, took, said = run(home, entry["tests"], options, 1e6)
+    if verdict != "passed":
+        raise SystemExit(f"{module}: its tests fail without a mutant\n{said[-3000:]}")
+    tally = Tally(module, len(found), len(chosen), 0, 0, [])
+    limit = PATIENCE * took + PATIENCE_S
+    try:
+        for mutant in chosen:
+            if mutant.name in known:
+                tally.equivalent += 1
+                continue
+            path.write_text(mutant.source)
+            verdict, _, _ = run(home, entry["tests"], options, limit)
+            if verdict == "passed":
+                tally.survivors.append(mutant.name)
+                print(f"  survived {module}:{mutant.line} {mutant.name}", flush=True)
+            else:
+                tally.killed += 1
+    finally:
+        path.write_text(original)
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", help="parts of their paths; all of the table if absent")
+    parser.add_argument("--sample", type=int, default=20, help="mutants per module, 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", type=Path, help="a file of --json: only what survived there")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    parser.add_argument(
+        "--deselect", action="append", default=[], help="a test that fails here without mutants"
+    )
+    parser.add_argument("--json", type=Path, help="append a line per module")
+    given = parser.parse_args()
+    table = tomllib.loads(TABLE.read_text())
+    names = [name for name in table if not given.modules or any(part in name for part in given.modules)]
+    again: dict[str, set[str]] = {}
+    if given.again:
+        lines = map(json.loads, given.again.read_text().splitlines())
+        again = {line["module"]: set(line["survivors"]) for line in lines if line["survivors"]}
+        names = [name for name in names if name in again]
+    if not names:
+        parser.error(f"no module of {TABLE.name} has {given.modules} in its path")
+    if given.list:
+        for name in names:
+            print(
+                name,
+                *(f"  {each.line}: {each.name}" for each in mutants((ROOT / name).read_text())),
+                sep="\n",
+            )
+        return 0
+    sys.dont_write_bytecode = (
+        True  # a file of the same size in the same second would be taken for the one before
+    )
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in PRELOAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    options = [word for each in given.deselect for word in ("--deselect", each)]
+    tallies = []
+    with tempfile.TemporaryDirectory(prefix="sinew-mutants-") as folder:
+        home = copied(Path(folder))
+        for name in names:
+            tally = examine(
+                home, name, table[name], given.sample, given.seed, options, again.get(name, set())
+            )
+            tallies.append(tally)
+            print(
+                f"{name}: {tally.run} of {tally.of} mutants, {tally.killed} killed, {len(tally.survivors)} survived, "
+                f"{tally.equivalent} equivalent: {tally.share:.0%}",
+                flush=True,
+            )
+            if given.json:
+                with given.json.open("a") as file:
+                    file.write(json.dumps(vars(tally)) + "\n")
+    return int(any(tally.share < GOAL for tally in tallies))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
