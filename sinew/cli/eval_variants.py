@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
 
+from sinew_client.control import choose
+from sinew_client.control.defaults import AUTO
+
+from sinew.cli import terminal
 from sinew.core import SinewError
-from sinew.eval.policies import EXPERT, chosen
-from sinew.eval.settings import Variant
+from sinew.eval.policies import EXPERT, chosen, stated_motion
+from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.sources import is_server, resolve
 
@@ -35,8 +39,18 @@ def variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> l
     ]
 
 
-def settled(variant: Variant) -> Variant:
-    """Return the variant with the engine and device that will run it, so that logs and reports name them."""
+def settled(variant: Variant, task: Task | None = None) -> Variant:
+    """Return the variant with the hand-over, the engine and the device that will play it, so that logs and reports name
+    them."""
+    if variant.handover == AUTO:
+        policy = {"motion": stated_motion(variant.target, "" if task is None else task.env)}
+        choice = choose(
+            AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter)
+        )
+        if not variant.stream:
+            said = f"{variant.show('target')}: {choice}"
+            terminal.console(stderr=True).print(said, soft_wrap=True, markup=False)
+        variant = replaced(variant, handover=choice.handover)
     if "://" in variant.target:
         device = None if variant.device == "auto" else variant.device
         flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
@@ -47,5 +61,5 @@ def settled(variant: Variant) -> Variant:
         return replaced(variant, device="cpu")
     if variant.stream and variant.engine is None:
         variant = replaced(variant, engine="plan")  # the fastest that can run its two halves at once
-    choice = chosen(variant)
-    return replaced(variant, engine=choice.engine, device=choice.options.device)
+    found = chosen(variant)
+    return replaced(variant, engine=found.engine, device=found.options.device)
