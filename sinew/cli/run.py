@@ -101,14 +101,15 @@ def run(
             rule = assist_rule(target, assist, assist_when)
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             policy, about, connect = open_connection(target, runs, split)
-            try:
-                chosen = choose(handover, json_object("--motion", motion), policy, edge is not None)
-            except ValueError as error:
-                raise SinewError(f"--{error}") from error
-            check_guidance(chosen.handover, policy, about)
             machine, instruction, rate = open_robot(robot, robot_options, cameras, policy, episodes)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
+            own = getattr(machine, "motion", None)
+            try:
+                chosen = choose(handover, json_object("--motion", motion), policy, edge is not None, own)
+            except ValueError as error:
+                raise SinewError(f"--{error}") from error
+            check_guidance(chosen.handover, policy, about)
             dim = int(policy["action"]["dim"])
             rate = hz or rate or policy.get("control_hz")
             if not rate:
@@ -140,7 +141,7 @@ def run(
                 stack.callback(journal.close)
                 loop.listeners.append(journal.put)
             watch = MotionWatch()
-            if settings.motion is None and not policy.get("motion"):
+            if settings.motion is None and not policy.get("motion") and own is None:
                 loop.listeners.append(watch.put)
             if handover == AUTO:
                 terminal.console(stderr=True).print(str(chosen), soft_wrap=True, markup=False)

@@ -114,7 +114,7 @@ class BlocksExpert:
 
     chunk_size = 1
     committed_rows = 0
-    motion = None
+    motion: Mapping[str, Any] | None = None
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped
@@ -135,7 +135,7 @@ class PenExpert:
 
     chunk_size = 24
     committed_rows = 0
-    motion = {"kind": "absolute"}  # noqa: RUF012 - a constant
+    motion: Mapping[str, Any] | None = {"kind": "absolute"}
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped
@@ -158,7 +158,7 @@ class EggExpert:
 
     chunk_size = 1
     committed_rows = 0
-    motion = None
+    motion: Mapping[str, Any] | None = None
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped

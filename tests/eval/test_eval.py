@@ -615,12 +615,14 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from sinew.eval import demo
 
-    monkeypatch.setattr(demo, "SWEEP", ("handover=rtc", "latency=0,100ms"))
+    monkeypatch.setattr(demo, "SWEEP", ("handover={default}", "latency=0,100ms"))
     text = io.StringIO()
     report = demo.run(tmp_path, 2, Console(file=text, width=120), sweep_episodes=1)
     assert report["variants"][0]["episodes"] == 2
     assert "95 % interval" in text.getvalue()
     assert "round trip" in text.getvalue()
+    assert "default    hand-over freeze: the policy says that actions are offsets" in text.getvalue()
+    assert "red/left" in text.getvalue()
     with Image.open(tmp_path / demo.GIF) as film:
         assert film.n_frames > 40  # two episodes of at least twenty steps
         assert film.size == (384, 300)

@@ -38,19 +38,22 @@ def choose(
     motion: Mapping[str, Any] | None = None,
     policy: Mapping[str, Any] | None = None,
     refined: bool = False,
+    robot: Mapping[str, Any] | None = None,
 ) -> Choice:
     """Return the hand-over and the motion to play with. Raises ValueError for a hand-over that is none.
 
     motion: what the user says of the actions; policy: what a server says about its policy, whose ``motion`` counts
-    where the user says nothing. refined: an edge adapter makes the rows of every step anew.
+    where the user says nothing. refined: an edge adapter makes the rows of every step anew. robot: what its driver says
+    of the commands that it takes, which counts where neither does.
 
     ``auto`` lets the robot go on while a chunk is under way where rows are targets (absolute, or relative to the state
     of the chunk's frame), because those stay right when they are entered late; it lets the robot wait where they are
     offsets from the present pose, or where nobody says what they are.
     """
-    given = motion if motion is not None else stated(policy)
+    said = stated(policy)
+    given = motion if motion is not None else said or robot
     kind = str((given or AS_IS).get("kind", "as is"))
-    who = "--motion says" if motion is not None else "the policy says"
+    who = "--motion says" if motion is not None else "the policy says" if said else "the robot's driver says"
     if handover != AUTO:
         name, reason = handover, "asked for"
     elif refined:
