@@ -181,7 +181,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     asked = variants_of(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
     control_hz = _control_hz(task, asked, elsewhere)
-    variants = [settled(variant, task) for variant in asked]
+    said: set[str] = set()
+    variants = [settled(variant, task, said) for variant in asked]
     if elsewhere is not None and runs.engine != "auto":
         raise SinewError(
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"

@@ -277,7 +277,7 @@ def test_luck_depends_on_seed_and_chunk_only() -> None:
 def test_real_time_measures_instead_of_simulating() -> None:
     env = World(16)
     policy = Coded(16, seconds=0.12)  # between two and three periods of 50 ms
-    episode = run_episode(env, adapter_of(env), policy, Conduct(8, realtime=True), seed=0)
+    episode = run_episode(env, adapter_of(env), policy, Conduct(8, handover="aligned", realtime=True), seed=0)
     assert 0.7 < episode.wall_s < 3.0
     assert min(episode.delays) >= 2
     first = episode.delays[0]
@@ -351,7 +351,7 @@ def test_mapping_file(tmp_path: Path) -> None:
         (("expert", "--adapter", "nope"), "adapter: expected one of direct"),
         (("expert", "--realtime", "--latency", "3"), "--latency is simulated"),
         (("tcp://127.0.0.1:1", "--dtype", "float32"), "belong to the server"),
-        (("expert", "--compare", "replan=8"), "already there"),
+        (("expert", "--compare", "replan=queue:0.75"), "already there"),
     ],
 )
 def test_mistakes_are_named(

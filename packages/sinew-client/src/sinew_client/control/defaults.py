@@ -71,7 +71,8 @@ def choose(
     else:
         name, reason = WAITS, "nothing says what actions are measured from; waiting is right for all kinds"
         reason += ", and --motion lets the robot go on"
-    if motion is None and kind == "offsets" and (refined or not parse_handover(name).timed):
+    timed = parse_handover(name).timed
+    if motion is None and kind == "offsets" and (refined or not timed):
         given = None  # a chunk that is executed from its first row adds up as it comes, and an adapter knows its own
     return Choice(name, given, reason)
 
