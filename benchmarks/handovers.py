@@ -6,6 +6,7 @@ Every point plays the same seeds with the same noise, many episodes beside each 
 ``offsets`` after a hand-over (``aligned+offsets``) follows the targets that a chunk's offsets add up to, instead of the
 offsets themselves (sinew_client.control.motion.Offsets); ``future`` tells the policy the state that it will act in;
 ``halt:LIMIT`` stops where a chunk expects the robot elsewhere (sinew_client.control.handover);
+``auto`` is what the robot does that was told nothing (sinew_client.control.defaults), when to ask included.
 ``edge`` refines chunks with an edge adapter (docs/fleet.md, ``--edge-adapter``).
 Points are kept in OUT/TASK.json, so a run that was ended goes on, and more ``--episodes`` play the seeds that a point
 lacks; ``--render docs/figures`` draws a figure of them, ``--against freeze`` compares them in pairs.
@@ -28,6 +29,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from sinew_client.control import AS_IS, choose
+from sinew_client.control.defaults import AUTO, REPLAN
 
 from benchmarks.side_by_side import SideBySide
 from sinew import figures
@@ -87,12 +90,15 @@ def point(
             f"--handovers: unknown addition {unknown.pop()!r}; known are offsets, future, edge and halt:LIMIT"
         )
     # A future state needs to know what the actions are measured from.
-    motion = OFFSETS if {"offsets", "future"} & set(extras) else None
+    motion: dict[str, Any] | None = OFFSETS if {"offsets", "future"} & set(extras) else dict(AS_IS)
+    if method == AUTO:
+        motion = None
+    replan = replan_of(task, handover)
     clock = isinstance(policy, Late)
     if isinstance(policy, Late):
         policy.milliseconds = float(latency.removesuffix("ms"))
     conduct = Conduct(
-        task["replan"],
+        replan,
         Latency() if clock else Latency(latency),
         "+".join([method, *halts]),
         realtime=clock,
@@ -108,7 +114,8 @@ def point(
     return {
         "handover": handover,
         "latency": latency,
-        "replan": task["replan"],
+        "replan": replan,
+        **({"plays": str(choose(policy={"motion": policy.motion}))} if method == AUTO else {}),
         "limit": task["limit"],
         "episodes": len(episodes),
         "first_seed": seeds[0],
@@ -125,6 +132,11 @@ def point(
         "cpu_s": round(time.process_time() - cpu, 1),
         "wall_s": round(time.perf_counter() - wall, 1),
     }
+
+
+def replan_of(task: dict[str, Any], handover: str) -> int | str:
+    """Return when a point asks for chunks."""
+    return REPLAN if handover == AUTO else task["replan"]
 
 
 def episode_of(task: dict[str, Any], policy: Any, conduct: Conduct) -> Callable[[int], Episode]:
@@ -356,7 +368,7 @@ def lookup(
     wanted = {
         "handover": handover,
         "latency": latency,
-        "replan": task["replan"],
+        "replan": replan_of(task, handover),
         "first_seed": arguments.seed,
     }
     if arguments.limit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -171,6 +171,23 @@ class KeyMap:
 
 
 @dataclass(frozen=True, slots=True)
+class MotionSpec:
+    """What a policy's actions are measured from, as the robot's settings take it (``sinew_client.control``).
+
+    kind: absolute (targets in the numbers of the state), relative (the columns ``action`` to the numbers ``state`` of
+    the state at the chunk's frame) or offsets (those columns from the pose of their own step). scale: what one unit of
+    an offset moves the state by. low, high: range of an offset.
+    """
+
+    kind: Literal["absolute", "relative", "offsets"]
+    action: tuple[int, ...] = ()
+    state: tuple[int, ...] = ()
+    scale: float = 1.0
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PolicySpec:
     """What a policy reads and writes: enough for a client to build a valid observation."""
 
@@ -194,6 +211,7 @@ class PolicySpec:
     committed_rows: int = (
         0  # most rows of a running chunk that the head was trained to continue; 0: it was not
     )
+    motion: MotionSpec | None = None  # None where nothing says it
 
     @property
     def noise_shape(self) -> tuple[int, int]:

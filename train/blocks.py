@@ -17,6 +17,7 @@ import torch
 from torch import multiprocessing
 
 import sinew.sim  # noqa: F401 - registers the environments
+from benchmarks.handovers import OFFSETS
 from sinew.sim.blocks_scene import FRONT, WRIST
 from sinew.sim.prompts import COLORS, PHRASINGS, SIDES, instruction, vocabulary
 from train.blocks_demos import HOLD, record_shard
@@ -34,6 +35,7 @@ DESIGN = Design(
     action_dim=4,
     chunk_size=32,
     control_hz=20,
+    motion=OFFSETS,
     words=vocabulary(),
 )
 REPLAN = 8

@@ -56,6 +56,7 @@ class Design:
     max_tokens: int = 24
     num_steps: int = 10
     rolling: bool = False  # the state in the head, and a time per row
+    motion: dict[str, Any] | None = None  # what actions are measured from (sinew_client.control)
 
 
 def write_configs(folder: Path, design: Design, stats: Statistics) -> SmolVLAConfig:

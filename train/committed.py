@@ -155,6 +155,7 @@ def train(
         vlm=out / "checkpoint" / "vlm",
         name=design.name,
         control_hz=design.control_hz,
+        motion=design.motion,
         settings={"committed_rows": str(COMMITTED)},
     )
 

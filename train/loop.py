@@ -136,6 +136,7 @@ def export(out: Path, design: Design) -> Path:
         vlm=out / "checkpoint" / "vlm",
         name=design.name,
         control_hz=design.control_hz,
+        motion=design.motion,
     )
     plot(out / "log.json", out / "curve.png")
     return bundle

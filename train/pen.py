@@ -29,6 +29,7 @@ DESIGN = Design(
     action_dim=1,
     chunk_size=SLOTS,
     control_hz=60,
+    motion={"kind": "absolute"},
     words=tuple(sorted(PROMPT.split())),
     vision_width=48,
     vision_ffn=128,

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sinew.bundle.image_recipe import MAX_SIZE, image_rules
+from sinew.core import MotionSpec
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest, Normalization, Processing
+    from sinew.core import PolicySpec
 
 MAX_SOLVER_STEPS = 100
 MAX_HZ = 10_000.0
@@ -97,6 +99,24 @@ def range_notes(processing: Processing) -> list[str]:
     return found
 
 
+def _moves(spec: PolicySpec) -> bool:
+    """Return whether a robot can follow what a spec says of its actions."""
+    motion = spec.motion
+    if motion is None:
+        return True
+    if motion.kind == "absolute":
+        return motion == MotionSpec("absolute") and spec.action.dim == spec.state.dim
+    columns = ((motion.action, spec.action.dim), (motion.state, spec.state.dim))
+    low = -math.inf if motion.low is None else motion.low
+    high = math.inf if motion.high is None else motion.high
+    plain = motion.scale == 1.0 and motion.low is None and motion.high is None
+    return (
+        0 < len(motion.action) == len(motion.state)
+        and all(len(set(taken)) == len(taken) and all(0 <= i < dim for i in taken) for taken, dim in columns)
+        and (plain if motion.kind == "relative" else 0 < motion.scale < math.inf and low < 0 < high)
+    )
+
+
 def _spec_rules(manifest: Manifest) -> dict[str, bool]:
     spec, names = manifest.spec, [camera.name for camera in manifest.spec.cameras]
     texts = (manifest.name, spec.name, spec.architecture, spec.embodiment)
@@ -121,6 +141,10 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
         == (0 if spec.solver.noise == "zeros" else manifest.processing.padded_action_dim),
         "spec.committed_rows: expected fewer than chunk_size, and solver euler": spec.committed_rows == 0
         or (0 < spec.committed_rows < spec.chunk_size and spec.solver.kind == "euler"),
+        "spec.motion: expected absolute for as many actions as the state has numbers, without columns; else different"
+        " columns of the action, as many of the state, a scale above 0 and a range that 0 is in": _moves(
+            spec
+        ),
         "spec.n_action_steps: expected at most chunk_size": 0 <= spec.n_action_steps <= spec.chunk_size,
         f"spec.control_hz: expected actions per second, above 0 and at most {MAX_HZ:g}": spec.control_hz
         is None

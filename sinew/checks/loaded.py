@@ -13,6 +13,7 @@ from sinew.core import BundleError, SinewError
 from sinew.engine.base import installed
 
 if TYPE_CHECKING:
+    from sinew.core import PolicySpec
     from sinew.policy import Policy
 
 
@@ -47,6 +48,7 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
                 f"{policy.precision_text}: {policy.dtype_reason}",
             ),
             _engine(policy),
+            _handover(spec),
             _memory(policy, available, needs),
         ]
         chunk = policy.warm_up()
@@ -116,3 +118,10 @@ def _engine(policy: Policy) -> Check:
 
         detail += f", {describe(policy.device)}; launch: {policy.engine.options_reason}"
     return Check("bundle engine", "ok", detail)
+
+
+def _handover(spec: PolicySpec) -> Check:
+    """Say how `sinew run` takes over late chunks of this policy, and what would change that."""
+    from sinew_client.control import choose
+
+    return Check("bundle hand-over", "ok", str(choose(policy=spec.to_dict())).removeprefix("hand-over "))

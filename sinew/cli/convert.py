@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, Transf
 
 from sinew import progress
 from sinew.cli import terminal
-from sinew.cli.options import Texts
+from sinew.cli.options import Texts, json_object
 
 
 def convert(
@@ -34,6 +34,7 @@ def convert(
     stats_key: str = "",
     settings: Annotated[list[str] | None, Parameter(name="--set", negative="")] = None,
     control_hz: float | None = None,
+    motion: str | None = None,
     name: str | None = None,
     force: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -60,12 +61,14 @@ def convert(
         stats_key: which of several sets of statistics (arm/dataset where there are two levels).
         settings: NAME=VALUE for a choice that the files leave open, such as solver_steps=5; may be given several times.
         control_hz: actions per second at which the chunk is meant to be executed; upstream files do not say it.
+        motion: JSON object, what the actions are measured from: {"kind": "absolute"} ... (docs/control.md). Robots then
+            take the hand-over that fits by themselves; upstream files do not say it.
         name: the policy's name; the checkpoint directory's if absent.
         force: overwrite an existing file.
     """
     from sinew.bundle.rename import parse_renames, rename_cameras
     from sinew.convert import Options, read
-    from sinew.convert.options import parse_settings
+    from sinew.convert.options import parse_motion, parse_settings
     from sinew.core import ConvertError
 
     if out.exists() and not force:
@@ -85,6 +88,7 @@ def convert(
         embodiment=embodiment,
         stats_key=stats_key,
         control_hz=control_hz,
+        motion=parse_motion(json_object("--motion", motion)),
         settings=parse_settings(settings or []),
     )
     renames = parse_renames(rename)

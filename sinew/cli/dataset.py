@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
+from sinew_client.control.defaults import REPLAN
 
 from sinew import progress
 from sinew.cli import terminal
@@ -21,7 +22,7 @@ def dataset(
     env: str | None = None,
     episodes: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 10,
     seed: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 5000,
-    replan: str = "8",
+    replan: str = REPLAN,
     successes: Flag = False,
     hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     bundle: Path | None = None,
@@ -37,7 +38,7 @@ def dataset(
         env: gymnasium id; if absent, the embedded task that the policy fits.
         episodes: to play, one per seed.
         seed: of the first episode.
-        replan: actions executed per inference, or `full`.
+        replan: actions executed per inference, `full`, or another rule of `sinew run`.
         successes: leave out episodes that failed.
         hz: of records: requests per second; the control rate of --bundle if absent.
         bundle: of records: the policy, which gives the joints their names.

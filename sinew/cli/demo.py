@@ -19,7 +19,7 @@ def demo(
     *,
     out: Path = Path("build/demo"),
     episodes: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 50,
-    sweep_episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 10,
+    sweep_episodes: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 30,
     film: Annotated[bool, Parameter(negative="")] = False,
     full_size: Annotated[bool, Parameter(negative="")] = False,
     prepare: Annotated[bool, Parameter(negative="")] = False,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from sinew_client.control import AS_IS
+from sinew_client.control.defaults import HANDOVER, REPLAN
 
 from sinew import machine
 from sinew.cli import status, terminal
@@ -35,7 +37,7 @@ from sinew.sources import is_server
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
 
-ENV, EPISODES, SEED, REPLAN = "sinew/Blocks-v0", 100, 5000, "8"
+ENV, EPISODES, SEED = "sinew/Blocks-v0", 100, 5000
 
 
 def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
@@ -85,15 +87,18 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         interpreter: a Python with the environment in it, instead of what --setup makes.
         episodes: one per seed; 100 if absent.
         seed: of the first episode, 5000 if absent; the others follow.
-        replan: actions executed per inference, or `full` for the whole chunk; 8 if absent.
+        replan: actions executed per inference, `full` for the whole chunk, or another rule of `sinew run`; a quarter of
+            a chunk if absent.
         latency: simulated, from request to chunk: control steps or `50ms`, `uniform:1-4`, `normal:80,20ms`.
-        handover: how a late chunk is taken over: freeze, naive, aligned, ensemble, aggregate or rtc; with settings
-            as in aggregate:average, rtc:guided:exp:5 or aligned+halt:1.5 (docs/control.md).
+        handover: how a late chunk is taken over: auto (what the policy's actions ask for), freeze, naive, aligned,
+            ensemble, aggregate or rtc; with settings as in aggregate:average, rtc:guided:exp:5 or aligned+halt:1.5
+            (docs/control.md).
         edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
         stream: PREFIX:HEAD[:GUIDANCE], milliseconds of simulated time that the two loops of a stream take; instead of
             chunks; --latency is then what each window takes on top. guidance of whole chunks: guided, no-jacobian,
             ramp or none (docs/stream.md).
-        motion: JSON object, what actions are measured from; {"kind": "absolute"} ... (docs/control.md).
+        motion: JSON object, what actions are measured from; {"kind": "absolute"} ... (docs/control.md); as the policy
+            states it if absent, {"kind": "as is"} for rows as they come.
         future: tell the policy the state that the robot will have when the answer arrives; needs --motion.
         solver_steps: instead of the bundle's own number.
         sweep: KEY=VALUE,VALUE... with a key of replan, latency, handover, solver_steps, engine, dtype, edge_adapter;
@@ -136,6 +141,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         "handover": handover,
         "solver_steps": solver_steps,
     }
+    if record_gate is not None and motion is None:
+        task = replaced(task, motion=dict(AS_IS))
     if held is not None:
         task, given = _protocol(held, task, given, env, env_options, reset_options, adapter, noise)
         first = held.first_seed if seed is None else seed
@@ -151,13 +158,13 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError("--latency is simulated; with --realtime the latency is what it is")
     try:
         interval = parse_replan(str(REPLAN if given["replan"] is None else given["replan"]))
-    except ValueError:
-        raise SinewError(f"--replan: expected a number or full, got {replan!r}") from None
+    except ValueError as error:
+        raise SinewError(f"--replan: {error}") from None
     base = Variant(
         target,
         interval,
         Latency(given["latency"] or "0"),
-        given["handover"] or "aligned",
+        given["handover"] or HANDOVER,
         given["solver_steps"],
         runs.dtype,
         runs.device,
@@ -175,7 +182,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     asked = variants_of(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
     control_hz = _control_hz(task, asked, elsewhere)
-    variants = [settled(variant) for variant in asked]
+    said: set[str] = set()
+    variants = [settled(variant, task, said) for variant in asked]
     if elsewhere is not None and runs.engine != "auto":
         raise SinewError(
             "--engine: this environment asks a server; start `sinew serve --engine` and give its address"
@@ -228,7 +236,7 @@ def _protocol(
         raise SinewError("a gate is judged with simulated latency, not in real time")
     if task.motion is not None:
         raise SinewError("--motion: a gate is judged with rows as they come")
-    return replaced(task, **{name: gate.protocol[name] for name in flags}), {
+    return replaced(task, motion=dict(AS_IS), **{name: gate.protocol[name] for name in flags}), {
         name: gate.protocol[name] if value is None else value for name, value in given.items()
     }
 

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
 
+from sinew_client.control import choose
+from sinew_client.control.defaults import AUTO
+
+from sinew.cli import terminal
 from sinew.core import SinewError
-from sinew.eval.policies import EXPERT, chosen
-from sinew.eval.settings import Variant
+from sinew.eval.policies import EXPERT, chosen, stated_motion
+from sinew.eval.settings import Task, Variant
 from sinew.eval.settings import sweep as parse_sweep
 from sinew.sources import is_server, resolve
 
@@ -35,17 +39,31 @@ def variants(base: Variant, sweeps: Sequence[str], compares: Sequence[str]) -> l
     ]
 
 
-def settled(variant: Variant) -> Variant:
-    """Return the variant with the engine and device that will run it, so that logs and reports name them."""
+def settled(variant: Variant, task: Task | None = None, said: set[str] | None = None) -> Variant:
+    """Return the variant with the hand-over, the engine and the device that will play it, so that logs and reports name
+    them. said: reasons that were printed before."""
     if "://" in variant.target:
         device = None if variant.device == "auto" else variant.device
         flags = (variant.dtype, variant.engine, device, variant.ignore_recipe, variant.rename)
         if any(flags) or variant.allow_missing_cameras:
             raise SinewError("engine, dtype, device and cameras belong to the server; start it with them")
-        return replaced(variant, device="cpu")
-    if variant.target == EXPERT:
+    variant = _handed_over(variant, task, set() if said is None else said)
+    if "://" in variant.target or variant.target == EXPERT:
         return replaced(variant, device="cpu")
     if variant.stream and variant.engine is None:
         variant = replaced(variant, engine="plan")  # the fastest that can run its two halves at once
-    choice = chosen(variant)
-    return replaced(variant, engine=choice.engine, device=choice.options.device)
+    found = chosen(variant)
+    return replaced(variant, engine=found.engine, device=found.options.device)
+
+
+def _handed_over(variant: Variant, task: Task | None, said: set[str]) -> Variant:
+    """Return the variant with the hand-over that ``auto`` stands for, and print why."""
+    if variant.handover != AUTO:
+        return variant
+    policy = {"motion": stated_motion(variant.target, "" if task is None else task.env)}
+    choice = choose(AUTO, None if task is None else task.motion, policy, refined=bool(variant.edge_adapter))
+    text = f"{variant.show('target')}: {choice}"
+    if not variant.stream and text not in said:
+        terminal.console(stderr=True).print(text, soft_wrap=True, markup=False)
+        said.add(text)
+    return replaced(variant, handover=choice.handover)

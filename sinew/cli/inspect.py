@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from sinew_client.control import choose
 
 from sinew.cli import terminal
 
@@ -142,6 +143,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "action": vector(spec.action, manifest.processing.action, manifest.processing.action_parts),
         "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"
         + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
+        "hand-over": str(choose(policy=spec.to_dict())).removeprefix("hand-over "),
         "prompt": f"{json.dumps(prompt.template + prompt.ensure_suffix)}, at most {prompt.max_tokens} tokens,"
         f" padding {padding}",
         "language head": _lm_head(bundle),

@@ -17,7 +17,8 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 from rich.table import Table
 from sinew_client import ClientError
-from sinew_client.control import Adapter, Cadence, Journal, Limits, Loop, MotionWatch, Settings
+from sinew_client.control import Adapter, Cadence, Journal, Limits, Loop, MotionWatch, Settings, choose
+from sinew_client.control.defaults import AUTO, HANDOVER, REPLAN
 from sinew_client.errors import Refused
 
 from sinew.cli import status, terminal
@@ -48,8 +49,8 @@ def run(
     prompt: str = "",
     hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     substeps: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
-    handover: str = "aligned",
-    replan: str = "queue:0.2",
+    handover: str = HANDOVER,
+    replan: str = REPLAN,
     motion: str | None = None,
     limits: Path | None = None,
     max_age: float | None = None,
@@ -85,10 +86,13 @@ def run(
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: control rate; the policy's own, or the environment's, if absent.
         substeps: commands per control step, for faster actuators; they are interpolated.
-        handover: freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]]; +halt:LIMIT
-            behind one stops the robot where a late chunk expects it elsewhere.
-        replan: when to ask: STEPS, full, queue:FRACTION or disagreement:LIMIT,STEPS.
-        motion: JSON object, what actions are measured from; {"kind": "absolute"} ...
+        handover: auto, freeze, naive, aligned, ensemble[:M], aggregate[:MIX] or rtc[:GUIDANCE[:SCHEDULE[:BETA]]];
+            +halt:LIMIT behind one stops the robot where a late chunk expects it elsewhere. auto: aligned where actions
+            are targets (--motion, or the policy itself, says so), else freeze; the choice is printed with its reason.
+        replan: when to ask: STEPS, full, queue:FRACTION (at most this part of a chunk is left) or
+            disagreement:LIMIT,STEPS.
+        motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
+            absent, {"kind": "as is"} for rows as they come.
         limits: .toml or .json with low, high, velocity, acceleration per joint; the policy's own if absent.
         max_age: seconds after its frame beyond which a row is not executed.
         deadline: seconds to wait for an answer.
@@ -111,10 +115,15 @@ def run(
             edge = None if edge_adapter is None else Adapter.read(edge_adapter)
             open_robot = robot_opener(robot, robot_options, cameras, episodes)  # before anything is loaded
             policy, about, connect = open_connection(target, runs, split)
-            check_guidance(handover, policy, about)
             machine, instruction, rate = open_robot(policy)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
+            own = getattr(machine, "motion", None)
+            try:
+                chosen = choose(handover, json_object("--motion", motion), policy, edge is not None, own)
+            except ValueError as error:
+                raise SinewError(f"--{error}") from error
+            check_guidance(chosen.handover, policy, about)
             dim = int(policy["action"]["dim"])
             rate = hz or rate or policy.get("control_hz")
             if not rate:
@@ -124,7 +133,7 @@ def run(
             if edge is not None:
                 edge.check(policy, float(rate))
             settings = Settings(
-                hz=float(rate), handover=handover, replan=replan, motion=json_object("--motion", motion),
+                hz=float(rate), handover=chosen.handover, replan=replan, motion=chosen.motion,
                 limits=found.to_dict() if found is not None else None, max_age=max_age, deadline=deadline,
                 stale=stale, finish=finish, future=future, substeps=substeps,
                 committed_rows=int(policy.get("committed_rows") or 0),
@@ -142,15 +151,24 @@ def run(
                 stack.callback(journal.close)
                 loop.listeners.append(journal.put)
             watch = MotionWatch()
-            if settings.motion is None:
+            if settings.motion is None and not policy.get("motion") and own is None:
                 loop.listeners.append(watch.put)
+            if handover == AUTO:
+                terminal.console(stderr=True).print(str(chosen), soft_wrap=True, markup=False)
             cadence = _drive(loop, seconds, go)
         except Refused as error:
             raise SinewError(refusal(str(error), machine, policy)) from error
         except ClientError as error:
             raise SinewError(str(error)) from error
-    result = {"schema": SCHEMA, "robot": robot, "settings": settings.to_dict(), **cadence.to_dict()}
-    result |= {"prompt": prompt or loop.prompt, **episodes_of(machine)}
+    result = {
+        "schema": SCHEMA,
+        "robot": robot,
+        "settings": settings.to_dict(),
+        "handover": str(chosen),
+        **cadence.to_dict(),
+        "prompt": prompt or loop.prompt,
+        **episodes_of(machine),
+    }
     if assisted is not None:
         result["assist"] = assisted.report()
     print_cadence(cadence, episodes_row(machine))

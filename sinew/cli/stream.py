@@ -53,7 +53,7 @@ def stream(
     prompt: str = "",
     hz: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     camera_hz: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 30.0,
-    rtc: Literal["guided", "no-jacobian", "ramp", "none"] = "guided",
+    rtc: Literal["guided", "no-jacobian", "ramp", "none"] = "none",
     interpolation: Literal["linear", "hold"] = "linear",
     fusion: str = "latest_only",
     limits: Path | None = None,
@@ -81,7 +81,8 @@ def stream(
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.
         hz: ticks, samples and nodes per second; the policy's own, or the environment's, if absent.
         camera_hz: frames per second.
-        rtc: how whole chunks continue what runs; heads with a time per row need none.
+        rtc: how whole chunks continue what runs: guided, no-jacobian or ramp. none, the default, lets a newer window
+            replace the old one at once; docs/control.md says why. Heads with a time per row need none.
         interpolation: between the rows of whole chunks, where hz is not the policy's own rate.
         fusion: of overlapping windows: latest_only, average, weighted_average, conservative, mix:WEIGHT or ramp:ROWS.
         limits: .toml or .json with low, high, velocity, acceleration per joint; the policy's own if absent.

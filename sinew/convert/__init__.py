@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
 from sinew.convert.families.lerobot_folder import resolve
-from sinew.convert.options import COMPAT, Options
+from sinew.convert.options import COMPAT, Options, parse_motion
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError, SinewError
@@ -67,6 +67,7 @@ def convert(
     embodiment: str = "",
     stats_key: str = "",
     control_hz: float | None = None,
+    motion: Mapping[str, object] | None = None,
     settings: Mapping[str, object] | None = None,
     name: str | None = None,
     progress: Progress | None = None,
@@ -90,6 +91,7 @@ def convert(
         embodiment=embodiment,
         stats_key=stats_key,
         control_hz=control_hz,
+        motion=parse_motion(motion),
         settings={key: str(value) for key, value in (settings or {}).items()},
     )
     conversion = read(source, options)

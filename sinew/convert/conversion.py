@@ -20,7 +20,7 @@ from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.options import Options
-from sinew.core import BundleError, ConvertError, PolicySpec
+from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
 from sinew.models import build_on_meta, misfit
 
 HASH_BLOCK = 1 << 20
@@ -71,7 +71,12 @@ class Conversion:
                     architecture=self.architecture,
                     name=name,
                     config=msgspec.to_builtins(self.config),
-                    spec=replace(self.spec, name=name, control_hz=options.control_hz or self.spec.control_hz),
+                    spec=replace(
+                        self.spec,
+                        name=name,
+                        control_hz=options.control_hz or self.spec.control_hz,
+                        motion=options.motion or self.spec.motion or _motion(self.spec, self.processing),
+                    ),
                     processing=replace(self.processing, compat=options.compat),
                     provenance=Provenance(
                         format=self.format,
@@ -140,6 +145,16 @@ def _sha256(path: Path) -> str:
         while got := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:got])
     return digest.hexdigest()
+
+
+def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:
+    """Return what actions are measured from where the processing says it: those that are added to the state here leave
+    as targets in its numbers, and columns beside them (a gripper) were targets from the start."""
+    steps = processing.action_steps
+    same = all(step.state_dims in ((), step.dims) for step in steps if step.reads)
+    if any(step.reads for step in steps) and same and spec.action.dim == spec.state.dim:
+        return MotionSpec("absolute")
+    return None
 
 
 def _precision(tensors: dict[str, TensorSource]) -> dict[str, str]:

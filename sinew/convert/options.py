@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sinew.core import ConvertError
+from sinew.bundle.schema import from_builtins
+from sinew.core import BundleError, ConvertError, MotionSpec
 
 COMPAT = ("lerobot-0.4", "lerobot-0.6", "openpi")
-COMMON = ("compat", "control_hz", "settings")  # options of every family
+COMMON = ("compat", "control_hz", "motion", "settings")  # options of every family
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Options:
     embodiment: str = ""
     stats_key: str = ""
     control_hz: float | None = None  # actions per second; no upstream config says it
+    motion: MotionSpec | None = None  # what actions are measured from; no upstream config says it
     settings: Mapping[str, Any] = field(default_factory=dict)  # of --set; text until a family has read it
 
     def setting(self, name: str, default: Any) -> Any:
@@ -112,9 +114,21 @@ class Options:
                 value = "/".join(value.resolve().parts[-2:])
             if name == "settings":
                 found |= {f"set {key}": _text(setting) for key, setting in value.items()}
+            elif name == "motion":
+                found[name] = value.kind
             else:
                 found[_flag(name)[2:]] = _text(value)
         return found
+
+
+def parse_motion(given: Mapping[str, Any] | None) -> MotionSpec | None:
+    """Return what ``--motion`` says. Raises :class:`ConvertError`; the numbers are checked with the whole bundle."""
+    if given is None:
+        return None
+    try:
+        return from_builtins(dict(given), MotionSpec, "--motion")
+    except BundleError as error:
+        raise ConvertError(str(error)) from None
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from sinew.engine.storage import half_storage, upcast_text
 
 ASKED = "asked for"
 NO_GRAPHS = "engine onnx has no graphs of this bundle yet; `--engine onnx` exports them, once"
+WORTH = "it was 1.1 to 4.6 times as fast as plan where both were measured (docs/engines.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def _slow_start(name: str, bundle: Bundle) -> str:
     """Why an engine that could run would keep its user waiting: nobody asked for an export of minutes."""
     if name != "onnx" or recipe(bundle) or (cache_folder(bundle.path) / "graphs.json").exists():
         return ""
-    return NO_GRAPHS
+    return f"{NO_GRAPHS}; {WORTH}"
 
 
 def _onnx_instead(bundle: Bundle, options: Options) -> tuple[bool, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sinew_client.control import AS_IS
+
 from sinew import progress
 from sinew.core import MissingPackageError, SinewError
 from sinew.engine.choose import Choice
@@ -43,11 +45,12 @@ def play_gate(
     protocol = gate.protocol
     count = min(episodes, gate.episodes)
     task = Task(
-        **{name: protocol[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")}
+        **{name: protocol[name] for name in ("env", "env_options", "reset_options", "adapter", "noise")},
+        motion=dict(AS_IS),
     )
     variant = Variant(
         str(bundle),
-        int(protocol["replan"]),
+        protocol["replan"],
         Latency(protocol["latency"]),
         protocol["handover"],
         protocol["solver_steps"],

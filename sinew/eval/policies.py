@@ -25,10 +25,12 @@ EXPERT = "expert"
 
 
 class EvalPolicy(Protocol):
-    """Observation to actions. chunk_size: H, rows of a chunk. committed_rows: those that it was trained to continue."""
+    """Observation to actions. chunk_size: H, rows of a chunk. committed_rows: those that it was trained to continue.
+    motion: what it says that its actions are measured from; None where it says nothing."""
 
     chunk_size: int
     committed_rows: int
+    motion: Mapping[str, Any] | None
 
     def start(self, env: gymnasium.Env) -> None:
         """A new episode begins in ``env``, which has been reset."""
@@ -56,6 +58,7 @@ class InProcess:
 
         self.policy = load(bundle, device, dtype, engine, threads=threads, **options)
         self.chunk_size, self.committed_rows = self.policy.spec.chunk_size, self.policy.spec.committed_rows
+        self.motion = self.policy.spec.to_dict()["motion"]
         self.solver_steps = solver_steps
         self.policy.warm_up()
 
@@ -86,6 +89,7 @@ class Remote:
             self.served: dict[str, Any] = self.client.metadata()["policy"]
             self.chunk_size = int(self.served["chunk_size"])
             self.committed_rows = int(self.served.get("committed_rows") or 0)
+            self.motion = self.served.get("motion")
         except Exception as error:
             raise _as_sinew(error) from error
 
@@ -110,6 +114,7 @@ class BlocksExpert:
 
     chunk_size = 1
     committed_rows = 0
+    motion: Mapping[str, Any] | None = None
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped
@@ -130,6 +135,7 @@ class PenExpert:
 
     chunk_size = 24
     committed_rows = 0
+    motion: Mapping[str, Any] | None = {"kind": "absolute"}
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped
@@ -152,6 +158,7 @@ class EggExpert:
 
     chunk_size = 1
     committed_rows = 0
+    motion: Mapping[str, Any] | None = None
 
     def start(self, env: gymnasium.Env) -> None:
         self._env: Any = env.unwrapped
@@ -216,6 +223,17 @@ def chosen(variant: Variant) -> Choice:
     )
 
 
+def stated_motion(target: str, env_id: str) -> Mapping[str, Any] | None:
+    """Return what a policy says that its actions are measured from, without loading it; None where it says nothing."""
+    if target == EXPERT:
+        return PenExpert.motion if env_id.startswith("sinew/Pen") else None
+    if "://" in target:
+        return identity(target)["motion"]
+    from sinew.policy import open_bundle
+
+    return open_bundle(target).manifest.spec.to_dict()["motion"]
+
+
 @lru_cache(maxsize=64)
 def identity(target: str) -> dict[str, Any]:
     """What tells one policy from another between two runs, and what a report says about it.
@@ -234,7 +252,13 @@ def identity(target: str) -> dict[str, Any]:
             raise _as_sinew(error) from error
         server, policy = served["server"], served["policy"]
         text = f"{policy['name']} {policy['architecture']} {server['dtype']} {server['device']} {server['version']}"
-        return {"kind": "server", "id": text, "dtype": server["dtype"], "hardware": server["hardware"]}
+        return {
+            "kind": "server",
+            "id": text,
+            "dtype": server["dtype"],
+            "hardware": server["hardware"],
+            "motion": policy.get("motion"),
+        }
     path = Path(target)
     if not path.exists():
         raise SinewError(f"{target}: no such bundle; expected a file, tcp://host:port or {EXPERT!r}")

@@ -118,7 +118,11 @@ class _Heard:
 
     def __init__(self, policy: EvalPolicy, player: LoggedPlayer):
         self._policy, self._player = policy, player
-        self.chunk_size, self.committed_rows = policy.chunk_size, policy.committed_rows
+        self.chunk_size, self.committed_rows, self.motion = (
+            policy.chunk_size,
+            policy.committed_rows,
+            policy.motion,
+        )
 
     def start(self, env: gymnasium.Env) -> None:
         self._policy.start(env)

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sinew_client.control import Adapter, Command, Refinement, Settings
+from sinew_client.control import Adapter, Command, Refinement, Settings, choose
+from sinew_client.control.defaults import HANDOVER, REPLAN
 
 from sinew.eval.channel import Measured, Simulated
 from sinew.eval.policies import EvalPolicy
-from sinew.eval.settings import Latency
+from sinew.eval.settings import Latency, rows_between
 
 if TYPE_CHECKING:
     import gymnasium
@@ -62,13 +63,15 @@ class Episode:
 class Conduct:
     """How to play: the part of a variant that the runner needs, and what all episodes share."""
 
-    replan: int = 8  # 0: the full chunk
+    replan: int | str = REPLAN  # see Variant
     latency: Latency = field(default_factory=Latency)
-    handover: str = "aligned"
+    handover: str = HANDOVER
     reset_options: dict[str, Any] | None = None
     noise: int = 0
     realtime: bool = False
-    motion: Mapping[str, Any] | None = None  # see sinew_client.control.Settings
+    motion: Mapping[str, Any] | None = (
+        None  # see sinew_client.control.Settings; None: as the policy states it
+    )
     future: bool = False
     edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
 
@@ -94,13 +97,18 @@ def run_episode(
     channel: Simulated | Measured = (
         Measured(policy, adapter.control_hz) if conduct.realtime else Simulated(policy)
     )
-    replan = min(conduct.replan or policy.chunk_size, policy.chunk_size)
+    replan = conduct.replan
+    if isinstance(replan, int):
+        replan = str(rows_between(replan, policy.chunk_size))
     edge_adapter = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
+    chosen = choose(
+        conduct.handover, conduct.motion, {"motion": policy.motion}, refined=edge_adapter is not None
+    )
     settings = Settings(
         adapter.control_hz,
-        conduct.handover,
-        str(replan),
-        motion=conduct.motion,
+        chosen.handover,
+        replan,
+        motion=chosen.motion,
         future=conduct.future,
         committed_rows=policy.committed_rows,
         refine=0 if edge_adapter is None else edge_adapter.form.max_age,

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 from sinew_client import ClientError
-from sinew_client.control import Adapter, Settings, parse_handover
+from sinew_client.control import Adapter, Settings, choose, parse_rule
+from sinew_client.control.defaults import HANDOVER, REPLAN
 
 from sinew.core import SinewError, dtype_word
 from sinew.engine.base import ENGINES
@@ -69,14 +70,15 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a sweep changes. ``replan``: actions per inference (S); 0 is the full chunk. ``stream``:
+    """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's
+    (``sinew_client.control.parse_rule``). ``handover``: auto takes what the policy's actions ask for. ``stream``:
     PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.streaming), which then takes
     the place of chunks. ``edge_adapter``: a file, see docs/fleet.md."""
 
     target: str  # a bundle file, tcp://host:port, or "expert"
-    replan: int = 8
+    replan: int | str = REPLAN
     latency: Latency = Latency()
-    handover: str = "aligned"
+    handover: str = HANDOVER
     solver_steps: int | None = None
     dtype: str | None = None
     device: str = "auto"
@@ -88,10 +90,10 @@ class Variant:
     edge_adapter: str = ""
 
     def __post_init__(self) -> None:
-        if self.replan < 0:
+        if isinstance(self.replan, int) and self.replan < 0:
             raise SinewError(f"replan: expected 1 or more, or full, got {self.replan}")
         try:
-            parse_handover(self.handover)
+            choose(self.handover)
         except ValueError as error:
             raise SinewError(str(error)) from error
         if self.solver_steps is not None and self.solver_steps < 1:
@@ -141,8 +143,19 @@ class Variant:
         return {name: value for name, value in record.items() if value or name not in later}
 
 
-def parse_replan(text: str) -> int:
-    return 0 if text == "full" else int(text)
+def parse_replan(text: str) -> int | str:
+    """Return steps, 0 for a full chunk, or the text of another rule. Raises ValueError that says what was expected."""
+    if text == "full" or text.isdecimal():
+        return 0 if text == "full" else int(text)
+    parse_rule(text)
+    return text
+
+
+def rows_between(replan: int | str, chunk_size: int) -> int:
+    """Return the actions that are executed between two requests where every answer is in time."""
+    if isinstance(replan, int):
+        return min(replan or chunk_size, chunk_size)
+    return parse_rule(replan).horizon(chunk_size)
 
 
 def _latency_list(text: str) -> list[str]:

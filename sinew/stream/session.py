@@ -44,7 +44,7 @@ class StreamSettings:
     """
 
     rate: float
-    guidance: str = "guided"
+    guidance: str = "none"
     interpolation: str = "linear"
     solver_steps: int | None = None
     seed: int | None = None

@@ -9,16 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import sinew
 from sinew.bundle import Bundle
 from sinew.bundle.schema import KEY_VERSION, Manifest
-from sinew.bundle.upgrade import READS, upgraded
+from sinew.bundle.upgrade import upgraded
 from sinew.core import BundleError
 from sinew.policy import Policy
 from sinew.solvers import FLOW
 from tests.golden import Golden
 
-ASSETS = Path(sinew.__file__).parent / "assets"
 LATER = {"config": ("norm", "activation", "qkv_bias", "qk_norm", "sub_norms"), "spec": ("solver",)}
 
 
@@ -47,15 +45,6 @@ def test_a_bundle_of_format_1_computes_the_same_bits(case, golden, smolvla_bundl
     assert then.spec.solver == FLOW
     assert then.engine.model.config == now.engine.model.config
     assert np.array_equal(then.infer(observation).actions, now.infer(observation).actions)
-
-
-def test_the_oldest_policies_in_the_package_are_of_format_1():
-    for name in ("blocks", "pen"):
-        bundle = Bundle(ASSETS / f"{name}.gguf")
-        assert bundle.file.metadata[KEY_VERSION] == 1
-        assert '"family"' in bundle.file.metadata["sinew.config"]
-        assert "family" not in bundle.manifest.config["language"]
-        assert bundle.manifest.to_metadata()[KEY_VERSION] == READS[-1]
 
 
 def test_what_no_format_knows_is_refused_by_name(smolvla_bundle):

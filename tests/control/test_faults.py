@@ -83,7 +83,9 @@ class Run:
     """A loop against a server, on a thread of its own, and a test that waits for what it sees."""
 
     def __init__(self, port: int, **given: Any):
-        settings = Settings(**{"hz": 50.0, "replan": "6", "deadline": 0.5, "max_age": 0.6, **given})
+        settings = Settings(
+            **{"hz": 50.0, "handover": "aligned", "replan": "6", "deadline": 0.5, "max_age": 0.6, **given}
+        )
 
         def connect() -> Any:
             client = Client(f"tcp://127.0.0.1:{port}")

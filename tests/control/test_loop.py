@@ -98,7 +98,7 @@ def chunk(number: int) -> np.ndarray:
 def loop_of(delay: float = 0.1, answer: Callable[[int], Any] = chunk, **given: Any) -> tuple[Loop, Arm]:
     clock = Clock()
     arm = Arm(clock)
-    settings = Settings(**{"hz": 20.0, "replan": "4", **given})
+    settings = Settings(**{"hz": 20.0, "handover": "aligned", "replan": "4", **given})
     pace = Pace(settings.period / settings.substeps, clock.now, clock.sleep)
     loop = Loop(arm, lambda: None, settings, 1, "stack", pace)  # type: ignore[arg-type, return-value]
     loop.requester = Scripted(delay, answer)  # type: ignore[assignment]

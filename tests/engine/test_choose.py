@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,10 +24,27 @@ from sinew.engine.choose import choose
 from sinew.engine.cpu import extension
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
+from sinew.models import REGISTRY
+from tests.proofs import FAMILIES, RECORD
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 INT8 = {"vision": "int8", "language": "int8", "head": "fp32"}
 FP8 = {"vision": "fp8", "language": "fp8", "head": "fp32"}
+# Of the families of docs/proofs.json, in its order.
+PROVED_ORDER = [
+    "smolvla",
+    "pi0",
+    "pi05",
+    "gr00t_n1_5",
+    "gr00t_n1_6",
+    "gr00t_n1_7",
+    "evo1",
+    "openvla",
+    "openvla_oft",
+    "vla_adapter",
+    "bitvla",
+    "vla_jepa",
+]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 
@@ -45,6 +63,34 @@ def with_recipe(tmp_path: Path):
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# ----------------------------------------------------------------------------- what is proved
+
+
+def test_what_counts_as_proved_is_what_tests_recorded() -> None:
+    """``auto`` takes an engine without `sinew validate` for exactly the families that docs/proofs.json has in fp32."""
+    architectures = dict(zip(FAMILIES.values(), PROVED_ORDER, strict=True))
+    recorded = set()
+    for family, engine, precision, *_ in json.loads(RECORD.read_text()):
+        architecture = architectures[family]
+        if engine in base.PROVED and (precision == "fp32" or architecture in base.TESTED):
+            recorded.add((engine, architecture))
+    said = {(engine, a) for engine, found in base.PROVED.items() for a in found | base.TESTED}
+    assert said == recorded
+    assert set(architectures.values()) == set(REGISTRY)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_proof_in_fp32_is_one_of_fp32(dtype: str) -> None:
+    bundle = SimpleNamespace(
+        path=PEN, manifest=SimpleNamespace(architecture="evo1", quantization=None), lowbit=False
+    )
+    found = base.OFFERS["plan"].unproved(bundle, base.Options("cpu", dtype))
+    assert (found == "") == (dtype == "fp32")
+    int8 = Quantization(INT8, 7, 0.01, 0.02, 1, "a test", "a test")
+    bundle.manifest.quantization = int8
+    assert "not validated" in base.OFFERS["onnx"].unproved(bundle, base.Options("cpu", "fp32"))
 
 
 # ----------------------------------------------------------------------------- recipes

@@ -185,6 +185,7 @@ class Coded:
     """Row r of chunk c is 100 c + r. ``seconds``: how long an inference takes on the clock."""
 
     committed_rows = 0
+    motion = None
 
     def __init__(self, chunk_size: int, seconds: float = 0.0):
         self.chunk_size, self.seconds, self.calls = chunk_size, seconds, 0
@@ -276,7 +277,7 @@ def test_luck_depends_on_seed_and_chunk_only() -> None:
 def test_real_time_measures_instead_of_simulating() -> None:
     env = World(16)
     policy = Coded(16, seconds=0.12)  # between two and three periods of 50 ms
-    episode = run_episode(env, adapter_of(env), policy, Conduct(8, realtime=True), seed=0)
+    episode = run_episode(env, adapter_of(env), policy, Conduct(8, handover="aligned", realtime=True), seed=0)
     assert 0.7 < episode.wall_s < 3.0
     assert min(episode.delays) >= 2
     first = episode.delays[0]
@@ -350,7 +351,7 @@ def test_mapping_file(tmp_path: Path) -> None:
         (("expert", "--adapter", "nope"), "adapter: expected one of direct"),
         (("expert", "--realtime", "--latency", "3"), "--latency is simulated"),
         (("tcp://127.0.0.1:1", "--dtype", "float32"), "belong to the server"),
-        (("expert", "--compare", "replan=8"), "already there"),
+        (("expert", "--compare", "replan=queue:0.75"), "already there"),
     ],
 )
 def test_mistakes_are_named(
@@ -615,12 +616,14 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from sinew.eval import demo
 
-    monkeypatch.setattr(demo, "SWEEP", ("handover=rtc", "latency=0,100ms"))
+    monkeypatch.setattr(demo, "SWEEP", ("handover={default}", "latency=0,100ms"))
     text = io.StringIO()
     report = demo.run(tmp_path, 2, Console(file=text, width=120), sweep_episodes=1)
     assert report["variants"][0]["episodes"] == 2
     assert "95 % interval" in text.getvalue()
     assert "round trip" in text.getvalue()
+    assert "default    hand-over freeze: the policy says that actions are offsets" in text.getvalue()
+    assert "red/left" in text.getvalue()
     with Image.open(tmp_path / demo.GIF) as film:
         assert film.n_frames > 40  # two episodes of at least twenty steps
         assert film.size == (384, 300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from sinew_client import ClientError
 from sinew_client.control import Settings
+from sinew_client.control.defaults import stated
 
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
 JOINT_STATE, ARRAY = "sensor_msgs/msg/JointState", "std_msgs/msg/Float64MultiArray"
@@ -207,13 +209,15 @@ def _consistent(contract: Contract) -> None:
 def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
     """Return the text of a contract for a policy, with every name that its server states; topics are to fill in."""
     rate = float(hz or policy.get("control_hz") or 20.0)
+    said = stated(policy)
+    motion = "" if said is None else f", motion: {json.dumps(said)}"
     lines = [
         f"server: {server}",
         f"prompt: {policy.get('default_prompt') or 'what the robot is to do'}",
         f"hz: {rate:g}  # control rate: rows of a chunk are this far apart",
         "start: false  # wait for true on /sinew/enable",
         "stamps: header  # or arrival, for drivers that do not stamp",
-        "control: {handover: aligned, replan: 'queue:0.5', deadline: 2.0}",
+        f"control: {{deadline: 2.0{motion}}}  # hand-over and replan: the defaults, see docs/control.md",
         "cameras:",
     ]
     names = [str(camera["name"]) for camera in policy["cameras"]]

@@ -8,6 +8,7 @@ from typing import Any
 
 from sinew import figures
 from sinew.eval.report.report import swept
+from sinew.eval.settings import rows_between
 
 
 def write_plots(report: dict[str, Any], out: Path) -> list[Path]:
@@ -113,6 +114,8 @@ def _lines(report: dict[str, Any], others: Sequence[str]) -> dict[str, list[dict
             _text(entry, other) if other == "handover" else f"{other} {_text(entry, other)}"
             for other in others
         )
+        if entry["variant"]["handover"] == report.get("default_handover"):
+            label += ", the default"
         lines.setdefault(label, []).append(entry)
     return lines
 
@@ -126,7 +129,7 @@ def _text(entry: dict[str, Any], name: str) -> str:
 
 def _replan(entry: dict[str, Any]) -> int:
     """Actions per inference as asked for; the full chunk is as long as the policy makes it."""
-    return entry["variant"]["replan"] or entry["chunk_size"]
+    return rows_between(entry["variant"]["replan"], entry["chunk_size"])
 
 
 def _tick(entry: dict[str, Any]) -> str:

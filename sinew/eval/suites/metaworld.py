@@ -107,6 +107,7 @@ class Expert:
 
     chunk_size = 1
     committed_rows = 0
+    motion: AnyMapping[str, Any] | None = None
 
     def start(self, env: gymnasium.Env) -> None:
         from metaworld.policies import ENV_POLICY_MAP

@@ -192,7 +192,7 @@ class Streams:
     def _robot(self, asker: Asker, envelope: Envelope, name: str, request: Any) -> Robot:
         settings = StreamSettings(
             rate=request.rate,
-            guidance=request.rtc or "guided",
+            guidance=request.rtc or "none",
             interpolation=request.interpolation or "linear",
             solver_steps=request.solver_steps if request.HasField("solver_steps") else None,
             seed=request.seed % (1 << 62) if request.HasField("seed") else None,

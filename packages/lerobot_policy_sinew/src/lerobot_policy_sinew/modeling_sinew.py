@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
+from sinew_client.control import parse_rule
+from sinew_client.control.defaults import REPLAN
 
 from lerobot_policy_sinew.configuration_sinew import SinewConfig
 
@@ -124,7 +126,7 @@ class SinewPolicy(PreTrainedPolicy):
         """Return the next row of the running chunks, [B, action_dim]; ask for new ones when they are used up."""
         if not self._queue:
             chunks = self.predict_action_chunk(batch, noise)
-            rows = self.config.n_action_steps or chunks.shape[1]
+            rows = self.config.n_action_steps or parse_rule(REPLAN).horizon(chunks.shape[1])
             self._queue.extend(chunks[:, :rows].unbind(1))
         return self._queue.popleft()
 

@@ -11,6 +11,7 @@ from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.assist import Assist, AssistRule, parse_assist
 from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
+from sinew_client.control.defaults import AS_IS, Choice, choose
 from sinew_client.control.handover import METHODS, Handover, parse_handover
 from sinew_client.control.journal import Journal, is_journal, repeat, watched
 from sinew_client.control.loop import Blind, Loop, Robot, Stopped
@@ -30,6 +31,7 @@ from sinew_client.control.stream import StreamLoop, StreamReport, StreamRobot
 from sinew_client.control.trajectory import Node, Trajectory
 
 __all__ = [
+    "AS_IS",
     "METHODS",
     "Absolute",
     "Adapter",
@@ -38,6 +40,7 @@ __all__ = [
     "AssistRule",
     "Blind",
     "Cadence",
+    "Choice",
     "Command",
     "Controller",
     "Fusion",
@@ -68,6 +71,7 @@ __all__ = [
     "StreamReport",
     "StreamRobot",
     "Trajectory",
+    "choose",
     "fit_offsets",
     "is_journal",
     "parse_assist",

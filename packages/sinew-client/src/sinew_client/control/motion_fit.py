@@ -33,7 +33,7 @@ class MotionFit:
         """Return a sentence for whoever let rows go out as they come."""
         return (
             f"these actions are offsets from the present pose ({self.explained:.0%} of {self.spans} moves explained):"
-            f" --motion '{json.dumps(self.motion)}' follows them as targets, which late answers disturb less"
+            f" --handover aligned+halt:1.5 --motion '{json.dumps(self.motion)}' follows them as targets and goes on"
         )
 
 

@@ -50,7 +50,7 @@ class LeRobotArm:
 
     robot: has ``action_features``, ``observation_features``, ``get_observation`` and ``send_action`` (LeRobot 0.4).
     cameras: camera of the policy -> camera of the robot; the same names where absent. Holding sends the last action
-    again, before the first one the present position.
+    again, before the first one the present position. motion: what commands are measured from, where their names say it.
     """
 
     def __init__(self, robot: Any, policy: Mapping[str, Any], cameras: Mapping[str, str] | None = None):
@@ -75,6 +75,9 @@ class LeRobotArm:
                 raise RobotError(
                     f"cameras: the policy wants {camera}; the robot has {', '.join(known) or 'none'}"
                 )
+        # LeRobot's own arms call goal positions so, in actions and in the state.
+        absolute = all(name.endswith(".pos") for name in self._joints)
+        self.motion = {"kind": "absolute"} if absolute else None
         self._last: dict[str, float] | None = None
 
     def observe(self) -> dict[str, Any]:

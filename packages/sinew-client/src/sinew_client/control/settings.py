@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Mapping
 
 from sinew_client.control.controller import Controller
+from sinew_client.control.defaults import HANDOVER, REPLAN, Choice, choose
 from sinew_client.control.handover import parse_handover
 from sinew_client.control.motion import Absolute, Motion, Relative, parse_motion
 from sinew_client.control.player import Player
@@ -24,7 +25,8 @@ class Settings:
     """The settings of a controller.
 
     hz: control steps per second; a chunk's rows are that far apart. handover: see
-        :func:`~sinew_client.control.handover.parse_handover`. replan: see
+        :func:`~sinew_client.control.handover.parse_handover`; ``auto`` is what
+        :func:`~sinew_client.control.defaults.choose` makes of the motion. replan: see
         :func:`~sinew_client.control.replan.parse_rule`.
     motion: {"kind": "as is"}, {"kind": "absolute"}, {"kind": "relative", "action": [...], "state": [...]} or
         {"kind": "offsets", "action": [...], "state": [...], "scale": 1, "low": ..., "high": ...}.
@@ -40,8 +42,8 @@ class Settings:
     """
 
     hz: float
-    handover: str = "aligned"
-    replan: str = "queue:0.2"
+    handover: str = HANDOVER
+    replan: str = REPLAN
     motion: Mapping[str, Any] | None = None
     limits: Mapping[str, Any] | None = None
     max_age: float | None = None
@@ -70,11 +72,19 @@ class Settings:
         """Return seconds between two control steps."""
         return 1.0 / self.hz
 
+    @property
+    def choice(self) -> Choice:
+        """Return the hand-over that is played and why. Raises SettingsError for one that is none."""
+        try:
+            return choose(self.handover, self.motion, refined=bool(self.refine))
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+
     def controller(self, dim: int) -> Controller:
         """Return a controller for commands of ``dim`` numbers. Raises ClientError that names a bad setting."""
         try:
             player = Player(
-                parse_handover(self.handover),
+                parse_handover(self.choice.handover),
                 parse_rule(self.replan),
                 self.parse_motion(),
                 self.future,

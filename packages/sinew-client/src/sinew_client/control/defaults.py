@@ -1,0 +1,88 @@
+"""What a robot does that was told nothing: how late chunks are taken over, and when the next one is asked for.
+
+The one place that says so, for :class:`~sinew_client.control.settings.Settings` and everybody who makes some: ``sinew
+run``, ``sinew eval``, ``sinew demo``, the ROS bridge, the LeRobot plugin. docs/control.md has the tables behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+from sinew_client.control.handover import parse_handover
+
+AUTO = "auto"
+HANDOVER = AUTO
+# A quarter of a chunk: 8 rows of 32, 6 of 24. Longer open loops fail more often, on blocks and shove from 16 of 32
+# on, on the pen from 8 of 24 on.
+REPLAN = "queue:0.75"
+
+AS_IS: Mapping[str, Any] = {"kind": "as is"}  # rows as they come, whatever the policy states
+WAITS, GOES_ON = "freeze", "aligned"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A hand-over, what actions are measured from (None: rows go out as they come), and why this hand-over."""
+
+    handover: str
+    motion: Mapping[str, Any] | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"hand-over {self.handover}: {self.reason}"
+
+
+def choose(
+    handover: str = AUTO,
+    motion: Mapping[str, Any] | None = None,
+    policy: Mapping[str, Any] | None = None,
+    refined: bool = False,
+    robot: Mapping[str, Any] | None = None,
+) -> Choice:
+    """Return the hand-over and the motion to play with. Raises ValueError for a hand-over that is none.
+
+    motion: what the user says of the actions; policy: what a server says about its policy, whose ``motion`` counts
+    where the user says nothing. refined: an edge adapter makes the rows of every step anew. robot: what its driver says
+    of the commands that it takes, which counts where neither does.
+
+    ``auto`` lets the robot go on while a chunk is under way where rows are targets (absolute, or relative to the state
+    of the chunk's frame), because those stay right when they are entered late; it lets the robot wait where they are
+    offsets from the present pose, or where nobody says what they are.
+    """
+    said = stated(policy)
+    given = motion if motion is not None else said or robot
+    kind = str((given or AS_IS).get("kind", "as is"))
+    who = "--motion says" if motion is not None else "the policy says" if said else "the robot's driver says"
+    if handover != AUTO:
+        name, reason = handover, "asked for"
+    elif refined:
+        name, reason = GOES_ON, "the edge adapter has a row for every step, however late the chunk is"
+    elif kind in ("absolute", "relative"):
+        name, reason = (
+            GOES_ON,
+            f"{who} that actions are {kind} targets, so a late row still leads to its place",
+        )
+    elif kind == "offsets":
+        name, reason = (
+            WAITS,
+            f"{who} that actions are offsets, which do not add up when a chunk is entered late",
+        )
+    else:
+        name, reason = WAITS, "nothing says what actions are measured from; waiting is right for all kinds"
+        reason += ", and --motion lets the robot go on"
+    timed = parse_handover(name).timed
+    if motion is None and kind == "offsets" and (refined or not timed):
+        given = None  # a chunk that is executed from its first row adds up as it comes, and an adapter knows its own
+    return Choice(name, given, reason)
+
+
+def stated(policy: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what a policy says that its actions are measured from, as settings take it; None where it says nothing."""
+    found = (policy or {}).get("motion")
+    if not found:
+        return None
+    values = {name: list(v) if isinstance(v, (list, tuple)) else v for name, v in found.items()}
+    if values["kind"] == "absolute":
+        return {"kind": "absolute"}
+    return {name: value for name, value in values.items() if value is not None}
