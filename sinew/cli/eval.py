@@ -196,17 +196,16 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
     workers = workers or (1 if realtime or recording else machine.cores().physical)
     report = _run(task, control_hz, variants, seeds, workers, out, elsewhere, recording)
     failed = held is not None and not _judge(held, report)
+    broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
+    report["failed"] = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
     _write(report, out, record_gate)
 
     console = terminal.console()
     for part in _terminal(report):
         console.print(part, soft_wrap=isinstance(part, str))
-    broken = sum((Counter(each.faults) for played in report["episodes"] for each in played), Counter())
-    problems = [f"{count} answers could not be executed: {kind}" for kind, count in broken.items()]
-    shown = {name: value for name, value in report.items() if name != "episodes"}
-    terminal.emit(shown | {"failed": problems})
-    status_of_faults = status.ended(problems)
-    return status.EXIT_ERROR if failed else status_of_faults
+    terminal.emit({name: value for name, value in report.items() if name != "episodes"})
+    broke = status.ended(report["failed"])
+    return status.EXIT_ERROR if failed else broke
 
 
 def _protocol(

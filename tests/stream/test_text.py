@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sinew_client.control import Stopped
+from sinew_client.control.robots import Dry
 from sinew_client.streams import decode_window
 from torch import Tensor
 
@@ -342,9 +344,15 @@ def test_a_link_in_this_process_says_its_text(loaded: Callable[[str, str], Polic
         link.close()
 
 
-def test_the_verb_says_its_text(kept: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_its_text(
+    kept: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def enough(_robot: Dry, _row: np.ndarray) -> None:
+        raise Stopped("a first command is enough")
+
+    monkeypatch.setattr(Dry, "act", enough)
     asked = ["stream", str(kept("smolvla-2cam")), "--engine", "eager", "--prompt", "go", "--rtc", "none"]
-    assert main([*asked, "--seconds", "0.3", "--text-tokens", "1"]) == 0
+    assert main([*asked, "--seconds", "60", "--text-tokens", "1"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(told["text"]) <= {"running", "said"}
     assert told["errors"] == 0
