@@ -25,6 +25,7 @@ if not hasattr(torch.ops.torchvision, "nms"):
     for _name in ("nms", "qnms"):
         _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+import lerobot  # noqa: E402
 from lerobot.cameras import CameraConfig  # noqa: E402
 from lerobot.robots import Robot, RobotConfig  # noqa: E402
 
@@ -75,7 +76,7 @@ class WithoutHardware(Robot):
         return action
 
     def disconnect(self) -> None:
-        log = {"executed": self.executed, "seen": self.seen}
+        log = {"executed": self.executed, "seen": self.seen, "lerobot": lerobot.__version__}
         Path(os.environ["ROBOT_LOG"]).write_text(json.dumps(log))
 
     is_connected = True
