@@ -24,6 +24,14 @@ def _missing(release: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(lerobot_folder(release) is None, reason=reason)
 
 
-each_release = pytest.mark.parametrize(
-    "release", [pytest.param(release, marks=_missing(release)) for release in RELEASES]
+def _releases(*older: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    *before, newest = RELEASES
+    params = [pytest.param(release, marks=[_missing(release), *older]) for release in before]
+    return pytest.mark.parametrize("release", [*params, pytest.param(newest, marks=_missing(newest))])
+
+
+each_release = _releases()
+older_are_slow = _releases(pytest.mark.slow)  # minutes: `make test` has the newest only
+newest_release = pytest.mark.parametrize(
+    "release", [pytest.param(RELEASES[-1], marks=_missing(RELEASES[-1]))]
 )
