@@ -2,13 +2,15 @@
 
 ``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory,
 as its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such
-policy; the first is also saved, and made again from its folder. ``python lerobot_plugin.py resets OPTIONS...`` begins
+policy; the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes.
+``python lerobot_plugin.py resets OPTIONS...`` begins
 an episode of Blocks-v0 with each JSON object and prints what came of it. ``lerobot_plugin.py lerobot-eval FLAGS``
 is that command, by its entry point; so are LeRobot's others.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import warnings
@@ -46,7 +48,12 @@ def factory(file: str, *options: str) -> None:
     for index, text in enumerate(options):
         given = json.loads(text)
         shape = tuple(given.pop("action_shape", seen["state"].shape[-1:]))
+        spec = given.pop("spec", None)
         config = make_policy_config("sinew", **given)
+        if spec is not None:
+            module = importlib.import_module("lerobot_policy_sinew.modeling_sinew")
+            actions[str(index)] = np.array(module.rows_executed(config, spec))
+            continue
         config.output_features = {"action": PolicyFeature(type=FeatureType.ACTION, shape=shape)}
         try:
             policy = get_policy_class("sinew")(config)

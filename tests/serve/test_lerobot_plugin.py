@@ -25,6 +25,7 @@ from tests.serve.lerobot_releases import (
     newest_release,
     older_are_slow,
 )
+from tests.serve.lerobot_syntax import lowered
 from tests.serve.test_server import serving
 
 PLUGIN = ROOT / "packages" / "lerobot_policy_sinew"
@@ -114,6 +115,7 @@ def test_the_plugin_acts_as_the_direct_client(release: str, plugin: Path, tmp_pa
             {**address, "cameras": {"hand": "wrst"}},
             {**given, **address, "n_action_steps": 33},
             {**given, **address, "n_action_steps": 0},
+            {**address, "spec": {"name": "other", "chunk_size": 50, "n_action_steps": 10}},
         )
         done = lerobot(release, plugin, "factory", tmp_path / "seen.npz", *map(json.dumps, wanted))
         assert done.returncode == 0, done.stderr[-3000:]
@@ -124,8 +126,9 @@ def test_the_plugin_acts_as_the_direct_client(release: str, plugin: Path, tmp_pa
         np.testing.assert_allclose(
             found["1"], direct, rtol=0, atol=1e-5
         )  # another process, another number of threads
-        # The checkpoint names no number, so it is a quarter of its chunk.
+        # Of rows to execute this checkpoint names no number, so they are a quarter of its chunk; another names one.
         np.testing.assert_array_equal(found["5"], expected(server.address, seen, 32 // 4))
+        assert found["6"] == 10
     assert str(found["2"]) == "action: expected (7,) as the robot or environment takes it, got [4] of blocks"
     assert str(found["3"]) == "policy.cameras: expected cameras of blocks: ['front', 'wrist'], got 'wrst'"
     assert (
@@ -150,6 +153,31 @@ def test_what_an_episode_is_begun_with(release: str, plugin: Path) -> None:
     assert misspelt["error"] == "options: expected color, side, phrasing or switch, got ['colour']"
 
 
+def test_type_parameters_are_written_as_python_3_11_has_them() -> None:
+    source = """
+class Base: ...
+type Pair = tuple[int, int]
+def seen(kind):
+    kind.seen = True
+    return kind
+@seen
+class Box[T](Base):
+    def held(self, value: T) -> Pair: return (value, value)
+class Bag[A, B]:
+    pass
+def same[T: Base](value: T) -> T:
+    return value
+"""
+    found: dict[str, Any] = {}
+    exec(compile(lowered(source), "lowered", "exec", dont_inherit=True), found)
+    assert found["Box"][int]().held(3) == (3, 3)
+    assert found["Box"].seen
+    assert issubclass(found["Box"], found["Base"])
+    assert found["Bag"].__parameters__ == (found["A"], found["B"])
+    assert found["same"](found["Box"]) is found["Box"]
+    assert "[T" not in lowered(source).replace("Generic[T]", "")
+
+
 @older_are_slow
 @pytest.mark.parametrize("form", ["address", "bundle"])
 def test_lerobots_evaluation_plays_our_task(release: str, form: str, plugin: Path, tmp_path: Path) -> None:
@@ -169,7 +197,7 @@ def test_lerobots_evaluation_plays_our_task(release: str, form: str, plugin: Pat
 @pytest.mark.slow
 @newest_release
 def test_lerobots_evaluation_records_our_task(release: str, plugin: Path, tmp_path: Path) -> None:
-    """One rollout, as many episodes as environments: LeRobot makes a data set for each, of the names in its features."""
+    """One rollout, as many episodes as environments: a data set for each, its columns of the features' names."""
     policy = ("--policy.type=sinew", f"--policy.bundle={BLOCKS}", "--env.type=sinew", "--env.task=Blocks-v0")
     count = ("--eval.recording=true", "--eval.n_episodes=2", "--eval.batch_size=2")
     done = lerobot(release, plugin, "lerobot-eval", *policy, *count, f"--output_dir={tmp_path / 'out'}")

@@ -81,7 +81,7 @@ class SinewPolicy(PreTrainedPolicy):
             raise ValueError(
                 f"policy.cameras: expected cameras of {spec['name']}: {known}, got {strange[0]!r}"
             )
-        self._rows = _rows(config, spec)
+        self._rows = rows_executed(config, spec)
         self._queue: deque = deque()
         self._asked = 0
         self._sessions = 0
@@ -164,7 +164,7 @@ class SinewPolicy(PreTrainedPolicy):
         return self.config.cameras.get(name, name)
 
 
-def _rows(config: SinewConfig, spec: Mapping[str, Any]) -> int:
+def rows_executed(config: SinewConfig, spec: Mapping[str, Any]) -> int:
     """Return the rows of a chunk that are executed before the next one is asked for."""
     chunk = int(spec["chunk_size"])
     if config.n_action_steps > chunk:
