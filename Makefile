@@ -17,9 +17,10 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
 CLIENTS := .venv-clients
+LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-all lint format bench gpu env clients roles docs clean
+.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-all lint format bench gpu env clients lerobot roles docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,11 +78,17 @@ gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of eng
 
 env: $(READY) ## create the environment only
 
-# LeRobot's RobotClient wants other versions of what the project uses, so it lives apart; torch is ours.
-clients: $(READY) ## LeRobot's own client, for the conformance test of its wire (650 MB)
+# LeRobot wants other versions of what the project uses, so it lives apart; torch is ours.
+clients: $(READY) ## two releases of LeRobot, for the tests of its wire and its plugin (650 MB)
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r packages/clients.txt
 	$(BIN)/python -c '$(SITE)' > "$$($(CLIENTS)/bin/python -c '$(SITE)')/sinew.pth"
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps --ignore-requires-python \
+		--target $(CLIENTS)/lerobot-0.6.1 -r packages/clients-0.6.1.txt
+	$(BIN)/python -m tests.serve.lerobot_syntax $(CLIENTS)/lerobot-0.6.1
+
+lerobot: ## LeRobot as its plugin's README installs it, and that page's commands (LEROBOT=0.6.1; minutes, 6 GB)
+	$(PYTHON) -m tests.journeys.lerobot $(LEROBOT)
 
 roles: $(READY) ## wheels into empty environments, one per role, and the README's commands in them (minutes, 2 GB)
 	$(BIN)/python -m tests.roles

@@ -19,7 +19,7 @@ from sinew.eval.dataset.records import episodes
 from sinew.eval.dataset.statistics import Statistics
 from sinew.eval.dataset.writer import DatasetWriter, Frame
 from sinew.serve.recorder import Recorder, read_records
-from tests.serve.test_lerobot_wire import CLIENTS, lerobot_client
+from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
 
 READ = """
 import json, sys
@@ -90,13 +90,13 @@ def test_columns_are_what_was_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lerobots_own_reader_opens_it(tmp_path: Path) -> None:
-    if reason := lerobot_client():
-        pytest.skip(reason)
+@each_release
+def test_lerobots_own_reader_opens_it(tmp_path: Path, release: str) -> None:
     written = write(tmp_path / "out")
     done = subprocess.run(
         [CLIENTS, "-c", READ, tmp_path / "out", "6"],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1",
+             "PYTHONPATH": str(lerobot_folder(release))},
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

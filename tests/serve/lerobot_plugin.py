@@ -1,14 +1,20 @@
-"""LeRobot's own factory and evaluation with the plugin of packages/lerobot_policy_sinew, in the clients' interpreter.
+"""LeRobot's own factory and commands with the plugin of packages/lerobot_policy_sinew, in the clients' interpreter.
 
-``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory, as
-its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such policy.
-``python lerobot_plugin.py eval FLAGS`` is ``lerobot-eval FLAGS``.
+``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory,
+as its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such
+policy; the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes.
+``python lerobot_plugin.py resets OPTIONS...`` begins
+an episode of Blocks-v0 with each JSON object and prints what came of it. ``lerobot_plugin.py lerobot-eval FLAGS``
+is that command, by its entry point; so are LeRobot's others.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import warnings
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +26,11 @@ if not hasattr(torch.ops.torchvision, "nms"):
     for _name in ("nms", "qnms"):
         _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+import lerobot  # noqa: E402
+from lerobot.configs.policies import PreTrainedConfig  # noqa: E402
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
+from lerobot.envs.configs import EnvConfig  # noqa: E402
+from lerobot.envs.factory import make_env  # noqa: E402
 from lerobot.envs.utils import preprocess_observation  # noqa: E402
 from lerobot.policies.factory import (  # noqa: E402
     get_policy_class,
@@ -30,40 +40,77 @@ from lerobot.policies.factory import (  # noqa: E402
 from lerobot.utils.import_utils import register_third_party_plugins  # noqa: E402
 
 
-def factory(observations: Path, *options: str) -> None:
+def factory(file: str, *options: str) -> None:
     register_third_party_plugins()
+    observations = Path(file)
     seen = np.load(observations)
-    cameras = [name for name in seen.files if name not in ("state", "task")]
     actions = {}
     for index, text in enumerate(options):
         given = json.loads(text)
         shape = tuple(given.pop("action_shape", seen["state"].shape[-1:]))
+        spec = given.pop("spec", None)
         config = make_policy_config("sinew", **given)
+        if spec is not None:
+            module = importlib.import_module("lerobot_policy_sinew.modeling_sinew")
+            actions[str(index)] = np.array(module.rows_executed(config, spec))
+            continue
         config.output_features = {"action": PolicyFeature(type=FeatureType.ACTION, shape=shape)}
         try:
             policy = get_policy_class("sinew")(config)
         except ValueError as error:
             actions[str(index)] = np.array(str(error))
             continue
-        policy.to(config.device)
-        policy.eval()
-        before, after = make_pre_post_processors(config)
-        policy.reset()
-        rows = []
-        for state, *frames in zip(seen["state"], *(seen[name] for name in cameras), strict=True):
-            raw = {"agent_pos": state, "pixels": dict(zip(cameras, frames, strict=True))}
-            batch = before({**preprocess_observation(raw), "task": [str(seen["task"])] * len(state)})
-            rows.append(after(policy.select_action(batch)).numpy())
-        policy.reset()
-        actions[str(index)] = np.stack(rows)
+        pipelines = make_pre_post_processors(config)
+        actions[str(index)] = act(seen, policy.to(config.device).eval(), *pipelines)
+        if index == 0:
+            folder = observations.with_name("saved")
+            policy.save_pretrained(folder)
+            for pipeline in pipelines:
+                pipeline.save_pretrained(folder)
+    config = PreTrainedConfig.from_pretrained(folder)
+    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
+    actions["saved"] = act(seen, policy, *make_pre_post_processors(config, pretrained_path=str(folder)))
     np.savez(observations.with_name("actions.npz"), **actions)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "factory":
-        factory(Path(sys.argv[2]), *sys.argv[3:])
-    else:
-        from lerobot.scripts.lerobot_eval import main
+def act(seen, policy, before, after) -> np.ndarray:
+    """Return what a policy does on the observations, [steps, batch, action_dim]."""
+    cameras = [name for name in seen.files if name not in ("state", "task")]
+    policy.reset()
+    rows = []
+    for state, *frames in zip(seen["state"], *(seen[name] for name in cameras), strict=True):
+        raw = {"agent_pos": state, "pixels": dict(zip(cameras, frames, strict=True))}
+        batch = before({**preprocess_observation(raw), "task": [str(seen["task"])] * len(state)})
+        rows.append(after(policy.select_action(batch)).numpy())
+    policy.reset()
+    return np.stack(rows)
 
-        sys.argv = ["lerobot-eval", *sys.argv[2:]]
-        main()
+
+def resets(*options: str) -> None:
+    register_third_party_plugins()
+    config = EnvConfig.get_choice_class("sinew")()
+    ((env,),) = (envs.values() for envs in make_env(config, n_envs=1).values())
+    found = []
+    for text in options:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                seen, _ = env.reset(seed=[7], options=json.loads(text))
+                result = {"state": seen["agent_pos"].tolist(), "task": env.call("task_description")[0]}
+            except ValueError as error:
+                result = {"error": str(error)}
+        told = [str(each.message) for each in told if str(each.message).startswith("options:")]
+        found.append({**result, "warnings": told})
+    env.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    print(f"lerobot {lerobot.__version__}", file=sys.stderr)
+    program = sys.argv[1]
+    if program in ("factory", "resets"):
+        globals()[program](*sys.argv[2:])
+    else:
+        (point,) = entry_points(group="console_scripts", name=program)
+        sys.argv = sys.argv[1:]
+        sys.exit(point.load()())

@@ -37,6 +37,7 @@ from sinew.serve.wires.lerobot.messages import SERVICE, messages
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig as Config
 from sinew.serve.wires.lerobot.types import TimedObservation as Timed
 from sinew.serve.wires.lerobot.wire import LeRobotWire
+from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
 from tests.serve.test_safe_pickle import (
     ATTACKS,
     HELPERS,
@@ -48,8 +49,6 @@ from tests.serve.test_safe_pickle import (
 )
 from tests.serve.test_server import CASE, START_S, free_port, serving
 
-ROOT = Path(__file__).resolve().parents[2]
-CLIENTS = Path(os.environ.get("SINEW_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
 PIECE = 2 << 20  # what the stock client sends at once
 JOINTS = tuple(f"joint{index}.pos" for index in range(6))
 BEGIN, MIDDLE, END = 1, 2, 3
@@ -843,21 +842,6 @@ def test_a_missing_grpcio_is_told(monkeypatch):
 # ------------------------------------------------------------------------- LeRobot's own client
 
 
-def lerobot_client() -> str:
-    """Why LeRobot's client cannot run here; empty if it can."""
-    if not CLIENTS.exists():
-        return f"LeRobot's client is not installed: no {CLIENTS.parent.parent.name}; `make clients` makes it"
-    if not list(CLIENTS.parents[1].glob("lib/python*/site-packages/lerobot/transport/utils.py")):
-        return f"LeRobot's client is not installed in {CLIENTS.parents[1].name}; `make clients` makes it"
-    return ""
-
-
-@pytest.fixture(scope="module")
-def installed() -> None:
-    if reason := lerobot_client():
-        pytest.skip(reason)
-
-
 def printed_command(server: Any) -> list[str]:
     """The command that the server printed for this wire."""
     lines: list[str] = []
@@ -867,16 +851,18 @@ def printed_command(server: Any) -> list[str]:
     return shlex.split("".join(lines[start:]).replace("\\\n", " "))
 
 
-def run_client(command: list[str], directory: Path, steps: int, **environment: str) -> SimpleNamespace:
+def run_client(
+    command: list[str], directory: Path, steps: int, release: str, **environment: str
+) -> SimpleNamespace:
     """LeRobot's command in an interpreter of its own, with a robot that needs no hardware."""
     assert command[:3] == ["python", "-m", "lerobot.async_inference.robot_client"]
     flags = ["--robot.type=without_hardware" if "--robot.type=" in flag else flag for flag in command[3:]]
     log = directory / "robot.json"
-    settings = {"ROBOT_LOG": str(log), "ROBOT_STEPS": str(steps), "OMP_NUM_THREADS": "1", **environment}
+    settings = {"ROBOT_LOG": str(log), "ROBOT_STEPS": str(steps), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [CLIENTS, Path(__file__).with_name("lerobot_robot.py"), *flags],
         cwd=directory,  # it makes a folder of logs
-        env={**os.environ, **settings},
+        env={**os.environ, **settings, "PYTHONPATH": str(lerobot_folder(release)), **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -885,18 +871,19 @@ def run_client(command: list[str], directory: Path, steps: int, **environment: s
     return SimpleNamespace(output=done.stdout + done.stderr, code=done.returncode, **content)
 
 
-@pytest.mark.usefixtures("installed")
-def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path, policy):
+@each_release
+def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path, policy, release):
     """The printed command, with another robot type. Each executed action is a row of a chunk of the server's record, of
     a later step than the one before (a client that waits too long for a chunk skips steps), and each chunk of the
     record is what the policy infers from the recorded observation and seed."""
     records = tmp_path / "records"
     with serving(tmp_path, bundle, "--wire", "lerobot:0", "--threads", 1, "--record", records) as own:
         command = [*printed_command(own), "--aggregate_fn_name=latest_only"]
-        client = run_client(command, tmp_path, steps=120)
+        client = run_client(command, tmp_path, 120, release)
         assert own.stop() == 0
         assert "Traceback" not in own.log.read_text()
     assert len(client.executed) == 120, client.output[-2000:]
+    assert client.lerobot == release
     assert "Error sending" not in client.output
     assert (
         client.output.count("Error receiving") <= 1
@@ -928,9 +915,9 @@ def test_the_real_robot_client_executes_what_the_policy_infers(bundle, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("installed")
+@each_release
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number):
+def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number, release):
     """Row 15: it was refused until its end. The client is not told of the restart, and executes what both servers
     inferred."""
     port, halves = free_port(), (tmp_path / "first", tmp_path / "second")
@@ -939,7 +926,7 @@ def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number)
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         with serving(tmp_path, *arguments, halves[0]) as first:
             command = [*printed_command(first), "--aggregate_fn_name=latest_only"]
-            asking = pool.submit(run_client, command, tmp_path, 200)
+            asking = pool.submit(run_client, command, tmp_path, 200, release)
             while len(list(halves[0].glob("*.npz"))) < 2:
                 assert not asking.done(), asking.result().output[-2000:]
                 time.sleep(0.01)
@@ -954,7 +941,7 @@ def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number)
 
 
 @pytest.mark.slow  # LeRobot's client takes its time
-@pytest.mark.usefixtures("installed")
+@each_release
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -962,9 +949,9 @@ def test_the_real_robot_client_goes_on_after_a_restart(bundle, tmp_path, number)
         (("camera1:", "front:"), "expected cameras camera1, camera2"),
     ],
 )
-def test_the_real_robot_client_is_told_why_not(server, tmp_path, change, text, command_of_server):
+def test_the_real_robot_client_is_told_why_not(server, tmp_path, change, text, command_of_server, release):
     command = [flag.replace(*change) for flag in command_of_server]
-    client = run_client(command, tmp_path, steps=1)
+    client = run_client(command, tmp_path, 1, release)
     assert "Failed to connect to policy server" in client.output
     assert text in client.output
     assert not client.executed

@@ -11,9 +11,9 @@ class SinewConfig(PreTrainedConfig):
     """The source of actions: ``address`` of a server, or ``bundle`` in this process.
 
     cameras: LeRobot's camera -> the policy's, for those whose names differ. n_action_steps: rows of a chunk that are
-    executed before the next one is asked for; 0: a quarter, as in ``sinew_client.control``. seed: of the first
-    chunk's noise, counted on from there; negative: the policy draws it. timeout: seconds to wait for an answer. engine,
-    compute: of a bundle, as ``sinew.load`` has them.
+    executed before the next one is asked for; 0: as many as the policy's checkpoint names, and a quarter of the chunk
+    where it names none. seed: of the first chunk's noise, counted on from there; negative: the policy draws it.
+    timeout: seconds to wait for an answer. engine, compute: of a bundle, as ``sinew.load`` has them.
     """
 
     address: str = ""

@@ -1,6 +1,9 @@
 """``--env.type=sinew``: the simulated tasks of sinew-vla for LeRobot's evaluation."""
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import gymnasium
 from lerobot.configs.types import FeatureType, PolicyFeature
@@ -8,6 +11,8 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
 NAMES = ("Blocks-v0", "BlocksShove-v0", "Pen-v0")
+OWN = "lerobot_"  # how LeRobot's own keys among a reset's options begin; no task of ours has such names
+MARKERS = ("lerobot_new_rollout",)  # says that an episode begins, which every reset of a task does
 
 
 @EnvConfig.register_subclass("sinew")
@@ -30,8 +35,11 @@ class SinewEnvConfig(EnvConfig):
         self.features["agent_pos"] = PolicyFeature(type=FeatureType.STATE, shape=state.shape)
         self.features_map = {ACTION: ACTION, "agent_pos": OBS_STATE}
         for camera, box in pixels.items():
-            self.features[f"pixels/{camera}"] = PolicyFeature(type=FeatureType.VISUAL, shape=box.shape)
-            self.features_map[f"pixels/{camera}"] = f"{OBS_IMAGES}.{camera}"
+            # Not "pixels/CAMERA", as LeRobot's own environments say: --eval.recording makes columns of a data set of
+            # these names, and takes no slash.
+            key = f"{OBS_IMAGES}.{camera}"
+            self.features[key] = PolicyFeature(type=FeatureType.VISUAL, shape=box.shape)
+            self.features_map[key] = key
         env.close()
 
     @property
@@ -78,7 +86,7 @@ class Task(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        observation, info = self._env.reset(seed=seed, options=options)
+        observation, info = self._env.reset(seed=seed, options=_for_the_task(options))
         return self._seen(observation), {**info, "is_success": False}
 
     def step(self, action):
@@ -95,6 +103,24 @@ class Task(gymnasium.Env):
     @staticmethod
     def _seen(observation):
         return {"pixels": observation["images"], "agent_pos": observation["state"]}
+
+
+def _for_the_task(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a reset's options without those that LeRobot addresses to its own wrappers.
+
+    One that is not known here is told once, as it comes with a release that was not tried, and the episode begins all
+    the same. The task itself refuses what it does not know.
+    """
+    options = dict(options or {})
+    for key in [key for key in options if key.startswith(OWN)]:
+        value = options.pop(key)
+        if key not in MARKERS:
+            known = ", ".join(MARKERS)
+            warnings.warn(
+                f"options: expected of LeRobot's own keys only {known}, got {key}={value!r}, which is not followed",
+                stacklevel=3,
+            )
+    return options
 
 
 for _name in NAMES:

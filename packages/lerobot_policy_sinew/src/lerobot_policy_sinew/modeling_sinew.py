@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -9,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 from sinew_client.control import parse_rule
 from sinew_client.control.defaults import REPLAN
 
 from lerobot_policy_sinew.configuration_sinew import SinewConfig
+
+logger = logging.getLogger(__name__)
 
 
 class Remote:
@@ -79,10 +83,26 @@ class SinewPolicy(PreTrainedPolicy):
             raise ValueError(
                 f"policy.cameras: expected cameras of {spec['name']}: {known}, got {strange[0]!r}"
             )
+        self._rows = rows_executed(config, spec)
         self._queue: deque = deque()
         self._asked = 0
         self._sessions = 0
         self.register_buffer("_anchor", torch.zeros(()), persistent=False)  # LeRobot asks where a policy is
+
+    @classmethod
+    def from_pretrained(cls, pretrained_name_or_path=None, *, config=None, revision=None, **given):
+        """Return the policy of a configuration, or of the one in a folder or repository.
+
+        There are no weights to read: they are the server's or the bundle's. LeRobot makes every policy of
+        ``lerobot-rollout`` this way, also one that ``--policy.type`` names and that has no path.
+        """
+        if config is None:
+            config = PreTrainedConfig.from_pretrained(pretrained_name_or_path, revision=revision)
+        if not isinstance(config, SinewConfig):
+            raise ValueError(f"policy: expected a configuration of the type sinew, got {config.type}")
+        policy = cls(config, **given)
+        policy.to(config.device)
+        return policy.eval()
 
     def reset(self) -> None:
         """Begin new episodes."""
@@ -126,8 +146,7 @@ class SinewPolicy(PreTrainedPolicy):
         """Return the next row of the running chunks, [B, action_dim]; ask for new ones when they are used up."""
         if not self._queue:
             chunks = self.predict_action_chunk(batch, noise)
-            rows = self.config.n_action_steps or parse_rule(REPLAN).horizon(chunks.shape[1])
-            self._queue.extend(chunks[:, :rows].unbind(1))
+            self._queue.extend(chunks[:, : self._rows].unbind(1))
         return self._queue.popleft()
 
     def forward(self, batch):
@@ -145,6 +164,24 @@ class SinewPolicy(PreTrainedPolicy):
             key[len(OBS_IMAGES) + 1 :] if key.startswith(OBS_IMAGES) else key[len(OBS_IMAGE) + 1 :] or "image"
         )
         return self.config.cameras.get(name, name)
+
+
+def rows_executed(config: SinewConfig, spec: Mapping[str, Any]) -> int:
+    """Return the rows of a chunk that are executed before the next one is asked for."""
+    chunk = int(spec["chunk_size"])
+    if config.n_action_steps > chunk:
+        raise ValueError(
+            f"policy.n_action_steps: expected at most {chunk}, the rows of a chunk of {spec['name']},"
+            f" got {config.n_action_steps}"
+        )
+    if config.n_action_steps:
+        rows, why = config.n_action_steps, "as policy.n_action_steps says"
+    elif spec.get("n_action_steps"):
+        rows, why = int(spec["n_action_steps"]), "as the policy's checkpoint says"
+    else:
+        rows, why = parse_rule(REPLAN).horizon(chunk), f"{REPLAN}: its checkpoint does not say"
+    logger.info("sinew: %d of the %d rows of a chunk are executed, %s", rows, chunk, why)
+    return rows
 
 
 def _is_image(key: str) -> bool:

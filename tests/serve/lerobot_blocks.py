@@ -1,0 +1,79 @@
+"""The blocks task as a robot of LeRobot's, for ``lerobot-rollout`` and, before 0.5, ``lerobot-record``.
+
+Copied into a package ``robots``, it is found with ``--robot.discover_packages_path=robots``. Its joints are the
+gantry's numbers; every command is one control step of the simulation, whatever the clock says. At an episode's end
+the program is interrupted, as a user would do it, and the file that ``ROBOT_LOG`` names says how many commands came
+and whether the block lies in its bin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from lerobot.robots import Robot, RobotConfig
+
+import sinew.sim  # noqa: F401 - registers the tasks
+
+JOINTS = ("x.pos", "y.pos", "z.pos", "gripper.pos")
+MOST = 120  # commands of an episode
+
+
+@RobotConfig.register_subclass("blocks")
+@dataclass
+class BlocksConfig(RobotConfig):
+    color: str = "red"
+    side: str = "left"
+    seed: int = 5000
+
+
+class Blocks(Robot):
+    config_class = BlocksConfig
+    name = "blocks"
+
+    def __init__(self, config: BlocksConfig):
+        super().__init__(config)
+        self.cameras: dict[str, Any] = {}
+        self.env = gymnasium.make("sinew/Blocks-v0", max_episode_steps=10 * MOST)
+        options = {"color": config.color, "side": config.side, "phrasing": 0}
+        self.seen, _ = self.env.reset(seed=config.seed, options=options)
+        self.commands, self.success = 0, False
+
+    @property
+    def observation_features(self) -> dict:
+        frames = {camera: box.shape for camera, box in self.env.observation_space["images"].items()}
+        return {**dict.fromkeys(JOINTS, float), **frames}
+
+    @property
+    def action_features(self) -> dict:
+        return dict.fromkeys(JOINTS, float)
+
+    def get_observation(self) -> dict[str, Any]:
+        return {**dict(zip(JOINTS, map(float, self.seen["state"]), strict=True)), **self.seen["images"]}
+
+    def send_action(self, action: dict[str, float]) -> dict[str, float]:
+        if not self.success and self.commands < MOST:
+            command = np.array([action[name] for name in JOINTS], np.float32)
+            self.seen, _, self.success, _, _ = self.env.step(command)
+            self.commands += 1
+            if self.success or self.commands == MOST:
+                log = {"commands": self.commands, "success": bool(self.success)}
+                Path(os.environ["ROBOT_LOG"]).write_text(json.dumps(log))
+                os.kill(os.getpid(), signal.SIGINT)
+        return action
+
+    def disconnect(self) -> None:
+        self.env.close()
+
+    is_connected = True
+    is_calibrated = True
+
+    def connect(self, calibrate: bool = True) -> None: ...
+    def calibrate(self) -> None: ...
+    def configure(self) -> None: ...

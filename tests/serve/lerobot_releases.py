@@ -1,0 +1,37 @@
+"""The releases of LeRobot that tests run, where `make clients` has put them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = Path(os.environ.get("SINEW_CLIENTS", ROOT / ".venv-clients")) / "bin" / "python"
+RELEASES = ("0.4.4", "0.6.1")
+
+
+def lerobot_folder(release: str) -> Path | None:
+    """Return what has to be on the path for this release; None where it is not installed."""
+    home = CLIENTS.parents[1]
+    folders = (home / f"lerobot-{release}", *home.glob("lib/python*/site-packages"))
+    return next((each for each in folders if (each / f"lerobot-{release}.dist-info").exists()), None)
+
+
+def _missing(release: str) -> pytest.MarkDecorator:
+    reason = f"LeRobot {release} is not installed in {CLIENTS.parents[1].name}; `make clients` does it"
+    return pytest.mark.skipif(lerobot_folder(release) is None, reason=reason)
+
+
+def _releases(*older: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    *before, newest = RELEASES
+    params = [pytest.param(release, marks=[_missing(release), *older]) for release in before]
+    return pytest.mark.parametrize("release", [*params, pytest.param(newest, marks=_missing(newest))])
+
+
+each_release = _releases()
+older_are_slow = _releases(pytest.mark.slow)  # minutes: `make test` has the newest only
+newest_release = pytest.mark.parametrize(
+    "release", [pytest.param(RELEASES[-1], marks=_missing(RELEASES[-1]))]
+)
