@@ -133,6 +133,7 @@ class Policy:
             "dtype": self.precision_text,
             "dtype_reason": self.dtype_reason,
             "precision": self.precision,
+            "providers": list(getattr(self.engine, "providers", ())),
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "guidance": list(self.guidance),
