@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from sinew import machine, progress
+from sinew import machine, progress, scratch
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
 from sinew.sources.identity import File, NoCheckpointError, converter, digests, files_of, key
@@ -182,8 +181,7 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Pa
     with progress.task(f"reading {said}"):
         conversion = read(checkpoint, options)
     name = name or conversion.spec.name
-    partial = Path(tempfile.mkdtemp(prefix=f".{home.name}.", dir=home.parent))
-    try:
+    with scratch.beside(home) as partial:
         bundle = partial / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name).lstrip('.-')[:80] or 'policy'}.gguf"
         with _percent(f"converting {said}", conversion.nbytes) as written:
             conversion.write(bundle, name, options, written)
@@ -211,9 +209,6 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Pa
         if home.exists():
             shutil.rmtree(home)  # damaged or old; who has it open keeps what was mapped
         partial.rename(home)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     for note in conversion.notes:
         progress.say(f"note: {note}")
     progress.say(f"wrote {home / bundle.name}: {found.st_size / 1e6:.1f} MB, {record.seconds:.1f} s")
