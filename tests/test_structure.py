@@ -23,7 +23,7 @@ STOREYS = [
     {"models"},
     {"layers", "processing"},
     {"bundle"},
-    {"machine", "progress", "scratch", "figures", "core", "solvers", "keys"},
+    {"machine", "progress", "scratch", "hints", "figures", "core", "solvers", "keys"},
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")
 

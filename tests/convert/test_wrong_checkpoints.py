@@ -129,3 +129,5 @@ def test_an_adapter_alone(broken, case):
     message = refused(path, given)
     assert "adapter" in message, message
     assert "merge" in message, message
+    (path / "config.json").unlink(missing_ok=True)
+    assert "adapter" in refused(path, given)

@@ -1,0 +1,46 @@
+"""How an option is spelt for whoever reads a message: a program, the command line, or a client of a server.
+
+This is the one place that decides it. The command line and a server say that they are there; nobody is Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+Reader = Literal["python", "command line", "client"]
+_FLAGS = {"providers": "provider"}  # where the command line has another name than sinew.load
+_reader: Reader = "python"  # of this process: requests are computed on threads that belong to nobody
+
+
+@contextlib.contextmanager
+def read_by(reader: Reader) -> Iterator[None]:
+    """Write the messages of this process for a reader, inside."""
+    global _reader  # noqa: PLW0603 - one process, one reader
+    before, _reader = _reader, reader
+    try:
+        yield
+    finally:
+        _reader = before
+
+
+def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[True] = True) -> str:
+    """Return how the reader writes an option of :func:`sinew.load` with a value. True: it is a switch.
+
+    >>> option("rename", {"front": "camera1"})
+    "rename={'front': 'camera1'}"
+    """
+    if _reader == "python":
+        shown = dict(value) if isinstance(value, Mapping) else value
+        return f"{name}={shown!r}"
+    flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+    values: Sequence[str]
+    if isinstance(value, Mapping):
+        values = [f"{new}={old}" for new, old in value.items()]
+    elif value is True:
+        values = []
+    else:
+        values = [value] if isinstance(value, str) else value
+    text = " ".join(f"{flag} {each}" for each in values) or flag
+    return text if _reader == "command line" else f"`sinew serve ... {text}`"
