@@ -65,11 +65,6 @@ def client(
         replay: folder of records, or a journal of `sinew run --record`, whose decisions are repeated without a server.
     """
     key = key_from_environment() if api_key is None else api_key
-    if not address.startswith(("tcp://", "ipc://", "inproc://")) or address.endswith("//"):
-        plain = address.rpartition("//")[2].split("/")[0]
-        raise SinewError(
-            f"address: expected tcp://HOST:PORT of the native wire, as tcp://{plain}, got {address!r}"
-        )
     size = parse_size(image_size) if image_size else None
     records = read_records(replay) if replay is not None and not is_journal(replay) else ()
     command = ["sinew", *("..." if key and key in word else word for word in sys.argv[1:])]
