@@ -284,6 +284,8 @@ def ready_text(
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
         *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
     ]
+    pages = [page for wire in wires if (page := getattr(wire, "dashboard", ""))]
+    lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
         lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]

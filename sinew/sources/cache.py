@@ -114,7 +114,7 @@ def entries() -> list[Entry | SinewError]:
 
 
 def find(text: str) -> Entry:
-    """Return the entry whose key begins with ``text``, or whose policy has this name.
+    """Return the entry whose key begins with ``text``, or whose policy has this name; else, whose name begins so.
 
     Raises :class:`SinewError` for none and for several.
     """
@@ -122,6 +122,7 @@ def find(text: str) -> Entry:
     found = [entry for entry in known if entry.key == text] or [
         entry for entry in known if entry.record.name == text or (text and entry.key.startswith(text))
     ]
+    found = found or [entry for entry in known if text and entry.record.name.startswith(text)]
     if len(found) != 1:
         which = ", ".join(entry.key[:12] for entry in found) or "no entry"
         raise SinewError(f"{text}: expected the name or the key of one entry of {folder()}, got {which}")
