@@ -53,7 +53,7 @@ def run(
 
     Args:
         source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
-        hardware: names of machines (`sinew perf machines`), repeatable or with commas; thor, rtx4090 and h200 if absent.
+        hardware: names of machines (`sinew perf machines`), repeatable or with commas; thor, rtx4090, h200 if absent.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
         traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
         engine: eager, or with the rewrites of the plan.
