@@ -60,14 +60,15 @@ def unit_sizes(
     Where each row of a chunk has its own statistics, it is the widest of them.
     """
     shape = (getattr(normalizer, "rows", 0) or 1, normalizer.width)
-    ends = [
-        apply_steps(
-            np.asarray(normalizer.unnormalize(np.full(shape, end, np.float32)), np.float64),
-            steps,
-            np.zeros(spec.state.dim),
-        )
-        for end in (-1.0, 1.0)
-    ]
+    with np.errstate(all="ignore"):  # of a state of zeros, which is no pose
+        ends = [
+            apply_steps(
+                np.asarray(normalizer.unnormalize(np.full(shape, end, np.float32)), np.float64),
+                steps,
+                np.zeros(spec.state.dim),
+            )
+            for end in (-1.0, 1.0)
+        ]
     half = np.abs(ends[1] - ends[0]).max(axis=0) / 2
     for step in steps:
         if step.kind not in MONOTONE:
