@@ -15,6 +15,10 @@ __version__ = "0.1.0"
 __all__ = ["Policy", "__version__", "load"]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # `import sinew` must stay cheap: command-line help, clients and controllers do not need torch.
     if name in ("Policy", "load"):

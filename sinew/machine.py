@@ -17,6 +17,17 @@ HALF_UNITS = {
     "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
     "fp16": ("amx_fp16", "avx512_fp16", "asimdhp"),
 }  # flags of the Linux kernel
+ARITHMETIC = frozenset(
+    {"avx", "avx2", "fma", "avx_vnni", "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"}
+)
+WIDE = ("avx512", "amx_")
+ISA_SETTINGS = (
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA",
+    "NPY_DISABLE_CPU_FEATURES",
+)
 WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # how OpenMP threads wait
 
 
@@ -145,6 +156,13 @@ def cpu_flags() -> frozenset[str]:
         if line.startswith(("flags", "Features")):
             return frozenset(line.split(":", 1)[1].split())
     return frozenset()
+
+
+def instructions() -> str:
+    """Return the instruction sets that choose how products are summed, and what the environment forbids of them."""
+    names = [name for name in sorted(cpu_flags()) if name in ARITHMETIC or name.startswith(WIDE)]
+    told = [f"{name}={os.environ[name]}" for name in ISA_SETTINGS if os.environ.get(name)]
+    return " ".join([*names, *told]) or platform.machine()
 
 
 def half_units(dtype: str) -> str | None:

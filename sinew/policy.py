@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sinew import hints
 from sinew.bundle import Bundle
 from sinew.bundle.files import watch
 from sinew.bundle.image_recipe import ImageRecipe
@@ -37,6 +38,7 @@ def load(
 
     ``options``: those of :class:`Policy`.
     """
+    hints.refuse_unknown("sinew.load", options, Policy.__init__)
     return Policy(open_bundle(path), device, dtype, engine, **options)
 
 
@@ -133,6 +135,7 @@ class Policy:
             "dtype": self.precision_text,
             "dtype_reason": self.dtype_reason,
             "precision": self.precision,
+            "providers": list(getattr(self.engine, "providers", ())),
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "guidance": list(self.guidance),

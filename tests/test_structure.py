@@ -23,7 +23,7 @@ STOREYS = [
     {"models"},
     {"layers", "processing"},
     {"bundle"},
-    {"machine", "progress", "figures", "core", "solvers", "keys", "signals"},
+    {"machine", "progress", "scratch", "hints", "figures", "core", "solvers", "keys", "signals"},
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sinew.core import PolicySpec, SinewError, did_you_mean
+from sinew.hints import option
 
 
 def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
@@ -19,17 +20,17 @@ def rename_cameras(spec: PolicySpec, names: Mapping[str, str]) -> PolicySpec:
     for new, old in names.items():
         if old not in known:
             raise SinewError(
-                f"rename {new}={old}: expected one of the cameras {known} after the equals sign,"
+                f"{option('rename', {new: old})}: expected one of the cameras {known} after the equals sign,"
                 f" got {old!r}{did_you_mean(old, known)}"
             )
     new_of = {old: new for new, old in names.items()}
     if len(new_of) < len(names):
-        raise SinewError(
-            f"rename: expected each camera once, got {', '.join(f'{n}={o}' for n, o in names.items())}"
-        )
+        raise SinewError(f"{option('rename', names)}: expected each camera once")
     after = [new_of.get(name, name) for name in known]
     if len(set(after)) < len(after):
-        raise SinewError(f"rename: expected different names of all cameras, got {', '.join(after)}")
+        raise SinewError(
+            f"{option('rename', names)}: expected different names of all cameras, got {', '.join(after)}"
+        )
     cameras = tuple(replace(c, name=name) for c, name in zip(spec.cameras, after, strict=True))
     keys = tuple(
         replace(keys, images={key: new_of.get(camera, camera) for key, camera in keys.images.items()})
@@ -44,8 +45,8 @@ def parse_renames(texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         new, separator, old = text.partition("=")
         if not separator or not new or not old:
-            raise SinewError(f"rename: expected NEW=CAMERA, as front=camera1, got {text!r}")
+            raise SinewError(f"{option('rename', text)}: expected NEW=CAMERA, as front=camera1")
         if new in found:
-            raise SinewError(f"rename: expected {new!r} once, got {found[new]} and {old}")
+            raise SinewError(f"{option('rename', text)}: expected {new!r} once, got {found[new]} and {old}")
         found[new] = old
     return found

@@ -15,12 +15,12 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import BinaryIO, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
+from sinew import scratch
 from sinew.bundle.files import open_regular
 from sinew.bundle.hashes import BLANK, KEY_HEADER, KEY_TENSORS, header_hash
 from sinew.bundle.schema import ALIGNMENT, Manifest
@@ -98,8 +98,8 @@ def write_bundle(
         raise BundleError(f"{path}: expected a regular file or none, got something else")
     path.parent.mkdir(parents=True, exist_ok=True)
     # A directory of our own: nobody can have planted a link under a name in it.
-    with TemporaryDirectory(prefix=f".{path.name[:64]}.", dir=path.parent) as folder:
-        partial = Path(folder) / "bundle.gguf"
+    with scratch.beside(path) as folder:
+        partial = folder / "bundle.gguf"
         hashes = {tensor.name: BLANK for tensor in tensors}
         header_bytes = _write_header(partial, manifest(), tensors, hashes)
         with open(partial, "r+b") as out:

@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError
 from rich.console import Console
 from rich.markup import escape
 
-from sinew import __version__, progress
+from sinew import __version__, hints, progress
 from sinew.cli import settings, terminal
 from sinew.cli.status import EXIT_BROKEN_PIPE, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
 from sinew.core import MissingPackageError, SinewError, did_you_mean
@@ -106,9 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = progress.listen(terminal.show_task), progress.tell(terminal.say)
     try:
         config = settings.take_config(tokens)
-        result = build_app(config)(
-            tokens, exit_on_error=False, console=terminal.console(), error_console=errors
-        )
+        with hints.read_by("command line"):
+            result = build_app(config)(
+                tokens, exit_on_error=False, console=terminal.console(), error_console=errors
+            )
         return result if isinstance(result, int) else 0
     except CycloptsError:
         return EXIT_USAGE  # cyclopts has already printed what is wrong with the arguments

@@ -43,7 +43,7 @@ def show(entry: str, /, *, verify: Annotated[bool, Parameter(negative="")] = Fal
     """Print what the cache knows of a converted checkpoint. Exit code 1: it is damaged.
 
     Args:
-        entry: its key, the beginning of it, or the policy's name.
+        entry: its key, the policy's name, or the beginning of either.
         verify: read all of the bundle and compare every tensor with its hash.
     """
     found = cache.find(entry)
@@ -74,7 +74,7 @@ def remove(
     """Remove converted checkpoints, and the graphs that engines have put beside them; sources stay as they are.
 
     Args:
-        names: keys, beginnings of keys, or names of policies.
+        names: keys, names of policies, or beginnings of either that only one has.
         everything: remove all, damaged ones and what interrupted conversions left as well.
     """
     if bool(names) == everything:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sinew import scratch
 from sinew.cli import terminal
 from sinew.core import SinewError
 
@@ -49,13 +49,9 @@ def _export_onnx(opened: Bundle, onnx: Path) -> int:
     if onnx.exists():
         raise SinewError(f"--onnx {onnx}: expected a new folder, got one that is there")
     onnx.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{onnx.name}.", dir=onnx.parent))
-    try:
+    with scratch.beside(onnx) as partial:
         write_folder(opened, partial, onnx)
         publish(partial, onnx)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     size = sum(path.stat().st_size for path in onnx.iterdir())
     console = terminal.console(markup=False)
     console.print(f"wrote {onnx} ({size / 1e6:.1f} MB); it needs onnxruntime and no torch", soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter, validators
 
+from sinew import hints
 from sinew.cli import status
 from sinew.cli.serve import access_logging, ready_text, say, set_up_logs, warn_of_exposure
 from sinew.keys import api_key_of
@@ -98,7 +99,7 @@ def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float 
     replicas.bind(service)
     more = {name: replicas.config.policies[name].source for name, _ in others}
     text = ready_text(replicas.first, tuple(process.wires), more)
-    with process.signals():  # Ray has taken them
+    with process.signals(), hints.read_by("client"):  # Ray has taken the signals
         process.run(service, lambda: say(text))
     return internal(service)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from sinew import progress
+from sinew import progress, scratch
 from sinew.cli import terminal
 from sinew.core import SinewError
 from sinew.sources import hub, resolve
@@ -130,12 +130,10 @@ def _parse(name: str) -> hub.Name:
 
 def _copy(found: Path, out: Path) -> Path:
     """Copy beside the target and rename: an interrupted copy is no bundle."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        shutil.copyfile(found, partial)
-        os.replace(partial, out)
+        with scratch.beside(out) as folder:
+            shutil.copyfile(found, folder / out.name)
+            os.replace(folder / out.name, out)
     except OSError as error:
         raise SinewError(f"--out {out}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return out

@@ -40,7 +40,7 @@ def infer(
         bundle: a bundle, a folder of `sinew export`, a checkpoint or training run, or a name of the hub.
         image: CAMERA=FILE, once per camera; a bare FILE where the bundle has a single camera.
         state: numbers in world units, separated by commas.
-        prompt: the instruction; the bundle's own if absent, as where the policy reads none.
+        prompt: the instruction; if absent the bundle's own, where it has one, and nothing where the policy reads none.
         seed: of the noise that starts the solver; drawn and reported if absent.
         solver_steps: instead of the bundle's own number.
     """

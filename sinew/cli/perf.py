@@ -53,7 +53,7 @@ def run(
 
     Args:
         source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
-        hardware: names of machines, repeatable; thor, rtx4090 and h200 if absent. `sinew perf machines` lists them.
+        hardware: names of machines (`sinew perf machines`), repeatable or with commas; thor, rtx4090, h200 if absent.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
         traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
         engine: eager, or with the rewrites of the plan.
@@ -61,9 +61,9 @@ def run(
         table: write the table as CSV.
         plot: write the roofline with each component as a point.
     """
-    from sinew.perf.hardware import load_hardware
+    from sinew.perf.hardware import load_machines
 
-    machines = [load_hardware(name, data) for name in hardware or ("thor", "rtx4090", "h200")]  # before torch
+    machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
     from sinew.perf import plots
     from sinew.perf.memory import memory_report
     from sinew.perf.program import Program

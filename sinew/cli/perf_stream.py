@@ -29,17 +29,17 @@ def stream(
 
     Args:
         source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
-        hardware: names of machines, repeatable; rtx4090, h200, thor and agx-orin if absent.
+        hardware: names of machines, repeatable or separated by commas; rtx4090, h200, thor and agx-orin if absent.
         camera_hz: frames, and so prefixes, per second.
         hz: head runs per second that are wanted beside them.
         dtype: see `sinew perf run`.
         efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
         data: a file with more machines.
     """
-    from sinew.perf.hardware import load_hardware
+    from sinew.perf.hardware import load_machines
 
     names = hardware or ("rtx4090", "h200", "thor", "agx-orin")
-    machines = [load_hardware(name, data) for name in names]  # before torch
+    machines = load_machines(names, data)  # before torch
     from sinew.perf.program import Program
     from sinew.perf.streams import loops
 

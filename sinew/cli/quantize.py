@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from cyclopts import Parameter, validators
 
-from sinew import progress
+from sinew import progress, scratch
 from sinew.bundle.schema import COMPONENTS
 from sinew.cli import terminal
 from sinew.core import SinewError
@@ -218,8 +217,8 @@ def _measured(
     from sinew.bundle import Bundle
     from sinew.policy import Policy
 
-    with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
-        unmeasured = Path(folder) / out.name
+    with scratch.beside(out) as folder:
+        unmeasured = folder / out.name
         stored = _store(opened, chosen, _record(chosen, bits, [0.0], "", ""), unmeasured)
         reference = Policy(opened, "cpu", engine="eager")
         rounded = Policy(Bundle(unmeasured), "cpu", engine=engine)
@@ -240,8 +239,8 @@ def _store(opened: Bundle, chosen: dict[str, Any], record: Quantization, out: Pa
     from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 
     formats = plan_formats(opened, chosen)
-    with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
-        stored = Path(folder) / out.name
+    with scratch.beside(out) as folder:
+        stored = folder / out.name
         manifest = replace(opened.manifest, quantization=record)
         write_bundle(stored, lambda: manifest, lowbit_sources(opened, formats))
         errors = {name: float(f"{error:.4g}") for name, error in weight_errors(opened, stored).items()}

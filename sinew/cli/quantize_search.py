@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sinew import scratch
 from sinew.cli import terminal
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def search(
     }
     # A budget that no recipe fits is an error before anything is measured.
     best(all_points(opened, {c: dict.fromkeys(kinds[c], 0.0) for c in kinds}, defaultdict(float)), limit)
-    with tempfile.TemporaryDirectory(prefix=f"{out.stem}.", dir=out.parent) as folder:
-        scratch = Path(folder) / "trial.gguf"
+    with scratch.beside(out) as folder:
+        trial = folder / "trial.gguf"
         for component in COMPONENTS:
             for kind in kinds[component]:
-                alone[component][kind], stages = measure(opened, {component: kind}, scratch)
+                alone[component][kind], stages = measure(opened, {component: kind}, trial)
                 for each, taken in stages.items():  # the other two are as the bundle stores them
                     key = each, kind if each == component else CANDIDATES[0]
                     times[key] = min(taken, times.get(key, taken))
@@ -63,7 +63,7 @@ def search(
         )  # the front is thinned; this may lie between two of its points
         shown = pareto(points)
         front = sorted([*shown, *([] if chosen in shown else [chosen])], key=lambda point: -point.nbytes)
-        measured = [(point, _measured(opened, point, measure, scratch)) for point in front]
+        measured = [(point, _measured(opened, point, measure, trial)) for point in front]
     for point, (error, took) in measured:
         mark = " <- chosen" if point == chosen else ""
         console.print(

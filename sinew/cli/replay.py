@@ -17,9 +17,14 @@ from sinew_client.protocol import CONTINUATION_KEYS
 from sinew import __version__
 from sinew.cli import terminal
 from sinew.core import Observation
+from sinew.serve import arithmetic
 from sinew.serve.recorder import Record
 
-SCHEMA = "sinew.replay/1"
+SCHEMA = "sinew.replay/2"
+JOURNAL_SCHEMA = "sinew.replay/1"
+RESULTS = ("equal", "within", "beyond", "error", "new")
+UNSAID = "the records do not say how they were computed (an older sinew wrote them)"
+SHOWN = 20  # rows of the table
 
 
 def replay_journal(path: Path) -> dict[str, Any]:
@@ -30,7 +35,7 @@ def replay_journal(path: Path) -> dict[str, Any]:
         console.print(line, soft_wrap=True)
     differ = len(found.differences)
     console.print(f"{found.commands} decisions repeated ({found.held} holds), {differ} differ")
-    result = {"schema": SCHEMA, "commands": found.commands, "held": found.held, "differ": differ}
+    result = {"schema": JOURNAL_SCHEMA, "commands": found.commands, "held": found.held, "differ": differ}
     if (fit := watched(path)) is not None:
         console.print(fit.advice(), soft_wrap=True, markup=False)
         result["motion"] = asdict(fit)
@@ -38,27 +43,50 @@ def replay_journal(path: Path) -> dict[str, Any]:
 
 
 def replay_records(server: Client, records: Iterable[Record], deadline_ms: float | None) -> dict[str, Any]:
-    """Send every record, oldest first. The seed that drew the noise is in the record, so the same
-    bundle, device and dtype give the same actions, bit for bit.
+    """Send every record, oldest first, and compare each answer with the recorded one.
 
-    An error that the server answers is a result.
+    The seed that drew the noise is in the record. Where all that decides the bits is the same now as then
+    (:data:`sinew.serve.arithmetic.KEYS`), so must be the actions; else each may differ by
+    :func:`sinew.serve.arithmetic.tolerance` times its own scale in the policy's statistics. An error that the server
+    answers is a result.
     """
-    rows = [_replay(server, record, deadline_ms) for record in records]
-    counts = {
-        name: sum(row["result"] == name for row in rows) for name in ("equal", "differ", "error", "new")
-    }
+    metadata = server.metadata()
+    now = arithmetic.kept(metadata["server"])
+    action = metadata["policy"]["action"]
+    rows: list[dict[str, Any]] = []
+    unlike: dict[str, int] = {}
+    allowed: dict[str, Any] = {"of": 0.0, "precision": ""}
+    for record in records:
+        differences = arithmetic.unlike(record.server, now) if record.server else [UNSAID]
+        size, precision = arithmetic.tolerance(record.server, now) if differences else (0.0, "")
+        if size > allowed["of"]:
+            allowed = {"of": size, "precision": precision}
+        for text in differences:
+            unlike[text] = unlike.get(text, 0) + 1
+        rows.append(_replay(server, record, deadline_ms, action, size))
+    counts = {name: sum(row["result"] == name for row in rows) for name in RESULTS}
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sinew": __version__,
         "records": len(rows),
         **counts,
+        "lost": sum(row["result"] == "error" and row["then"] == "actions" for row in rows),
+        "tolerance": allowed,
+        "unlike": unlike,
+        "largest": max((row for row in rows if "difference" in row), key=_size, default=None),
         "rows": rows,
     }
 
 
-def _replay(server: Client, record: Record, deadline_ms: float | None) -> dict[str, Any]:
-    """result: equal or differ; error: the server answers with one; new: there was an error then, and none now."""
+def _replay(
+    server: Client, record: Record, deadline_ms: float | None, action: dict[str, Any], size: float
+) -> dict[str, Any]:
+    """Return a row. result: equal; within: the tolerance; beyond: it; error: the server answers with one; new: there
+    was an error then, and none now.
+
+    action: of the policy's metadata. size: the tolerance, in units of the model's output.
+    """
     row: dict[str, Any] = {"file": record.path.name, "wire": record.wire, "then": record.error or "actions"}
     try:
         chunk = server.infer(as_mapping(record.observation, deadline_ms))
@@ -69,13 +97,35 @@ def _replay(server: Client, record: Record, deadline_ms: float | None) -> dict[s
         return row | {"result": "new"}
     if chunk.actions.shape != record.actions.shape:
         shapes = f"shape {list(chunk.actions.shape)}, recorded {list(record.actions.shape)}"
-        return row | {"result": "differ", "now": shapes}
+        return row | {"result": "beyond", "now": shapes}
     if np.array_equal(chunk.actions, record.actions):
         return row | {"result": "equal"}
-    return row | {
-        "result": "differ",
-        "max_abs_difference": float(np.abs(chunk.actions - record.actions).max()),
+    return row | _difference(chunk.actions, record.actions, action, size)
+
+
+def _difference(got: np.ndarray, recorded: np.ndarray, action: dict[str, Any], size: float) -> dict[str, Any]:
+    """Return where two chunks [H, D] differ most by the scale of each action, and whether that is within ``size``.
+
+    A server that does not state a scale, or none of an action, has the largest recorded number of it in its place.
+    """
+    stated = action.get("scale") or [None] * recorded.shape[1]
+    largest = np.abs(recorded).max(axis=0)  # [D]
+    scale = np.array([given or own or 1.0 for given, own in zip(stated, largest, strict=True)], np.float64)
+    difference = np.abs(got.astype(np.float64) - recorded)
+    shares = difference / scale
+    step, joint = (int(index) for index in np.unravel_index(shares.argmax(), shares.shape))
+    names = action.get("names") or [str(index) for index in range(recorded.shape[1])]
+    return {
+        "result": "within" if shares[step, joint] <= size else "beyond",
+        "difference": float(difference[step, joint]),
+        "of_scale": float(shares[step, joint]),
+        "row": step,
+        "joint": names[joint],
     }
+
+
+def _size(row: dict[str, Any]) -> float:
+    return row["of_scale"]
 
 
 def as_mapping(observation: Observation, deadline_ms: float | None) -> dict[str, Any]:
@@ -100,18 +150,36 @@ def print_replay(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['records']} records replayed at {result['address']}")
     for name in ("record", "wire", "then", "now"):
         table.add_column(name, overflow="fold")
-    for row in result["rows"]:
-        if row["result"] == "equal":
-            continue
-        worst = row.get("max_abs_difference")
-        now = row.get("now") or (f"differs by up to {worst:.3g}" if worst is not None else "actions")
+    told = [row for row in result["rows"] if row["result"] in ("beyond", "new", "error")]
+    for row in told[:SHOWN]:
+        now = row.get("now") or (f"differs by {_where(row)}" if "difference" in row else "actions")
         table.add_row(row["file"], row["wire"], row["then"], now)
     console = terminal.console()
     if table.row_count:
         console.print(table)
-    console.print(
-        f"{result['records']} records: {result['equal']} equal, {result['differ']} differ,"
-        f" {result['error']} answered with an error, {result['new']} that had failed gave actions",
-        highlight=False,
-        soft_wrap=True,
+    lines = [f"and {len(told) - SHOWN} more: --json has all"] if len(told) > SHOWN else []
+    if result["unlike"]:
+        tolerance, count = result["tolerance"], result["records"]
+        lines.append(
+            f"not computed as then: {'; '.join(f'{text} ({n} of {count})' for text, n in result['unlike'].items())}"
+        )
+        lines.append(
+            f"so the tolerance is {tolerance['of']:.2g} of each action's scale, for sums in another order in"
+            f" {tolerance['precision']} (docs/wires.md)"
+        )
+    else:
+        lines.append(
+            "computed as then (engine, threads, precision, machine, versions): every bit is demanded"
+        )
+    worst = result["largest"]
+    largest = f" (largest {_where(worst)} of {worst['file']})" if worst else ""
+    lines.append(
+        f"{result['records']} records: {result['equal']} equal to the bit, {result['within']} within the tolerance,"
+        f" {result['beyond']} beyond{largest}; {result['error']} answered with an error,"
+        f" {result['new']} that had failed gave actions"
     )
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['difference']:.3g}, {row['of_scale']:.2g} of the scale, in row {row['row']}, joint {row['joint']}"

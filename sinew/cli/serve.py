@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from cyclopts import Parameter, validators
 
+from sinew import hints
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
@@ -255,7 +256,8 @@ def _load_and_run(
             add(service, contexts, lane, begun)
         ready = ready_text(policy, tuple(process.wires), more)
         del policy, standing  # the service has them, until they are exchanged
-        return process.run(service, lambda: say(ready))
+        with hints.read_by("client"):
+            return process.run(service, lambda: say(ready))
     except KeyboardInterrupt:
         logger.info("stopped before the server was ready")
         for scheduler in begun:
@@ -283,6 +285,8 @@ def ready_text(
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
         *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
     ]
+    pages = [page for wire in wires if (page := getattr(wire, "dashboard", ""))]
+    lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
         lines += [f"  {wire.name} at {reachable(wire.address)}; ask it with", "", *program, ""]

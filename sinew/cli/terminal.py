@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from rich.progress import (
 
 from sinew.core import SinewError
 
-WIDTH = 120  # columns where there is no terminal to ask; tables of 80 are cut to pieces
+WIDTH = 120  # columns where there is neither a terminal nor COLUMNS to ask; tables of 80 are cut to pieces
 PATIENCE_S = 2.0  # what takes longer is announced
 
 
@@ -46,7 +47,7 @@ def console(stderr: bool = False, **options: Any) -> Console:
     made = Console(
         stderr=stderr, emoji=False, quiet=output.json and not stderr, **{"highlight": False, **options}
     )
-    if not made.is_terminal and "width" not in options:
+    if not made.is_terminal and "width" not in options and not os.environ.get("COLUMNS", "").isdecimal():
         made.width = max(WIDTH, made.width)
     return made
 
@@ -61,13 +62,19 @@ def take_json(tokens: list[str]) -> None:
         if token.startswith("--json="):
             output.file = Path(token.removeprefix("--json="))
         elif token == "--json":  # noqa: S105
-            if index + 1 < end and tokens[index + 1].endswith(".json"):
+            if index + 1 < end and _is_file(tokens[index + 1]):
                 output.file = Path(tokens[next(words)])
             else:
                 output.json = True
         else:
             left.append(token)
     tokens[:end] = left
+
+
+def _is_file(token: str) -> bool:
+    """Return True for what follows ``--json`` as its file, and is no argument of the verb: FILE.json, or a device."""
+    path = Path(token)
+    return token.endswith(".json") or path.is_char_device() or path.is_fifo()
 
 
 def emit(record: dict[str, Any]) -> None:

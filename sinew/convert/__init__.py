@@ -14,6 +14,7 @@ from sinew.bundle.writer import Progress
 from sinew.convert.families.lerobot_folder import resolve
 from sinew.convert.options import COMPAT, Options, parse_motion
 from sinew.convert.read.files import read_json
+from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError, SinewError
 
@@ -133,6 +134,8 @@ def _read(path: Path, options: Options) -> Conversion:
 
 def recognise(path: Path) -> ModuleType:
     """Return the family module that reads ``path``. Raises :class:`ConvertError` with all names if there is none."""
+    if path.is_dir():
+        refuse_adapter(path)
     modules = []
     for name in FAMILIES:
         modules.append(import_module(f"sinew.convert.families.{name}"))
@@ -141,4 +144,7 @@ def recognise(path: Path) -> ModuleType:
     record = read_json(path / "config.json")
     kind = record.get("type", record.get("model_type"))
     known = ", ".join(name for module in modules for name in module.NAMES)
-    raise ConvertError(f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {known}")
+    raise ConvertError(
+        f"{path / 'config.json'}: checkpoint type {kind!r} is not one of {known}; docs/families.md lists what is"
+        " supported, and docs/adding-a-model.md says how another one is added"
+    )

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from sinew import scratch
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
@@ -90,12 +90,12 @@ def export_vlacpp(bundle: Bundle, out: Path, progress: Progress | None = None) -
         ):
             logger.warning("%s is rounded to bfloat16: vla.cpp reads no other of SmolVLA", TOKENS)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name[:64]}.", dir=out.parent) as folder:
-        partial, tokenizer = Path(folder) / "vla.gguf", Path(folder) / "tokenizer.json"
+    with scratch.beside(out) as folder:
+        partial, tokenizer = folder / "vla.gguf", folder / "tokenizer.json"
         _write(partial, manifest.architecture, keys, tensors, progress)
         tokenizer.write_text(manifest.tokenizer, encoding="utf-8")
         names = tuple(camera.name for camera in manifest.spec.cameras)
-        given = family.beside(bundle, Path(folder)) if family else {}
+        given = family.beside(bundle, folder) if family else {}
         found = read(partial, Options(tokenizer=tokenizer, cameras=names, **given))
         _compare(manifest, found, bundle.path)
         os.replace(partial, out)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinew.core import SinewError, install
 from sinew.engine import proofs
+from sinew.hints import option
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -141,7 +142,8 @@ class Onnx(Offer):
         if _type(options.device) != "cpu" or options.dtype != "fp32":
             return (
                 f"engine onnx runs fp32 on cpu, not {options.dtype} on {options.device};"
-                " other hardware is chosen with a provider, less precision with `sinew quantize`"
+                f" other hardware is chosen as {option('providers', ['openvino'])},"
+                " less precision with `sinew quantize`"
             )
         if not options.recipe and recipe(bundle):
             return "engine onnx runs the bundle's graphs, which follow its recipe; engine plan can ignore it"

@@ -13,9 +13,9 @@ from sinew.core import SinewError, dtype_word, install
 from sinew.engine.base import ENGINES, OFFERS, Offer, Options, followers, installed, recipe
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.storage import half_storage, upcast_text
+from sinew.hints import option
 
 ASKED = "asked for"
-NO_GRAPHS = "engine onnx has no graphs of this bundle yet; `--engine onnx` exports them, once"
 WORTH = "it was 1.1 to 4.6 times as fast as plan where both were measured (docs/engines.md)"
 
 
@@ -123,9 +123,12 @@ def choose_device(
     if device not in (None, "auto"):
         return device, ASKED
     if engine == "onnx" or graphs is not None:
-        return "cpu", "other hardware of ONNX Runtime's is chosen with a provider"
+        return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
     if engine == "cuda":
-        return "cuda", "engine cuda is for GPUs; `--device cpu` runs its kernels' twins, to test them"
+        return (
+            "cuda",
+            f"engine cuda is for GPUs; {option('device', 'cpu')} runs its kernels' twins, to test them",
+        )
     if not machine.may_have_cuda():
         return "cpu", "no NVIDIA driver here"
     if not installed("torch"):
@@ -173,7 +176,7 @@ def _refused(offer: Offer, bundle: Bundle, options: Options, ignore_recipe: bool
     who = f"engine {' or '.join(able)} does" if able else "no engine here does"
     return (
         f"{bundle.path}: its recipe has {unfollowed}, which engine {offer.name} does not compute; {who}"
-        " (`--ignore-recipe` runs it unquantised and says so in every report)"
+        f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
     )
 
 
@@ -185,7 +188,11 @@ def _slow_start(name: str, bundle: Bundle) -> str:
     """Why an engine that could run would keep its user waiting: nobody asked for an export of minutes."""
     if name != "onnx" or recipe(bundle) or (cache_folder(bundle.path) / "graphs.json").exists():
         return ""
-    return f"{NO_GRAPHS}; {WORTH}"
+    return f"{_no_graphs()}; {WORTH}"
+
+
+def _no_graphs() -> str:
+    return f"engine onnx has no graphs of this bundle yet; {option('engine', 'onnx')} exports them, once"
 
 
 def _onnx_instead(bundle: Bundle, options: Options) -> tuple[bool, str]:
@@ -201,7 +208,7 @@ def _onnx_instead(bundle: Bundle, options: Options) -> tuple[bool, str]:
 
     bits = usable_bits(bundle)
     if not (cache_folder(bundle.path, variant(bits)) / "graphs.json").exists():
-        return False, NO_GRAPHS
+        return False, _no_graphs()
     if not installed("onnx"):
         return False, f"engine onnx was not measured beside it: {install('onnx')}"
     from sinew.engine.probe import measure

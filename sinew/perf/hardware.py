@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -86,6 +87,11 @@ def networks(extra: Path | None = None) -> dict[str, Network]:
 
 def load_hardware(name: str, extra: Path | None = None) -> Hardware:
     return _find(hardware(extra), name, "hardware")
+
+
+def load_machines(names: Iterable[str], extra: Path | None = None) -> list[Hardware]:
+    """Return several; a text is a name, or several with commas. Raises :class:`SinewError` for an unknown one."""
+    return [load_hardware(name, extra) for text in names for name in text.split(",")]
 
 
 def load_network(name: str, extra: Path | None = None) -> Network:

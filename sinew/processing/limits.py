@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from sinew.bundle.schema import VectorStep
+from sinew.core import PolicySpec
 from sinew.processing.normalize import Normalizer, PartNormalizer
+from sinew.processing.vectors import apply_steps
 
 DEVIATIONS = 3.0  # standard deviations that count as the half width of a range
+MONOTONE = (
+    "affine",
+    "linear_to_angle",
+    "add_state",
+)  # steps that move the ends of a range to the ends of another
 FLOOR = 0.1  # of a half width, in units of the centre or of 1: joints that never moved in training have none
 
 
@@ -39,3 +49,28 @@ def ranges(normalizer: Normalizer | PartNormalizer) -> tuple[np.ndarray, np.ndar
     if normalizer.mode == "mean_std":
         half = DEVIATIONS * half
     return centre, np.maximum(half, FLOOR * np.maximum(1.0, np.abs(centre)))
+
+
+def unit_sizes(
+    normalizer: Normalizer | PartNormalizer, steps: Sequence[VectorStep], spec: PolicySpec
+) -> list[float | None]:
+    """Return how far each action moves, in world units, when the model's output moves by one; None where the output has
+    no such size, because the action is made of several. What one rounding of the model does is measured in these.
+
+    Where each row of a chunk has its own statistics, it is the widest of them.
+    """
+    shape = (getattr(normalizer, "rows", 0) or 1, normalizer.width)
+    with np.errstate(all="ignore"):  # of a state of zeros, which is no pose
+        ends = [
+            apply_steps(
+                np.asarray(normalizer.unnormalize(np.full(shape, end, np.float32)), np.float64),
+                steps,
+                np.zeros(spec.state.dim),
+            )
+            for end in (-1.0, 1.0)
+        ]
+    half = np.abs(ends[1] - ends[0]).max(axis=0) / 2
+    for step in steps:
+        if step.kind not in MONOTONE:
+            half[list(step.dims)] = np.nan
+    return [float(size) if np.isfinite(size) and size > 0 else None for size in half]

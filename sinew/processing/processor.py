@@ -11,6 +11,7 @@ import numpy as np
 from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, Observation, ObservationError, SinewError, did_you_mean
+from sinew.hints import option
 from sinew.processing.continuation import Continuation, check_continuation, continuation
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
@@ -214,7 +215,7 @@ class Processor:
             if name not in known:
                 free = [camera for camera in known if camera not in observation.images]
                 hint = did_you_mean(str(name), free) or (
-                    f" (rename {name}={free[0]} maps it)" if free else ""
+                    f" ({option('rename', {str(name): free[0]})} maps it)" if free else ""
                 )
                 raise ObservationError(
                     f"images.{name}", f"one of the cameras {known}", f"an unknown camera{hint}"
@@ -224,7 +225,7 @@ class Processor:
             raise ObservationError("images", f"at least one of the cameras {known}", "none")
         missing = [name for name in known if name not in observation.images]
         if len(missing) > self.may_miss:
-            hint = "" if self.recipe.all_cameras else " (allow_missing_cameras runs without)"
+            hint = "" if self.recipe.all_cameras else f" ({option('allow_missing_cameras')} runs without)"
             raise ObservationError(
                 f"images.{missing[0]}", f"a frame of each of the cameras {known}", f"none{hint}"
             )

@@ -63,7 +63,11 @@ class Prompter:
         if not isinstance(prompt, str):
             raise ObservationError("prompt", "a string", type(prompt).__name__)
         if not prompt.strip():
-            raise ObservationError("prompt", "an instruction", "an empty string")
+            raise ObservationError(
+                "prompt",
+                "an instruction, as 'pick up the red cube' (this policy has none of its own)",
+                "an empty string",
+            )
         if len(prompt) > MAX_CHARACTERS:
             raise ObservationError("prompt", f"at most {MAX_CHARACTERS} characters", str(len(prompt)))
         try:

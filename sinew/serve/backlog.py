@@ -7,8 +7,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from queue import Empty, Full, Queue
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,13 +24,14 @@ RETRY_S = 10.0  # after a failure of what takes them, until it is tried again
 
 
 class Entry(NamedTuple):
-    """One request and its answer. when: seconds since the epoch."""
+    """One request and its answer. when: seconds since the epoch. server: what it said of itself then."""
 
     when: float
     wire: str
     session: str
     observation: Observation
     outcome: ActionChunk | SinewError
+    server: Mapping[str, Any]
 
 
 class Backlog(ABC):
@@ -50,13 +53,18 @@ class Backlog(ABC):
         self._thread.start()
 
     def put(
-        self, wire: str, session: str, observation: Observation, outcome: ActionChunk | SinewError
+        self,
+        wire: str,
+        session: str,
+        observation: Observation,
+        outcome: ActionChunk | SinewError,
+        server: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Keep one request and its answer. Never blocks."""
+        """Keep one request and its answer. server: of the metadata, what answered. Never blocks."""
         try:
             if self._waiting_bytes > BACKLOG_BYTES:
                 raise Full
-            self._queue.put_nowait(Entry(time.time(), wire, session, observation, outcome))
+            self._queue.put_nowait(Entry(time.time(), wire, session, observation, outcome, server))
             self._waiting_bytes += _size(observation)
         except Full:
             self._dropped += 1

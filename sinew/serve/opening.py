@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
-from sinew import __version__, machine
+from sinew import __version__
 from sinew.policy import Policy
+from sinew.processing.limits import unit_sizes
+from sinew.serve import arithmetic
 from sinew.serve.lane import Lane
 from sinew.serve.policies import Standing
 from sinew.serve.replay import Replay
@@ -93,6 +95,10 @@ def stand(
         limits = bounds.action_limits, bounds.action_margin, bounds.state_margin, bounds.max_age
         safety = Safety(policy.processor, *limits)
         about["policy"]["action"]["limits"] = safety.limits()
+        processor = policy.processor
+        about["policy"]["action"]["scale"] = unit_sizes(
+            processor.action_normalizer, processor.recipe.action_steps, policy.spec
+        )
     return Standing(
         scheduler,
         policy.spec,
@@ -111,9 +117,8 @@ def describe(policy: Policy | Replay) -> dict[str, Any]:
             "name": "sinew",
             "version": __version__,
             **policy.describe(),
-            "threads": policy.threads,
             "threads_reason": policy.threads_reason,
-            "hardware": machine.cpu_model(),
+            **arithmetic.about(policy.threads),
         },
         "policy": policy.spec.to_dict(),
         "padded_state_dim": policy.padded_state_dim,

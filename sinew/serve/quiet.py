@@ -7,6 +7,7 @@ import threading
 import time
 
 BURST = 5  # lines that are written at once
+MOST = 100  # sentences that are told once each; what comes then is not told
 PERIOD_S = 10.0  # in which that many are written; the rest is counted
 
 
@@ -46,3 +47,20 @@ class Quiet:
         if left_out:
             self._logger.warning("%d more of such lines were left out", left_out)
         self._logger.log(level, text, *values, exc_info=cause)
+
+
+class Once:
+    """A logger that writes each sentence once, of at most ``MOST``. Thread-safe."""
+
+    def __init__(self, logger: logging.Logger):
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    def warning(self, text: str) -> None:
+        """``logging.Logger.warning``, or nothing."""
+        with self._lock:
+            if text in self._told or len(self._told) >= MOST:
+                return
+            self._told.add(text)
+        self._logger.warning("%s", text)

@@ -1,7 +1,8 @@
 """Requests and replies on disk, one ``.npz`` file each, so that a problem in the field can be replayed at a desk.
 
 A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens`` and ``previous``; ``actions``
-or nothing; and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one.
+or nothing; and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one, and
+``server``, what decided the last bits of the answer (:mod:`sinew.serve.arithmetic`), which older files lack.
 numpy reads it without pickle.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, SinewError
+from sinew.serve import arithmetic
 from sinew.serve.backlog import Backlog, Entry
 
 MAX_NAME = 256  # bytes of a camera's name in a file
@@ -29,7 +31,8 @@ _ARRAYS = ("noise", "tokens", "previous")
 @dataclass(frozen=True, slots=True)
 class Record:
     """observation: with the seed that drew the noise, so that it gives the same actions again.
-    actions: None where the reply was the error in ``error`` ([code] message)."""
+    actions: None where the reply was the error in ``error`` ([code] message). server: what decided its bits; empty in
+    files of before 2026-11-23."""
 
     path: Path
     wire: str
@@ -37,6 +40,7 @@ class Record:
     actions: np.ndarray | None
     error: str
     meta: dict[str, Any]
+    server: dict[str, Any]
 
 
 class Recorder(Backlog):
@@ -63,7 +67,7 @@ class Recorder(Backlog):
         return self._left <= 0
 
     def _write(self, entry: Entry) -> None:
-        when, wire, session, observation, outcome = entry
+        when, wire, session, observation, outcome, server = entry
         arrays: dict[str, Any] = {
             f"images/{name[:MAX_NAME]}": np.asarray(frame) for name, frame in observation.images.items()
         }
@@ -73,6 +77,8 @@ class Recorder(Backlog):
                 arrays[name] = np.asarray(getattr(observation, name))
         meta = {"recorded": when, "wire": wire, **{name: getattr(observation, name) for name in _PLAIN}}
         meta["session"] = session or observation.session
+        if server:
+            meta["server"] = arithmetic.kept(server)
         if isinstance(outcome, SinewError):
             meta |= {"error": f"[{outcome.code}] {outcome}", "seed": observation.seed}
         else:
@@ -135,6 +141,8 @@ def read_record(path: Path) -> Record:
             seed=meta["seed"],
             **{name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN},
         )
-        return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta)
+        error, said = meta.get("error", ""), dict(meta.get("server", {}))
+        server = arithmetic.kept(said) if said else {}
+        return Record(path, meta["wire"], observation, arrays.get("actions"), error, meta, server)
     except _NO_RECORD as error:
         raise SinewError(f"{path}: not a record ({type(error).__name__}: {error})") from error

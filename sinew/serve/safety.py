@@ -15,7 +15,7 @@ import numpy as np
 
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.processing import Processor
-from sinew.processing.limits import ranges
+from sinew.processing.limits import MONOTONE, ranges
 from sinew.processing.vectors import apply_steps
 
 STATE_MARGIN = 20.0  # half widths of the training data from its centre; beyond, a state is refused
@@ -23,11 +23,6 @@ WARN_MARGIN = 3.0  # and beyond this the reply carries a warning
 ACTION_MARGIN = 10.0
 MAX_NOISE = 100.0  # standard deviations
 MODES = ("refuse", "clamp", "off")
-_MONOTONE = (
-    "affine",
-    "linear_to_angle",
-    "add_state",
-)  # steps that move the ends of a range to the ends of another
 
 
 class UnsafeActionError(SinewError):
@@ -61,7 +56,7 @@ class Safety:
         self._action_low, self._action_high = centre - action_margin * half, centre + action_margin * half
         self._names = self._spec.state.names or tuple(map(str, range(self._spec.state.dim)))
         for step in self._recipe.action_steps:
-            if step.kind not in _MONOTONE:
+            if step.kind not in MONOTONE:
                 for bound, end in ((self._action_low, -np.inf), (self._action_high, np.inf)):
                     bound[..., list(step.dims)] = end
         relative = any(step.reads for step in self._recipe.action_steps)

@@ -179,7 +179,9 @@ class Service:
             outcome = _safe(standing.safety, outcome, seen, warnings)
             seconds = self._account(inference, outcome, deadline)
             for record in self._records.values() if seen else ():
-                record.put(inference.wire, inference.session, seen[0], outcome)
+                record.put(
+                    inference.wire, inference.session, seen[0], outcome, standing.metadata.get("server", {})
+                )
             on_done(outcome)
             self._tell(inference, outcome, deadline, seconds, seen)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from sinew import machine, progress
+from sinew import machine, progress, scratch
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
 from sinew.sources.identity import File, NoCheckpointError, converter, digests, files_of, key
@@ -115,7 +114,7 @@ def entries() -> list[Entry | SinewError]:
 
 
 def find(text: str) -> Entry:
-    """Return the entry whose key begins with ``text``, or whose policy has this name.
+    """Return the entry whose key begins with ``text``, or whose policy has this name; else, whose name begins so.
 
     Raises :class:`SinewError` for none and for several.
     """
@@ -123,6 +122,7 @@ def find(text: str) -> Entry:
     found = [entry for entry in known if entry.key == text] or [
         entry for entry in known if entry.record.name == text or (text and entry.key.startswith(text))
     ]
+    found = found or [entry for entry in known if text and entry.record.name.startswith(text)]
     if len(found) != 1:
         which = ", ".join(entry.key[:12] for entry in found) or "no entry"
         raise SinewError(f"{text}: expected the name or the key of one entry of {folder()}, got {which}")
@@ -182,8 +182,7 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Pa
     with progress.task(f"reading {said}"):
         conversion = read(checkpoint, options)
     name = name or conversion.spec.name
-    partial = Path(tempfile.mkdtemp(prefix=f".{home.name}.", dir=home.parent))
-    try:
+    with scratch.beside(home) as partial:
         bundle = partial / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name).lstrip('.-')[:80] or 'policy'}.gguf"
         with _percent(f"converting {said}", conversion.nbytes) as written:
             conversion.write(bundle, name, options, written)
@@ -211,9 +210,6 @@ def _convert(checkpoint: Path, said: str, name: str, files: list[File], home: Pa
         if home.exists():
             shutil.rmtree(home)  # damaged or old; who has it open keeps what was mapped
         partial.rename(home)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     for note in conversion.notes:
         progress.say(f"note: {note}")
     progress.say(f"wrote {home / bundle.name}: {found.st_size / 1e6:.1f} MB, {record.seconds:.1f} s")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinew import load
+from sinew import hints, load
 from sinew.bundle import Bundle
 from sinew.bundle.rename import parse_renames, rename_cameras
 from sinew.cli import main
@@ -43,10 +43,13 @@ def policy():
     [
         (
             without("wrist"),
-            "images.wrist: expected a frame of each of the cameras ['front', 'wrist'], got none",
+            (
+                "images.wrist: expected a frame of each of the cameras ['front', 'wrist'], got none"
+                " (allow_missing_cameras=True runs without)"
+            ),
         ),
         (without("wrist", wrst=FRAME), "images.wrst: .*an unknown camera; did you mean 'wrist'?"),
-        (without("wrist", cam2=FRAME), "images.cam2: .*an unknown camera (rename cam2=wrist maps it)"),
+        (without("wrist", cam2=FRAME), "images.cam2: .*an unknown camera (rename={'cam2': 'wrist'} maps it)"),
         (without("", third=FRAME), "images.third: .*an unknown camera"),
         ({**GOOD, "images": {}}, "images: expected at least one of the cameras"),
     ],
@@ -57,6 +60,43 @@ def test_no_caller_runs_half_blind(policy, observation, words: str) -> None:
         policy.check(observation)
     with pytest.raises(ObservationError, match=pattern):
         policy.infer(observation)
+
+
+@pytest.mark.parametrize(
+    ("reader", "spelt"),
+    [
+        ("python", ("rename={'cam2': 'wrist'} maps it", "allow_missing_cameras=True runs without")),
+        ("command line", ("--rename cam2=wrist maps it", "--allow-missing-cameras runs without")),
+        (
+            "client",
+            (
+                "`sinew serve ... --rename cam2=wrist` maps it",
+                "`sinew serve ... --allow-missing-cameras` runs",
+            ),
+        ),
+    ],
+)
+def test_hints_are_spelt_for_whom_they_are(policy, reader, spelt) -> None:
+    with hints.read_by(reader):
+        for observation, words in zip((without("wrist", cam2=FRAME), without("wrist")), spelt, strict=True):
+            with pytest.raises(ObservationError, match=re.escape(f"({words}")):
+                policy.check(observation)
+        with pytest.raises(SinewError) as caught:
+            rename_cameras(policy.spec, {"a": "wrst"})
+        assert str(caught.value).startswith(hints.option("rename", {"a": "wrst"}))
+    assert hints.option("providers", ["cuda", "cpu"]) == "providers=['cuda', 'cpu']"
+    with hints.read_by("command line"):
+        assert hints.option("providers", ["cuda", "cpu"]) == "--provider cuda --provider cpu"
+
+
+def test_the_command_line_spells_its_own_flags(tmp_path, capsys) -> None:
+    picture = tmp_path / "a.png"
+    Image.fromarray(FRAME).save(picture)
+    arguments = ["infer", str(BLOCKS), "--state", "0,0,0,0", "--prompt", "go", "--image"]
+    assert main([*arguments, f"front={picture}"]) == 1
+    assert "(--allow-missing-cameras runs without)" in capsys.readouterr().err
+    assert main([*arguments, f"cam2={picture}"]) == 1
+    assert "(--rename cam2=front maps it)" in capsys.readouterr().err
 
 
 def test_a_missing_camera_that_is_allowed_is_said_in_the_chunk(policy) -> None:

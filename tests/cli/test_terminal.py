@@ -21,7 +21,9 @@ from sinew import progress
 from sinew.bundle import Bundle
 from sinew.cli import main, terminal
 from sinew.cli.infer import parse_vector
-from sinew.core import EXTRAS, MissingPackageError, ObservationError, install
+from sinew.core import EXTRAS, MissingPackageError, ObservationError, SinewError, install
+from sinew.perf.hardware import load_machines
+from sinew.serve.transport.listen import AddressError, Listen
 
 ROOT = Path(__file__).resolve().parents[2]
 PEN = ROOT / "sinew" / "assets" / "pen.gguf"
@@ -150,10 +152,12 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
         (["inspect", ROOT / "docs"], "expected a bundle, a checkpoint, or a folder of `sinew export`"),
         (["doctor", "nope.gguf", "--json"], "give what the message expects"),
         (
-            ["client", "127.0.0.1:5555"],
-            "expected tcp://HOST:PORT of the native wire, as tcp://127.0.0.1:5555",
+            ["client", "127.0.0.1"],
+            "expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise)",
         ),
-        (["client", "ws://127.0.0.1:8000/x"], "as tcp://127.0.0.1:8000"),
+        (["client", "ws://127.0.0.1:8000/x"], "got 'ws://127.0.0.1:8000/x'"),
+        (["client", "ipc:///tmp/x"], "a server listens on TCP alone, no Unix socket"),
+        (["client", "tcp://"], "got 'tcp://'"),
         (["client", "--replay", ROOT / "docs"], "no records (*.npz) there"),
         (["perf", "run", "pi0.5", "--hardware", "nope"], "hardware 'nope'"),
         (["bench", PEN, "--dtype", "int3"], "dtype: expected one of fp32, bf16, fp16, native"),
@@ -167,6 +171,49 @@ def test_what_is_short_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None
 def test_small_mistakes(command: list[object], words: str, capsys) -> None:
     assert main(list(map(str, command))) in (1, 2)
     assert words in flat(capsys)
+
+
+def test_json_for_a_device_is_no_argument_of_the_verb(capsys) -> None:
+    assert main(["inspect", str(PEN), "--json", "/dev/full"]) == 1
+    assert "--json /dev/full: No space left on device" in flat(capsys)
+    assert main(["inspect", "--json", str(PEN)]) == 0  # the file that is there is the verb's
+    assert json.loads(capsys.readouterr().out)["name"] == "pen"
+
+
+def test_a_host_that_nobody_knows_is_said_in_words() -> None:
+    with pytest.raises(AddressError, match="cannot listen on no.such.host.invalid:0: ") as caught:
+        Listen(host="no.such.host.invalid", port=0).tcp_socket()
+    assert "Unknown error" not in str(caught.value)  # a resolver's numbers are not the system's
+
+
+def test_columns_are_honoured_in_a_pipe(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["perf", "machines"]) == 0
+    text = capsys.readouterr().out.splitlines()[:-1]
+    assert 40 < max(map(len, text)) <= 60
+    monkeypatch.delenv("COLUMNS")
+    assert terminal.console().width >= terminal.WIDTH
+
+
+def test_machines_may_be_separated_by_commas() -> None:
+    assert [each.name for each in load_machines(["h200,rtx4090", "thor"])] == ["h200", "rtx4090", "thor"]
+    with pytest.raises(SinewError, match="hardware 'nope'"):
+        load_machines(["h200,nope"])
+
+
+def test_a_misspelt_option_of_load_is_said() -> None:
+    with pytest.raises(TypeError, match="sinew.load: expected device, .*got 'engin'; did you mean 'engine'"):
+        sinew.load(PEN, engin="plan")
+    assert {"load", "Policy"} <= set(dir(sinew))
+    assert (Path(sinew.__file__).parent / "py.typed").is_file()
+
+
+def test_infer_without_an_instruction_says_that_the_policy_has_none(tmp_path, capsys) -> None:
+    picture = tmp_path / "a.png"
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(picture)
+    images = [word for name in ("front", "wrist") for word in ("--image", f"{name}={picture}")]
+    assert main(["infer", str(PEN.with_name("blocks.gguf")), *images, "--state", "0,0,0,0"]) == 1
+    assert "as 'pick up the red cube' (this policy has none of its own)" in flat(capsys)
 
 
 def test_a_state_with_brackets_is_read() -> None:

@@ -18,6 +18,7 @@ from sinew.convert import convert
 from sinew.convert.families.smolvla import expert_intermediate_size
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.policy import load
+from sinew.sources import resolve
 from tests.convert.vlacpp_file import write_vlacpp
 from tests.golden import Golden, assert_parity, relative_l2
 
@@ -220,7 +221,7 @@ def test_bad_checkpoints_say_what_is_wrong(checkpoint):
     config = checkpoint / "config.json"
     original = config.read_text()
     cases = {
-        "type 'act' is not one of": {"type": "act"},
+        "type 'act' is not one of .*docs/families.md.*docs/adding-a-model.md": {"type": "act"},
         "adapt_to_pi_aloha=true is not supported": {"adapt_to_pi_aloha": True},
         "input_features names no camera": {
             "input_features": {"observation.state": {"type": "STATE", "shape": [6]}}
@@ -300,8 +301,19 @@ def test_missing_statistics_tokenizer_and_vlm_say_what_to_give(checkpoint):
 
 def test_lora_only_checkpoint(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "adapter_model.safetensors")
-    with pytest.raises(ConvertError, match="LoRA adapter only; merge it"):
+    (checkpoint / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
+    with pytest.raises(ConvertError, match="LoRA adapter only; merge it") as caught:
+        run(checkpoint, vlm=checkpoint / "nowhere")  # before the language model is looked for
+    assert "get_policy_class('smolvla').from_pretrained('someone/base')" in str(caught.value)
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ConvertError, match=r"get_policy_class\('TYPE'\)"):
         run(checkpoint)
+    folder = checkpoint.parent / "run" / "checkpoints" / "000100"
+    folder.mkdir(parents=True)
+    checkpoint.rename(folder / "pretrained_model")
+    for named in (folder, folder.parents[1]):
+        with pytest.raises(ConvertError, match="pretrained_model holds a LoRA adapter only"):
+            resolve(named)
 
 
 def test_hub_names_without_the_extra_and_offline(checkpoint, monkeypatch, tmp_path):

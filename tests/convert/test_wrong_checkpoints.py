@@ -129,3 +129,12 @@ def test_an_adapter_alone(broken, case):
     message = refused(path, given)
     assert "adapter" in message, message
     assert "merge" in message, message
+    (path / "config.json").unlink(missing_ok=True)
+    assert "adapter" in refused(path, given)
+
+
+def test_widths_that_are_not_the_published_ones_are_asked_for(broken):
+    path, given = broken("pi05-2cam")
+    message = refused(path, {name: value for name, value in given.items() if name != "arch"})
+    assert "is missing (and " in message, message
+    assert message.endswith("if its widths are not the published ones, --arch FILE gives them"), message

@@ -111,7 +111,7 @@ def test_an_engine_that_does_not_follow_the_recipe_is_refused(with_recipe, engin
         "vision int8, language int8",
         f"engine {engine} does not",
         "engine onnx does",
-        "--ignore-recipe",
+        "ignore_recipe=True runs it",
     ):
         assert words in str(caught.value)
 
@@ -164,7 +164,7 @@ def test_graphs_decide_between_plan_and_onnx(tmp_path: Path) -> None:
     bundle.write_bytes(PEN.read_bytes())
     before = choose(Bundle(bundle), device="cpu")
     assert before.engine == "plan"
-    assert "`--engine onnx` exports them" in before.engine_reason
+    assert "engine='onnx' exports them" in before.engine_reason
     folder = cache_folder(bundle)
     folder.mkdir()
     (folder / "graphs.json").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from sinew.cli import main
 from sinew.core import BundleError, CancelledError, Observation, ObservationError, SinewError
 from sinew.engine.onnx import opening
 from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.onnx.export import ON_ONNX, export_graphs, write_tables
+from sinew.engine.onnx.export import ON_ONNX, _write, export_graphs, write_tables
 from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.plan import Plan
 from sinew.policy import load
@@ -91,6 +93,24 @@ def test_the_same_chunks(case):
     chunk, _ = engine.run(inputs, noise, 10)
     observation = Observation.from_mapping(g.observation())
     assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
+
+
+def test_an_export_says_nothing_of_its_libraries(monkeypatch, caplog, tmp_path):
+    """They warn of every initializer that is an input, once for each stage."""
+    warnings = [logging.getLogger(f"{name}.passes") for name in ("torch.onnx", "onnx_ir", "onnxscript")]
+
+    def export(*_arguments, **_options):
+        for each in warnings:
+            each.warning("Skipped deduplication of initializer 'x'")
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(torch.export, "export", export)
+    with pytest.raises(SinewError, match="far enough"):
+        _write(torch.nn.Identity(), (), {}, [], [], tmp_path / "vision.onnx", str)
+    assert caplog.messages == []
+    for each in warnings:
+        each.warning("told again")
+    assert caplog.messages == ["told again"] * 3
 
 
 def test_a_wrong_table_is_seen(case):

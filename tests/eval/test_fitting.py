@@ -18,7 +18,7 @@ def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):
     for arguments, words in (
         (
             ["--rename", "front=camera9"],
-            "rename front=camera9: expected one of the cameras ['camera1', 'camera2']",
+            "--rename front=camera9: expected one of the cameras ['camera1', 'camera2']",
         ),
         (
             [],

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinew.bundle.schema import Normalization, VectorPart, VectorStep
-from sinew.core import BundleError
+from sinew.core import BundleError, PolicySpec, VectorSpec
+from sinew.processing.limits import unit_sizes
 from sinew.processing.normalize import Normalizer, PartNormalizer
 from sinew.processing.rotations import compose, from_6d, from_vector, to_6d, to_vector
 from sinew.processing.vectors import apply_steps
@@ -30,6 +31,28 @@ def test_a_constant_dimension_becomes_zero_and_comes_back():
     normalizer = Normalizer(RANGE, 3, "state")
     assert normalizer.normalize(np.array([3.0, 5.0, 7.0])).tolist() == [0.5, 1.0, 0.0]
     assert normalizer.unnormalize(np.array([[0.5, 9.0, 0.3]])).tolist() == [[3.0, 1.0, 2.0]]
+
+
+def test_how_far_an_action_moves_when_the_output_moves_by_one():
+    spec = PolicySpec("a", "b", (), VectorSpec(9), VectorSpec(9), 2, 9, 1, 8)
+
+    def sizes(recipe, dim, *steps):
+        return unit_sizes(Normalizer(recipe, dim, "action"), steps, spec)
+
+    ends = Normalization("min_max", {"min": (0.0, -1.0), "max": (4.0, 1.0)})
+    assert sizes(ends, 2) == [2.0, 1.0]
+    assert sizes(ends, 2, VectorStep("affine", (0,), scale=-3.0, offset=5.0)) == [6.0, 1.0]
+    assert sizes(ends, 2, VectorStep("add_state", (1,))) == [2.0, 1.0]
+    assert sizes(ends, 2, VectorStep("threshold", (1,))) == [2.0, None]
+    assert sizes(Normalization("mean_std", {"mean": (5.0,), "std": (0.5,)}), 1) == [0.5]
+    assert sizes(Normalization("identity"), 2) == [1.0, 1.0]
+    each = {"min": (0.0, 0.0, 10.0, 10.0), "max": (1.0, 2.0, 11.0, 18.0)}
+    assert sizes(Normalization("min_max", each, convention="gr00t", rows=2), 2) == [
+        0.5,
+        4.0,
+    ]  # the widest row
+    pose = Normalization("min_max", {"min": (-1.0,) * 9, "max": (1.0,) * 9})
+    assert sizes(pose, 9, VectorStep("compose_pose", tuple(range(9)))) == [None] * 9
 
 
 def test_statistics_of_each_step():

@@ -27,19 +27,24 @@ from PIL import Image
 from sinew_client import Client
 
 from sinew.bundle import Bundle
+from sinew.cli.serve import ready_text
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
+from sinew.policy import load
 from sinew.processing import Processor
 from sinew.serve.dashboard import feed as feeds
 from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
 from sinew.serve.dashboard.news import News
 from sinew.serve.service import Inference
+from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import open_wires, parse
 from tests.serve import browser
 from tests.serve.puppet import WAIT_S, until
 from tests.serve.puppet import desk as puppets
 from tests.serve.test_replay import FRAMES, STATE, WITHOUT_TORCH, picture, record
 from tests.serve.test_server import CASE, START_S, ServerProcess, free_port, serving
 
+ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 KEY = "a key of the test"
 CHUNK = ActionChunk(np.ones((3, 2), np.float32), Timing(total_ms=5.0))
 
@@ -357,6 +362,20 @@ def test_it_can_be_left_out(smolvla_bundle: Callable[[str], Path], tmp_path: Pat
 
 
 # ----------------------------------------------------------------------------- the browser
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_server_says_where_its_page_is(shown: bool) -> None:
+    wires = open_wires(parse(["native:0", "openpi:0"]), Listen(dashboard=shown))
+    try:
+        text = ready_text(load(ASSETS / "pen.gguf", "cpu"), wires)
+        port = wires[1].address.rpartition(":")[2]
+        said = f"  page     http://127.0.0.1:{port}/ shows what it does\n"
+        assert (said in text) is shown
+        assert ("page" in text) is shown
+    finally:
+        for wire in wires:
+            wire.stop()
 
 
 @pytest.mark.skipif(browser.find() is None, reason="needs Chromium or Chrome on the path")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.core import ObservationError, SinewError
+from sinew.core import ObservationError, RequestError, SinewError
 from sinew.policy import load
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.wires import evo1, parse
@@ -148,6 +148,11 @@ def test_colours_are_swapped_and_masked_views_are_left_out():
 def test_fields_that_do_not_fit_are_named(changes, field):
     with pytest.raises(ObservationError, match=f"^{field}: expected "):
         read(**changes)
+
+
+def test_a_field_that_is_not_known_is_refused_by_name():
+    with pytest.raises(RequestError, match="unknown field `advantage`"):
+        read(advantage="positive")
 
 
 def test_other_statistics_than_the_bundles_are_refused():

@@ -242,6 +242,27 @@ def test_wrong_parts_are_named(changes, text):
         decoded(request(nested(**changes)))
 
 
+def test_a_key_of_no_modality_is_refused_and_a_state_that_is_not_read_is_told(caplog):
+    with pytest.raises(ObservationError, match="^states: expected one of video, state.*did you mean 'state'"):
+        decoded(request({**nested(), "states": {"arm": ARM}}))
+    with pytest.raises(ObservationError, match="^advantage: expected one of video, state"):
+        decoded(encoded({**flat(), "advantage": 1.0}))
+    codec = make_codec(MAPPED)
+    observation = {
+        "video": {"ego_view": FRAMES},
+        "state": {"grip": GRIP, "arm": ARM, "legs": ARM},
+        "language": {"task": [["go"], ["on"]], "other": [["x"], ["y"]]},
+    }
+    for _ in range(2):
+        decoded(request(observation), codec)
+    sentence = "the policy does not read state.legs, language.other"
+    assert caplog.messages == [f"groot: {sentence}"]
+    (_actions, info), _ = answered(request(observation), 2, codec)
+    assert info["warnings"] == [sentence]
+    (_actions, info), _ = answered(request(nested()), 2)
+    assert "warnings" not in info
+
+
 def test_a_batch_beyond_the_limit():
     many = {"video.front": np.zeros((MAX_BATCH + 1, 1, 2, 2, 3), np.uint8)}
     many |= {
@@ -267,6 +288,15 @@ def test_a_batch_beyond_the_limit():
             "options.seed: expected a number, got bool",
         ),
         ({"data": {"observation": {}, "options": {"session": 1}}}, "options.session: expected text, got int"),
+        ({"data": {"observation": {}, "options": {"sed": 1}}}, "options.sed: .*; did you mean 'seed'"),
+        (
+            {"data": {"observation": {}, "cfg_scale": 2.0}},
+            "data.cfg_scale: expected one of observation, options",
+        ),
+        (
+            {"api_tokn": "x"},
+            "api_tokn: expected one of endpoint, data, api_token, .*did you mean 'api_token'",
+        ),
     ],
 )
 def test_requests_that_are_refused(fields, text):

@@ -27,10 +27,12 @@ import pytest
 
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
+from sinew.serve.quiet import Once
 from sinew.serve.recorder import read_records
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import AddressError, Listen
+from sinew.serve.wires.lerobot import keys as lerobot_keys
 from sinew.serve.wires.lerobot import sessions as lerobot_sessions
 from sinew.serve.wires.lerobot.keys import agree, observation
 from sinew.serve.wires.lerobot.messages import SERVICE, messages
@@ -809,6 +811,16 @@ def test_state_in_the_order_of_the_features():
     with pytest.raises(ObservationError, match="expected the order joint0.pos, .* got joint5.pos"):
         agree(config("top", joints=turned), spec("top", names=JOINTS))
     assert agree(config("top"), spec("top", names=JOINTS)).state == JOINTS
+
+
+def test_what_the_policy_does_not_read_is_told_once(caplog, monkeypatch):
+    """The protocol has no place for a warning, and robots send what they have."""
+    monkeypatch.setattr(lerobot_keys, "_once", Once(lerobot_keys.logger))
+    agreement = agree(config("top"), spec("top"))
+    raw = {**raw_observation(cameras=("top",)), "stat": 1.0}
+    for _ in range(2):
+        observation(Timed(4.5, 0, raw), agreement)
+    assert caplog.messages == ["lerobot: the policy does not read 'stat'"]
 
 
 def test_the_bundles_key_map_and_rename_map():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 from sinew_client import Client, ClientError, ConnectionLost, protocol, schema, zmtp
+from sinew_client.aio import AsyncClient
 from sinew_client.link import Link, place_of
 
 from tests.serve.puppet import GREETING, WAIT_S, frame
@@ -126,8 +127,9 @@ def test_replies_of_any_bytes() -> None:
 
 @pytest.mark.parametrize("address", ["ipc:///tmp/x", "tcp://host:0", "tcp://host:65536", "tcp://:1", "a:b:c"])
 def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(ClientError, match="expected tcp://host:port"):
-        Client(address)
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ClientError, match="expected tcp://HOST:PORT of the native wire"):
+            kind(address)
 
 
 def test_a_host_that_cannot_be_one() -> None:

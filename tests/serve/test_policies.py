@@ -94,7 +94,6 @@ def test_the_address_of_a_client_names_the_policy():
 def test_addresses_with_and_without_a_policy():
     assert split_address("10.0.0.5:5555") == ("tcp://10.0.0.5:5555", "")
     assert split_address("tcp://[::1]:5555/b.2") == ("tcp://[::1]:5555", "b.2")
-    assert split_address("ipc:///tmp/b") == ("ipc:///tmp/b", "")
     with pytest.raises(ClientError, match="of one policy"):
         Client(["a:1/b", "a:2"])
     assert AsyncClient("a:1/b").policy == "b"

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from sinew_client import Client, ServerError
 
 from sinew.core import Observation, SinewError
 from sinew.policy import Policy, load
+from sinew.serve.arithmetic import TOLERANCES
+from sinew.serve.arithmetic import kept as kept_of
 from sinew.serve.backlog import BACKLOG
 from sinew.serve.recorder import Recorder, read_record, read_records
 from tests import processes
@@ -96,6 +99,10 @@ def test_files_that_are_no_records(tmp_path):
     np.savez(tmp_path / "c.npz", state=np.zeros(6))
     np.savez(tmp_path / "d.npz", meta=np.array("[1]"), state=np.zeros(6))
     np.savez(tmp_path / "e.npz", meta=np.array([{"a": 1}], dtype=object), state=np.zeros(6))
+    meta = {"wire": "native", "seed": 1, "prompt": "", "solver_steps": None, "session": "", "time": None}
+    for name, said in (("f", ["fp32"]), ("g", {"precision": ["fp32"]}), ("h", {"precision": {"all": 32}})):
+        text = np.array(json.dumps(meta | {"server": said}))
+        np.savez(tmp_path / f"{name}.npz", meta=text, state=np.zeros(6))
     for path in sorted(tmp_path.glob("*.npz")):
         with pytest.raises(SinewError, match="not a record"):
             read_record(path)
@@ -111,9 +118,23 @@ def sinew(*arguments: object) -> subprocess.CompletedProcess:
     return processes.run(command, timeout=START_S)
 
 
+def altered(source: Path, target: Path, change: float, server: dict | None) -> None:
+    """Write a record with one action changed, computed as ``server`` says, None: by a sinew that did not say it."""
+    with np.load(source) as file:
+        arrays = {name: file[name] for name in file.files}
+    meta = json.loads(str(arrays["meta"]))
+    said = meta.pop("server")
+    if server is not None:
+        meta["server"] = said | server
+    arrays["meta"] = np.array(json.dumps(meta))
+    arrays["actions"][7, 3] += np.float32(change)
+    np.savez(target, **arrays)
+
+
 def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
     """A server with everything on: a key, records, the access log, a deadline. What two wires asked of it is
-    replayed and gives the same actions, bit for bit; a record with other actions is found."""
+    replayed and gives the same actions, bit for bit where it is computed as then, else within the tolerance; a record
+    with other actions is found."""
     records, access = tmp_path / "records", tmp_path / "access.jsonl"
     (tmp_path / "key").write_text("secret\n")
     ports = free_port(), free_port()
@@ -153,23 +174,55 @@ def test_serve_records_and_client_replays(smolvla_bundle, tmp_path):
         kept.mkdir()
         for record in records_of:
             (kept / record.path.name).write_bytes(record.path.read_bytes())
-        replayed = sinew("client", address, "--replay", kept, "--api-key", "secret")
-        assert replayed.returncode == 0, replayed.stderr
-        result = json.loads(replayed.stdout.splitlines()[-1])
-        counts = {name: result[name] for name in ("records", "equal", "differ", "error", "new")}
-        assert counts == {"records": 5, "equal": 4, "differ": 0, "error": 1, "new": 0}
-        assert "secret" not in result["command"]
 
-        altered = next(path for path in sorted(kept.glob("*.npz")))
-        with np.load(altered) as file:
-            arrays = {name: file[name] for name in file.files}
-        arrays["actions"][7, 3] += 0.25
-        np.savez(altered, **arrays)
-        replayed = sinew("client", address, "--replay", kept, "--api-key", "secret")
-        assert replayed.returncode == 1
-        result = json.loads(replayed.stdout.splitlines()[-1])
-        assert (result["equal"], result["differ"]) == (3, 1)
-        assert result["rows"][0]["max_abs_difference"] == pytest.approx(0.25)
+        def replay() -> tuple[int, dict, str]:
+            ran = sinew("client", address, "--replay", kept, "--api-key", "secret")
+            *text, last = ran.stdout.splitlines()
+            return ran.returncode, json.loads(last), "\n".join(text)
+
+        code, result, text = replay()
+        assert code == 0, text
+        counts = {name: result[name] for name in ("records", "equal", "within", "beyond", "error", "new")}
+        assert counts == {"records": 5, "equal": 4, "within": 0, "beyond": 0, "error": 1, "new": 0}
+        assert "every bit is demanded" in text
+        assert "4 equal to the bit, 0 within the tolerance, 0 beyond;" in text
+        assert "secret" not in result["command"]
+        with Client(address, timeout=START_S, api_key="secret") as client:
+            about = client.metadata()
+        assert records_of[0].server == kept_of(about["server"])
+        assert {"engine", "threads", "precision", "instructions", "libraries"} <= records_of[0].server.keys()
+
+        scale = about["policy"]["action"]["scale"][3]
+        first, tolerance = min(kept.glob("*.npz")), TOLERANCES["fp32"]
+        other = {"threads": 64}
+        for change, arithmetic, counted, said in (
+            (
+                0.01 * tolerance,
+                {},
+                "beyond",
+                "every bit is demanded",
+            ),  # the same arithmetic gives the same bits
+            (0.01 * tolerance, other, "within", "threads: 64 then, 1 now (1 of 5)"),
+            (0.01 * tolerance, None, "within", "the records do not say how they were computed"),
+            (
+                4.0 * tolerance,
+                other,
+                "beyond",
+                "0.00012 of each action's scale, for sums in another order in fp32",
+            ),
+            (4.0 * tolerance, {"precision": {"all": "bf16"}}, "within", "in bf16"),
+        ):
+            altered(records / first.name, first, change * scale, arithmetic)
+            code, result, text = replay()
+            assert (code, result[counted], result["equal"]) == (int(counted == "beyond"), 1, 3), (
+                change,
+                server,
+            )
+            assert said in text
+            assert f"joint {result['largest']['joint']} of {first.name}" in text
+            assert (result["largest"]["row"], result["largest"]["joint"]) == (7, "3")
+            # 2^-24 of a recorded action, rounded once more to float32, is what the number may be off by
+            assert result["largest"]["of_scale"] == pytest.approx(change, abs=2.0**-23)
 
         late = sinew("client", address, "--api-key", "secret", "--requests", 1, "--deadline-ms", 1e-6)
         assert late.returncode == 1

@@ -28,6 +28,8 @@ from hypothesis import strategies as st
 from sinew.core import CameraSpec, PolicySpec, RequestError, SinewError, VectorSpec
 from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
 from sinew.serve.decode.pickle.machine import MAX_DEPTH, MAX_NODES, MAX_TEXT, SafePickleError, load
+from sinew.serve.quiet import Once
+from sinew.serve.wires.lerobot import types as lerobot_types
 from sinew.serve.wires.lerobot.keys import Agreement, agree, observation
 from sinew.serve.wires.lerobot.types import (
     HELPERS,
@@ -168,10 +170,13 @@ def test_policy_instructions_in_every_protocol(protocol, helpers):
     assert found.helpers == helpers
 
 
-def test_fields_of_later_versions_are_left_alone_and_missing_ones_named():
+def test_fields_of_later_versions_are_told_once_and_missing_ones_named(caplog, monkeypatch):
+    monkeypatch.setattr(lerobot_types, "_once", Once(lerobot_types.logger))
     late = timed()
     late.rtc_delay = 5
-    assert read_observation(as_lerobot(late)).timestep == 3
+    for _ in range(2):
+        assert read_observation(as_lerobot(late)).timestep == 3
+    assert caplog.messages == ["lerobot: TimedObservation.rtc_delay is not read"]
     for name, value, got in (
         ("timestep", "3", "str"),
         ("timestep", True, "bool"),

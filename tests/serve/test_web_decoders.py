@@ -24,7 +24,7 @@ from sinew.policy import load
 from sinew.serve.decode import array as arrays
 from sinew.serve.wires import http, keys, openpi
 from tests.convert.openpi_layout import write_checkpoint
-from tests.serve.test_web_wires import CONFIG, OBSERVED
+from tests.serve.test_web_wires import BLOCKS, CONFIG, OBSERVED
 
 CASES = int(os.environ.get("SINEW_FUZZ_CASES", "100"))
 
@@ -84,6 +84,49 @@ def test_a_picture_that_unpacks_to_gigabytes_is_refused(spec):
     message = {"images": {f"camera_{n}": bomb for n in range(2)}, "state": [0] * 8}
     with pytest.raises(ObservationError, match="pixels in all frames together"):
         http.observation(http.Message(message), spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"advantage": "positive"}, "advantage: expected one of the keys .*, got an unknown key"),
+        ({"cfg_scale": 2.0}, "cfg_scale: expected one of the keys .*, got an unknown key"),
+        ({"stat": [0.0]}, "stat: expected .*observation/state, prompt, seed"),
+        ({"observation/stat": [0.0]}, "observation/stat: .*did you mean 'observation/state'"),
+        ({"observation/imag": 1}, "observation/imag: .*did you mean 'observation/image'"),
+        ({"extra": {"deep": {"er": 1}}}, "extra/deep/er: expected one of the keys"),
+        ({"task": "something else"}, "task: expected one instruction, as prompt, got two"),
+        ({"next.reward": 1.0}, "next.reward: expected one of the keys"),  # of no data set's row
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused_by_name(spec, changes, text):
+    with pytest.raises(ObservationError, match=f"^{text}"):
+        openpi.observation(openpi.read(arrays.pack({**OBSERVED, **changes})), spec)
+
+
+def test_what_clients_of_the_field_send_beside_is_listed():
+    """vLLM-Omni's clients send zeros of a pose to every policy; a row of a LeRobot data set has its own columns."""
+    spec = load(BLOCKS).spec
+    own = {"images": {each.name: np.zeros((8, 8, 3), np.uint8) for each in spec.cameras}, "state": [0.0] * 4}
+    read = {"beside": (*openpi.OPTIONS, *openpi.IGNORED)}
+    for key in openpi.IGNORED:
+        assert keys.read_observation(keys.flatten({**own, key: np.zeros(6)}), spec, "openpi", **read).images
+        with pytest.raises(ObservationError, match="cartesian"):
+            http.observation(http.Message({**own, "cartesian_position": [0.0] * 6}), spec)
+    row = {f"observation.images.{name}": frame for name, frame in own["images"].items()}
+    row |= {"observation.state": own["state"], "task": "go", "frame_index": 3, "next.done": False}
+    assert http.observation(http.Message(row), spec).prompt == "go"
+    with pytest.raises(ObservationError, match="^observation.stat: .*did you mean 'observation.state'"):
+        http.observation(http.Message({**row, "observation.stat": [0.0]}), spec)
+    with pytest.raises(ObservationError, match="^observation.state: expected one state, as state, got two"):
+        http.observation(http.Message({**row, "state": [0.0] * 4}), spec)
+    for key in ("advantage", "cfg_scale", "stat", "tokens"):
+        with pytest.raises(ObservationError, match=f"^{key}: expected one of the keys .* unknown key"):
+            http.observation(http.Message({**own, key: 2.0}), spec)
+    act = {"full_image": np.zeros((8, 8, 3), np.uint8), "state": own["state"], "instruction": "go"}
+    assert http.act_observation(http.Act(act, False, False), spec).prompt == "go"
+    with pytest.raises(ObservationError, match="^do_sample: expected one of the keys"):
+        http.act_observation(http.Act({**act, "do_sample": True}, False, False), spec)
 
 
 LEAVES = (

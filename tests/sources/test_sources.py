@@ -222,13 +222,17 @@ def test_verbs_of_the_cache(run: Path, said: list[str], capsys: pytest.CaptureFi
     assert [entry["bundle"] for entry in listed] == [str(first), str(second)]
     assert main(["show", listed[0]["key"][:8], "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["damage"] is None
-    assert main(["show", "pick-cube"]) == 1  # both have this name
-    assert listed[1]["key"][:12] in capsys.readouterr().err.replace("\n", "")
+    for name in ("pick-cube", "pick"):
+        assert main(["show", name]) == 1  # both have this name
+        assert listed[1]["key"][:12] in capsys.readouterr().err.replace("\n", "")
     flip(first, -100)
     assert main(["show", listed[0]["key"], "--json"]) == 1
     assert "tensors differ" in json.loads(capsys.readouterr().out)["damage"]
     assert main(["rm", listed[0]["key"]]) == 0
     assert (first.exists(), second.exists(), run.exists()) == (False, True, True)
+    capsys.readouterr()
+    assert main(["show", "pick", "--json"]) == 0  # the beginning of a name that only one has now
+    assert json.loads(capsys.readouterr().out)["name"] == "pick-cube"
     assert main(["rm"]) == 1
     assert main(["rm", "--all"]) == 0
     assert cache.entries() == []

@@ -7,29 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from sinew.convert.read.files import read_json
+from sinew.convert.read.safetensors import refuse_adapter
 from sinew.convert.tokenizer_files import download
 from sinew.core import ConvertError
 
-MODEL = "pretrained_model"
+MODEL, ADAPTER = "pretrained_model", "adapter_config.json"
 
 
 def resolve(path: Path) -> Path:
     """Return the ``pretrained_model`` folder of a training run or of one of its checkpoints.
 
     Of a run it is the one that ``checkpoints/last`` points to, else the one with the highest number. Other paths
-    are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint.
+    are returned as they are. Raises :class:`ConvertError` for a run without a checkpoint, and for an adapter alone.
     """
-    if not path.is_dir() or (path / "config.json").exists():
+    if not path.is_dir():
         return path
-    if (path / MODEL / "config.json").exists():
-        return path / MODEL
+    refuse_adapter(path)
+    if (path / "config.json").exists():
+        return path
+    if any((path / MODEL / name).exists() for name in ("config.json", ADAPTER)):
+        return resolve(path / MODEL)
     checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
     if not checkpoints.is_dir():
         return path
     numbered = sorted((p for p in checkpoints.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     for folder in (checkpoints / "last", *reversed(numbered)):
-        if (folder / MODEL / "config.json").exists():
-            return folder / MODEL
+        if any((folder / MODEL / name).exists() for name in ("config.json", ADAPTER)):
+            return resolve(folder / MODEL)
     raise ConvertError(f"{path}: a training folder without a checkpoint (checkpoints/*/{MODEL}/config.json)")
 
 

@@ -29,6 +29,15 @@ STORAGE = {
     },  # buffers, to be dropped
 }
 
+WHOLE = (
+    "model.safetensors",
+    "model-",
+    "pytorch_model",
+    "mp_rank",
+    "consolidated",
+    "params",
+)  # beside an adapter: the model
+
 
 def read_safetensors(path: Path) -> dict[str, TensorSource]:
     """Return the tensors of one file under their own names, in file order. Raises :class:`ConvertError`."""
@@ -90,12 +99,30 @@ def find_weights(directory: Path) -> list[Path]:
         if not names or not all(Path(name).name == name for name in names):
             raise ConvertError(f"{index}: expected a weight_map of file names in the same directory")
         return [directory / name for name in sorted(names)]
-    if (directory / "adapter_model.safetensors").exists():
-        raise ConvertError(
-            f"{directory} holds a LoRA adapter only; merge it into its base model first"
-            " (PEFT's merge_and_unload, then save_pretrained)"
-        )
+    refuse_adapter(directory)
     raise ConvertError(f"{directory}: no model.safetensors here")
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raise :class:`ConvertError` for a folder that holds a LoRA adapter and not the model that it changes.
+
+    It is asked before anything else: what else such a folder lacks does not help its owner.
+    """
+    config = directory / "adapter_config.json"
+    alone = config.is_file() or (directory / "adapter_model.safetensors").is_file()
+    if not alone or any(path.name.startswith(WHOLE) for path in directory.iterdir()):
+        return
+    base = (read_json(config) if config.is_file() else {}).get("base_model_name_or_path")
+    own = directory / "config.json"
+    kind = (read_json(own) if own.is_file() else {}).get("type")
+    policy = kind if isinstance(kind, str) else "TYPE"
+    raise ConvertError(
+        f"{directory} holds a LoRA adapter only; merge it into its base first, where LeRobot is:"
+        f" `base = lerobot.policies.factory.get_policy_class({policy!r}).from_pretrained("
+        f"{base if isinstance(base, str) and base else 'BASE'!r})`, then"
+        f" `peft.PeftModel.from_pretrained(base, {str(directory)!r}).merge_and_unload().save_pretrained('merged')`,"
+        " copy the processors' files beside it and give that folder (of another library: the base's own class)"
+    )
 
 
 def _all_text(values: object) -> bool:

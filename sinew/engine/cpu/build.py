@@ -13,9 +13,10 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from sinew import scratch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME = "lowbit.so"
@@ -82,11 +83,11 @@ def _build(compiler: str) -> Built:
     if (folder / NAME).is_file():
         return Built(folder / NAME, f"compiled by {_first_line(version)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-        objects, left_out = compile_into(Path(made), compiler, sets)
-        _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(Path(made) / NAME))
+    with scratch.beside(folder) as made:
+        objects, left_out = compile_into(made, compiler, sets)
+        _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made / NAME))
         folder.mkdir(exist_ok=True)
-        os.replace(Path(made) / NAME, folder / NAME)  # at once: another process may do the same
+        os.replace(made / NAME, folder / NAME)  # at once: another process may do the same
     without = f", without {', '.join(left_out)}, which it does not know" if left_out else ""
     return Built(folder / NAME, f"compiled by {_first_line(version)}{without}")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from sinew import scratch
 from sinew.core import SinewError
 from sinew.engine.onnx.graphs import FORMAT
 
@@ -58,17 +59,14 @@ def cached_graphs(bundle: Path, export: Callable[[Path], object], variant: str =
     folder = cache_folder(bundle, variant)
     if (folder / "graphs.json").exists():
         return folder
-    try:
-        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise SinewError(
-            f"{folder}: expected to write the exported graphs beside the bundle, got {error}"
-        ) from None
-    try:
+    with contextlib.ExitStack() as held:
+        try:
+            partial = held.enter_context(scratch.beside(folder))
+        except OSError as error:
+            raise SinewError(
+                f"{folder}: expected to write the exported graphs beside the bundle, got {error}"
+            ) from None
         export(partial)
         shutil.rmtree(folder, ignore_errors=True)  # an interrupted export of another day
         publish(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return folder

@@ -124,9 +124,10 @@ def _write(
     path: Path,
     component_of: Callable[[str], str],
 ) -> None:
-    quiet = logging.getLogger("torch.onnx")
-    level = quiet.level
-    quiet.setLevel(logging.ERROR)
+    quiet = {name: logging.getLogger(name) for name in ("torch.onnx", "onnx_ir", "onnxscript")}
+    levels = {name: each.level for name, each in quiet.items()}
+    for each in quiet.values():
+        each.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")  # of the exporter's own deprecations
@@ -157,7 +158,8 @@ def _write(
             f" of views (docs/adding-a-model.md), got {why}"
         ) from error
     finally:
-        quiet.setLevel(level)
+        for name, each in quiet.items():
+            each.setLevel(levels[name])
 
 
 def _label(model: Any, stage: str, component_of: Callable[[str], str]) -> None:

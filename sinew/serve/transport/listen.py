@@ -66,9 +66,9 @@ class Listen:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             made = socket.create_server((host, self.port), family=family, backlog=self.max_connections)
         except OSError as error:
-            raise AddressError(
-                f"cannot listen on {self.host}:{self.port}: {os.strerror(error.errno or 0)}"
-            ) from error
+            # A resolver's numbers are not the system's.
+            why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+            raise AddressError(f"cannot listen on {self.host}:{self.port}: {why}") from error
         made.setblocking(False)
         return made
 

@@ -52,6 +52,8 @@ class WebServer:
         host = f"[{listen.host}]" if ":" in listen.host else listen.host or "0.0.0.0"  # noqa: S104 - shown
         scheme = ("wss" if self._tls else "ws") if self._kind else "https" if self._tls else "http"
         self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+        # what a browser opens; "" where there is no page
+        self.dashboard = self.address.replace("ws", "http", 1) + "/" if listen.dashboard else ""
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
         self._loop = asyncio.new_event_loop()

@@ -34,8 +34,9 @@ DIGITS, SPACE = b"0123456789", b" \t\r\n"
 NULL = msgspec.Raw(b"null")
 
 
-class _Body(msgspec.Struct):
-    """Fields as they stand in the message: what is large is not turned into Python's lists."""
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields as they stand in the message: what is large is not turned into Python's lists. Its clients send no
+    others."""
 
     image: msgspec.Raw
     state: msgspec.Raw

@@ -31,7 +31,7 @@ from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.msgpack import MAX_VALUES
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires import keys
-from sinew.serve.wires.openpi import number, options
+from sinew.serve.wires.openpi import OPTIONS, number, options
 
 NAME = "http"
 MSGPACK = "application/msgpack"
@@ -83,7 +83,10 @@ def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None =
             flat[key] = compressed_frame(key, from_base64(key, value), budget)
         elif isinstance(value, bytes):
             flat[key] = compressed_frame(key, value, budget)
-    return keys.read_observation(flat, spec, NAME, budget.again(), session=message.session, **options(flat))
+    beside = (*OPTIONS, "session", "deadline_ms", "policy")
+    return keys.read_observation(
+        flat, spec, NAME, budget.again(), beside, session=message.session, **options(flat)
+    )
 
 
 def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:

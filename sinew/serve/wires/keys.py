@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sinew.core import KeyMap, Observation, ObservationError, PolicySpec
-from sinew.processing.given import PROMPT_KEYS
+from sinew.core import KeyMap, Observation, ObservationError, PolicySpec, did_you_mean
+from sinew.processing.given import LEROBOT as _LEROBOT
+from sinew.processing.given import PROMPT_KEYS, UNREAD, UNREAD_PREFIXES
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 
 MAX_DEPTH = 4  # of nested containers
@@ -78,13 +79,18 @@ def prompt_key(spec: PolicySpec, wire: str) -> str:
 
 
 def read_observation(
-    flat: Mapping[str, Any], spec: PolicySpec, wire: str, budget: PixelBudget | None = None, **extra: Any
+    flat: Mapping[str, Any],
+    spec: PolicySpec,
+    wire: str,
+    budget: PixelBudget | None = None,
+    beside: Collection[str] = (),
+    **extra: Any,
 ) -> Observation:
-    """The observation in a flattened mapping of arrays, numbers and text. Keys that are not known are left alone,
-    for robots send more than one policy reads, but not those of frames: a camera that is misspelt would leave the
-    policy half blind.
+    """The observation in a flattened mapping of arrays, numbers and text. A key that nothing reads is refused: it may
+    be a camera or a state misspelt, or a wish that would not be followed.
 
-    extra: further fields of the Observation. Raises ObservationError with the key that is missing or wrong.
+    beside: keys that the wire reads apart, or leaves alone for a reason of its own. extra: further fields of the
+    Observation. Raises ObservationError with the key that is missing, wrong or unknown.
     """
     budget = budget or PixelBudget()
     maps = key_maps(spec, wire)
@@ -102,12 +108,16 @@ def read_observation(
         raise ObservationError("images", f"at most {MAX_IMAGES}", str(len(frames)))
     unread = {key for each in maps for key in each.unread}
     _refuse_strange_frames(flat, cameras, {key for key, _value in frames.values()} | unread)
+    prompts = (keys.prompt, *PROMPT_KEYS) if keys is not None else PROMPT_KEYS
+    states = keys.state if keys is not None else _STATE_KEYS
+    known = {key for key, _value in frames.values()} | unread | {*states, *prompts, *beside}
+    _refuse_unknown(flat, known, [*(some[0] for some in cameras.values()), states[0], prompts[0], *beside])
     channels_first = keys.channels_first if keys is not None else None
     images = {camera: frame(key, value, budget, channels_first) for camera, (key, value) in frames.items()}
     return Observation(
         images=images,
         state=_state(flat, spec, keys),
-        prompt=_prompt(flat, (keys.prompt, *PROMPT_KEYS) if keys is not None else PROMPT_KEYS),
+        prompt=_prompt(flat, prompts),
         **extra,
     )
 
@@ -207,23 +217,40 @@ def _refuse_strange_frames(
             )
 
 
+def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str], shown: Sequence[str]) -> None:
+    """Raises ObservationError for a key that nothing reads. shown: the keys that a client may choose from."""
+    rows = any(key.startswith(_LEROBOT) for key in flat)  # of a LeRobot data set, with what no policy reads
+    for key in flat:
+        if key in known or (
+            rows and (key in UNREAD or key.startswith(UNREAD_PREFIXES) or key.endswith("_is_pad"))
+        ):
+            continue
+        raise ObservationError(
+            key[:100],
+            f"one of the keys {', '.join(shown)}",
+            f"an unknown key{did_you_mean(key[:100], known)}",
+        )
+
+
 def _state(flat: Mapping[str, Any], spec: PolicySpec, keys: KeyMap | None) -> np.ndarray:
     if keys is not None:
         missing = [key for key in keys.state if key not in flat]
         if missing:
             raise ObservationError(missing[0], "numbers of the state", f"nothing; keys are {_some(flat)}")
         return np.concatenate([vector(key, flat[key]) for key in keys.state])
-    for key in _STATE_KEYS:
-        if key in flat:
-            return vector(key, flat[key])
+    given = [key for key in _STATE_KEYS if key in flat]
+    if len(given) > 1:
+        raise ObservationError(given[1], f"one state, as {given[0]}", "two")
+    if given:
+        return vector(given[0], flat[given[0]])
     raise ObservationError("state", f"{spec.state.dim} numbers", f"nothing; keys are {_some(flat)}")
 
 
-def _prompt(flat: Mapping[str, Any], candidates: Iterable[str]) -> str:
-    for key in candidates:
-        if flat.get(key) is not None:
-            return text(key, flat[key])
-    return ""
+def _prompt(flat: Mapping[str, Any], candidates: Sequence[str]) -> str:
+    found = {key: text(key, flat[key]) for key in candidates if flat.get(key) is not None}
+    if len(set(found.values())) > 1:
+        raise ObservationError(list(found)[1], f"one instruction, as {next(iter(found))}", "two")
+    return next(iter(found.values()), "")
 
 
 def _some(flat: Mapping[str, Any]) -> str:

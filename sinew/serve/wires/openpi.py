@@ -21,6 +21,11 @@ from sinew.serve.wires import keys
 
 NAME = "openpi"
 _NOT_OBSERVED = ("endpoint", "session_id", "deadline_ms")
+OPTIONS = ("seed", "solver_steps", "delay", "horizon", "noise", "previous", "time", "beta", "rtc", "schedule")
+# What clients of the field send to every policy, whether it reads it or not -> why it may be left alone.
+IGNORED = {
+    "observation/cartesian_position": "vLLM-Omni's and DreamZero's clients send zeros beside the joints"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ def read(payload: bytes) -> Message:
 def observation(message: Message, spec: PolicySpec, budget: PixelBudget | None = None) -> Observation:
     """Raises ObservationError. Frames in [0, 1] become bytes as openpi makes them: times 255, rounded down."""
     flat = {key: value for key, value in message.content.items() if key not in _NOT_OBSERVED}
-    made = keys.read_observation(flat, spec, NAME, budget, session=message.session, **options(flat))
+    made = keys.read_observation(
+        flat, spec, NAME, budget, (*OPTIONS, *IGNORED), session=message.session, **options(flat)
+    )
     if all(frame.dtype == np.uint8 for frame in made.images.values()):
         return made
     images = {

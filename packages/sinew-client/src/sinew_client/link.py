@@ -26,11 +26,9 @@ KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # 
 
 
 def place_of(address: str) -> tuple:
-    """Return (host, port) of ``tcp://host:port``. Raises :class:`ClientError`."""
-    host, _, port = address[len("tcp://") :].rpartition(":") if address.startswith("tcp://") else ("", "", "")
+    """Return (host, port) of what ``split_address`` gave. Raises :class:`ClientError` for a host that cannot be one."""
+    host, _, port = address[len("tcp://") :].rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ClientError(f"cannot connect to {address}: expected tcp://host:port")
     try:
         host.encode("idna")
     except UnicodeError as error:

@@ -78,11 +78,19 @@ class ActionChunk:
 
 
 def split_address(address: str) -> tuple:
-    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]``; other transports have no place for one."""
+    """Return (ZeroMQ address, policy) of ``[tcp://]host:port[/policy]``. Raises :class:`ClientError`.
+
+    The one place where an address is refused, for every kind of client: TCP is what a server listens on.
+    """
     scheme, separator, rest = address.rpartition("://")
-    if scheme not in ("", "tcp"):
-        return address, ""
     place, _, policy = rest.partition("/")
+    host, _, port = place.rpartition(":")
+    if scheme not in ("", "tcp") or not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ClientError(
+            f"address: expected tcp://HOST:PORT of the native wire (5555 unless `--wire native:PORT` says otherwise),"
+            f" got {address!r}"
+            + ("; a server listens on TCP alone, no Unix socket" if scheme in ("ipc", "inproc") else "")
+        )
     return "tcp://" + place, policy
 
 

@@ -16,6 +16,7 @@ seed + i), ``solver_steps``, ``session`` and ``deadline_ms``; GR00T's server ign
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,20 +25,36 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.core import (
+    ActionChunk,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    RequestError,
+    SinewError,
+    did_you_mean,
+)
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
 from sinew.serve.decode.npy import dump_npy, load_npy, raw_array
+from sinew.serve.quiet import Once
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.groot.names import Names
 from sinew.serve.wires.keys import frame, text
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH = 64
 MAX_VALUES = (
     2048  # of one message; a batch of 64 has some three hundred, and they are read before the key is known
 )
 MAX_ERROR_TEXT = 1000
+OPTIONS = (
+    *("session", "deadline_ms", "seed", "solver_steps"),
+    *("previous", "delay", "horizon", "rtc", "schedule", "beta"),
+)
+FIELDS = ("endpoint", "data", "api_token")  # of a request
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
 JSON_TEXT_ARCHITECTURES = ("gr00t_n1_5",)  # whose clients expect a modality's configuration as JSON text
 
@@ -76,6 +93,7 @@ class GrootCodec:
     def bind(self, service: Service) -> None:
         self.service = service
         self.names = Names.of(service.spec)
+        self._once = Once(logger)
         self._modalities = _modalities(self.names, service.spec)
 
     # ------------------------------------------------------------------------- requests
@@ -96,6 +114,11 @@ class GrootCodec:
             if endpoint == "kill":
                 raise RequestError("kill: this server is stopped where it runs, not by its clients")
             header = replace(header, endpoint=endpoint)
+            if strange := next((key for key in request if key not in FIELDS), None):
+                hint = did_you_mean(str(strange)[:100], FIELDS)
+                raise RequestError(
+                    f"{str(strange)[:100]}: expected one of {', '.join(FIELDS)}, got an unknown key{hint}"
+                )
             data = request.get("data")
             if endpoint in ("get_action", "reset"):
                 if not isinstance(data, (dict, type(None))):
@@ -122,6 +145,8 @@ class GrootCodec:
         self, header: Header, _payload: memoryview
     ) -> Sequence[Callable[[PixelBudget], Observation]]:
         batch = self._batch(header)
+        for sentence in self.names.unread(header.observation):
+            self._once.warning(f"groot: {sentence}")
         return [partial(self._element, header, batch, index) for index in range(batch.size)]
 
     def _batch(self, header: Header) -> _Batch:
@@ -191,7 +216,10 @@ class GrootCodec:
             for chunk in chunks
         ]
         info = {"server_ms": server_ms, "timing": timing, "seed": [chunk.seed for chunk in chunks]}
-        if warnings := [warning for chunk in chunks for warning in chunk.warnings]:
+        if warnings := [
+            *self.names.unread(header.observation),
+            *(w for chunk in chunks for w in chunk.warnings),
+        ]:
             info["warnings"] = list(dict.fromkeys(warnings))
         return msgpack.packb([found, info])
 
@@ -254,6 +282,16 @@ def _read_data(header: Header, data: dict[str, Any]) -> Header:
     if not isinstance(options, (dict, type(None))):
         raise RequestError(f"options: expected a map or nothing, got {type(options).__name__}")
     options = options or {}
+    for known, given, where in (
+        (("observation", "options"), data if listed else {}, "data"),
+        (OPTIONS, options, "options"),
+    ):
+        for key in given:
+            if key not in known:
+                raise RequestError(
+                    f"{where}.{key[:100]}: expected one of {', '.join(known)}, got an unknown"
+                    f" key{did_you_mean(key[:100], known)}"
+                )
     return replace(
         header,
         observation=observation,

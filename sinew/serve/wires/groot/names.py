@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sinew.core import CameraSpec, ObservationError, PolicySpec
+from sinew.core import CameraSpec, ObservationError, PolicySpec, did_you_mean
 from sinew.serve.wires.keys import key_maps
 
 PROMPT = (
     "annotation.human.task_description"  # where the bundle says nothing: what most of GR00T's robots send
 )
 STATE, ACTIONS = "state", "actions"
+MODALITIES = ("video", "state", "language")
+_PREFIXES = ("video.", "state.", "language.", "annotation.")
 
 _MEMBER = re.compile(r"(.+)\.\d+")
 
@@ -69,6 +71,7 @@ class Names:
     ) -> tuple[dict[str, tuple[str, Any]], list[tuple[str, Any]], tuple[str, Any] | None]:
         """What the policy reads of an observation, nested or flat: frames by camera, parts of the state in order,
         the instruction; each as (key, value). Raises ObservationError with the key that is missing."""
+        _refuse_unknown(observation, self.prompt)
         video, state = _modality(observation, "video"), _modality(observation, "state")
         frames = {
             camera: (f"video.{key}", video[key]) for key, camera in self.cameras.items() if key in video
@@ -94,21 +97,44 @@ class Names:
                 raise ObservationError(f"state.{key}", "numbers", f"nothing; {_some(state)}")
         return frames, [(f"state.{key}", state[key]) for key in keys], self._instruction(observation)
 
+    def unread(self, observation: Mapping[str, Any]) -> list[str]:
+        """Return a sentence if there are states or instructions that the policy does not read. Simulations send all
+        that they have, so these are told and not refused; :meth:`select` has refused what is neither."""
+        state, said = _modality(observation, "state"), _languages(observation, self.prompt)
+        strange = [f"state.{key}" for key in state if key not in self.states] if len(state) > 1 else []
+        strange += [f"language.{key}" for key in said if key != self.prompt] if len(said) > 1 else []
+        names = ", ".join(key[:60] for key in strange[:12])
+        return [f"the policy does not read {names}"] if strange else []
+
     def _instruction(self, observation: Mapping[str, Any]) -> tuple[str, Any] | None:
-        nested = observation.get("language")
-        if isinstance(nested, dict):
-            found = nested
-        else:
-            found = {
-                key: value
-                for key, value in observation.items()
-                if key == self.prompt or key == "task" or key.startswith(("annotation.", "language."))
-            }
+        found = _languages(observation, self.prompt)
         if self.prompt in found:
             return f"language.{self.prompt}", found[self.prompt]
         if len(found) > 1:
             raise ObservationError("language", f"the key {self.prompt}", _some(found))
         return next(((f"language.{key}", value) for key, value in found.items()), None)
+
+
+def _refuse_unknown(observation: Mapping[str, Any], prompt: str) -> None:
+    """Raises ObservationError for a key of no modality."""
+    for key in observation:
+        if key not in (*MODALITIES, "task", prompt) and not key.startswith(_PREFIXES):
+            raise ObservationError(
+                key[:100],
+                f"one of {', '.join(MODALITIES)}, or keys that begin with {', '.join(_PREFIXES)}",
+                f"an unknown key{did_you_mean(key[:100], MODALITIES)}",
+            )
+
+
+def _languages(observation: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    nested = observation.get("language")
+    if isinstance(nested, dict):
+        return nested
+    return {
+        key: value
+        for key, value in observation.items()
+        if key == prompt or key == "task" or key.startswith(("annotation.", "language."))
+    }
 
 
 def _modality(observation: Mapping[str, Any], modality: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the state, and in which order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,12 @@ import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
+from sinew.serve.quiet import Once
 from sinew.serve.wires import keys
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
+
+logger = logging.getLogger(__name__)
+_once = Once(logger)
 
 DEFAULT_HZ = 30.0  # of upstream's server, for bundles that do not say
 MAX_NAME = 256  # characters of a joint's or a camera's name
@@ -76,6 +81,9 @@ def observation(
 ) -> Observation:
     """A raw observation as the policy takes it; frames in the size that the camera has. Raises ObservationError."""
     raw = timed.observation
+    read = {*agreement.state, *(key for key, _camera in agreement.images), agreement.prompt, "task"}
+    for key in raw.keys() - read:
+        _once.warning(f"lerobot: the policy does not read {str(key)[:60]!r}")
     budget = budget or PixelBudget()
     images = {}
     for key, camera in agreement.images:

@@ -9,6 +9,7 @@ Source: ``lerobot/async_inference/helpers.py`` of LeRobot 0.4.4, the same at 0.6
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Callable
@@ -20,6 +21,10 @@ import numpy as np
 
 from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
 from sinew.serve.decode.pickle.machine import Built, Machine, Name, SafePickleError, load
+from sinew.serve.quiet import Once
+
+logger = logging.getLogger(__name__)
+_once = Once(logger)
 
 HELPERS = "lerobot.async_inference.helpers"
 OLD_HELPERS = "lerobot.scripts.server.helpers"  # before LeRobot 0.4
@@ -75,7 +80,8 @@ class _Instance(Built):
         self._state = state
 
     def finish(self, plain: Callable[[Any], Any]) -> Any:
-        """Fields that this version does not know are left out: later ones may bring more."""
+        """Fields that this version does not know are left out, and told once: later ones may bring more, and the
+        protocol has no place to refuse one of them and not the client."""
         values = dict(self._known)
         for each in fields(self._kind):
             if each.name in self._known:
@@ -85,6 +91,9 @@ class _Instance(Built):
                 values[each.name] = _checked(name, str(each.type), plain(self._state[each.name]))
             elif each.default is MISSING and each.default_factory is MISSING:
                 raise SafePickleError(f"{name}: expected a value, got nothing")
+        for name in self._state:
+            if name not in values:
+                _once.warning(f"lerobot: {self._kind.__name__}.{str(name)[:60]} is not read")
         return self._kind(**values)
 
 

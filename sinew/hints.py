@@ -1,0 +1,58 @@
+"""How an option is spelt for whoever reads a message: a program, the command line, or a client of a server.
+
+This is the one place that decides it. The command line and a server say that they are there; nobody is Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from sinew.core import did_you_mean
+
+Reader = Literal["python", "command line", "client"]
+_FLAGS = {"providers": "provider"}  # where the command line has another name than sinew.load
+_reader: Reader = "python"  # of this process: requests are computed on threads that belong to nobody
+
+
+@contextlib.contextmanager
+def read_by(reader: Reader) -> Iterator[None]:
+    """Write the messages of this process for a reader, inside."""
+    global _reader  # noqa: PLW0603 - one process, one reader
+    before, _reader = _reader, reader
+    try:
+        yield
+    finally:
+        _reader = before
+
+
+def option(name: str, value: Mapping[str, str] | Sequence[str] | str | Literal[True] = True) -> str:
+    """Return how the reader writes an option of :func:`sinew.load` with a value. True: it is a switch.
+
+    >>> option("rename", {"front": "camera1"})
+    "rename={'front': 'camera1'}"
+    """
+    if _reader == "python":
+        shown = dict(value) if isinstance(value, Mapping) else value
+        return f"{name}={shown!r}"
+    flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+    values: Sequence[str]
+    if isinstance(value, Mapping):
+        values = [f"{new}={old}" for new, old in value.items()]
+    elif value is True:
+        values = []
+    else:
+        values = [value] if isinstance(value, str) else value
+    text = " ".join(f"{flag} {each}" for each in values) or flag
+    return text if _reader == "command line" else f"`sinew serve ... {text}`"
+
+
+def refuse_unknown(name: str, given: Iterable[str], function: Callable[..., object]) -> None:
+    """Raise TypeError for a keyword that a function does not have, with the one that may be meant. name: the user's own
+    for it."""
+    known = list(inspect.signature(function).parameters)[2:]  # without self, and what is given by its place
+    for word in given:
+        if word not in known:
+            raise TypeError(f"{name}: expected {', '.join(known)}, got {word!r}{did_you_mean(word, known)}")

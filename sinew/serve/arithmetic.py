@@ -1,0 +1,99 @@
+"""What decides the last bits of an answer, said by the server and kept with each record, and how far two may differ.
+
+The same policy gives the same chunk, bit for bit, where all of :data:`KEYS` are the same. Where one is not, sums are
+taken in another order, and each rounds otherwise: :func:`tolerance` says by how much.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from sinew import machine
+
+# Of a server's own metadata: the same in all of them is the same in every bit.
+KEYS = (
+    "version",
+    "engine",
+    "device",
+    "precision",
+    "providers",
+    "threads",
+    "max_batch",
+    "hardware",
+    "instructions",
+    "libraries",
+)
+LIBRARIES = ("torch", "onnxruntime", "triton", "numpy")
+
+# A sum of K products in another order differs by about sqrt(K) roundings of its size, and D sums one after the other by
+# sqrt(D) times that: errors of either sign add like steps of a random walk. K = 2^12 and D = 2^10 are beyond every
+# family here but for the widest products of the largest (K = 2^14: twice as much), so 2^11 roundings of 2^-24.
+# Half precision and integers are summed in float32 and rounded once for each sum: 2^5 of their own roundings.
+TOLERANCES = {
+    "fp32": 2.0**-13,
+    "fp16": 2.0**-6,
+    "bf16": 2.0**-3,
+    "int8": 2.0**-3,
+}  # of the model's output of size 1
+LOWER = {"int8-rows": "int8", "fp8": "int8"}
+
+
+def about(threads: int) -> dict[str, Any]:
+    """Return what a process says of its arithmetic beside its policy's own description, ready for JSON."""
+    return {
+        "threads": threads,
+        "hardware": machine.cpu_model(),
+        "instructions": machine.instructions(),
+        "libraries": {
+            name: str(module.__version__)
+            for name in LIBRARIES
+            if (module := sys.modules.get(name)) is not None and hasattr(module, "__version__")
+        },
+    }
+
+
+def kept(server: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a server's metadata decides its bits. Raises ValueError for a precision that is none."""
+    precision = server.get("precision", {})
+    if not isinstance(precision, Mapping) or not all(isinstance(kind, str) for kind in precision.values()):
+        raise ValueError(f"precision: expected the word of each component, got {precision!r:.80}")
+    return {"max_batch": 1, **{key: server[key] for key in KEYS if key in server}}
+
+
+def unlike(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return where two that :func:`kept` made are not the same, a text each. What one of them does not say counts."""
+    return [
+        f"{key}: {_text(then.get(key))} then, {_text(now.get(key))} now"
+        for key in KEYS
+        if key not in then
+        or key not in now
+        or then[key] != now[key]
+        or (key == "max_batch" and now[key] != 1)
+    ]
+
+
+def tolerance(*each: Mapping[str, Any]) -> tuple[float, str]:
+    """Return how far chunks of two servers may differ, in units of the model's output, and by which precision: the
+    lowest that either computes in. Says fp32 where none is known, which is the strictest."""
+    words = {
+        word
+        for kept_ in each
+        for kind in kept_.get("precision", {}).values()
+        for word in kind.partition(" ")[0].split("+")
+    }
+    found = [LOWER.get(word, word) for word in words]
+    known = [word if word in TOLERANCES else "int8" for word in found]
+    lowest = max(known, key=lambda word: TOLERANCES[word], default="fp32")
+    return TOLERANCES[lowest], lowest
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "not said"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name} {each}" for name, each in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "none"
+    return str(value)
