@@ -23,7 +23,13 @@ from tests import rules
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
-CODE = (Path(__file__), Path(rules.__file__), ROOT / "sinew" / "presets" / "frames.py")  # what unpacks
+PRESETS = ROOT / "sinew" / "presets"
+USED = (  # beside the fixtures
+    Path(__file__),
+    Path(rules.__file__),
+    PRESETS / "frames.py",
+    PRESETS / "golden" / "smolvla-tiny.gguf",
+)
 RULES = {"model.safetensors": "weights.json", "fixture.safetensors": "fixture.json"}  # file -> its rules
 PACKED = ".xz"
 
@@ -73,7 +79,7 @@ def unpack(source: Path, target: Path) -> None:
 def _digest() -> str:
     """Return a hash of all that the unpacked files depend on."""
     found = hashlib.sha256()
-    for path in [*CODE, *sorted(path for path in FIXTURES.rglob("*") if path.is_file())]:
+    for path in [*USED, *sorted(path for path in FIXTURES.rglob("*") if path.is_file())]:
         found.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode())
         found.update(path.read_bytes())
     return found.hexdigest()[:16]

@@ -2,7 +2,8 @@
 
 A rule file is JSON: ``metadata`` of the safetensors file, ``seed``, ``tensors`` (name -> ``dtype``, ``shape``, ``rule``
 and the rule's own numbers), ``taken`` (files of other cases whose tensors this one shares: ``file`` below the
-fixtures, ``prefix`` of the names here, names there that are ``except``-ed) and ``sha256`` of the file that comes out.
+fixtures, ``prefix`` of the names here, names there that are ``except``-ed; or a ``bundle`` of the package that was
+converted from this very file, with ``names`` here -> there) and ``sha256`` of the file that comes out.
 Numpy draws, in float64 until the last rounding, and the draws need no mathematical library: the bytes are the
 same everywhere, and where they are not, the SHA-256 says so.
 """
@@ -14,12 +15,16 @@ import json
 import math
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
+from sinew.bundle import GGUFFile
 from sinew.presets.frames import grey_frame, wave, with_noise
 
+ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"F32": "<f4", "I64": "<i8", "U8": "|u1"}
 PARTS = 4  # of 16 bits in a word, whose sum is nearly normal
 MEAN = PARTS * 0xFFFF / 2
@@ -126,6 +131,21 @@ def read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str] | None]:
     return {name: (dtype, shape, bytes(body[at])) for name, (dtype, shape, at) in in_order}, metadata
 
 
+def from_bundle(path: Path, names: dict[str, str]) -> dict[str, Tensor]:
+    """Return tensors of a bundle by their names here, in float32, which holds all values of bfloat16."""
+    file, data = GGUFFile(path), path.read_bytes()
+    found: dict[str, Tensor] = {}
+    for here, there in names.items():
+        info = file.tensors[there]
+        stored = data[info.offset : info.offset + info.nbytes]
+        if info.type is GGMLQuantizationType.BF16:
+            stored = (np.frombuffer(stored, "<u2").astype("<u4") << 16).tobytes()
+        elif info.type is not GGMLQuantizationType.F32:
+            raise ValueError(f"{path}: {there}: expected F32 or BF16, got {info.type.name}")
+        found[here] = ("F32", list(info.shape), stored)
+    return found
+
+
 def write(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> bytes:
     """Return a safetensors file with the tensors in their order."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
@@ -147,6 +167,9 @@ def build(rules: dict[str, Any], stored: bytes | None, other: Callable[[str], by
     tensors, metadata = ({}, None) if stored is None else read(stored)
     made = {name: draw(rules["seed"], name, spec) for name, spec in rules.get("tensors", {}).items()}
     for share in rules.get("taken", []):
+        if "bundle" in share:
+            made |= from_bundle(ROOT / share["bundle"], share["names"])
+            continue
         for name, tensor in read(other(share["file"]))[0].items():
             if name not in share.get("except", ()):
                 made[share.get("prefix", "") + name] = tensor

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from safetensors.numpy import load
 
+from sinew.bundle import Bundle
+from sinew.presets.golden import BUNDLE
 from tests import cases, rules
 
 LIMIT = 60_000_000  # bytes of all tracked files
@@ -118,6 +121,27 @@ def test_a_file_of_drawn_taken_and_stored_tensors() -> None:
     assert rules.write(*rules.read(data)) == data
 
 
+def test_tensors_of_a_bundle(tmp_path: Path) -> None:
+    """The package's golden bundle holds in bfloat16 what the checkpoint has in float32; other types are refused."""
+    bundle = Bundle(BUNDLE)
+    kinds = {info.type.name: name for name, info in bundle.infos.items()}
+    assert kinds.keys() == {"F32", "BF16"}
+    found = rules.from_bundle(BUNDLE, {f"here.{name}": name for name in kinds.values()})
+    for name in kinds.values():
+        tensor = bundle.tensor(name)
+        dtype, shape, data = found[f"here.{name}"]
+        assert (dtype, shape) == ("F32", list(tensor.shape))
+        np.testing.assert_array_equal(np.frombuffer(data, "<f4").reshape(shape), tensor.float().numpy())
+    half = GGUFWriter(tmp_path / "half.gguf", "any")
+    half.add_tensor("w", np.zeros(32, np.float16))
+    half.write_header_to_file()
+    half.write_kv_data_to_file()
+    half.write_tensors_to_file()
+    half.close()
+    with pytest.raises(ValueError, match="w: expected F32 or BF16, got F16"):
+        rules.from_bundle(tmp_path / "half.gguf", {"w": "w"})
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     spec = {"dtype": "F32", "shape": [4], "rule": "constant", "value": 0}
     with pytest.raises(ValueError, match=r"w: expected a rule of normal, .*, got 'zeros'"):
@@ -147,7 +171,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "config.json").write_text("{}")
     monkeypatch.setattr(cases, "ROOT", root)
     monkeypatch.setattr(cases, "FIXTURES", root / "tests" / "fixtures")
-    monkeypatch.setattr(cases, "CODE", ())
+    monkeypatch.setattr(cases, "USED", ())
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     return root
