@@ -1,9 +1,9 @@
 """Error of a chunk in FP8: relative L2 against float32 eager, emulated on the CPU by the twin.
 
-``python -m benchmarks.fp8_error FIXTURES`` takes the directory of golden fixtures (one checkpoint each, as the tests
-read them): components, scales per row and calibrated with several headrooms, bfloat16 and noise on the weights beside
-them. ``--trained`` instead: the package's trained policies over episodes of their tasks, calibrated on the first 16
-observations and compared on 32 others. The last line is JSON.
+``python -m benchmarks.fp8_error`` takes the golden cases (tests/cases.py, one checkpoint each): components, scales per
+row and calibrated with several headrooms, bfloat16 and noise on the weights beside them. ``--trained`` instead: the
+package's trained policies over episodes of their tasks, calibrated on the first 16 observations and compared on 32
+others. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sinew.engine.eager import EagerEngine
 from sinew.engine.plan import Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.policy import Policy, load
+from tests.cases import golden_cases
 from tests.golden import Golden, relative_l2
 
 CASES = ("smolvla-2cam", "pi0-2cam", "pi05-2cam")
@@ -125,12 +126,12 @@ def main_trained() -> None:
     print(json.dumps(found))
 
 
-def main(fixtures: Path) -> None:
+def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in CASES:
             found[name] = []
-            for row in rows(fixtures / name, bundle(fixtures / name, Path(folder))):
+            for row in rows(golden_cases() / name, bundle(golden_cases() / name, Path(folder))):
                 found[name].append(row)
                 print(f"{name:14} {row['what']:44} {row['error']:.2e}", flush=True)
     errors = [row["error"] for each in found.values() for row in each]
@@ -141,7 +142,7 @@ def main(fixtures: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--trained"]:
         main_trained()
-    elif len(sys.argv) == 2:
-        main(Path(sys.argv[1]))
+    elif len(sys.argv) == 1:
+        main()
     else:
-        sys.exit("usage: python -m benchmarks.fp8_error FIXTURES | --trained")
+        sys.exit("usage: python -m benchmarks.fp8_error [--trained]")

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.families import FAMILIES
-from benchmarks.inflate import FIXTURES, inflate
+from benchmarks.inflate import inflate
+from tests.cases import golden_cases
 
 PRESETS = ("smolvla", "pi0", "pi05", "groot-n17", "openvla-oft")
 MIB = 1 << 20
@@ -87,7 +88,7 @@ def write(name: str, out: Path) -> dict[str, Any]:
     elif name == "openvla-oft":
         from sinew.presets.openvla_checkpoint import write_openvla_checkpoint
 
-        write_openvla_checkpoint(out / "checkpoint", FIXTURES / "openvla-oft" / "checkpoint")
+        write_openvla_checkpoint(out / "checkpoint", golden_cases() / "openvla-oft" / "checkpoint")
     else:
         from sinew.presets.pi_checkpoint import write_pi_checkpoint
 

@@ -20,8 +20,8 @@ from safetensors import safe_open
 
 from sinew.presets.noise import write_tensors
 from sinew.presets.smolvla_layout import TensorPlan
+from tests.cases import golden_cases
 
-FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
 SHARD = 4 << 30  # bytes
 Shape = tuple[int, ...]
 
@@ -43,7 +43,7 @@ class Family:
 
 def inflate(family: Family, out: Path) -> int:
     """Write ``out`` (the fixture's folders, full-size weights in its ``folder``); return the bytes of its weights."""
-    home = FIXTURES / family.case
+    home = golden_cases() / family.case
     out.mkdir(parents=True)
     for folder in (part for part in home.iterdir() if part.is_dir()):
         shutil.copytree(

@@ -1,4 +1,4 @@
-"""Fixtures: the golden cases (tests/fixtures), and the bundles converted from them."""
+"""Fixtures: the golden cases (tests/cases.py), and the bundles converted from them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 from sinew.convert import convert
 from sinew.policy import load
 from tests import processes
+from tests.cases import golden_cases
 from tests.proofs import Recorder
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
@@ -34,13 +35,12 @@ with contextlib.suppress(ImportError):  # which not every test needs
     hypothesis.settings.register_profile("sinew", deadline=None)  # 200 ms of a busy machine say nothing
     hypothesis.settings.load_profile("sinew")
 
-GOLDEN = Path(__file__).resolve().parent / "fixtures"
 
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """The directory of golden fixtures (reference implementations' inputs and outputs)."""
-    return GOLDEN
+    return golden_cases()
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +90,7 @@ def export_to(home: Path) -> None:
     with (home.parent / "exported.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not any(home.iterdir()):
-            case = GOLDEN / "smolvla-2cam"
+            case = golden_cases() / "smolvla-2cam"
             convert(case / "checkpoint", home / "policy.gguf", vlm=case / "vlm", name=case.name)
             load(home / "policy.gguf", engine="onnx")
 

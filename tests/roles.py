@@ -22,8 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.cases import golden_cases
+
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN = ROOT / "tests" / "fixtures" / "smolvla-2cam"
+CASE = "smolvla-2cam"
 NATIVE = "tcp://127.0.0.1:5555"
 ROLES = {"client": "sinew_client", "onnx": "sinew", "cpu": "sinew"}  # role -> what is imported
 # Lines of the README that a role cannot run, and what is said instead; everything else has to end with 0.
@@ -161,8 +163,9 @@ observation = {"images": {"camera1": front, "camera2": wrist}, "state": state, "
 
 def furnish(role: Role) -> None:
     """Put the files that the README's lines name into the folder where they run."""
-    shutil.copytree(GOLDEN / "checkpoint", role.work / "my_smolvla")
-    shutil.copytree(GOLDEN / "vlm", role.work / "SmolVLM2-500M-Video-Instruct")
+    case = golden_cases() / CASE
+    shutil.copytree(case / "checkpoint", role.work / "my_smolvla")
+    shutil.copytree(case / "vlm", role.work / "SmolVLM2-500M-Video-Instruct")
     picture = (
         "from PIL import Image; [Image.new('RGB', (640, 480)).save(f) for f in ('front.jpg', 'wrist.png')]"
     )
@@ -229,10 +232,10 @@ def torch_free(role: Role, exported: Path) -> None:
 
 def export(home: Path) -> Path:
     """Return a folder of `sinew export` with the README's policy, written by this interpreter's own sinew."""
-    policy, folder = home / "policy.gguf", home / "robot"
+    policy, folder, case = home / "policy.gguf", home / "robot", golden_cases() / CASE
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'packages' / 'sinew-client' / 'src'}"}
     for words in (
-        ("convert", GOLDEN / "checkpoint", policy, "--vlm", GOLDEN / "vlm"),
+        ("convert", case / "checkpoint", policy, "--vlm", case / "vlm"),
         ("export", policy, "--onnx", folder),
     ):
         subprocess.run(

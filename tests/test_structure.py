@@ -76,10 +76,3 @@ def test_files_are_short() -> None:
         path: len(path.read_text().splitlines()) for folder in folders for path in folder.rglob("*.py")
     }
     assert {path: length for path, length in lengths.items() if length > LONGEST_FILE} == {}
-
-
-def test_fixtures_are_small() -> None:
-    """60 MiB in all: keep what tests read."""
-    files = [path for path in (ROOT / "tests" / "fixtures").rglob("*") if path.is_file()]
-    assert len(files) > 50
-    assert sum(path.stat().st_size for path in files) <= 60 * 2**20

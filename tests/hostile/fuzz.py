@@ -21,11 +21,10 @@ from pathlib import Path
 
 import torch
 
+from tests.cases import golden_cases
 from tests.hostile import decoders, files, sockets
 from tests.hostile.meter import HEAD, Kind, measure
 from tests.hostile.mutate import mutate_bytes
-
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 
 def main() -> int:
@@ -67,7 +66,7 @@ def main() -> int:
                 go(name, case, given.sockets, ())
     if given.files:
         with tempfile.TemporaryDirectory() as work:
-            for name, make in files.makers(FIXTURES, Path(work)).items():
+            for name, make in files.makers(golden_cases(), Path(work)).items():
                 if not given.only or name in given.only:
                     go(name, make(), given.files, files.EXPECTED)
     total = sum(each.inputs for each in found)

@@ -13,10 +13,8 @@ from sinew.models import build_on_meta
 from sinew.policy import load
 from sinew.presets.openvla_checkpoint import oft_config, tensors, write_openvla_checkpoint
 
-FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "openvla-oft" / "checkpoint"
 
-
-def test_a_tiny_one_converts_and_runs(tmp_path: Path) -> None:
+def test_a_tiny_one_converts_and_runs(golden: Path, tmp_path: Path) -> None:
     published = oft_config()
     dino, siglip = published.vision
     tiny = replace(
@@ -28,7 +26,7 @@ def test_a_tiny_one_converts_and_runs(tmp_path: Path) -> None:
         projector=(4 * 80, 64),
         language=DecoderConfig(64, 96, 2, 4, 4, 16, 1e-6, 1e4),
     )
-    source = write_openvla_checkpoint(tmp_path / "checkpoint", FIXTURE, tiny)
+    source = write_openvla_checkpoint(tmp_path / "checkpoint", golden / "openvla-oft" / "checkpoint", tiny)
     convert(source, tmp_path / "policy.gguf")
     policy = load(tmp_path / "policy.gguf", "cpu", engine="eager")
     assert policy.engine.model.config == tiny

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from sinew.processing.resample import resize_antialias, resize_area, resize_cut, resize_floats
 from tests.golden import Golden
 
-GROOT = Path(__file__).resolve().parents[1] / "fixtures" / "groot-n17"
 CAMERAS = ("exterior_image_1_left", "wrist_image_left")
 
 
@@ -37,8 +34,8 @@ def letterbox(image: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def stored() -> Golden:
-    return Golden(GROOT)
+def stored(golden) -> Golden:
+    return Golden(golden / "groot-n17")
 
 
 @pytest.mark.parametrize("camera", CAMERAS)

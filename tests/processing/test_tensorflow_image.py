@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,13 +20,12 @@ from sinew.processing.tensorflow_image import (
 )
 from tests.golden import decoded
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "tf_preprocess.safetensors"
 SIDE, AREA = 224, 0.9
 
 
 @pytest.fixture(scope="module")
-def recorded():
-    with safe_open(FIXTURE, framework="np") as file:
+def recorded(golden):
+    with safe_open(golden / "tf_preprocess.safetensors", framework="np") as file:
         yield {name: decoded(file.get_tensor(name)) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 

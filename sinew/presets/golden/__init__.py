@@ -1,7 +1,8 @@
 """A golden check that travels with the package: a tiny SmolVLA with random weights, one observation, and
 the actions that LeRobot 0.6.2 computed for it. ``sinew doctor`` runs it; no download, about a second.
 
-The data is written by ``python -m sinew.presets.golden.build`` from the reference's stored inputs and outputs.
+The data is written by ``python -m sinew.presets.golden.build`` from the reference's stored inputs and outputs. The
+frames are drawn as the reference's were.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from sinew.presets.frames import grey_frame
+
 DATA = Path(__file__).parent
 BUNDLE = DATA / "smolvla-tiny.gguf"
 REFERENCE = DATA / "reference.npz"
+FRAMES = {"seed": 0, "skip": 192, "word": 8}  # as tests/fixtures/smolvla-2cam/fixture.json has them
 MAX_ABS, COSINE_GAP = 1e-4, 1e-7  # the project's bound for the eager float32 engine
 
 Check = tuple[str, bool, str]  # name, passed, detail
@@ -20,12 +24,10 @@ Check = tuple[str, bool, str]  # name, passed, detail
 
 def observation() -> dict:
     """The stored observation, frames and noise included."""
-    from PIL import Image
-
     with np.load(REFERENCE, allow_pickle=False) as stored:
         cameras = [str(name) for name in stored["cameras"]]
         return {
-            "images": {name: np.asarray(Image.open(DATA / f"{name}.png").convert("RGB")) for name in cameras},
+            "images": {name: grey_frame(index, **FRAMES) for index, name in enumerate(cameras)},
             "state": stored["state"],
             "prompt": str(stored["prompt"]),
             "noise": stored["noise"],

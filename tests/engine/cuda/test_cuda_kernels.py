@@ -23,7 +23,7 @@ from sinew.engine.cuda.tune import choices
 from sinew.engine.eager import EagerEngine
 from sinew.engine.loading import load_model
 from sinew.engine.plan import Plan
-from tests.conftest import GOLDEN
+from tests.cases import golden_cases
 from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, asset_case, golden_case, shaken
 from tests.golden import relative_l2
 
@@ -41,7 +41,7 @@ def open_case(request):
         if name in ("pen", "blocks"):
             return asset_case(name)
         bundle = "pi_bundle" if name.startswith("pi") else "smolvla_bundle"
-        return golden_case(GOLDEN, request.getfixturevalue(bundle), name)
+        return golden_case(golden_cases(), request.getfixturevalue(bundle), name)
 
     return make
 

@@ -1,0 +1,104 @@
+"""The golden cases as the references wrote them, unpacked once from tests/fixtures.
+
+``python -m tests.cases`` prints the folder in which they are; programs call :func:`golden_cases`. In tests/fixtures a
+large file is stored compressed (``NAME.xz``) or by rule (tests/rules.py), or partly one and partly the other:
+``weights.json`` and ``model.safetensors.xz`` give ``model.safetensors``, ``fixture.json`` and
+``fixture.safetensors.xz`` give ``fixture.safetensors``. Everything else is stored as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from tests import rules
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "tests" / "fixtures"
+PRESETS = ROOT / "sinew" / "presets"
+USED = (  # beside the fixtures
+    Path(__file__),
+    Path(rules.__file__),
+    PRESETS / "frames.py",
+    PRESETS / "golden" / "smolvla-tiny.gguf",
+)
+RULES = {"model.safetensors": "weights.json", "fixture.safetensors": "fixture.json"}  # file -> its rules
+PACKED = ".xz"
+
+
+@functools.cache
+def golden_cases() -> Path:
+    """Return the folder of all cases: build/fixtures, or a folder for temporary files where the checkout is read-only.
+
+    Its name is a hash of what it was made from, so that it is made once, whoever asks: one process makes it, and
+    others wait.
+    """
+    name = _digest()
+    homes = [ROOT / "build" / "fixtures", Path(tempfile.gettempdir()) / f"sinew-fixtures-{os.getuid()}"]
+    for home in homes:
+        try:
+            return _unpacked(home / name)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+    raise PermissionError(f"expected a writable folder for unpacked fixtures, got {homes[0]} and {homes[1]}")
+
+
+def content(path: Path) -> bytes:
+    """Return a file's bytes as unpacked, whether tests/fixtures stores them, packs them or has rules for them."""
+    packed, found = path.with_name(path.name + PACKED), path.with_name(RULES.get(path.name, path.name))
+    if path.name in RULES and found.exists():
+        stored = lzma.decompress(packed.read_bytes()) if packed.exists() else None
+        try:
+            return rules.build(json.loads(found.read_text()), stored, lambda name: content(FIXTURES / name))
+        except ValueError as error:
+            raise ValueError(f"{found}: {error}") from None
+    return lzma.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+
+
+def unpack(source: Path, target: Path) -> None:
+    """Write ``target`` with every file below ``source``, unpacked."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_dir():
+            unpack(path, target / path.name)
+    made_of = {rule: name for name, rule in RULES.items()}
+    files = [path for path in source.iterdir() if path.is_file()]
+    for name in {made_of.get(path.name, path.name.removesuffix(PACKED)) for path in files}:
+        (target / name).write_bytes(content(source / name))
+
+
+def _digest() -> str:
+    """Return a hash of all that the unpacked files depend on."""
+    found = hashlib.sha256()
+    for path in [*USED, *sorted(path for path in FIXTURES.rglob("*") if path.is_file())]:
+        found.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _unpacked(home: Path) -> Path:
+    """Return ``home``; fill it first if it is not there, which it is only when complete."""
+    if home.exists():
+        return home
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with (home.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not home.exists():
+            part = home.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            unpack(FIXTURES, part)
+            part.rename(home)
+    return home
+
+
+if __name__ == "__main__":
+    print(golden_cases())

@@ -1,0 +1,182 @@
+"""Safetensors files from rules, so that a golden case stores no weights that it can draw.
+
+A rule file is JSON: ``metadata`` of the safetensors file, ``seed``, ``tensors`` (name -> ``dtype``, ``shape``, ``rule``
+and the rule's own numbers), ``taken`` (files of other cases whose tensors this one shares: ``file`` below the
+fixtures, ``prefix`` of the names here, names there that are ``except``-ed; or a ``bundle`` of the package that was
+converted from this very file, with ``names`` here -> there) and ``sha256`` of the file that comes out.
+Numpy draws, in float64 until the last rounding, and the draws need no mathematical library: the bytes are the
+same everywhere, and where they are not, the SHA-256 says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from sinew.bundle import GGUFFile
+from sinew.presets.frames import grey_frame, wave, with_noise
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = {"F32": "<f4", "I64": "<i8", "U8": "|u1"}
+PARTS = 4  # of 16 bits in a word, whose sum is nearly normal
+MEAN = PARTS * 0xFFFF / 2
+STD = math.sqrt((2.0**32 - 1) / 3)  # of that sum: PARTS variances of (2**32 - 1) / 12
+
+Tensor = tuple[str, list[int], bytes]  # dtype as safetensors writes it, shape, data
+Rule = Callable[[int, str, dict[str, Any]], np.ndarray]
+
+
+def words(seed: int, name: str, count: int) -> np.ndarray:
+    """Return raw words of 64 bits: Philox with a key of the seed and the tensor's name, so that each is drawn alone."""
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
+    return np.random.Philox(key=key).random_raw(count)
+
+
+def size(spec: dict[str, Any]) -> int:
+    return math.prod(spec["shape"])
+
+
+def normal(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """``mean`` (0 if absent) and ``std``; no value lies further than 3.47 of the latter from the former."""
+    drawn = words(seed, name, size(spec)).astype("<u8").view("<u2").reshape(-1, PARTS).sum(1, dtype=np.int64)
+    return spec.get("mean", 0.0) + spec["std"] * ((drawn - MEAN) / STD)
+
+
+def uniform(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """From ``low`` to ``high``, in steps of 2**-53 of the span."""
+    drawn = (words(seed, name, size(spec)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return spec["low"] + (spec["high"] - spec["low"]) * drawn
+
+
+def constant(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    return np.full(size(spec), spec["value"])
+
+
+def grid(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """The buffer of a spatial softmax, [h * w, 2]: x and y of every cell, both from -1 to 1."""
+    x, y = np.meshgrid(np.linspace(-1.0, 1.0, spec["w"]), np.linspace(-1.0, 1.0, spec["h"]))
+    return np.stack([x.ravel(), y.ravel()], 1)
+
+
+def sinusoid(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """ACT's positions of its VAE encoder, [..., positions, width], which inference does not read."""
+    count, width = spec["shape"][-2:]
+    angles = np.array(
+        [[at / np.power(10000, 2 * (j // 2) / width) for j in range(width)] for at in range(count)]
+    )
+    return waves(angles[:, 0::2], angles[:, 1::2])
+
+
+def cosine(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """Florence-2's positions in time, [positions, width]; X-VLA reads the first alone, which is exactly 0, 1, 0, 1."""
+    count, width = spec["shape"]
+    angles = np.arange(count)[:, None] * np.exp(np.arange(width // 2) * -(math.log(10000) / (width // 2)))
+    return waves(angles, angles)
+
+
+def waves(sines: np.ndarray, cosines: np.ndarray) -> np.ndarray:
+    return np.stack([np.sin(sines), np.cos(cosines)], -1).reshape(len(sines), -1)
+
+
+def grey(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """The frame of ``camera`` in a case of SmolVLA or pi (sinew/presets/frames.py)."""
+    return grey_frame(spec["camera"], seed, spec["skip"], spec["word"])
+
+
+def coloured(seed: int, name: str, spec: dict[str, Any]) -> np.ndarray:
+    """The frame of ``camera`` (0 or 1) in a case of GR00T or Evo-1, [height, width, 3]: a wave of each colour."""
+    (height, width, colours), camera = spec["shape"], spec["camera"]
+    red = wave(height, width, 90, 17 + 6 * camera, 23 - 3 * camera)
+    picture = np.stack([red, 0.8 * np.roll(red, 31, 0) + 20, 0.6 * np.roll(red, 47, 1) + 40], -1)
+    return with_noise(picture, seed, spec["skip"] + camera * height * width * colours, 32)
+
+
+RULES: dict[str, Rule] = {
+    "normal": normal,
+    "uniform": uniform,
+    "constant": constant,
+    "pos_grid": grid,
+    "sinusoid": sinusoid,
+    "cosine_1d": cosine,
+    "grey_frame": grey,
+    "coloured_frame": coloured,
+}
+
+
+def draw(seed: int, name: str, spec: dict[str, Any]) -> Tensor:
+    """Return a tensor by its rule, whose name is ``spec["rule"]``."""
+    if spec["rule"] not in RULES:
+        raise ValueError(f"{name}: expected a rule of {', '.join(RULES)}, got {spec['rule']!r}")
+    values = np.asarray(RULES[spec["rule"]](seed, name, spec))
+    if values.size != size(spec):
+        raise ValueError(f"{name}: expected {size(spec)} values for {spec['shape']}, got {values.size}")
+    return spec["dtype"], spec["shape"], values.astype(DTYPES[spec["dtype"]]).tobytes()
+
+
+def read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str] | None]:
+    """Return the tensors of a safetensors file in their order, and its metadata."""
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    metadata, body = header.pop("__metadata__", None), memoryview(data)[8 + length :]
+    found = {name: (t["dtype"], t["shape"], slice(*t["data_offsets"])) for name, t in header.items()}
+    in_order = sorted(found.items(), key=lambda entry: entry[1][2].start)
+    return {name: (dtype, shape, bytes(body[at])) for name, (dtype, shape, at) in in_order}, metadata
+
+
+def from_bundle(path: Path, names: dict[str, str]) -> dict[str, Tensor]:
+    """Return tensors of a bundle by their names here, in float32, which holds all values of bfloat16."""
+    file, data = GGUFFile(path), path.read_bytes()
+    found: dict[str, Tensor] = {}
+    for here, there in names.items():
+        info = file.tensors[there]
+        stored = data[info.offset : info.offset + info.nbytes]
+        if info.type is GGMLQuantizationType.BF16:
+            stored = (np.frombuffer(stored, "<u2").astype("<u4") << 16).tobytes()
+        elif info.type is not GGMLQuantizationType.F32:
+            raise ValueError(f"{path}: {there}: expected F32 or BF16, got {info.type.name}")
+        found[here] = ("F32", list(info.shape), stored)
+    return found
+
+
+def write(tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> bytes:
+    """Return a safetensors file with the tensors in their order."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    at = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([struct.pack("<Q", len(text)), text, *(data for _, _, data in tensors.values())])
+
+
+def build(rules: dict[str, Any], stored: bytes | None, other: Callable[[str], bytes]) -> bytes:
+    """Return the file of a rule file: the stored tensors as they stand, then those taken and drawn, by name.
+
+    stored: a safetensors file with what no rule gives. other: returns the bytes of another case's file, unpacked.
+    Raises ValueError where the SHA-256 is not the one that the rules say.
+    """
+    tensors, metadata = ({}, None) if stored is None else read(stored)
+    made = {name: draw(rules["seed"], name, spec) for name, spec in rules.get("tensors", {}).items()}
+    for share in rules.get("taken", []):
+        if "bundle" in share:
+            made |= from_bundle(ROOT / share["bundle"], share["names"])
+            continue
+        for name, tensor in read(other(share["file"]))[0].items():
+            if name not in share.get("except", ()):
+                made[share.get("prefix", "") + name] = tensor
+    if twice := tensors.keys() & made.keys():
+        raise ValueError(f"expected each tensor once, got {', '.join(sorted(twice))} stored and by rule")
+    data = write({**tensors, **dict(sorted(made.items()))}, rules.get("metadata", metadata))
+    found = hashlib.sha256(data).hexdigest()
+    if found != rules["sha256"]:
+        raise ValueError(f"expected a file with SHA-256 {rules['sha256']}, got {found}")
+    return data
