@@ -107,19 +107,22 @@ def centre_crop(frame: np.ndarray, area: float, height: int, width: int) -> np.n
 def crop_and_resize(frame: np.ndarray, area: float, height: int, width: int) -> np.ndarray:
     """The crop in floats, [0, 1], before it is rounded: float32 [height, width, 3].
 
-    Bilinear between corner pixels, no antialiasing. Source: TensorFlow, crop_and_resize_op.cc.
+    Bilinear between corner pixels, no antialiasing. What lies past the frame is black, also where rounding alone puts
+    the last row of an uncropped frame there. Source: TensorFlow, crop_and_resize_op.cc.
     """
     image = frame.astype(F32) * F32(1 / 255)
     side = np.sqrt(F32(area))
     start = (F32(1) - side) / F32(2)
     end = start + side
-    y0, y1, fy = _corners(image.shape[0], height, start, end)
-    x0, x1, fx = _corners(image.shape[1], width, start, end)
+    y0, y1, fy, past_y = _corners(image.shape[0], height, start, end)
+    x0, x1, fx, past_x = _corners(image.shape[1], width, start, end)
     fy, fx = fy[:, None, None], fx[None, :, None]
     top, bottom = image[y0], image[y1]
     top = top[:, x0] + (top[:, x1] - top[:, x0]) * fx
     bottom = bottom[:, x0] + (bottom[:, x1] - bottom[:, x0]) * fx
-    return np.clip(top + (bottom - top) * fy, F32(0), F32(1))
+    found = np.clip(top + (bottom - top) * fy, F32(0), F32(1))
+    found[past_y], found[:, past_x] = F32(0), F32(0)
+    return found
 
 
 def to_uint8_saturated(image: np.ndarray) -> np.ndarray:
@@ -128,8 +131,11 @@ def to_uint8_saturated(image: np.ndarray) -> np.ndarray:
 
 
 def _corners(size: int, target: int, start: np.float32, end: np.float32):
-    """Lower and upper neighbour, int64 [target], and the weight of the upper, float32 [target]."""
+    """Lower and upper neighbour, int64 [target], the weight of the upper, float32 [target], and which positions lie
+    past the frame, bool [target]."""
     scale = (end - start) * F32(size - 1) / F32(target - 1)
     position = start * F32(size - 1) + np.arange(target, dtype=F32) * scale
+    past = (position < 0) | (position > F32(size - 1))
+    position = np.clip(position, F32(0), F32(size - 1))
     low = np.floor(position)
-    return low.astype(np.int64), np.ceil(position).astype(np.int64), position - low
+    return low.astype(np.int64), np.ceil(position).astype(np.int64), position - low, past

@@ -160,7 +160,9 @@ class Limited(RuleBasedStateMachine):
         assert verdict.row is not None
         sent = float(self.guard._last[0])  # before rounding to float32
         move, slack = sent - self.position, 1e-9 * (1 + abs(sent))
-        assert -self.limits.high[0] - slack <= sent <= self.limits.high[0] + slack
+        most = float(np.float32(self.limits.high[0]))
+        assert -most <= float(verdict.row[0]) <= most
+        assert -most <= sent <= most
         assert abs(move) <= self.limits.velocity[0] * PERIOD + slack
         assert abs(move - self.moved) <= self.limits.acceleration[0] * PERIOD**2 + slack
         assert bool(verdict.clipped) == (float(verdict.row[0]) != wanted) or abs(sent - wanted) < 1e-6

@@ -311,11 +311,14 @@ def test_a_probe_gives_both_engines_the_same_layer(kind: str) -> None:
     x = random.standard_normal((1, SMALL.tokens, SMALL.width), np.float32)
     shapes = [(32, 32)] * 4 + [(32, 64), (64, 32)]
     weights = [random.standard_normal(shape, np.float32) / 6 for shape in shapes]
+    exact = probe._on_cpu(SMALL, "fp32", x, weights)().numpy()
     ours = probe._on_cpu(SMALL, kind, x, weights)().numpy()
     (theirs,) = probe._on_onnx(SMALL, kind, x, weights, 1)()
-    error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-    assert error < (1e-5 if kind == "fp32" else 0.08)
-    assert kind == "fp32" or error > 1e-4
+    # Where both use the same eight bits (VNNI) they round alike; elsewhere ONNX Runtime has seven. Both do round.
+    for found in (ours, theirs):
+        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        assert (error < 1e-5) if kind == "fp32" else (1e-4 < error < 0.08)
+    assert np.linalg.norm(ours - theirs) / np.linalg.norm(exact) < (1e-5 if kind == "fp32" else 0.08)
 
 
 @needs_kernels

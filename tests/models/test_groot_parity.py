@@ -1,4 +1,4 @@
-"""GR00T N1.5, N1.6 and N1.7 against NVIDIA's and LeRobot's stored intermediates, stage by stage and end to end."""
+"""GR00T N1.5, N1.6 and N1.7 against NVIDIA's and LeRobot's stored actions; their stages are in test_stages.py."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ import torch
 
 from sinew.layers.qwen_vit import block_order
 from sinew.policy import Policy, load
+from tests.closeness import assert_close, rounding
 from tests.convert.test_groot import CASES, observation, reference_pixels
 from tests.golden import Golden, assert_parity
-
-STAGE = {"atol": 1e-5, "rtol": 1e-5}  # of stages whose values reach ten
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, golden, groot_bundle) -> tuple[Policy, Golden]:
     return load(groot_bundle(request.param), dtype="float32"), Golden(golden / request.param)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found.reshape(expected.shape), expected, **STAGE)
-    assert_parity(found.reshape(expected.shape), expected)
 
 
 def read(policy: Policy, g: Golden) -> tuple[torch.Tensor, ...]:
@@ -40,45 +34,10 @@ def test_actions_match_the_reference(case):
     assert len(chunk.timing.step_ms) == len(g["t"])
 
 
-@torch.inference_mode()
-def test_vision_stages_match(case):
+def test_image_tokens_are_found(case):
     policy, g = case
-    model = policy.engine.model
-    image_tokens = read(policy, g)[0]
-    width = model.config.language.hidden_size
-    tower, *taps = image_tokens.split(width, dim=-1)
-    close(tower, g["image_tokens"])
-    assert len(taps) == sum(name.startswith("deepstack.") for name in g.tensors)
-    for index, tap in enumerate(taps):
-        close(tap, g[f"deepstack.{index}"])
-    if not taps:
-        pixels = torch.from_numpy(reference_pixels(g))
-        close(model.vision(pixels), g["vision_last_hidden"])
-
-
-@torch.inference_mode()
-def test_language_stages_match(case):
-    policy, g = case
-    model = policy.engine.model
-    image_tokens, _, tokens, valid, _ = read(policy, g)
-    is_image = tokens == model.config.image_token
     if "image_mask" in g.tensors:
-        assert torch.equal(is_image, g["image_mask"])
-    embedded, *_ = model.embed(image_tokens, is_image, tokens)
-    close(embedded, g["inputs_embeds"])
-    outputs: list[torch.Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, out: outputs.append(out[0]))
-        for layer in model.language.layers
-    ]
-    features = model.features(image_tokens, is_image, tokens, valid)
-    for hook in hooks:
-        hook.remove()
-    close(features, g["backbone_features"])
-    stored = [g[name] for name in g.tensors if name.startswith("lm_layer.")]
-    assert len(outputs) == len(stored)
-    for index, output in enumerate(outputs):
-        close(output, g[f"lm_layer.{index}"])
+        assert torch.equal(g["input_ids"] == policy.engine.model.config.image_token, g["image_mask"])
 
 
 @torch.inference_mode()
@@ -87,28 +46,6 @@ def test_positions_of_images_equal_the_reference(golden, groot_bundle):
     model, tokens = policy.engine.model, g["input_ids"]
     found = model.positions(tokens == model.config.image_token, g["attention_mask"] == 1)
     assert torch.equal(found.permute(2, 0, 1), g["position_ids"][1:])
-
-
-@torch.inference_mode()
-def test_every_solver_step_matches(case):
-    policy, g = case
-    model = policy.engine.model
-    context = model.read(*read(policy, g))
-    close(model.head.refine(g["backbone_features"], g["attention_mask"] == 1), g["vl_embeds"])
-    close(context.prefix[:, :1], g["state_token"])
-    for time, x_t, v_t in zip(model.solver.times(4), g["x_t"], g["v_t"], strict=True):
-        close(model.act(x_t, model.moment(torch.tensor([time], dtype=torch.float64)), context), v_t)
-
-
-@torch.inference_mode()
-def test_the_transformer_before_the_decoder_matches(case):
-    policy, g = case
-    model, outputs = policy.engine.model, []
-    hook = model.head.dit.register_forward_hook(lambda _, __, out: outputs.append(out))
-    context = model.read(*read(policy, g))
-    model.act(g["x_t"][0], model.moment(torch.zeros(1, dtype=torch.float64)), context)
-    hook.remove()
-    close(outputs[0], g["dit_out_step0"])
 
 
 def test_time_buckets_are_the_references(case):
@@ -144,11 +81,12 @@ def test_padding_of_the_prompt_changes_nothing(case):
     model = policy.engine.model
     image_tokens, cameras, tokens, valid, state = read(policy, g)
     padded = torch.nn.functional.pad(tokens, (0, 7), value=3), torch.nn.functional.pad(valid, (0, 7))
-    outputs = []
-    for ids, mask in ((tokens, valid), padded):
+
+    def output(ids, mask):
         context = model.read(image_tokens, cameras, ids, mask, state)
-        outputs.append(model.act(g["noise"], model.moment(torch.zeros(1, dtype=torch.float64)), context))
-    torch.testing.assert_close(outputs[0], outputs[1], atol=2e-6, rtol=0)
+        return model.act(g["noise"], model.moment(torch.zeros(1, dtype=torch.float64)), context)
+
+    assert_close(rounding(output, tokens, valid), output(*padded))
 
 
 def test_both_layouts_of_n15_act_alike(golden, groot_bundle):

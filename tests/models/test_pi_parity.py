@@ -1,4 +1,4 @@
-"""pi0 and pi0.5 against LeRobot's stored inputs, intermediates and outputs, stage by stage and end to end."""
+"""pi0 and pi0.5 against LeRobot's stored inputs and outputs; their stages are in test_stages.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sinew.core import ConvertError, Observation, ObservationError
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
 from tests.convert.vlacpp_file import write_vlacpp_pi
-from tests.golden import Golden, assert_parity, integrate
+from tests.golden import Golden, assert_parity
 
 CASES = ["pi0-2cam", "pi05-2cam"]
 
@@ -54,40 +54,17 @@ def test_preprocessing_matches(case):
 
 
 @torch.inference_mode()
-def test_prefix_stages_match(case):
+def test_masks_of_the_prefix_match(case):
     policy, g = case
     model = policy.engine.model
     pixels, *rest = batched(policy, g)
-    image_tokens = model.embed_images(pixels)
-    for view, camera in enumerate(g.cameras):
-        assert_parity(image_tokens[:, view], g[f"image_tokens.{camera}"])
-    x, valid, _ = model.embed_prefix(image_tokens, *rest)
-    assert_parity(x, g["prefix_embs"])
+    _, valid, _ = model.embed_prefix(model.embed_images(pixels), *rest)
     assert torch.equal(valid, g["prefix_pad_masks"])
     assert not g["prefix_att_masks"].any()
     one_block = torch.zeros_like(valid)
     mask = model.prefix_mask(valid, one_block)
     assert torch.equal(mask[valid], block_mask(valid, one_block)[valid])
     assert mask.stride(1) == 0  # one row of memory: engines read it as a mask of keys
-    _, cache = model.language(x, valid.long().cumsum(1) - 1, mask)
-    for layer, (k, v) in enumerate(cache):
-        # Padded rows hold what nobody reads; upstream's differ by how its mask rounds.
-        assert_parity(k[valid], g[f"kv.{layer}.k"].transpose(1, 2)[valid])
-        assert_parity(v[valid], g[f"kv.{layer}.v"].transpose(1, 2)[valid])
-
-
-@torch.inference_mode()
-def test_every_solver_step_matches(case):
-    policy, g = case
-    model = policy.engine.model
-    pixels, camera_mask, tokens, token_mask, state = batched(policy, g)
-    prefix = model.prefix(model.embed_images(pixels), camera_mask, tokens, token_mask, state)
-    for step, (t, x_t, v_t) in enumerate(zip(g["t"], g["x_t"], g["v_t"], strict=True)):
-        assert_parity(model.velocity(x_t, t, prefix), v_t)
-        if "adarms_cond" in g.tensors:
-            assert_parity(model.condition(t), g["adarms_cond"][step])
-    chunk = integrate(lambda x, t: model.velocity(x, t, prefix), g["noise"], len(g["t"]))
-    assert_parity(chunk[..., : policy.spec.action.dim], g["chunk_normalized"])
 
 
 def test_leaving_padding_out_changes_nothing(case):

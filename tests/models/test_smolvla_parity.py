@@ -1,4 +1,4 @@
-"""SmolVLA against LeRobot's stored inputs, intermediates and outputs, stage by stage and end to end."""
+"""SmolVLA against LeRobot's stored inputs and outputs; its stages are in test_stages.py."""
 
 from __future__ import annotations
 
@@ -47,51 +47,36 @@ def test_preprocessing_matches(case):
 
 
 @torch.inference_mode()
-def test_prefix_stages_match(case):
+def test_masks_of_the_prefix_match(case):
     policy, g = case
     model = policy.engine.model
     pixels = torch.stack([g[f"pixel_values.{camera}"][0] for camera in g.cameras])[None]  # [1, V, 3, H, W]
     image_tokens = model.embed_images(pixels)
-    for view, camera in enumerate(g.cameras):
-        assert_parity(image_tokens[:, view], g[f"image_tokens.{camera}"])
-
     state = torch.nn.functional.pad(
         g["state_normalized"], (0, policy.padded_state_dim - policy.spec.state.dim)
     )
     mask = torch.ones(1, len(g.cameras), dtype=torch.bool)
-    x, valid, opens_block = model.embed_prefix(image_tokens, mask, g["lang_tokens"], g["lang_mask"], state)
-    assert_parity(x, g["prefix_embs"])
+    _, valid, opens_block = model.embed_prefix(image_tokens, mask, g["lang_tokens"], g["lang_mask"], state)
     assert torch.equal(valid, g["prefix_pad_masks"])
     assert torch.equal(opens_block, g["prefix_att_masks"])
     assert torch.equal(block_mask(valid, opens_block), g["prefix_att_2d"])
 
-    hidden, cache = model.language(x, valid.long().cumsum(1) - 1, g["prefix_att_2d"])
-    for layer, (k, v) in enumerate(cache):
-        assert_parity(k, g[f"kv.{layer}.k"])
-        assert_parity(v, g[f"kv.{layer}.v"])
-    assert_parity(model.language.norm(hidden), g["prefix_out_normed"])
-
 
 @torch.inference_mode()
-def test_every_solver_step_matches(case):
-    """Velocities at the reference's own points, then the whole integration."""
+def test_times_of_the_solver_match(case):
     policy, g = case
     model = policy.engine.model
     inputs = policy.processor.inputs(Observation.from_mapping(g.observation()))
     arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
     pixels, camera_mask, tokens, token_mask, state = (torch.from_numpy(array)[None] for array in arrays)
     prefix = model.prefix(model.embed_images(pixels), camera_mask, tokens, token_mask, state)
-    for t, x_t, v_t in zip(g["t"], g["x_t"], g["v_t"], strict=True):
-        assert_parity(model.velocity(x_t, t, prefix), v_t)
-
     times: list[float] = []
 
     def velocity(x, t):
         times.append(t.item())
         return model.velocity(x, t, prefix)
 
-    chunk = integrate(velocity, g["noise"], len(g["t"]))
-    assert_parity(chunk[..., : policy.spec.action.dim], g["chunk_normalized"])
+    integrate(velocity, g["noise"], len(g["t"]))
     assert times == g["t"][:, 0].tolist()
 
 

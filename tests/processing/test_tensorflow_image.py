@@ -91,6 +91,15 @@ def test_any_size(height, width, seed, level):
     assert (centre_crop(flat, AREA, 8, 9) == level).all()
 
 
+def test_a_crop_whose_last_row_is_rounded_past_the_frame():
+    """383 steps of 479 / 383 end behind row 479 in float32; TensorFlow extrapolates there, with zero."""
+    frame = np.full((480, 20, 3), 200, np.uint8)
+    cropped = centre_crop(frame, 1.0, 384, 20)
+    assert (cropped[-1] == 0).all()
+    assert (cropped[:-1] == cropped[0, 0]).all()
+    assert (centre_crop(frame.transpose(1, 0, 2), 1.0, 20, 384) == cropped.transpose(1, 0, 2)).all()
+
+
 @pytest.mark.parametrize("quality", [1, 50, 100])
 def test_quality_of_jpeg(quality):
     """A lower quality strays further; Pillow's own encoder and decoder stay close at each."""

@@ -36,7 +36,12 @@ class Fusion:
         weight = self.weight(distance)
         if weight == 1.0:
             return new
-        return ((1.0 - weight) * old + weight * new).astype(np.float32)
+        return between(((1.0 - weight) * old + weight * new).astype(np.float32), old, new)
+
+
+def between(mixed: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return a mixture of two rows, within them: rounding takes it past the larger one, and so past a robot's limit."""
+    return np.clip(mixed, np.minimum(one, other), np.maximum(one, other))
 
 
 def parse_fusion(text: str) -> Fusion:
@@ -103,7 +108,9 @@ def guidance_weights(length: int, delay: int, end: int, schedule: str = "exp") -
         return (rows < start).astype(np.float64)
     weights = np.clip((start - 1 - rows) / (end - start + 1) + 1, 0.0, 1.0)
     if schedule == "exp":
-        weights = weights * np.expm1(weights) / (np.e - 1)
+        # The quotient of two exponentials is one at one, but is rounded past it on some processors.
+        weights = np.minimum(weights * np.expm1(weights) / (np.e - 1), 1.0)
+        weights[:start] = 1.0
     return np.where(rows < end, weights, 0.0)
 
 
@@ -118,5 +125,5 @@ def ramp_strength(length: int, delay: int, end: int, rate: float = 6.0) -> np.nd
     strength = np.ones(length)
     strength[:frozen] = 0.0
     moment = np.linspace(0.0, 1.0, end - frozen + 2)[1:-1]
-    strength[frozen:end] = np.expm1(-rate * moment) / np.expm1(-rate)
+    strength[frozen:end] = np.minimum(np.expm1(-rate * moment) / np.expm1(-rate), 1.0)
     return strength

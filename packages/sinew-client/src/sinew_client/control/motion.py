@@ -178,6 +178,7 @@ def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.nda
     For actuators that are faster than the control rate. Only commands and committed rows go in, so what comes
     afterwards cannot change it; the row is reached at the end of its step. Without a last command: the row itself.
     """
-    if last is None or part >= 1.0:
+    share = np.float32(part)
+    if last is None or share >= 1.0:  # less than 1 may be rounded to it, and the way there past the row
         return row
-    return (last + (row - last) * np.float32(part)).astype(np.float32)
+    return (last + (row - last) * share).astype(np.float32)

@@ -145,11 +145,16 @@ class Guard:
 
     Limits are those of a position command: velocity is its change per second, acceleration the change of that. A
     robot near the end of its range is slowed early enough to stop there within its acceleration. Holding (repeating
-    the last command) is always allowed, whatever the acceleration: a stop comes first.
+    the last command) is always allowed, whatever the acceleration: a stop comes first. A range counts as commands can
+    say it, its ends rounded to float32.
     """
 
     def __init__(self, limits: Limits | None, period: float):
         self.limits, self.period = limits, period
+        if limits is not None:  # commands are float32: a limit of 0.1 is what 0.1 is in a command
+            self._low, self._high = (
+                end.astype(np.float32).astype(np.float64) for end in (limits.low, limits.high)
+            )
         self._last: np.ndarray | None = None  # float64 [D]
         self._step = np.zeros(0)  # what the last command moved by
 
@@ -184,7 +189,7 @@ class Guard:
         return Verdict(row if not clipped else allowed.astype(np.float32), "", clipped)
 
     def _allowed(self, wanted: np.ndarray, limits: Limits) -> tuple[np.ndarray, tuple[str, ...]]:
-        inside = np.clip(wanted, limits.low, limits.high)
+        inside = np.clip(wanted, self._low, self._high)
         hits = [("range", inside != wanted)]
         if self._last is None:
             return inside, _named(hits, limits)
@@ -194,8 +199,8 @@ class Guard:
         slow = np.clip(move, -fastest, fastest)
         hits.append(("velocity", slow != move))
         smooth = np.clip(slow, self._step - push, self._step + push)
-        smooth = np.minimum(smooth, np.maximum(_braking(limits.high - self._last, push), self._step - push))
-        smooth = np.maximum(smooth, np.minimum(-_braking(self._last - limits.low, push), self._step + push))
+        smooth = np.minimum(smooth, np.maximum(_braking(self._high - self._last, push), self._step - push))
+        smooth = np.maximum(smooth, np.minimum(-_braking(self._last - self._low, push), self._step + push))
         hits.append(("acceleration", smooth != slow))
         # Where nothing was limited the command is the one that was wanted, without the rounding of a detour.
         return np.where(smooth == move, inside, self._last + smooth), _named(hits, limits)

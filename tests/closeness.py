@@ -1,0 +1,189 @@
+"""How near two float32 computations of the same thing must lie: the one bound of all parity tests.
+
+It is no constant but what rounding itself does to the very computation under test, found by Monte Carlo arithmetic
+(Parker 1997; CESTAC, Vignes 1974): the computation is repeated with a random error of a rounding's size behind every
+operation (:class:`Noise`), and what that moves is the unit. The error behind a sum of n products is
+
+    u * sqrt(n) * (root mean square of the row of results),   u = 2^-24, half a unit in the last place of float32,
+
+because the factors scatter around zero and the roundings are independent, in whatever order the sum is taken (Higham
+and Mary 2019 and 2020, "A new approach to probabilistic rounding error analysis", and its sharper form for random data;
+the worst case grows with n instead of sqrt(n)). So the bound is relative to magnitudes, grows with the length and the
+depth of sums, and knows what norms, softmax and gates do to an error on its way. It is the same on every machine:
+instruction sets, threads and libraries choose the order of a sum, and that is left open here. With s the root mean
+square of what noise moves a tensor by,
+
+    root mean square of (a - b) <= FACTOR * s,   and of each element   |a - b| <= FACTOR * TAIL * s,
+
+for an element with the s of its row where that is larger. FACTOR: two computations differ by sqrt(2) errors, and s
+comes from a few samples. TAIL: how far the largest of a million normal numbers lies outside their root mean square. The
+largest ratios that golden cases have on instruction sets from SSE to AVX-512 are in docs/log.md: 0.75 and 2.2, of 2 and
+10. A bound above LOOSE of the tensor's magnitude would pass what is wrong: that fails too.
+
+What this sees is shown for every family in tests/models/test_planted_errors.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNIT = 2.0**-24  # the largest relative error of one rounding to float32
+SAMPLES = 3
+POOL = 1 << 20
+FACTOR, TAIL = 2.0, 5.0
+LOOSE = 4e-4
+
+Array = np.ndarray | Tensor
+Run = Callable[..., Any]  # calls a function with its arguments
+
+
+class Seen(TorchDispatchMode):
+    """Notes what the low-bit products of a computation read, for its noisy repetitions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if lowbit(func):
+            self.inputs.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Noise(TorchDispatchMode):
+    """Adds to every float32 result of PyTorch a random error of the size of its rounding.
+
+    seen: of the same computation without noise. Low-bit products round their input to whole numbers. Another rounding
+    up or down there is no rounding error of float32 but another computation, and golden cases stay away from ties; so
+    the numbers stay what they were, and noise moves what scales them.
+    """
+
+    def __init__(self, seed: int, seen: Seen) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        self.normal = torch.randn(POOL, generator=random)
+        self.starts = iter(torch.randint(POOL, (1 << 16,), generator=random).tolist())
+        self.seen, self.products = seen, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if lowbit(func):
+            before, self.products = self.seen.inputs[self.products], self.products + 1
+            largest = before.abs().amax(-1, keepdim=True)
+            grown = args[0].abs().amax(-1, keepdim=True) / largest.clamp(min=torch.finfo(torch.float32).tiny)
+            args = (before * torch.where(largest > 0, grown, 1.0), *args[1:])
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            return self.rounded(result, func, args)
+        if isinstance(result, tuple) and isinstance(result[0], Tensor):  # the other results are statistics
+            return (self.rounded(result[0], func, args), *result[1:])
+        return result
+
+    def rounded(self, result: Tensor, func: Any, args: Any) -> Tensor:
+        count, both_signs = terms(func, args, result)
+        if not count or result.dtype != torch.float32:
+            return result
+        size = result.square().mean(-1, keepdim=True).sqrt() if both_signs else result.abs()
+        return torch.addcmul(result, size * (UNIT * math.sqrt(count)), self.normals(result.shape))
+
+    def normals(self, shape: torch.Size) -> Tensor:
+        """Return standard normal numbers, from a pool: drawing them anew would take longer than the models."""
+        start, count = next(self.starts), shape.numel()
+        pool = self.normal.roll(-start) if count > POOL - start else self.normal[start:]
+        return (
+            pool.repeat(-(-count // POOL))[:count].view(shape) if count > POOL else pool[:count].view(shape)
+        )
+
+
+def lowbit(func: Any) -> bool:
+    return func.overloadpacket.__name__.startswith("lowbit_linear")
+
+
+def terms(func: Any, args: Any, result: Tensor) -> tuple[int, bool]:
+    """Return how many terms stand behind one element of an operator's result, 0 where nothing is rounded; and whether
+    they have both signs, so that an element may be far smaller than its partial sums."""
+    name = func.overloadpacket.__name__
+    match name:
+        case "linear" | "mm" | "bmm" | "matmul":
+            return args[0].shape[-1], True
+        case "addmm" | "baddbmm":
+            return args[1].shape[-1], True
+        case "conv2d" | "convolution":
+            return args[1][0].numel(), True
+        case "layer_norm" | "native_layer_norm":
+            return math.prod(args[1]), True
+        case "softmax" | "_softmax":
+            return args[0].shape[args[1]], False
+        case "mean" | "sum":
+            return args[0].numel() // max(1, result.numel()), False
+        case _ if "scaled_dot_product" in name:
+            return args[1].shape[-2], True
+    moves = name.startswith(("where", "masked_fill", "clamp", "relu", "neg", "abs"))  # rounds nothing
+    return int(torch.Tag.pointwise in func.tags and not moves), False
+
+
+def runs(samples: int = SAMPLES) -> tuple[Run, list[Run]]:
+    """Return what calls functions as inference does, and ``samples`` that call the same functions again with noise. The
+    first is ahead of the others, call by call."""
+    seen = Seen()
+
+    def within(mode: TorchDispatchMode) -> Run:
+        def run(function: Callable[..., Any], *arguments: Any) -> Any:
+            with torch.inference_mode(), mode:
+                return function(*arguments)
+
+        return run
+
+    return within(seen), [within(Noise(seed, seen)) for seed in range(samples)]
+
+
+class Rounding:
+    """What a computation gives, and what rounding does to it. ``found``: its result; ``noisy``: those with noise."""
+
+    def __init__(self, found: Array, noisy: Iterable[Array]):
+        self.found = torch.as_tensor(found).double()
+        moved = [torch.as_tensor(other).double() - self.found for other in noisy]
+        squares = torch.stack(moved).square().mean(0)
+        self.unit = squares.mean().sqrt()
+        self.row = squares.mean(-1, keepdim=True).sqrt().clamp(min=self.unit)
+        self.magnitude = self.found.square().mean().sqrt()
+
+    def refusal(self, expected: Array) -> str:
+        """Return why ``expected`` is no other float32 computation of the same; empty if it may be."""
+        wanted = torch.as_tensor(expected).double()
+        if wanted.numel() != self.found.numel():
+            return f"shape {list(self.found.shape)} instead of {list(wanted.shape)}"
+        off = self.found - wanted.reshape(self.found.shape)
+        if not torch.isfinite(off).all():
+            return "not finite"
+        if FACTOR * self.unit > LOOSE * self.magnitude:
+            return f"rounding moves it by {self.unit / self.magnitude:.1e} of itself: the bound would say nothing"
+        mean, multiples = (
+            off.square().mean().sqrt(),
+            off.abs() / self.row,
+        )  # 0 / 0 is below no bound: no refusal
+        if mean > FACTOR * self.unit:
+            return f"{mean:.2e} off in the mean square, {mean / self.unit:.1f} times rounding; at most {FACTOR:g}"
+        if (multiples > FACTOR * TAIL).any():
+            return (
+                f"{off.abs().max():.2e} off, {multiples.max():.1f} times rounding; at most {FACTOR * TAIL:g}"
+            )
+        return ""
+
+
+def rounding(function: Callable[..., Array], *arguments: Any) -> Rounding:
+    """Compute a function and what rounding does to its result."""
+    plainly, noisily = runs()
+    found = plainly(function, *arguments)
+    return Rounding(found, [run(function, *arguments) for run in noisily])
+
+
+def assert_close(found: Rounding, expected: Array, name: str = "") -> None:
+    """Fail unless ``expected`` is another float32 computation of what ``found`` is."""
+    assert not (why := found.refusal(expected)), f"{name or 'result'}: {why}"

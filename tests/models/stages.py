@@ -1,0 +1,312 @@
+"""The stages of every family, in the order in which they are computed, beside what its reference stored.
+
+``stages(case, policy, golden)`` computes a golden case, and again with noise, and yields each stored tensor. The parity
+tests want all of them close; the planted errors (test_planted_errors.py) say which one refuses first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sinew.core import Observation
+from sinew.policy import Policy
+from tests.closeness import SAMPLES, Rounding, Run, runs
+from tests.convert.test_groot import observation as groot_observation
+from tests.convert.test_groot import reference_pixels
+from tests.golden import Golden, integrate
+
+
+class Stage(NamedTuple):
+    """A tensor of ours, and the reference's."""
+
+    name: str
+    found: Tensor
+    expected: Tensor
+
+
+CASES = (
+    *("smolvla-2cam", "smolvla-3cam-padded", "pi0-2cam", "pi05-2cam", "groot-n17", "groot-n16", "groot-n15"),
+    *("evo1", "evo1-mint", "openvla-oft", "openvla-ar", "vla-adapter", "bitvla", "vla-jepa"),
+)
+
+
+def stages(
+    case: str, policy: Policy, g: Golden, samples: int = SAMPLES
+) -> Iterator[tuple[str, Rounding, Tensor]]:
+    """Yield name, ours with what rounding does to it, and the reference's, of every stage of a golden case."""
+    plainly, noisily = runs(samples)
+    every = zip(
+        computed(case, policy, g, plainly), *(computed(case, policy, g, run) for run in noisily), strict=True
+    )
+    for (name, found, expected), *others in every:
+        shape = expected.shape
+        noisy = [other.found.reshape(shape) for other in others]
+        yield name, Rounding(found.reshape(shape), noisy), expected
+
+
+def computed(case: str, policy: Policy, g: Golden, run: Run) -> Iterator[Stage]:
+    """Yield every stage, each computed by ``run``; the actions of the whole policy last."""
+    family = next(steps for prefix, steps in FAMILIES.items() if case.startswith(prefix))
+    given = observation(case, g)
+    yield from family(policy, g, given, run)
+    found = torch.from_numpy(run(policy.infer, given).actions)
+    expected = g["actions"].reshape(-1, g["actions"].shape[-1])[:, : found.shape[1]]
+    yield Stage("actions", found, expected)
+
+
+def observation(case: str, g: Golden) -> Observation:
+    """Return the observation that the reference saw."""
+    if case.startswith("groot"):
+        return groot_observation(g)
+    if case.startswith("evo1"):
+        return evo1_observation(g)
+    given = {
+        "images": {name.removeprefix("observation.images."): g.numpy(f"frame.{name}") for name in g.cameras},
+        "state": g.numpy("state_raw") if "state_raw" in g.tensors else np.zeros(0, np.float32),
+        "prompt": g.metadata["task"],
+    }
+    if "noise" in g.tensors:
+        given["noise"] = g.numpy("noise").reshape(g["noise"].shape[-2:])
+    return Observation.from_mapping(given)
+
+
+def evo1_observation(g: Golden, **changes: Any) -> Observation:
+    """Return Evo-1's. The original server swaps the colours of what its clients send: they send BGR."""
+    cameras = [name for name in g.cameras if f"frame.{name}" in g.tensors]
+    order = -1 if g.metadata["family"] == "evo1-mint" else 1
+    frames = {name: np.ascontiguousarray(g.numpy(f"frame.{name}")[..., ::order]) for name in cameras}
+    given = {"images": frames, "state": g.numpy("state_raw"), "prompt": g.metadata["task"]}
+    return Observation.from_mapping({**given, "noise": g.numpy("noise")[0], **changes})
+
+
+def arguments(policy: Policy, given: Observation, padded: bool = False) -> tuple[Tensor, ...]:
+    """Return pixels, camera mask, tokens, token mask and state as the model takes them, with a batch axis."""
+    inputs = policy.processor.inputs(given, padded=padded)
+    arrays = (inputs.pixels, inputs.camera_mask, inputs.tokens, inputs.token_mask, inputs.state)
+    return tuple(torch.from_numpy(np.asarray(array))[None] for array in arrays)
+
+
+class Outputs(list[Tensor]):
+    """What modules give while it is entered."""
+
+    def __init__(self, modules: Any):
+        super().__init__()
+        self._modules = modules
+
+    def __enter__(self) -> Outputs:
+        self._hooks = [module.register_forward_hook(self._note) for module in self._modules]
+        return self
+
+    def _note(self, _module: Any, _inputs: Any, output: Any) -> None:
+        self.append(output[0] if isinstance(output, tuple) else output)
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+# ----------------------------------------------------------------------------- SmolVLA, pi0, pi0.5
+
+
+def smolvla(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    image_tokens = yield from views(policy, g, run)
+    spare = policy.padded_state_dim - policy.spec.state.dim
+    state = torch.nn.functional.pad(g["state_normalized"], (0, spare))
+    mask = torch.ones(1, len(g.cameras), dtype=torch.bool)
+    x, valid, _ = run(model.embed_prefix, image_tokens, mask, g["lang_tokens"], g["lang_mask"], state)
+    yield Stage("prefix_embs", x, g["prefix_embs"])
+    hidden, cache = run(model.language, x, valid.long().cumsum(1) - 1, g["prefix_att_2d"])
+    for layer, (k, v) in enumerate(cache):
+        yield Stage(f"kv.{layer}.k", k, g[f"kv.{layer}.k"])
+        yield Stage(f"kv.{layer}.v", v, g[f"kv.{layer}.v"])
+    yield Stage("prefix_out_normed", run(model.language.norm, hidden), g["prefix_out_normed"])
+    yield from velocities(policy, g, run, *arguments(policy, given)[1:])
+
+
+def pi(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    rest = arguments(policy, given, padded=True)[1:]
+    image_tokens = yield from views(policy, g, run)
+    x, valid, _ = run(model.embed_prefix, image_tokens, *rest)
+    yield Stage("prefix_embs", x, g["prefix_embs"])
+    mask = model.prefix_mask(valid, torch.zeros_like(valid))
+    _, cache = run(model.language, x, valid.long().cumsum(1) - 1, mask)
+    for layer, (k, v) in enumerate(cache):
+        # Padded rows hold what nobody reads; upstream's differ by how its mask rounds.
+        yield Stage(f"kv.{layer}.k", k[valid], g[f"kv.{layer}.k"].transpose(1, 2)[valid])
+        yield Stage(f"kv.{layer}.v", v[valid], g[f"kv.{layer}.v"].transpose(1, 2)[valid])
+    if "adarms_cond" in g.tensors:
+        for step, t in enumerate(g["t"]):
+            yield Stage(f"adarms_cond.{step}", run(model.condition, t), g["adarms_cond"][step])
+    yield from velocities(policy, g, run, *rest)
+
+
+def views(policy: Policy, g: Golden, run: Run) -> Iterator[Stage]:
+    """Of the reference's own pixels."""
+    pixels = torch.stack([g[f"pixel_values.{camera}"][0] for camera in g.cameras])[None]  # [1, V, 3, H, W]
+    image_tokens = run(policy.engine.model.embed_images, pixels)
+    for view, camera in enumerate(g.cameras):
+        yield Stage(f"image_tokens.{camera}", image_tokens[:, view], g[f"image_tokens.{camera}"])
+    return image_tokens
+
+
+def velocities(policy: Policy, g: Golden, run: Run, *rest: Tensor) -> Iterator[Stage]:
+    """At the reference's own points, then the whole integration."""
+    model: Any = policy.engine.model
+    pixels = torch.stack([g[f"pixel_values.{camera}"][0] for camera in g.cameras])[None]
+    prefix = run(model.prefix, run(model.embed_images, pixels), *rest)
+    for step, (t, x_t, v_t) in enumerate(zip(g["t"], g["x_t"], g["v_t"], strict=True)):
+        yield Stage(f"v_t.{step}", run(model.velocity, x_t, t, prefix), v_t)
+    chunk = run(integrate, lambda x, t: model.velocity(x, t, prefix), g["noise"], len(g["t"]))
+    yield Stage("chunk_normalized", chunk[..., : policy.spec.action.dim], g["chunk_normalized"])
+
+
+# ----------------------------------------------------------------------------- GR00T, VLA-JEPA
+
+
+def groot(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, tokens = torch.from_numpy(reference_pixels(g)), g["input_ids"]
+    valid, state = g["attention_mask"] == 1, g["state_normalized"][:, 0]
+    image_tokens = run(model.embed_images, pixels[None])
+    tower, *taps = image_tokens.split(model.config.language.hidden_size, dim=-1)
+    assert len(taps) == sum(name.startswith("deepstack.") for name in g.tensors)
+    if not taps:
+        yield Stage("vision_last_hidden", run(model.vision, pixels), g["vision_last_hidden"])
+    for index, tap in enumerate(taps):
+        yield Stage(f"deepstack.{index}", tap, g[f"deepstack.{index}"])
+    yield Stage("image_tokens", tower, g["image_tokens"])
+    is_image = tokens == model.config.image_token
+    yield Stage("inputs_embeds", run(model.embed, image_tokens, is_image, tokens)[0], g["inputs_embeds"])
+    with Outputs(model.language.layers) as outputs:
+        features = run(model.features, image_tokens, is_image, tokens, valid)
+    assert len(outputs) == sum(name.startswith("lm_layer.") for name in g.tensors)
+    for index, output in enumerate(outputs):
+        yield Stage(f"lm_layer.{index}", output, g[f"lm_layer.{index}"])
+    yield Stage("backbone_features", features, g["backbone_features"])
+    yield Stage("vl_embeds", run(model.head.refine, g["backbone_features"], valid), g["vl_embeds"])
+    cameras = torch.ones(1, len(g.cameras), dtype=torch.bool)
+    context = run(model.read, image_tokens, cameras, tokens, valid, state)
+    yield Stage("state_token", context.prefix[:, :1], g["state_token"])
+    with Outputs([model.head.dit]) as outputs:
+        run(model.act, g["x_t"][0], moment(model, 0.0, run), context)
+    yield Stage("dit_out_step0", outputs[0], g["dit_out_step0"])
+    yield from outputs_of_the_head(model, g, context, run)
+
+
+def jepa(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    image_tokens = run(model.embed_images, pixels)
+    tower, *taps = image_tokens.split(model.config.language.hidden_size, dim=-1)
+    assert len(taps) == 3
+    for index, tap in enumerate(taps):
+        yield Stage(f"deepstack.{index}", tap, g[f"deepstack.{index}"])
+    yield Stage("image_tokens", tower, g["image_tokens"])
+    is_image, valid = model.seen(image_tokens, cameras, tokens, mask)
+    yield Stage("inputs_embeds", run(model.embed, image_tokens, is_image, tokens)[0], g["inputs_embeds"])
+    features = run(model.features, image_tokens, is_image, tokens, valid)
+    last = features[0, -len(g["last_hidden_prenorm"]) :]
+    yield Stage("last_hidden_prenorm", last, g["last_hidden_prenorm"])
+    yield Stage("conditioning", features[:, model.marked(tokens, valid)[0]], g["conditioning"])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    yield from outputs_of_the_head(model, g, context, run)
+
+
+def outputs_of_the_head(model: Any, g: Golden, context: Any, run: Run) -> Iterator[Stage]:
+    """At each of the reference's own points."""
+    for step, (time, x_t, v_t) in enumerate(zip(model.solver.times(4), g["x_t"], g["v_t"], strict=True)):
+        x = x_t.reshape(1, *x_t.shape[-2:])
+        yield Stage(f"v_t.{step}", run(model.act, x, moment(model, time, run), context), v_t)
+
+
+def moment(model: Any, time: float, run: Run) -> Tensor:
+    return run(model.moment, torch.tensor([time], dtype=torch.float64))
+
+
+# ----------------------------------------------------------------------------- Evo-1
+
+
+def evo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    dims = policy.spec.action.dim
+    every = torch.from_numpy(policy.processor.inputs(given, padded=True).pixels)
+    assert len(every) == 3
+    if "vision_last_hidden" in g.tensors:  # with the class token
+        yield Stage("vision_last_hidden", run(model.vision, every), g["vision_last_hidden"][:, 1:])
+    else:
+        stored = g["vision_last_hidden_head"][:1, 1:]
+        found = run(model.vision, every[:1])[:, : stored.shape[1]]
+        yield Stage("vision_last_hidden_head", found, stored)
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    image_tokens = run(model.embed_images, pixels)
+    if model.config.blank:  # the black one comes first
+        yield Stage("image_tokens", image_tokens[0][:, ::8], g["image_tokens"][[2, 0, 1]])
+    else:
+        yield Stage("image_tokens", image_tokens[0], g["image_tokens"][: len(image_tokens[0])])
+    x, valid = run(model.embed, image_tokens, cameras, *model.filled(tokens, mask))
+    with Outputs(model.language.layers) as outputs:
+        features = run(model.features, x, valid)
+    if "rows" in g.tensors:  # every row counts, those of padding and of the black view too
+        yield Stage("backbone_features", features[:, g["rows"]], g["backbone_features"])
+    else:
+        seen = valid[0]
+        yield Stage("inputs_embeds", x[:, seen], g["inputs_embeds"][:, seen])
+        for index, output in enumerate(outputs):
+            yield Stage(f"lm_layer.{index}", output[:, seen], g[f"lm_layer.{index}"][:, seen])
+        yield Stage("backbone_features", features[:, seen], g["backbone_features"][:, seen])
+    yield Stage("state_token", run(model.head.state_encoder, state), g["state_token"])
+    rows = torch.ones_like(valid) if model.config.rows else valid
+    context = run(model.head.context, features, rows, state)
+    count = 7 if "steps" not in g.tensors else 50
+    times = model.solver.times(count)
+    steps = g["steps"].tolist() if "steps" in g.tensors else range(count)
+    for step, x_t, v_t in zip(steps, g["x_t"], g["v_t"], strict=True):
+        found = run(model.act, x_t, moment(model, times[step], run), context)
+        yield Stage(f"v_t.{step}", found[..., :dims], v_t[..., :dims])
+
+
+# ----------------------------------------------------------------------------- OpenVLA, OFT, VLA-Adapter, BitVLA
+
+
+def prismatic(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[Stage]:
+    model: Any = policy.engine.model
+    pixels, cameras, tokens, mask, state = arguments(policy, given)
+    yield Stage("vit_features", run(model.vision.features, pixels[0]), g["vit_features"])
+    image_tokens = run(model.embed_images, pixels)
+    yield Stage("image_tokens", image_tokens[0], g["image_tokens"])
+    if "proprio_token" in g.tensors:
+        yield Stage("proprio_token", run(model.state_proj, state), g["proprio_token"])
+    context = run(model.read, image_tokens, cameras, tokens, mask, state)
+    if hasattr(context, "queries"):
+        yield Stage("lm_layer.1", context.task[0, 0], g["lm_layer.1"][: context.task.shape[2]])
+        yield Stage("action_hidden", context.queries[-1, 0, :-1], g["action_hidden"])
+    elif hasattr(context, "hidden"):
+        yield Stage("action_hidden", context.hidden, g["action_hidden"])
+    if (
+        "action_logits" in g.tensors
+    ):  # the bins of each token in turn; what is said is compared as ids elsewhere
+        with Outputs([model.lm_head]) as outputs:
+            run(model.generate, context)
+        end, bins = model.config.action_tokens_end, g["action_logits"].shape[1]
+        yield Stage("action_logits", torch.cat(outputs)[:, 0, end - bins : end], g["action_logits"])
+    if "chunk_normalized" in g.tensors:
+        yield Stage("chunk_normalized", run(model.regress, context)[0], g["chunk_normalized"])
+
+
+FAMILIES: dict[str, Callable[[Policy, Golden, Observation, Run], Iterator[Stage]]] = {
+    "smolvla": smolvla,
+    "pi": pi,
+    "groot": groot,
+    "evo1": evo1,
+    "vla-jepa": jepa,
+    "openvla": prismatic,
+    "vla-adapter": prismatic,
+    "bitvla": prismatic,
+}
