@@ -193,7 +193,9 @@ def test_an_adapter_refines_the_newest_chunk_for_as_long_as_it_may() -> None:
         np.zeros((8, 1), np.float32), 2
     )  # rows that are made anew in each step are none that are left
     assert [beyond.wants_chunk(step) for step in (1, 2, 4)] == [False, True, True]
-    assert not Player(parse_handover("aligned"), parse_rule("2"), refine=2).refines(0)
+    none = Player(parse_handover("aligned"), parse_rule("2"), refine=2)
+    assert none.wants_chunk(0)
+    assert not none.refines(0)
     stopped = begun("freeze", "2", [0, 1, 2], 2, refine=5)
     stopped.ask(2, 2)
     assert not stopped.refines(2)

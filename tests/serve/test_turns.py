@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -143,6 +144,32 @@ def test_every_item_wakes_one_reader_and_the_end_wakes_all() -> None:
         reader.join(WAIT_S)
         assert not reader.is_alive()
     assert found[20:] == [None] * 3
+
+
+def test_a_reader_sleeps_until_something_comes() -> None:
+    turns: Turns[int] = Turns()
+    looks = threading.Semaphore(0)
+
+    class Counted:
+        lock, count = threading.Lock(), 0
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+            self.count += 1
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+            looks.release()
+
+    counted = turns._lock = Counted()  # type: ignore[assignment]
+    found: list[int | None] = []
+    reader = threading.Thread(target=lambda: found.append(turns.get()), daemon=True)
+    reader.start()
+    assert looks.acquire(timeout=WAIT_S)
+    time.sleep(0.05)  # for whoever does not sleep
+    turns.put("a", 1)
+    reader.join(WAIT_S)
+    assert (found, counted.count) == ([1], 3)  # the reader's two looks, and the item
 
 
 def test_what_waits_is_given_before_the_end() -> None:
