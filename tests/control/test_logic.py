@@ -624,7 +624,7 @@ def test_what_rows_are_measured_from() -> None:
     assert offsets.apart(np.float32([0, 5, 0]), np.float32([0.5, 3.5, -0.25])) == 1.5
     for motion in (relative, offsets):
         assert motion.needs_state
-        assert motion.roll(state, np.float32([[0, 0, 0], [7, 5, 8]])).tolist() == [9, 8, 9, 7]
+        assert motion.roll(state, np.float32([[0, 0, 0], [1, 1, 1], [7, 5, 8]])).tolist() == [9, 8, 9, 7]
         assert motion.roll(state, np.zeros((0, 3))).tolist() == state.tolist()
         for missing in (None, state[:3]):
             with pytest.raises(ValueError, match="state: expected at least 4 numbers"):
