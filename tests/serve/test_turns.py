@@ -118,12 +118,15 @@ def test_so_many_owners_are_remembered(monkeypatch) -> None:
     turns.put("d", "d1")
     assert turns.order() == ["b1", "d1", "a1"]
     assert len(turns._turns) == 3
-    turns.drain()
-    turns.took("b")  # so that its turn is no longer the oldest
-    turns.put("c", "c1")
-    for owner in "bd":
+    turns = Turns()
+    for owner in "abc":
         turns.put(owner, owner)
-    assert turns.order() == ["b", "c1", "d"]  # d was forgotten
+        turns.next()
+    turns.took("a")  # so that its turn is the newest
+    turns.took("d")  # one too many: b is forgotten
+    for owner in "ba":
+        turns.put(owner, owner)
+    assert turns.order() == ["a", "b"]
 
 
 def test_every_item_wakes_one_reader_and_the_end_wakes_all() -> None:
