@@ -193,7 +193,9 @@ def test_an_adapter_refines_the_newest_chunk_for_as_long_as_it_may() -> None:
         np.zeros((8, 1), np.float32), 2
     )  # rows that are made anew in each step are none that are left
     assert [beyond.wants_chunk(step) for step in (1, 2, 4)] == [False, True, True]
-    assert not Player(parse_handover("aligned"), parse_rule("2"), refine=2).refines(0)
+    none = Player(parse_handover("aligned"), parse_rule("2"), refine=2)
+    assert none.wants_chunk(0)
+    assert not none.refines(0)
     stopped = begun("freeze", "2", [0, 1, 2], 2, refine=5)
     stopped.ask(2, 2)
     assert not stopped.refines(2)
@@ -360,6 +362,8 @@ def test_the_ramp_of_groot() -> None:
     assert np.array_equal(ramp_strength(6, 2, 5), ramp_strength(6, 2, 5, 6.0))
     assert ramp_strength(3, 0, 0).tolist() == [1, 1, 1]
     assert ramp_strength(3, 9, 9).tolist() == [0, 0, 0]
+    assert np.array_equal(ramp_strength(4, -5, 2), ramp_strength(4, 0, 2))
+    assert np.array_equal(guidance_weights(4, -5, 2), guidance_weights(4, 0, 2))
     with np.errstate(all="raise"):  # nothing to continue, and nothing is divided by it
         assert guidance_weights(3, 2, -5).tolist() == [0, 0, 0]
         assert ramp_strength(3, 2, -5).tolist() == [1, 1, 1]
@@ -622,7 +626,7 @@ def test_what_rows_are_measured_from() -> None:
     assert offsets.apart(np.float32([0, 5, 0]), np.float32([0.5, 3.5, -0.25])) == 1.5
     for motion in (relative, offsets):
         assert motion.needs_state
-        assert motion.roll(state, np.float32([[0, 0, 0], [7, 5, 8]])).tolist() == [9, 8, 9, 7]
+        assert motion.roll(state, np.float32([[0, 0, 0], [1, 1, 1], [7, 5, 8]])).tolist() == [9, 8, 9, 7]
         assert motion.roll(state, np.zeros((0, 3))).tolist() == state.tolist()
         for missing in (None, state[:3]):
             with pytest.raises(ValueError, match="state: expected at least 4 numbers"):

@@ -108,6 +108,7 @@ def test_frozen_rows_begin_as_what_they_continue(kind: str) -> None:
     noise = np.random.default_rng(0).normal(size=(2, H, A)).astype(np.float32)
     target = np.arange(H * A, dtype=np.float32).reshape(H, A)
     strength = np.float32([0, 0, 0.5, 1, 1, 1])[:, None].repeat(A, axis=1)
+    strength[2, 0] = 0.0  # a number of a row that is not frozen
     wanted = [
         Continuation(kind, target, strength, 4, 5.0),  # row 3 has all of its velocity, and begins as noise
         Continuation(kind, -target, np.roll(strength, -1, axis=0), 2, 5.0),

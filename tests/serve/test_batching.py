@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from sinew.core import ActionChunk, CancelledError, Observation, SinewError, Timing
 from sinew.serve import batching
 from sinew.serve.batching import Batcher, Costs
-from sinew.serve.request import Job, ShuttingDownError, SupersededError
+from sinew.serve.request import DeadlineError, Job, ShuttingDownError, SupersededError
 from sinew.serve.scheduler import Scheduler
 from tests.serve.puppet import FRAME, until
 
@@ -388,6 +390,37 @@ def test_waiting_requests_share_an_inference(desk):
         assert chunk.timing.queue_ms > 0
     stats = desk.scheduler.stats()
     assert (stats["served"], stats["batches"], stats["running"]) == (6, 3, False)
+
+
+def test_a_picture_that_takes_long_to_decode_keeps_no_other_waiting(desk):
+    desk.hold()
+    decoded = threading.Event()
+
+    def large(check):
+        decoded.wait(60)
+        raise SinewError("too large")
+
+    desk.scheduler.submit(large, lambda outcome: desk.found.__setitem__("large", outcome), client="large")
+    desk.ask("a go", "robot")
+    desk.ready(1)
+    decoded.set()
+    desk.go(3)
+    assert str(desk.found["large"]) == "too large"
+
+
+def test_whose_deadline_passed_in_the_queue_is_told_and_counted(desk, monkeypatch):
+    desk.hold()
+    for number, seconds in enumerate((10, 10, 10_000)):
+        desk.ask("a go", f"robot {number}", deadline=time.perf_counter() + seconds)
+    desk.ready(3)
+    real = time.perf_counter
+    with monkeypatch.context() as patched:
+        patched.setattr("sinew.serve.scheduler.time", SimpleNamespace(perf_counter=lambda: real() + 100))
+        desk.scheduler.expire()
+    assert {desk.found[f"a go robot {n}"].code for n in (0, 1)} == {DeadlineError.code}
+    stats = desk.scheduler.stats()
+    assert (stats["late"], stats["failed"], stats["waiting"], stats["running"]) == (2, 2, 1, True)
+    assert desk.go(4) == [["a go"]]
 
 
 def test_the_error_of_one_is_answered_to_it_alone(desk):

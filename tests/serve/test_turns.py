@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -117,6 +118,15 @@ def test_so_many_owners_are_remembered(monkeypatch) -> None:
     turns.put("d", "d1")
     assert turns.order() == ["b1", "d1", "a1"]
     assert len(turns._turns) == 3
+    turns = Turns()
+    for owner in "abc":
+        turns.put(owner, owner)
+        turns.next()
+    turns.took("a")  # so that its turn is the newest
+    turns.took("d")  # one too many: b is forgotten
+    for owner in "ba":
+        turns.put(owner, owner)
+    assert turns.order() == ["a", "b"]
 
 
 def test_every_item_wakes_one_reader_and_the_end_wakes_all() -> None:
@@ -143,6 +153,32 @@ def test_every_item_wakes_one_reader_and_the_end_wakes_all() -> None:
         reader.join(WAIT_S)
         assert not reader.is_alive()
     assert found[20:] == [None] * 3
+
+
+def test_a_reader_sleeps_until_something_comes() -> None:
+    turns: Turns[int] = Turns()
+    looks = threading.Semaphore(0)
+
+    class Counted:
+        lock, count = threading.Lock(), 0
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+            self.count += 1
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+            looks.release()
+
+    counted = turns._lock = Counted()  # type: ignore[assignment]
+    found: list[int | None] = []
+    reader = threading.Thread(target=lambda: found.append(turns.get()), daemon=True)
+    reader.start()
+    assert looks.acquire(timeout=WAIT_S)
+    time.sleep(0.05)  # for whoever does not sleep
+    turns.put("a", 1)
+    reader.join(WAIT_S)
+    assert (found, counted.count) == ([1], 3)  # the reader's two looks, and the item
 
 
 def test_what_waits_is_given_before_the_end() -> None:
