@@ -1,7 +1,7 @@
 """`make demo` as a stranger runs it: a clone of what is committed, an empty home, the public index: ``make fresh``.
 
-Prints the bytes that pip fetched (what its empty cache holds afterwards), the seconds of installation and of the demo, and
-its successes. Fails where torch came along, or where an episode failed.
+Prints the bytes that pip fetched (what its empty cache holds afterwards), the seconds of installation and of the demo,
+and its successes. Fails where torch came along, or where an episode failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def measured(python: str, folder: Path) -> str:
     (stamp,) = [
         word
         for word in subprocess.run(
-            ["make", "-s", "-n", "demo", f"PYTHON={python}"], cwd=clone, env=environment, capture_output=True, text=True, check=True
+            ["make", "-s", "-n", "demo", f"PYTHON={python}"], cwd=clone, env=environment,
+            capture_output=True, text=True, check=True,
         ).stdout.split()
         if word.startswith(".venv/demo-")
     ]  # fmt: skip
@@ -59,8 +60,8 @@ def measured(python: str, folder: Path) -> str:
     if played["success"] != 1.0:
         sys.exit(f"expected every episode to succeed, got {played['success']}")
     return (
-        f"{python}: {fetched / 1e6:.1f} MB fetched, {disk / 1e6:.0f} MB on disk, installed in {seconds[0]:.0f} s, demo in"
-        f" {seconds[1]:.0f} s, {played['episodes']} of {played['episodes']} episodes, engine {played['engine']}"
+        f"{python}: {fetched / 1e6:.1f} MB fetched, {disk / 1e6:.0f} MB on disk; installed in {seconds[0]:.0f} s,"
+        f" demo in {seconds[1]:.0f} s; {played['wins']} of {played['episodes']} episodes"
     )
 
 
