@@ -1,7 +1,14 @@
-# `make demo` and `make test` need Python 3.11 and make, nothing else: the environment is created here.
+# `make demo` and `make test` need Python 3.11, 3.12 or 3.13 and make, nothing else: the environment is created here.
 SHELL := /bin/bash
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first that runs and is new enough: a name on the path may be a stub of a version manager.
+NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+ifndef PYTHON
+PYTHON := $(shell for each in python3 python3.12 python3.11 python3.13; do \
+	$$each -c '$(NEW_ENOUGH)' 2> /dev/null && echo $$each && break; done)
+endif
 VENV ?= .venv
+# torch's build: empty is what the package index has, on Linux the one with CUDA; else an index of CPU builds.
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -11,21 +18,26 @@ SOAK_ARGS ?= --minutes 10
 SAMPLE ?= 20
 FUZZ_ARGS ?= --decoders 45000 --sockets 3000 --files 2000
 
-# The environment is rebuilt when what it is made from changes; its stamp carries a checksum of that.
+# The environment has two stages: what `make demo` needs, without torch, and on top of it everything. It is rebuilt when
+# what it is made from changes; its stamps carry a checksum of that.
 SOURCES := pyproject.toml constraints.txt packages/sinew-client/pyproject.toml
-READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
+SUM := $(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
+LIGHT := $(VENV)/demo-$(SUM)
+READY := $(VENV)/ready-$(SUM)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-all lint format bench gpu env clients lerobot roles docs clean
+.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-all lint format bench gpu env clients lerobot \
+	roles installs fresh lock graphs docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## the trained demo policy in closed loop, through server and client
+demo: $(LIGHT) ## the trained demo policy in closed loop, through server and client
 	$(BIN)/sinew demo --out build/demo
 
 demo-full: $(READY) ## a random full-size policy: convert, serve, drive over a socket
@@ -76,12 +88,12 @@ mutate: $(READY) ## do tests notice small faults? MODULE=part/of/a/path SAMPLE=2
 gpu: ## on a machine with an NVIDIA GPU: correctness, kernels, the ladder of engines; ten minutes
 	PYTHONPATH=. $(PYTHON_GPU) -m benchmarks.gpu $(GPU_ARGS)
 
-env: $(READY) ## create the environment only
+env: $(READY) ## create the whole environment only; TORCH_INDEX=... takes torch from an index of CPU builds
 
 # LeRobot wants other versions of what the project uses, so it lives apart; torch is ours.
 clients: $(READY) ## two releases of LeRobot, for the tests of its wire and its plugin (650 MB)
 	$(PYTHON) -m venv --clear $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r packages/clients.txt
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-deps -r packages/clients.txt
 	$(BIN)/python -c '$(SITE)' > "$$($(CLIENTS)/bin/python -c '$(SITE)')/sinew.pth"
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps --ignore-requires-python \
 		--target $(CLIENTS)/lerobot-0.6.1 -r packages/clients-0.6.1.txt
@@ -93,22 +105,43 @@ lerobot: ## LeRobot as its plugin's README installs it, and that page's commands
 roles: $(READY) ## wheels into empty environments, one per role, and the README's commands in them (minutes, 2 GB)
 	$(BIN)/python -m tests.roles
 
+installs: $(READY) ## every install line of the repository against the package index alone; downloads metadata only
+	$(BIN)/python -m tests.installs $(INSTALLS)
+
+fresh: $(LIGHT) ## make demo of a fresh clone with an empty home, on the public index alone: bytes, seconds, successes
+	$(BIN)/python -m tests.fresh $(FRESH)
+
+lock: $(READY) ## write constraints.txt again, after a change of pyproject.toml; LOCK=--upgrade for the newest versions
+	$(BIN)/python -m tests.installs --lock $(LOCK)
+
+graphs: $(READY) ## the graphs by which the embedded policies play without torch, after one of them was trained again
+	$(BIN)/python -m train.graphs
+
 docs: $(READY) ## the documentation as a site: build/site/index.html
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt mkdocs
+	$(PIP) install -q -c constraints.txt mkdocs
 	$(BIN)/mkdocs build --strict
 
-$(READY): $(SOURCES)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "Python 3.11 or newer is needed; say which with make PYTHON=..."; exit 1; }
+$(LIGHT): $(SOURCES)
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null \
+		|| { echo "Python 3.11, 3.12 or 3.13 is needed, got $(or $(PYTHON),none); say which with make PYTHON=..."; exit 1; }
+	@echo "make: an environment for the demo in $(VENV), without torch: 111 MB to download on Linux, 450 MB on disk"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt hatchling editables
+	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e '.[demo]'
+	@touch $@
+
+$(READY): $(LIGHT)
+	@echo "make: everything else into $(VENV): 215 MB to download, and torch"
+ifeq ($(TORCH_INDEX)$(shell uname -s),Linux)
+	@echo "make: torch as package indexes have it for Linux is built for CUDA: 2.7 GB to download, 5 GB on disk." \
+		"make TORCH_INDEX=INDEX_OF_CPU_BUILDS takes the CPU build of the index that you name"
+endif
 	# torch first and pinned: a plain install of the rest could pull another build of it.
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-build-isolation \
-		-e ./packages/sinew-client -e '.[dev,sim]'
+	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(PIP) install -c constraints.txt --no-build-isolation -e ./packages/sinew-client -e '.[dev,sim]'
 	# The real client of a wire that tests talk to. Its metadata asks for numpy below 2, its code does not.
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps openpi-client==0.1.2
+	$(PIP) install --no-deps openpi-client==0.1.2
 	@touch $@
 
 clean: ## remove the environment and everything built

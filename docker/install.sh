@@ -5,7 +5,7 @@
 #
 # client   what a robot needs: numpy, pyzmq, protobuf
 # onnx     a server without torch, for folders of `sinew export`
-# cpu      all engines but cuda; TORCH_INDEX names an index of CPU builds of torch, which are 2 GB smaller
+# cpu      all engines but cuda; TORCH_INDEX names an index of CPU builds of torch, which are 2.5 GB smaller to download
 # cuda     all engines, torch with CUDA as package indexes have it
 # jetson   all engines, over the torch that the system's Python has already
 #
@@ -44,7 +44,7 @@ case $role in
     onnx) "${install[@]}" "$client" "$server[onnx$more]" ;;
     cpu | cuda)
         # First and alone: the rest could pull another build of it.
-        "${pip[@]}" install ${constraints:+-c "$constraints"} ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+        "${install[@]}" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
         "${install[@]}" "$client" "$server[torch,onnx$more]"
         ;;
     jetson)

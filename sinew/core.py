@@ -88,7 +88,7 @@ EXTRAS = {
     "rerun": "rerun",
     "safetensors": "torch",
     "sentencepiece": "sentencepiece",
-    "skimage": "demo",
+    "skimage": "photos",
     "tensorstore": "jax",
     "torch": "torch",
     "yaml": "ray",

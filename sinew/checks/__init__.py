@@ -40,7 +40,7 @@ PACKAGES = {
 FEATURES = {
     "hub": (("huggingface_hub",), "checkpoint names on the Hugging Face hub in `sinew convert`"),
     "sim": (("mujoco", "gymnasium"), "the embedded simulation tasks"),
-    "demo": (("skimage",), "photographs for `sinew demo`"),
+    "photos": (("skimage",), "photographs for `sinew demo --full-size`"),
 }
 
 

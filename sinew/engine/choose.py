@@ -11,6 +11,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, dtype_word, install
 from sinew.engine.base import ENGINES, OFFERS, Offer, Options, followers, installed, recipe
+from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.storage import half_storage, upcast_text
 from sinew.hints import option
@@ -103,6 +104,9 @@ def choose(
             reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
             if recipe(bundle) and not ignore_recipe:
                 reason = "it follows the bundle's recipe"
+            elif _plays_shipped(name, bundle):
+                reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
+                passed_over.clear()
             if _worth_saying(passed_over):
                 reason += f"; {'; '.join(_worth_saying(passed_over))}"
             ignored = offer.unfollowed(bundle) if ignore_recipe else ""
@@ -188,11 +192,17 @@ def _slow_start(name: str, bundle: Bundle) -> str:
     """Why an engine that could run would keep its user waiting: nobody asked for an export of minutes."""
     if name != "onnx" or recipe(bundle) or (cache_folder(bundle.path) / "graphs.json").exists():
         return ""
-    return f"{_no_graphs()}; {WORTH}"
+    return "" if _plays_shipped(name, bundle) else f"{_no_graphs()}; {WORTH}"
 
 
 def _no_graphs() -> str:
     return f"engine onnx has no graphs of this bundle yet; {option('engine', 'onnx')} exports them, once"
+
+
+def _plays_shipped(name: str, bundle: Bundle) -> bool:
+    """Return True for an embedded policy whose graphs came with this package, where torch is not installed: with torch
+    other engines run it, which take more (guidance with a Jacobian, a time per row)."""
+    return name == "onnx" and not installed("torch") and shipped(bundle.path) is not None
 
 
 def _onnx_instead(bundle: Bundle, options: Options) -> tuple[bool, str]:

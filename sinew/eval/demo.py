@@ -95,6 +95,7 @@ def _drive(address: str, out_dir: Path, episodes: int, console: Console, film: b
     task, base = Task(ENV), Variant(address)
     env, adapter = make_env(task.env, render_mode="rgb_array", render_size=256)
     policy = Remote(address, None)
+    console.print(f"engine     {policy.engine['engine']}: {policy.engine['engine_reason']}", soft_wrap=True)
     try:
         view = View(console, policy, env, adapter)
         results = view.play([base], range(FIRST_SEED, FIRST_SEED + episodes), film=FILMED)

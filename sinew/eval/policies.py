@@ -76,7 +76,7 @@ class InProcess:
 
 class Remote:
     """A server. Latency is the round trip seen from here. ``last``: the answer to the latest request;
-    ``served``: what the server says about its policy."""
+    ``served``: what the server says about its policy; ``engine``: what runs it and why."""
 
     last: ActionChunk | None = None
 
@@ -86,7 +86,9 @@ class Remote:
         self.solver_steps = solver_steps
         try:
             self.client = Client(address, timeout=timeout, api_key=key_from_environment())
-            self.served: dict[str, Any] = self.client.metadata()["policy"]
+            metadata = self.client.metadata()
+            self.served: dict[str, Any] = metadata["policy"]
+            self.engine: dict[str, Any] = metadata["server"]
             self.chunk_size = int(self.served["chunk_size"])
             self.committed_rows = int(self.served.get("committed_rows") or 0)
             self.motion = self.served.get("motion")

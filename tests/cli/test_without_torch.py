@@ -34,24 +34,33 @@ for arguments in commands:
     found.append([code, *(stream.read().decode() for stream in streams)])
 print(json.dumps(found))
 """
+OTHER = "a bundle that is not embedded"  # the fixture knows where
 COMMANDS = (
-    ("bench", PEN, "--runs", "1"),
+    ("bench", OTHER, "--runs", "1"),
     ("bench", PEN, "--runs", "1", "--engine", "plan"),
-    ("serve", PEN, "--wire", "http:0"),
+    ("serve", OTHER, "--wire", "http:0"),
     ("validate", PEN, "--engine", "plan"),
     ("export", PEN, "--onnx", "nowhere"),
-    ("eval", PEN, "--episodes", "1"),
+    ("eval", PEN, "--engine", "plan", "--episodes", "1"),
     ("convert", PEN.parent, "nowhere.gguf"),
 )
 INSPECT = ("inspect", PEN)
+PLAYED = (
+    ("bench", PEN, "--runs", "1"),
+    ("eval", PEN, "--env", "sinew/Pen-v0", "--replan", "2", "--episodes", "3"),
+)
 HELP = tuple((verb, "--help") for verb in VERBS)
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[tuple[object, ...], tuple[int, str, str]]:
+def runs(smolvla_bundle) -> dict[tuple[object, ...], tuple[int, str, str]]:
     """Exit code, standard output and standard error of every command."""
-    groups = HELP, (INSPECT, *COMMANDS)
-    words = (json.dumps([list(map(str, command)) for command in group]) for group in groups)
+    groups = HELP, (INSPECT, *COMMANDS, *PLAYED)
+    places = {OTHER: str(smolvla_bundle("smolvla-2cam"))}
+    words = (
+        json.dumps([[places.get(str(word), str(word)) for word in command] for command in group])
+        for group in groups
+    )
     found = subprocess.run(
         [sys.executable, "-c", BLOCKED, *words], capture_output=True, text=True, timeout=240
     )
@@ -82,3 +91,14 @@ def test_what_needs_torch_says_how_to_get_it(runs, command: tuple[object, ...]) 
     assert "Traceback" not in said
     assert "pip install 'sinew-vla[torch]'" in said
     assert "pip install sinew" not in said
+
+
+@pytest.mark.parametrize("command", PLAYED, ids=lambda command: command[0])
+def test_an_embedded_policy_plays(runs, command: tuple[object, ...]) -> None:
+    """Through ONNX Runtime, by the graphs that come with the package, and that is said."""
+    code, out, err = runs[command]
+    assert code == 0, err
+    assert '"engine": "onnx"' in out
+    if command[0] == "eval":
+        (variant,) = json.loads(out[out.index("\n{") :])["variants"]
+        assert variant["success"] == 1.0

@@ -12,19 +12,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sinew import machine
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import BundleError, CancelledError, ObservationError, SinewError, Timing
+from sinew.engine.onnx.borrowed import weights
 from sinew.engine.onnx.graphs import ONE_SCALE, STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.onnx.sessions import open_axis, open_session, session_options
 from sinew.engine.trace import Trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, Solver, solve
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
 
 READ_INPUTS = ("image_tokens", "camera_mask", "tokens", "token_mask", "state")
 
@@ -45,7 +49,8 @@ class OnnxEngine:
     providers: ONNX Runtime execution providers in order of preference, by their own names or short ones; every
     one must be offered by the installed onnxruntime, and load. threads: for compute; chosen from the machine
     if None. solver: the policy's; the graphs do not hold it, and there is no default, because a wrong one gives
-    plausible numbers of the wrong sign (GR00T runs from 0 to 1, openpi from 1 to 0).
+    plausible numbers of the wrong sign (GR00T runs from 0 to 1, openpi from 1 to 0). bundle: whose weights graphs
+    without weights of their own compute with.
     """
 
     guides = ("no-jacobian", "ramp")  # the graphs have neither a Jacobian nor a time per row
@@ -57,6 +62,7 @@ class OnnxEngine:
         threads: int | None = None,
         *,
         solver: Solver,
+        bundle: Bundle | None = None,
     ):
         ort = runtime()
         wanted, self.provider_reason = choose(providers)
@@ -66,9 +72,21 @@ class OnnxEngine:
         self.device = Device(
             "cpu" if wanted[0] == CPU else wanted[0].removesuffix("ExecutionProvider").lower()
         )
-        options = session_options(self.threads)
+        if self.graphs.borrows and bundle is None:
+            raise BundleError(
+                f"{self.directory}: expected the bundle whose weights these graphs borrow, got none"
+            )
+        self._borrowed = (
+            weights(bundle, self.graphs, self.directory) if bundle and self.graphs.borrows else {}
+        )
         self.sessions = {
-            stage: open_session(ort, self.directory / f"{stage}.onnx", options, wanted) for stage in STAGES
+            stage: open_session(
+                ort,
+                self.directory / f"{stage}.onnx",
+                session_options(self.threads, self._borrowed.get(stage, {})),
+                wanted,
+            )
+            for stage in STAGES
         }
         self.providers = loaded(self.sessions["step"], wanted)
         self.tables = {steps: _table(table_path(self.directory, steps), steps) for steps in self.graphs.steps}
@@ -146,6 +164,8 @@ class OnnxEngine:
     @property
     def weights_nbytes(self) -> int:
         """Bytes of the graphs' weights on disk; ONNX Runtime keeps copies in the layouts of its kernels."""
+        if self._borrowed:
+            return sum({n: a.nbytes for lent in self._borrowed.values() for n, a in lent.items()}.values())
         return sum((self.directory / f"{stage}.onnx.data").stat().st_size for stage in STAGES)
 
     def place(self, array: np.ndarray) -> np.ndarray:

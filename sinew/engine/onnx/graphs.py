@@ -21,7 +21,8 @@ MOST = 1000  # of views, steps or bits
 class GraphSet:
     """``graphs.json``. ``reads`` names what the read stage returns and the step stage takes, in order;
     ``views`` is the number that the read stage takes; ``steps`` are the step counts with a table; ``recipe``
-    the components that are quantised, ``method`` how, and ``bits`` the bits of int8 weights (0: there are none)."""
+    the components that are quantised, ``method`` how, and ``bits`` the bits of int8 weights (0: there are none);
+    ``borrows`` the tensors of the bundle that a stage computes with, where the graphs hold no weights."""
 
     architecture: str
     views: int
@@ -31,6 +32,7 @@ class GraphSet:
     recipe: dict[str, str] = field(default_factory=dict)
     method: str = ""
     bits: int = 0
+    borrows: dict[str, tuple[str, ...]] = field(default_factory=dict)
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:
@@ -52,6 +54,10 @@ class GraphSet:
         for number in (graphs.views, graphs.bits, *graphs.steps):
             if not 0 <= number <= MOST:
                 raise BundleError(f"{path}: expected whole numbers from 0 to {MOST}, got {number}")
+        if unknown := set(graphs.borrows) - set(STAGES):
+            raise BundleError(
+                f"{path}: borrows: expected {', '.join(STAGES)}, got {', '.join(sorted(unknown))}"
+            )
         if len(set(graphs.reads)) != len(graphs.reads):
             raise BundleError(f"{path}: reads: expected each name once")
         return graphs

@@ -10,6 +10,7 @@ from sinew import machine, progress
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError, install
 from sinew.engine.base import Options, recipe
+from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder, cached_graphs
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.graphs import GraphSet
@@ -20,10 +21,13 @@ ROOM = 3  # times the weights in float32: they, their folded copies, and the exp
 
 
 def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
-    """Return the engine over the graphs of an export, or those beside the bundle, which are made on first use."""
+    """Return the engine over the graphs of an export, those beside the bundle, or those that come with this package for
+    an embedded policy; where there are none, they are made beside the bundle."""
     folder = options.graphs or graphs_of(bundle)
     check_bits(folder)
-    engine = OnnxEngine(folder, options.providers, options.threads, solver=bundle.manifest.spec.solver)
+    engine = OnnxEngine(
+        folder, options.providers, options.threads, solver=bundle.manifest.spec.solver, bundle=bundle
+    )
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
@@ -40,9 +44,11 @@ def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
 
 
 def graphs_of(bundle: Bundle) -> Path:
-    """Return the folder of graphs beside the bundle, quantised as its recipe says; export it if it is missing."""
+    """Return the folder of graphs of the bundle, quantised as its recipe says; export it if it is missing."""
     variant_here = variant(usable_bits(bundle))
     where = cache_folder(bundle.path, variant_here)
+    if not (where / "graphs.json").exists() and (ours := shipped(bundle.path)):
+        return ours
     return cached_graphs(bundle.path, lambda folder: write_graphs(bundle, folder, where), variant_here)
 
 
@@ -77,8 +83,9 @@ def check_bits(folder: Path) -> None:
         )
 
 
-def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None) -> None:
-    """Export the bundle's model to ``folder``, quantised as the bundle says. where: the folder's later name."""
+def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, folded: bool = True) -> None:
+    """Export the bundle's model to ``folder``, quantised as the bundle says. where: the folder's later name. folded:
+    False leaves the weights as the bundle has them, so that graphs can borrow them."""
     where = where or folder
     try:
         from sinew.engine.loading import load_model, parse_device
@@ -95,7 +102,9 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None) -> Non
     model = load_model(bundle, parse_device("cpu"), "float32")
     wide = sum(4 * math.prod(info.shape) for info in bundle.infos.values())
     rewrites, unfolded = ON_ONNX, tuple(name for name in ON_ONNX if name != "fold-norms")
-    if ROOM * wide > machine.memory()[1]:
+    if not folded:
+        rewrites = unfolded
+    elif ROOM * wide > machine.memory()[1]:
         log.info("memory is short: norms are not folded, which copies most weights and gains a step 1 %%")
         rewrites = unfolded
     elif "int8" in bundle.lowbit.values() and usable_bits(bundle) == 8:

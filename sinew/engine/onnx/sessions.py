@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sinew.core import BundleError
 from sinew.engine.onnx.providers import runtime
@@ -25,10 +27,13 @@ def open_session(ort: Any, path: Path, options: Any, providers: Sequence[str]) -
         raise BundleError(f"{path}: ONNX Runtime cannot open it ({type(error).__name__}: {what})") from None
 
 
-def session_options(threads: int) -> Any:
-    """Return the options that every session of this engine has."""
+def session_options(threads: int, lent: Mapping[str, np.ndarray] | None = None) -> Any:
+    """Return the options that every session of this engine has. lent: constants that are not in the graph's file."""
     ort = runtime()
     options = ort.SessionOptions()
+    if lent:
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in lent.values()]
+        options.add_external_initializers(list(lent), values)
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     # One arena for the three stages, which never run at once, that takes no more than it is asked for;
