@@ -36,7 +36,6 @@ with contextlib.suppress(ImportError):  # which not every test needs
     hypothesis.settings.load_profile("sinew")
 
 
-
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """The directory of golden fixtures (reference implementations' inputs and outputs)."""

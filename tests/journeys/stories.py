@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tests.cases import golden_cases
 from tests.convert.openpi_layout import write_checkpoint
 from tests.journeys.pages import ROOT, programs
 from tests.journeys.walk import LOOPBACK, Ran, Story, Walk
 from tests.sources.fake_hub import fake_hub
 
-FIXTURES = ROOT / "tests" / "fixtures"
+FIXTURES = golden_cases()
 ASSETS = ROOT / "sinew" / "assets"
 NATIVE = f"tcp://{LOOPBACK}:5555"
 PICTURES = """
