@@ -127,7 +127,7 @@ def test_noise_and_states_at_their_limits(policy):
     with pytest.raises(ObservationError, match="noise: expected numbers up to 100, got 100.1"):
         safety.check(replace(plain, noise=noise))
     state = np.full(policy.spec.state.dim, 1e9)
-    state[0] = np.nan
+    state[0] = np.inf
     assert safety.check(replace(plain, state=state)) == ()  # so is what has no form
     assert safety.check(replace(plain, state=np.full(policy.spec.state.dim + 1, 1e9))) == ()
 
