@@ -126,9 +126,13 @@ def test_noise_and_states_at_their_limits(policy):
     noise.flat[-1] = -100.1
     with pytest.raises(ObservationError, match="noise: expected numbers up to 100, got 100.1"):
         safety.check(replace(plain, noise=noise))
-    state = np.full(policy.spec.state.dim, 1e9)
-    state[0] = np.nan
-    assert safety.check(replace(plain, state=state)) == ()  # so is what has no form
+    several = load(PEN.with_name("blocks.gguf"))  # the pen's state is one number
+    state = several.dummy_observation().state.copy()
+    state[0] = np.inf
+    assert (
+        Safety(several.processor).check(replace(several.dummy_observation(), state=state)) == ()
+    )  # nor here
+    # What has no form is left to it, too.
     assert safety.check(replace(plain, state=np.full(policy.spec.state.dim + 1, 1e9))) == ()
 
 
