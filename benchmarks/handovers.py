@@ -46,14 +46,8 @@ ROOT = Path(__file__).parents[1]
 ASSETS, RESULTS = ROOT / "sinew" / "assets", ROOT / "benchmarks" / "results" / "handovers"
 # A unit of action sets a target 2 cm away (sinew.sim.blocks), and a control step gets 1.7 cm of it: least squares over
 # 21,154 frames of train.committed_demos, 17.3, 16.9 and 16.9 mm.
-OFFSETS = {
-    "kind": "offsets",
-    "action": [0, 1, 2],
-    "state": [0, 1, 2],
-    "scale": 0.017,
-    "low": -1.0,
-    "high": 1.0,
-}
+COLUMNS = [0, 1, 2]
+OFFSETS = {"kind": "offsets", "action": COLUMNS, "state": COLUMNS, "scale": 0.017, "low": -1.0, "high": 1.0}
 TASKS: dict[str, dict[str, Any]] = {
     "blocks": {"env": "sinew/Blocks-v0", "bundle": "blocks.gguf", "replan": 8, "limit": 400},
     "shove": {"env": "sinew/BlocksShove-v0", "bundle": "blocks.gguf", "replan": 8, "limit": 400},
@@ -93,7 +87,7 @@ def point(
     motion: dict[str, Any] | None = OFFSETS if {"offsets", "future"} & set(extras) else dict(AS_IS)
     if method == AUTO:
         motion = None
-    replan = replan_of(task, handover)
+    replan = REPLAN if method == AUTO else task["replan"]
     clock = isinstance(policy, Late)
     if isinstance(policy, Late):
         policy.milliseconds = float(latency.removesuffix("ms"))
@@ -132,11 +126,6 @@ def point(
         "cpu_s": round(time.process_time() - cpu, 1),
         "wall_s": round(time.perf_counter() - wall, 1),
     }
-
-
-def replan_of(task: dict[str, Any], handover: str) -> int | str:
-    """Return when a point asks for chunks."""
-    return REPLAN if handover == AUTO else task["replan"]
 
 
 def episode_of(task: dict[str, Any], policy: Any, conduct: Conduct) -> Callable[[int], Episode]:
@@ -368,7 +357,7 @@ def lookup(
     wanted = {
         "handover": handover,
         "latency": latency,
-        "replan": replan_of(task, handover),
+        "replan": REPLAN if handover == AUTO else task["replan"],
         "first_seed": arguments.seed,
     }
     if arguments.limit:

@@ -151,7 +151,7 @@ def run(
                 stack.callback(journal.close)
                 loop.listeners.append(journal.put)
             watch = MotionWatch()
-            if settings.motion is None and not policy.get("motion") and own is None:
+            if settings.motion is None:
                 loop.listeners.append(watch.put)
             if handover == AUTO:
                 terminal.console(stderr=True).print(str(chosen), soft_wrap=True, markup=False)

@@ -146,7 +146,7 @@ def loop_without_server() -> Loop:
     return Loop(
         Dry(POLICY),
         lambda: lambda observation, limit: np.zeros((4, 2)),
-        Settings(50.0, replan="1"),
+        Settings(50.0, "aligned", "1"),
         2,
         "stack",
     )
