@@ -11,7 +11,6 @@ from tests.closeness import FACTOR, UNIT, assert_close, rounding
 from tests.convert.test_vla_jepa import observation
 from tests.golden import Golden, assert_parity
 
-
 BFLOAT16 = 2.0**-8  # the largest relative error of one rounding to it
 
 
