@@ -122,9 +122,9 @@ class QwenViT(nn.Module):
         frames = pixels.repeat_interleave(
             self.config.temporal_patch, dim=1
         )  # the weight's order: colour, frame
-        patches = self.patch_embedding(frames)  # [B, C, rows, cols]
-        rows, cols = patches.shape[-2:]
-        return self.encode(patches.flatten(2).transpose(1, 2), rows, cols)
+        patches = embed_patches(self.patch_embedding, frames)  # [B, rows, cols, C]
+        rows, cols = patches.shape[1:3]
+        return self.encode(patches.flatten(1, 2), rows, cols)
 
     def encode(self, x: Tensor, rows: int, cols: int) -> Tensor:
         """x: [B, rows * cols, C], embedded patches in row-major order without positions -> as :meth:`forward`."""
@@ -151,6 +151,19 @@ class QwenViT(nn.Module):
             block_order(part, rows, cols, config.merge).to(table.device) for part in (ids, weights)
         )
         return (self.position_embedding(ids) * weights.to(table.dtype)[..., None]).sum(dim=1)
+
+
+def embed_patches(
+    layer: nn.Conv2d, x: Tensor
+) -> Tensor:  # [B, channels, height, width] -> [B, rows, cols, C]
+    """Compute a convolution of patches that do not overlap as the product that it is.
+
+    oneDNN 3.12 (torch 2.13) convolves bfloat16 wrongly on CPUs with AMX where channels times patch side are 64 or more:
+    the result is unrelated to the exact one. Here they are 96.
+    """
+    patch = layer.kernel_size[0]
+    cut = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, channels, rows, patch, cols, patch]
+    return F.linear(cut.permute(0, 2, 4, 1, 3, 5).flatten(3), layer.weight.flatten(1), layer.bias)
 
 
 def bilinear_rows(rows: int, cols: int, side: int) -> tuple[Tensor, Tensor]:
