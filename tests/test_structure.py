@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinew"
-LONGEST_FILE = 400  # about 300 is the habit; this is where it becomes a fault
 
 # A room may import from its own line and from those below. The package itself offers load() lazily.
 STOREYS = [
@@ -68,11 +67,3 @@ def test_the_client_is_written_in_python_3_8() -> None:
         ast.parse(path.read_text(), str(path), feature_version=(3, 8))
     with pytest.raises(SyntaxError):
         ast.parse("match x:\n    case 1: pass", feature_version=(3, 8))
-
-
-def test_files_are_short() -> None:
-    folders = (PACKAGE, ROOT / "packages" / "sinew-client" / "src", ROOT / "benchmarks")
-    lengths = {
-        path: len(path.read_text().splitlines()) for folder in folders for path in folder.rglob("*.py")
-    }
-    assert {path: length for path, length in lengths.items() if length > LONGEST_FILE} == {}

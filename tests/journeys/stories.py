@@ -150,19 +150,8 @@ def readme(walk: Walk) -> None:
         walk.program(1, before=ROBOT, after="assert actions.shape == (50, 6)")
     with walk.serving("sinew serve --replay records/"):
         walk.program(1, before=ROBOT)
-    blocks(walk)
-    with walk.serving("sinew serve policy.gguf"):
-        won(
-            walk.type(
-                "sinew run tcp://127.0.0.1:5555 --robot gym:sinew/Blocks-v0 --handover freeze --replan 8",
-                adds="--episodes 10",
-            ),
-            8,
-            of=10,
-        )
-    evaluated(
-        walk.type("sinew eval policy.gguf --env sinew/Blocks-v0 --episodes 100", instead=("100", "20")), 0.9
-    )
+    won(walk.type("sinew run blocks --robot gym:sinew/Blocks-v0", adds="--episodes 10"), 8, of=10)
+    evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "20")), 0.9)
 
 
 def adding_a_model(walk: Walk) -> None:
@@ -193,7 +182,7 @@ def control(walk: Walk) -> None:
         )
         won(
             walk.type(
-                "sinew run tcp://server:5555 --robot gym:sinew/Blocks-v0 --handover freeze --replan 8",
+                "sinew run tcp://server:5555 --robot gym:sinew/Blocks-v0",
                 adds="--episodes 10",
             ),
             8,
@@ -226,7 +215,7 @@ def dashboard(walk: Walk) -> None:
     walk.leaves("rerun --bind 127.0.0.1 &", viewer)
     walk.leaves("sinew serve policy.gguf --rerun rerun+http://127.0.0.1:9876/proxy", viewer)
     walk.leaves("sinew serve policy.gguf --rerun run.rrd", viewer)
-    walk.leaves("sinew eval policy.gguf --env sinew/Blocks-v0 --episodes 3 --rerun run.rrd", viewer)
+    walk.leaves("sinew eval blocks --episodes 3 --rerun run.rrd", viewer)
     walk.leaves("sinew rrd records/ run.rrd --bundle policy.gguf", viewer)
 
 
@@ -253,7 +242,7 @@ def suites(walk: Walk) -> None:
 
 def evaluation(walk: Walk) -> None:
     blocks(walk)
-    evaluated(walk.type("sinew eval sinew/assets/blocks.gguf --episodes 200", instead=("200", "20")), 0.9)
+    evaluated(walk.type("sinew eval blocks --episodes 200", instead=("200", "20")), 0.9)
     with walk.server("sinew serve policy.gguf --record records/"):
         evaluated(walk.type("sinew eval tcp://127.0.0.1:5555 --episodes 200", instead=("200", "10")), 0.8)
     evaluated(walk.type("sinew eval expert --env sinew/Pen-v0", adds="--episodes 20"), 0.9)
@@ -263,9 +252,7 @@ def evaluation(walk: Walk) -> None:
     walk.type("sinew eval A.gguf --sweep replan=1,2,4,8,16,full --out runs/replan", adds="--episodes 5")
     assert (walk.folder / "runs" / "replan" / "success_replan.png").exists()
     walk.type("sinew eval A.gguf --gate sinew/eval/gates/blocks.json", adds="--episodes 20")
-    walk.type(
-        "sinew dataset sinew/assets/blocks.gguf build/episodes --episodes 20 --successes", instead=("20", "3")
-    )
+    walk.type("sinew dataset blocks build/episodes --episodes 20 --successes", instead=("20", "3"))
     walk.type(
         "sinew dataset expert build/demonstrations --env sinew/Blocks-v0 --episodes 50", instead=("50", "3")
     )
@@ -334,7 +321,7 @@ def fleet(walk: Walk) -> None:
     )
     evaluated(
         walk.type(
-            "sinew eval sinew/assets/blocks.gguf --latency 2000ms --edge-adapter sinew/assets/blocks-edge.safetensors",
+            "sinew eval blocks --latency 2000ms --edge-adapter sinew/assets/blocks-edge.safetensors",
             adds="--episodes 10",
         ),
         0.5,
@@ -397,12 +384,12 @@ def stream(walk: Walk) -> None:
             )
         )
     streamed(walk.run("sinew stream policy.gguf --robot dry --prompt 'pick up the red block' --seconds 5"))
-    egg = walk.type("sinew stream sinew/assets/egg.gguf --robot gym:sinew/Egg-v0 --episodes 5")
+    egg = walk.type("sinew stream egg --robot gym:sinew/Egg-v0 --episodes 5")
     streamed(egg)
     won(egg, 4, of=5)
     evaluated(
         walk.type(
-            "sinew eval sinew/assets/egg.gguf --env sinew/Egg-v0 --stream 33:2.1 --episodes 100",
+            "sinew eval egg --env sinew/Egg-v0 --stream 33:2.1 --episodes 100",
             instead=("100", "10"),
         ),
         0.9,
@@ -433,7 +420,7 @@ def tutorial_lerobot(walk: Walk) -> None:
         walk.run(f"SINEW_API_KEY=$(cat etc-key) sinew client {NATIVE} --requests 3")
     walk.leaves(
         """sinew run tcp://127.0.0.1:5555 --robot lerobot:so101_follower --robot-options '{"port": "/dev/ttyACM0", """
-        """"id": "arm"}' --prompt "pick up the cube" --hz 30 --handover aligned --limits limits.toml"""
+        """"id": "arm"}' --prompt "pick up the cube" --hz 30 --limits limits.toml"""
         " --record run.jsonl",
         ARM,
     )
@@ -493,20 +480,19 @@ def tutorial_openpi(walk: Walk) -> None:
 
 def tutorial_quantise(walk: Walk) -> None:
     walk.type(
-        "sinew quantize sinew/assets/blocks.gguf --recipe vision=int8,language=int8,head=fp32"
-        " --out build/blocks-int8.gguf"
+        "sinew quantize blocks --recipe vision=int8,language=int8,head=fp32 --out build/blocks-int8.gguf"
     )
     walk.type("sinew inspect build/blocks-int8.gguf", says=("int8",))
     assert walk.type("sinew validate build/blocks-int8.gguf --out build/validate").result["passed"]
     evaluated(
         walk.type(
-            "sinew eval sinew/assets/blocks.gguf --compare build/blocks-int8.gguf --episodes 100 --out build/compare",
+            "sinew eval blocks --compare build/blocks-int8.gguf --episodes 100 --out build/compare",
             instead=("100", "20"),
         ),
         0.8,
     )
     walk.type("sinew eval build/blocks-int8.gguf --gate sinew/eval/gates/blocks.json")
-    walk.type("sinew quantize sinew/assets/blocks.gguf --search --budget 2MB --out build/blocks-2mb.gguf")
+    walk.type("sinew quantize blocks --search --budget 2MB --out build/blocks-2mb.gguf")
     assert (walk.folder / "build" / "blocks-2mb.gguf").stat().st_size <= 2_000_000
     walk.type("sinew dataset build/blocks-int8.gguf build/episodes --episodes 20", instead=("20", "3"))
 

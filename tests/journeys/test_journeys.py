@@ -11,7 +11,7 @@ import pytest
 
 from tests.journeys import pages
 from tests.journeys.pages import PAGES, Block, lines, programs, typed, without_comment
-from tests.journeys.stories import ASSETS, STORIES, arm, drove, evaluated, my_robot, streamed, won
+from tests.journeys.stories import ASSETS, STORIES, arm, drove, evaluated, my_robot, streamed
 from tests.journeys.walk import Walk
 
 TYPED = [page for page in PAGES if lines(page) or programs(page)]
@@ -84,21 +84,14 @@ def test_a_checkpoint_becomes_a_policy_that_answers(tmp_path: Path) -> None:
 
 
 def test_a_server_and_its_robots(tmp_path: Path) -> None:
+    """Episodes of the embedded task are played by tests/cli/test_robot_journeys.py, in a world that waits."""
     pytest.importorskip("mujoco")
     walk = Walk("README.md", tmp_path, quick=True)
     walk.copy(ASSETS / "blocks.gguf", "policy.gguf")
     my_robot(walk, ("front", "wrist"), 4)
     with walk.serving("sinew serve policy.gguf"):
-        episodes = walk.type(
-            "sinew run tcp://127.0.0.1:5555 --robot gym:sinew/Blocks-v0 --handover freeze --replan 8",
-            adds="--episodes 10 --hz 60",
-            says=("of 10 succeeded",),
-        )
-        won(episodes, 8, of=10)
         asked = "--prompt 'put the red block into the left bin' --seconds 3"
         drove(walk.run(f"sinew run tcp://127.0.0.1:5555 --robot my_robot:Arm {asked}"))
         streamed(walk.run(f"sinew stream tcp://127.0.0.1:5555 --robot dry {asked}"))
     streamed(walk.run(f"sinew stream policy.gguf --robot dry {asked}"))
-    evaluated(
-        walk.type("sinew eval policy.gguf --env sinew/Blocks-v0 --episodes 100", instead=("100", "5")), 0.8
-    )
+    evaluated(walk.type("sinew eval blocks --episodes 100", instead=("100", "5")), 0.8)
