@@ -423,7 +423,8 @@ def test_killed_run_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     played = len(lines) - 1 - len(before)
     assert 0 < played <= 6  # not from the beginning
     # The verb settles what is chosen automatically, and it is part of the key.
-    settled = {name: json.loads(json.loads(lines[0])["key"])[name] for name in ("dtype", "device", "engine")}
+    names = ("dtype", "device", "engine", "handover")
+    settled = {name: json.loads(json.loads(lines[0])["key"])[name] for name in names}
     task, variant = Task("sinew/Pen-v0"), Variant(str(PEN), 0, Latency("3"), **settled)
     fresh = campaign.run(task, [variant], range(5000, 5002))
     resumed = campaign.run(task, [variant], range(5000, 5002), out=tmp_path)
