@@ -1,6 +1,6 @@
 """`make demo` as a stranger runs it: a clone of what is committed, an empty home, the public index: ``make fresh``.
 
-Prints the bytes that pip fetched (what its empty cache holds afterwards), the seconds of installation and of the demo,
+Prints the bytes that pip fetched (the sum of what it says, file by file), the seconds of installation and of the demo,
 and its successes. Fails where torch came along, or where an episode failed.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DOWNLOAD = re.compile(r"^ *Downloading \S+ \(([\d.]+) (bytes|kB|MB|GB)\)", re.MULTILINE)
+UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 def main() -> int:
@@ -43,16 +46,19 @@ def measured(python: str, folder: Path) -> str:
         ).stdout.split()
         if word.startswith(".venv/demo-")
     ]  # fmt: skip
+    said = ""
     for target in (stamp, "demo"):
         started = time.monotonic()
-        subprocess.run(["make", target, f"PYTHON={python}"], cwd=clone, env=environment, check=True)
+        command = ["make", target, f"PYTHON={python}"]
+        with subprocess.Popen(command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            for line in run.stdout:
+                said += line
+                print(line, end="", flush=True)
+        if run.returncode != 0:
+            sys.exit(f"make {target} ended with {run.returncode}")
         seconds.append(time.monotonic() - started)
-    cache = home / ".cache" / "pip"
-    fetched = sum(
-        path.stat().st_size
-        for path in cache.rglob("*")
-        if path.is_file() and "http" in path.parts[len(cache.parts)]
-    )
+    fetched = sum(float(number) * UNITS[unit] for number, unit in DOWNLOAD.findall(said))
     disk = sum(path.lstat().st_size for path in (clone / ".venv").rglob("*") if not path.is_dir())
     if any((clone / ".venv").glob("lib/python*/site-packages/torch")):
         sys.exit("expected no torch in the demo's environment")
