@@ -7,6 +7,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=
+ISA ?=
 SOAK_ARGS ?= --minutes 10
 FUZZ_ARGS ?= --decoders 45000 --sockets 3000 --files 2000
 
@@ -18,7 +19,7 @@ READY := $(VENV)/ready-$(shell cat $(SOURCES) | cksum | cut -d' ' -f1)
 CLIENTS := .venv-clients
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz test test-kernels test-all lint format bench gpu env clients roles docs clean
+.PHONY: help demo demo-full eval soak fuzz test test-kernels test-isa test-all lint format bench gpu env clients roles docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +44,9 @@ test: $(READY) ## all tests that need no full-size weights
 test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 1600 -m "kernels and not slow and not gpu" \
 		tests/engine/cuda tests/engine/cpu tests/cli $(PYTEST_ARGS)
+
+test-isa: $(READY) ## what depends on arithmetic, under each instruction set that is here: ISA="lowest native" for some
+	$(BIN)/python -m tests.isa --workers $(WORKERS) $(ISA)
 
 test-all: $(READY) ## full-size tests too
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
