@@ -14,8 +14,10 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=
+ISA ?=
 SOAK_ARGS ?= --minutes 10
 SAMPLE ?= 20
+JOURNEYS ?=
 FUZZ_ARGS ?= --decoders 45000 --sockets 3000 --files 2000
 
 # The environment has two stages: what `make demo` needs, without torch, and on top of it everything. It is rebuilt when
@@ -31,8 +33,8 @@ CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-all lint format bench gpu env clients lerobot \
-	roles installs fresh lock graphs docs clean
+.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-isa test-all lint format bench gpu env clients \
+	lerobot journeys roles installs fresh lock graphs docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +59,9 @@ test: $(READY) ## all tests that need no full-size weights
 test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm_89 and sm_90; CPU kernels of other processors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 1600 -m "kernels and not slow and not gpu" \
 		tests/engine/cuda tests/engine/cpu tests/cli $(PYTEST_ARGS)
+
+test-isa: $(READY) ## what depends on arithmetic, under each instruction set that is here: ISA="lowest native" for some
+	$(BIN)/python -m tests.isa --workers $(WORKERS) $(ISA)
 
 test-all: $(READY) ## full-size tests too
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
@@ -101,6 +106,9 @@ clients: $(READY) ## two releases of LeRobot, for the tests of its wire and its 
 
 lerobot: ## LeRobot as its plugin's README installs it, and that page's commands (LEROBOT=0.6.1; minutes, 6 GB)
 	$(PYTHON) -m tests.journeys.lerobot $(LEROBOT)
+
+journeys: $(READY) ## every line of every page, typed in an environment that the README's lines make (minutes, 1.3 GB)
+	$(BIN)/python -m tests.journeys $(JOURNEYS)
 
 roles: $(READY) ## wheels into empty environments, one per role, and the README's commands in them (minutes, 2 GB)
 	$(BIN)/python -m tests.roles

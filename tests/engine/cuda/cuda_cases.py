@@ -25,6 +25,7 @@ from sinew.engine.plan import Plan
 from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
+from tests.closeness import rounding
 from tests.golden import Golden
 
 BOUND = 1e-5  # of the action scale, the largest absolute value of eager's chunk
@@ -90,6 +91,10 @@ class Case:
         got, _ = engine.run(inputs or self.inputs(), self.noise, steps)
         assert np.isfinite(got).all()
         return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+    def refusal(self, found: np.ndarray, inputs: ModelInputs | None = None, steps: int = 4) -> str:
+        """Return why a chunk is no other float32 computation of eager's; empty if it may be (tests/closeness.py)."""
+        return rounding(lambda: self.eager(inputs, steps)).refusal(found)
 
     def prepared(self, inputs: ModelInputs) -> ModelInputs:
         """Raw frames as the processor prepares them."""

@@ -1,0 +1,139 @@
+"""``make test-isa``: what depends on arithmetic, under the instruction sets that are here, and always the lowest.
+
+``python -m tests.isa [NAME ...]`` runs TESTS once per combination and prints a table; NAME is one of those that
+``--list`` shows, all of them where none is given. It ends with 1 where a test failed. Emulated instruction sets and
+other processors are ``make test-kernels``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# All tests whose result depends on arithmetic; the CUDA engine's twins, 40 % of all tests' time, on one case each.
+TESTS = (
+    *("tests/models", "tests/layers", "tests/control", "tests/processing", "tests/stream", "tests/validate"),
+    *(
+        "tests/test_solvers.py",
+        "tests/engine/cpu",
+        "tests/engine/test_choose.py",
+        "tests/engine/test_contract.py",
+    ),
+    *(
+        "tests/engine/test_engines.py",
+        "tests/engine/test_evo1_engines.py",
+        "tests/engine/test_groot_engines.py",
+    ),
+    *("tests/engine/test_guidance.py", "tests/engine/test_jepa_engines.py", "tests/engine/test_plan.py"),
+    *("tests/engine/test_quantize.py", "tests/engine/test_upcast.py", "tests/engine/cuda/test_kernels.py"),
+)
+MARKS = "not slow and not gpu and not kernels"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What one run may use. aten, mkl, onednn, kernels: the values of their variables, empty for what they choose;
+    numpy: features that numpy must not use."""
+
+    name: str
+    needs: str = ""  # a flag of the processor
+    aten: str = ""
+    mkl: str = ""
+    onednn: str = ""
+    kernels: str = ""
+    numpy: tuple[str, ...] = ()
+    threads: int = 1
+
+    def environment(self) -> dict[str, str]:
+        named = {
+            "ATEN_CPU_CAPABILITY": self.aten,
+            "MKL_ENABLE_INSTRUCTIONS": self.mkl,
+            "ONEDNN_MAX_CPU_ISA": self.onednn,
+            "SINEW_CPU_KERNELS": self.kernels,
+            "NPY_DISABLE_CPU_FEATURES": " ".join(self.numpy),
+            "OMP_NUM_THREADS": str(self.threads),
+        }
+        kept = {name: value for name, value in os.environ.items() if name not in named}
+        return {**kept, **{name: value for name, value in named.items() if value}}
+
+
+def combinations() -> list[Combination]:
+    """Return those that this machine can run, the lowest first."""
+    found = [
+        Combination("lowest", "", "default", "SSE4_2", "SSE41", "portable", numpy_features("")),
+        Combination("avx2", "avx2", "avx2", "AVX2", "AVX2", "avx2", numpy_features("512|V4|_SPR|_ICL")),
+        Combination(
+            "avx-vnni", "avx_vnni", "avx2", "AVX2", "AVX2_VNNI", "avxvnni", numpy_features("512|V4|_SPR|_ICL")
+        ),
+        Combination("avx512", "avx512bw", "avx512", "AVX512", "AVX512_CORE", "avx2"),
+        Combination("avx512-vnni", "avx512_vnni", "avx512", "AVX512", "AVX512_CORE_VNNI", "avx512vnni"),
+        Combination("avx512-bf16", "avx512_bf16", "avx512", "AVX512", "AVX512_CORE_BF16"),
+        Combination("lowest-2", "", "default", "SSE4_2", "SSE41", "portable", numpy_features(""), 2),
+        Combination("native"),
+        Combination("native-2", threads=2),
+    ]
+    from sinew import machine
+
+    flags = machine.cpu_flags()
+    return [each for each in found if not each.needs or each.needs in flags]
+
+
+def numpy_features(pattern: str) -> tuple[str, ...]:
+    """Return the features that this numpy chooses at run time, is about to use here, and whose names match."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+
+    return tuple(name for name in __cpu_dispatch__ if __cpu_features__.get(name) and re.search(pattern, name))
+
+
+def run(each: Combination, workers: int, more: list[str]) -> tuple[bool, str, list[str]]:
+    """Run the tests; return whether all passed, pytest's last line and the failures."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS, *(more or TESTS)]
+    if workers > 1:
+        command += ["-n", str(workers), "--dist", "loadfile"]
+    done = subprocess.run(command, cwd=ROOT, env=each.environment(), capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["nothing"]
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 0, lines[-1].strip("= "), failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", help="combinations; all that this machine has where none is given"
+    )
+    parser.add_argument("--list", action="store_true", help="name them and what they set")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tests", nargs="+", default=[], help="in place of all")
+    given = parser.parse_args()
+    here = {each.name: each for each in combinations()}
+    if unknown := [name for name in given.names if name not in here]:
+        parser.error(f"expected some of {', '.join(here)}, got {', '.join(unknown)}")
+    chosen = [here[name] for name in given.names] or list(here.values())
+    width = max(map(len, here))
+    if given.list:
+        for each in chosen:
+            own = {name: value for name, value in each.environment().items() if os.environ.get(name) != value}
+            print(f"{each.name:{width}}  " + " ".join(f"{name}={value!r}" for name, value in own.items()))
+        return 0
+    table, every = [], True
+    for each in chosen:
+        begun = time.monotonic()
+        passed, summary, failures = run(each, given.workers, given.tests)
+        every = every and passed
+        row = f"{each.name:{width}}  {'passed' if passed else 'FAILED':6}  {time.monotonic() - begun:5.0f} s  {summary}"
+        print(row, *failures, sep="\n", flush=True)
+        table.append(row)
+    if len(table) > 1:
+        print("", *table, sep="\n")
+    return 0 if every else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
