@@ -7,7 +7,6 @@ import pytest
 from tests.models.stages import CASES, stages
 
 
-@pytest.mark.proves(engine="eager")
 @pytest.mark.parametrize("case", CASES)
 def test_every_stage_matches(case, open_case):
     wrong = {name: found.refusal(expected) for name, found, expected in stages(case, *open_case(case))}
