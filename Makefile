@@ -132,7 +132,7 @@ docs: $(READY) ## the documentation as a site: build/site/index.html
 $(LIGHT): $(SOURCES)
 	@$(PYTHON) -c '$(NEW_ENOUGH)' 2> /dev/null \
 		|| { echo "Python 3.11, 3.12 or 3.13 is needed, got $(or $(PYTHON),none); say which with make PYTHON=..."; exit 1; }
-	@echo "make: an environment for the demo in $(VENV), without torch: 111 MB to download on Linux, 450 MB on disk"
+	@echo "make: an environment for the demo in $(VENV), without torch: 111 MB to download on Linux, 420 MB on disk"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt hatchling editables

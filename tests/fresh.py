@@ -36,7 +36,14 @@ def measured(python: str, folder: Path) -> str:
     clone, home = folder / "sinew", folder / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    environment = {"HOME": str(home), "PATH": os.defpath, "PIP_CONFIG_FILE": os.devnull, "LANG": "C.UTF-8"}
+    # Whose certificates the network has, which old pips do not find by themselves, and nothing about packages.
+    certificates = {key: os.environ[key] for key in ("PIP_CERT", "SSL_CERT_FILE") if key in os.environ}
+    environment = certificates | {
+        "HOME": str(home),
+        "PATH": os.defpath,
+        "PIP_CONFIG_FILE": os.devnull,
+        "LANG": "C.UTF-8",
+    }
     seconds = []
     (stamp,) = [
         word
