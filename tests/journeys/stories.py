@@ -36,8 +36,13 @@ observation = {
 """
 ARM = "needs the arm on that port"
 SIMULATOR = "needs a simulator's own interpreter: make sim-aloha and the like, of gigabytes"
-ROOTED = "installs into the system as root; docker/install.sh itself runs in `make roles`"
-DOCKER = "needs a Docker daemon"
+NOT_HERE = {
+    "sudo": "installs into the system as root; docker/install.sh itself runs in `make roles`",
+    "docker": "needs a Docker daemon",
+    "pip": "`make installs` asks the index for it, and the README's own made this environment",
+    "uv": "`make installs` asks the index for it",
+    "make env": "makes what this runs in",
+}
 ROS = "needs an installed ROS 2"
 
 
@@ -124,9 +129,9 @@ class bus:
 def readme(walk: Walk) -> None:
     walk.leaves("make demo", "`make journeys` and CI type it in a clone of its own")
     walk.leaves("make test", "this is part of it")
-    walk.leaves("pip install -c constraints.txt torch", "made the environment that this runs in")
     walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client '.[torch,onnx-export,sim]'", "the same"
+        "pip install -c constraints.txt ./packages/sinew-client '.[torch,onnx-export,sim]'",
+        "made the environment that this runs in",
     )
     arm(walk)
     walk.type("sinew convert my_smolvla/ policy.gguf --vlm SmolVLM2-500M-Video-Instruct/")
@@ -221,7 +226,7 @@ def dashboard(walk: Walk) -> None:
 
 def deployment(walk: Walk) -> None:
     for line in walk.lines:
-        walk.leaves(line, ROOTED if line.startswith("sudo") else DOCKER)
+        walk.leaves(line, next(why for start, why in NOT_HERE.items() if line.startswith(start)))
 
 
 def engines(walk: Walk) -> None:

@@ -23,6 +23,16 @@ def constants(story: object) -> set[str | int]:
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
+def asked(story: object) -> list[str]:
+    """Return the lines that a story takes from its page."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(story)))  # type: ignore[arg-type]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    taken = [
+        node.args[0] for node in calls if getattr(node.func, "attr", "") in ("type", "serving", "leaves")
+    ]
+    return [first.value for first in taken if isinstance(first, ast.Constant)]
+
+
 def test_every_page_has_a_story() -> None:
     assert sorted(STORIES) == sorted(TYPED)
 
@@ -35,6 +45,7 @@ def test_every_line_has_its_place(page: str) -> None:
         return
     known = constants(story)
     told = inspect.getsource(story)
+    assert not [line for line in asked(story) if line not in lines(page)]
     assert not [line for line in lines(page) if line not in known]
     assert all(
         f"walk.program({number}" in told.replace("\n", "").replace(" ", "")
