@@ -12,29 +12,22 @@ import json
 import os
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cases import golden_cases
+from tests.journeys.stories import ROBOT, STORIES, arm
+from tests.journeys.walk import Walk
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = "smolvla-2cam"
-NATIVE = "tcp://127.0.0.1:5555"
 ROLES = {"client": "sinew_client", "onnx": "sinew", "cpu": "sinew"}  # role -> what is imported
-# Lines of the README that a role cannot run, and what is said instead; everything else has to end with 0.
-FAILS = {("cpu", "sinew tune"): "finds no CUDA device"}
 # What the onnx role is for; the other lines need torch.
-ONNX = ("sinew inspect", "sinew infer", "sinew serve", "sinew client", "sinew bench", "sinew doctor")
-SERVED = ("sinew client", "sinew top", "sinew run")  # lines that talk to a running `sinew serve`
-ENDLESS = ("sinew top", "sinew run")  # until somebody ends them: given --seconds
-BLOCKS = ("sinew run", "sinew eval")  # lines that play the embedded task, with its policy
+ONNX = ("sinew inspect", "sinew infer", "sinew bench", "sinew doctor")
 
 
 class Role:
@@ -58,46 +51,9 @@ class Role:
         )
         self.seconds = time.monotonic() - started
 
-    def run(self, line: str, fails: str | None = None, timeout: int = 1200) -> None:
-        """Run one line of a shell. fails: what is said by a line that must not succeed here."""
-        print(f"  $ {line}", flush=True)
-        done = subprocess.run(
-            ["bash", "-c", line],
-            cwd=self.work,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        said = done.stdout + done.stderr
-        if "Traceback" in said or (done.returncode != 0) != (fails is not None) or (fails or "") not in said:
-            sys.exit(f"{self.name}: {line}\nended with {done.returncode}\n{said[-4000:]}")
-
-    @contextmanager
-    def serving(self, line: str) -> Iterator[None]:
-        """Run `sinew serve ...` while inside; it has to say that it is ready, and to end with 0."""
-        print(f"  $ {line} &", flush=True)
-        server = subprocess.Popen(
-            ["bash", "-c", f"exec {line}"],
-            cwd=self.work,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            assert server.stdout is not None
-            said = ""
-            while "ready on" not in said:
-                if not (part := server.stdout.readline()):
-                    sys.exit(f"{self.name}: {line}\n{said}")
-                said += part
-            yield
-        finally:
-            server.terminate()
-            rest = server.communicate(timeout=60)[0]
-        if server.returncode != 0:
-            sys.exit(f"{self.name}: {line} ended with {server.returncode}\n{said}{rest}")
+    def walk(self) -> Walk:
+        """Return the README's lines in this environment, where nothing of the checkout is found."""
+        return Walk("README.md", self.work, self.home / "bin" / "python", checkout=False)
 
     def row(self) -> str:
         """Return a line of the table: packages, bytes, and how long imports take, medians of five."""
@@ -131,16 +87,6 @@ def size(path: Path) -> int:
     return sum(each.stat().st_size for each in path.rglob("*") if each.is_file() and not each.is_symlink())
 
 
-def readme() -> tuple[list[str], list[str]]:
-    """Return the commands and the Python programs of "Use it" in README.md."""
-    section = (ROOT / "README.md").read_text().split("## Use it")[1].split("\n## ")[0]
-    blocks = re.findall(r"```(\w*)\n(.*?)```", section, re.DOTALL)
-    text = next(body for kind, body in blocks if not kind).replace("\\\n", " ")
-    lines = [re.sub(r"\s+#.*", "", line).strip() for line in text.splitlines()]
-    commands = [line for line in lines if line.startswith("sinew ")]
-    return commands, [body for kind, body in blocks if kind == "python"]
-
-
 def healthcheck() -> str:
     """Return the line by which an image of docker/Dockerfile is asked for its health."""
     text = (ROOT / "docker" / "Dockerfile").read_text()
@@ -148,86 +94,19 @@ def healthcheck() -> str:
     return shlex.join(json.loads(words))
 
 
-def matches(line: str, words: tuple[str, ...]) -> bool:
-    return line.startswith(words)
-
-
-# What the README's programs take for granted.
-PRELUDE = """
-import numpy as np
-front = wrist = np.zeros((480, 640, 3), np.uint8)
-state = np.zeros(6, np.float32)
-observation = {"images": {"camera1": front, "camera2": wrist}, "state": state, "prompt": "pick up the red cube"}
-"""
-
-
-def furnish(role: Role) -> None:
-    """Put the files that the README's lines name into the folder where they run."""
-    case = golden_cases() / CASE
-    shutil.copytree(case / "checkpoint", role.work / "my_smolvla")
-    shutil.copytree(case / "vlm", role.work / "SmolVLM2-500M-Video-Instruct")
-    picture = (
-        "from PIL import Image; [Image.new('RGB', (640, 480)).save(f) for f in ('front.jpg', 'wrist.png')]"
-    )
-    subprocess.run(
-        [role.home / "bin" / "python", "-c", picture], cwd=role.work, check=True, env=role.environment
-    )
-
-
-def full(role: Role) -> None:
-    """All commands and programs of the README."""
-    furnish(role)
-    commands, programs = readme()
-    local, remote = programs
-    replay = next(line for line in commands if "--replay" in line)
-    serve = next(line for line in commands if line.startswith("sinew serve policy.gguf"))
-    talking = [line for line in commands if matches(line, SERVED)]
-    plain = [line for line in commands if line not in (replay, serve, *talking)]
-    for line in plain:
-        if not matches(line, BLOCKS):
-            fails = next(
-                (
-                    text
-                    for (name, words), text in FAILS.items()
-                    if name == role.name and line.startswith(words)
-                ),
-                None,
-            )
-            role.run(line, fails)
-    (role.work / "local.py").write_text(PRELUDE + local)
-    role.run("python local.py")
-    (role.work / "remote.py").write_text(PRELUDE + remote.replace("robot-gpu", "127.0.0.1"))
-    with role.serving(f"{serve} --record records/"):
-        for line in talking:
-            if not matches(line, BLOCKS):
-                role.run(line + " --seconds 5" * matches(line, ENDLESS))
-        role.run("python remote.py")
-    with role.serving(replay):
-        role.run("python remote.py")
-    shutil.copyfile(ROOT / "sinew" / "assets" / "blocks.gguf", role.work / "policy.gguf")
-    with role.serving(serve):
-        for line in filter(lambda line: matches(line, BLOCKS), talking):
-            role.run(f"{line} --seconds 5")
-    for line in filter(lambda line: matches(line, BLOCKS), plain):
-        role.run(line)
-
-
-def torch_free(role: Role, exported: Path) -> None:
-    """What needs no torch, over a folder of `sinew export` that the full role has written."""
-    furnish(role)
-    shutil.copytree(exported, role.work / "policy.gguf")  # the README's lines call it so
-    commands, programs = readme()
-    for line in commands:
-        if matches(line, ONNX) and not matches(line, ("sinew serve", *SERVED)):
-            role.run(line)
-    (role.work / "local.py").write_text(PRELUDE + programs[0])
-    role.run("python local.py")
-    (role.work / "remote.py").write_text(PRELUDE + programs[1].replace("robot-gpu", "127.0.0.1"))
-    with role.serving(next(line for line in commands if line.startswith("sinew serve policy.gguf"))):
-        role.run(next(line for line in commands if line.startswith("sinew client")))
-        role.run("python remote.py")
-        role.run(healthcheck())
-    role.run("""python -c 'from importlib.util import find_spec; assert find_spec("torch") is None'""")
+def torch_free(walk: Walk, exported: Path) -> None:
+    """Type what needs no torch, over a folder of `sinew export` that another role has written."""
+    arm(walk)
+    walk.copy(exported, "policy.gguf")  # the README's lines call it so
+    for line in walk.lines:
+        if line.startswith(ONNX):
+            walk.type(line)
+    walk.program(0, before=ROBOT)
+    with walk.serving("sinew serve policy.gguf"):
+        walk.type("sinew client tcp://127.0.0.1:5555")
+        walk.program(1, before=ROBOT)
+        walk.run(healthcheck())
+    walk.run("""python -c 'from importlib.util import find_spec; assert find_spec("torch") is None'""")
 
 
 def export(home: Path) -> Path:
@@ -270,20 +149,19 @@ def main() -> None:
         if "cpu" in chosen:
             print("cpu: every engine, and everything that the README shows", flush=True)
             complete = Role("cpu", home / "cpu", wheels)
-            full(complete)
+            STORIES["README.md"](complete.walk())
             rows.append(complete.row())
             exported = complete.work / "robot"
         if "onnx" in chosen or "client" in chosen:
             print("onnx: a server without torch", flush=True)
             light = Role("onnx", home / "onnx", wheels)
-            torch_free(light, exported or export(home))
+            torch_free(light.walk(), exported or export(home))
             rows.append(light.row())
         if "client" in chosen:
             print("client: a robot", flush=True)
             robot = Role("client", home / "client", wheels)
-            (robot.work / "remote.py").write_text(PRELUDE + readme()[1][1].replace("robot-gpu", "127.0.0.1"))
-            with light.serving("sinew serve policy.gguf"):
-                robot.run("python remote.py")
+            with light.walk().serving("sinew serve policy.gguf"):
+                robot.walk().program(1, before=ROBOT)
             rows.append(robot.row())
     print("\n| role | packages | on disk | installed in | import |\n|---|---|---|---|---|")
     print("\n".join(reversed(rows)))

@@ -51,16 +51,25 @@ class Walk:
     interpreter of an environment with ``sinew`` beside it. ``type``, ``serving`` and ``leaves`` want a line as the
     page has it, and ``instead`` says what of it is replaced here, for instance a number of episodes; ``run`` and
     ``server`` take any line, for what a page takes for granted. quick: plain lines of ``sinew`` run in processes that
-    begin with torch imported (tests/processes.py); python is then this interpreter.
+    begin with torch imported (tests/processes.py); python is then this interpreter. checkout: False where only what
+    was installed may be found.
     """
 
-    def __init__(self, page: str, folder: Path, python: Path = Path(sys.executable), *, quick: bool = False):
+    def __init__(
+        self,
+        page: str,
+        folder: Path,
+        python: Path = Path(sys.executable),
+        *,
+        quick: bool = False,
+        checkout: bool = True,
+    ):
         self.page, self.folder, self.python, self.quick = page, folder, python, quick
         self.lines = lines(page)
         self.walked: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("sinew", "docs", "examples", "packages", "train", "constraints.txt", "docker"):
-            if not (folder / name).exists():
+            if checkout and not (folder / name).exists():
                 (folder / name).symlink_to(ROOT / name)
         kept = {
             key: value
