@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-import multiprocessing
 import os
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from sinew.bundle import Bundle
 from sinew.presets.golden import BUNDLE
 from tests import cases, rules
 
+UNPACK = cases.unpack
 LIMIT = 60_000_000  # bytes of all tracked files
 # What the rules draw, from the generator that made the references' own files of weights.
 DRAWN = {
@@ -181,10 +183,19 @@ def find() -> Path:
     return cases.golden_cases.__wrapped__()
 
 
-def test_unpacked_once_for_all_processes(checkout: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        homes = set(pool.starmap(find, [()] * 8))
-    (home,) = homes
+def test_unpacked_once_for_all_who_ask(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is a file's, which two threads that open it share no more than two processes do."""
+    targets = []
+
+    def slowly(source: Path, target: Path) -> None:
+        targets.append(target)
+        time.sleep(0.1)  # for the others to come while it is not there
+        UNPACK(source, target)
+
+    monkeypatch.setattr(cases, "unpack", slowly)
+    with ThreadPoolExecutor(8) as pool:
+        (home,) = {future.result() for future in [pool.submit(find) for _ in range(16)]}
+    assert targets.count(home.with_suffix(".part")) == 1
     assert home.parent == checkout / "build" / "fixtures"
     assert sorted(path.name for path in home.parent.iterdir()) == [home.name, "lock"]
     folder = home / "case" / "checkpoint"
