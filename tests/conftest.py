@@ -25,6 +25,10 @@ from tests.proofs import Recorder
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ.pop(
+    "COLUMNS", None
+)  # of the terminal that the suite runs in: texts are compared at their own width
+
 # Collecting makes half a million objects and hardly any garbage, which every full collection would look through.
 if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()  # until the tests begin

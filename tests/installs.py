@@ -96,6 +96,7 @@ class Line:
     files: list[str] = field(default_factory=list)
     constrained: bool = False
     alone: bool = False  # --no-deps
+    newest: bool = False  # --ignore-requires-python: what it names is for the newest Python alone
     uv: bool = False
 
     @property
@@ -134,6 +135,8 @@ def parse(where: str, text: str) -> Line:
             line.names.append(words.pop(0))
         elif word == "--no-deps":
             line.alone = True
+        elif word == "--ignore-requires-python":
+            line.newest = True
         elif word in FLAGS or word.startswith(("--torch-backend=", "--progress-bar=")):
             continue
         elif verb is None and word in ("install", "wheel", "download"):
@@ -495,7 +498,11 @@ def main() -> int:
     roles = {
         role: Line(role, role, names, constrained=role not in UNCONSTRAINED) for role, names in ROLES.items()
     }
-    jobs = [("line", line, HOME, python) for line in lines.values() for python in PYTHONS]
+    jobs = [
+        ("line", line, HOME, python)
+        for line in lines.values()
+        for python in PYTHONS[-1 if line.newest else 0 :]
+    ]
     jobs += [
         ("role", line, platform, python)
         for platform in PLATFORMS

@@ -27,10 +27,10 @@ with scratch.beside(Path(sys.argv[1])) as folder:
 
 
 def holder(target: Path, **options) -> tuple[subprocess.Popen, Path]:
-    """Start a process that writes beside a target, and wait until it does."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, target], stdout=subprocess.PIPE, text=True, **options
-    )
+    """Start a process that writes beside a target, and wait until it does. No signal is ignored there, as one is that
+    this process was started to ignore."""
+    words = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-c", HOLDER, target]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **options)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 

@@ -229,7 +229,7 @@ def test_a_run_whose_requests_fail_says_so(said: Any, monkeypatch: pytest.Monkey
 
 
 def test_a_robot_that_was_held_all_the_time_is_no_success(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    status, report, text = said("run", "blocks", *DRY, "--deadline", "0.0001", "--seconds", "2")
+    status, report, text = said("run", "blocks", *DRY, "--max-age", "0.000001", "--seconds", "2")
     assert (status, report["executed"], report["faults"]["total"]) == (EXIT_FAULTS, 0, 0)
     assert "the robot was held all the time and never got a command" in text
     monkeypatch.setattr(Session, "run", lambda _: None)

@@ -218,7 +218,7 @@ def test_a_hold_after_a_chunk_has_its_own_reason_and_listeners_hear_of_everythin
     faulted = ["ask", "fault", "command", "ask", "arrived", "command", "command"]
     assert events == [*faulted, "failed", "pause", "resume"]
     assert heard[1] == ("fault", {"step": 0, "reason": "blind"})
-    assert heard[7] == ("failed", {"step": 3, "reason": "no network"})
+    assert heard[7] == ("failed", {"step": 3, "reason": "no network", "kind": ""})
 
 
 def test_a_chunk_after_the_rows_ran_out_starts_where_the_robot_stands() -> None:

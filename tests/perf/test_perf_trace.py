@@ -275,7 +275,10 @@ def test_precision_of_each_stage() -> None:
 
 def test_a_bundle_is_traced_as_it_is_stored() -> None:
     found = Program.load(golden.BUNDLE).components()
-    assert {t.dtype for c in found for o in c.operators for t in o.tensors if t.kind == "weight"} == {"fp32"}
+    assert {t.dtype for c in found for o in c.operators for t in o.tensors if t.kind == "weight"} == {
+        "bf16",
+        "fp32",
+    }
     narrow = Program.load(golden.BUNDLE, dtypes="bf16").components()
     assert "bf16" in {t.dtype for c in narrow for o in c.operators for t in o.tensors}
 

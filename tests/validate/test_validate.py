@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -199,6 +200,7 @@ def test_the_verb_reports_keeps_and_judges(bundle: Path, tmp_path: Path, capsys)
 def test_the_verb_fails_on_a_wrong_engine(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     opened = Policy.__init__
 
+    @functools.wraps(opened)  # `sinew.load` reads its options off the signature
     def broken(self: Policy, *arguments: object, **options: object) -> None:
         opened(self, *arguments, **options)
         if self.engine_name == "plan":
