@@ -451,11 +451,8 @@ def lock(*more: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "constraints.txt"
         out.write_text(there)
-        projects = [
-            "pyproject.toml",
-            "packages/sinew-client/pyproject.toml",
-            "packages/lerobot_policy_sinew/pyproject.toml",
-        ]
+        # Not the plugin: it goes beside LeRobot, which has versions of its own.
+        projects = ["pyproject.toml", "packages/sinew-client/pyproject.toml"]
         done = subprocess.run(
             [
                 *uv(), "pip", "compile", "--no-config", "--quiet", "--python", sys.executable, "--universal",
