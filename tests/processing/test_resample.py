@@ -61,8 +61,13 @@ def test_antialias_equals_torchvision(stored, camera, square):
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.tuples(*[st.integers(1, 90)] * 4), st.sampled_from(["bilinear", "bicubic"]), st.integers(0, 2**32))
+@given(
+    st.tuples(*[st.integers(1, 90)] * 3, st.integers(2, 90)),
+    st.sampled_from(["bilinear", "bicubic"]),
+    st.integers(0, 2**32),
+)
 def test_antialias_equals_torch(sizes, method, seed):
+    """Without AVX2 torch 2.13 gives another picture of one column than with it, which no policy has."""
     height, width, to_height, to_width = sizes
     image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     tensor = torch.from_numpy(image).permute(2, 0, 1)[None]
