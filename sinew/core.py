@@ -172,7 +172,7 @@ class KeyMap:
 
 @dataclass(frozen=True, slots=True)
 class MotionSpec:
-    """What a policy's actions are measured from, as the robot's settings take it (``sinew_client.control``).
+    """States what a policy's actions are measured from, as the robot's settings take it (``sinew_client.control``).
 
     kind: absolute (targets in the numbers of the state), relative (the columns ``action`` to the numbers ``state`` of
     the state at the chunk's frame) or offsets (those columns from the pose of their own step). scale: what one unit of

@@ -1,4 +1,4 @@
-"""What went wrong inside a run, told apart from what the life of a robot is made of."""
+"""Tells errors inside a run from what is normal life of a robot: late, lost and superseded answers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from sinew_client.errors import ClientError
 
 
 class ModuleError(ClientError):
-    """What a ``module:name`` names cannot be had; the message says what was searched, or what the module raised."""
+    """Raised where ``module:name`` cannot be had; the message says what was searched, or what the module raised."""
 
 
 def search_here() -> str:

@@ -1,4 +1,4 @@
-"""What a robot does that was told nothing: how late chunks are taken over, and when the next one is asked for.
+"""Defaults of a robot that was told nothing: how it takes over late chunks, and when it asks for the next one.
 
 The one place that says so, for :class:`~sinew_client.control.settings.Settings` and everybody who makes some: ``sinew
 run``, ``sinew eval``, ``sinew demo``, the ROS bridge, the LeRobot plugin. docs/control.md has the tables behind it.
