@@ -250,9 +250,9 @@ def evaluation(walk: Walk) -> None:
     evaluated(walk.type("sinew eval blocks --episodes 200", instead=("200", "20")), 0.9)
     with walk.server("sinew serve policy.gguf"):
         evaluated(walk.type("sinew eval tcp://127.0.0.1:5555 --episodes 200", instead=("200", "10")), 0.8)
-    with walk.server("sinew serve policy.gguf --record records/"):  # ten requests a second, as the line says
+    with walk.server("sinew serve policy.gguf --record records/"):  # every other step asks
         walk.run(
-            f"sinew run {NATIVE} --robot dry --prompt 'move the red cube' --hz 10 --replan 1 --seconds 4"
+            f"sinew run {NATIVE} --robot dry --prompt 'move the red cube' --hz 20 --replan 1 --seconds 4"
         )
     evaluated(walk.type("sinew eval expert --env sinew/Pen-v0", adds="--episodes 20"), 0.9)
     for name in ("A.gguf", "B.gguf"):
@@ -345,7 +345,7 @@ def perf(walk: Walk) -> None:
     walk.type("sinew perf need --rate 30 --model pi0.5 --cameras 3")
     walk.type("sinew perf scenario pi0 --device agx-orin --server h200 --network wifi7 --codec jpeg")
     walk.type("sinew perf stream pi0 --camera-hz 30 --hz 480")
-    walk.type("sinew perf fit pi0.5 --hardware orin-nano")
+    walk.type("sinew perf fit pi0.5 --hardware orin-nano", status=1, says=("does not fit",))
     walk.type("sinew perf paper")
     walk.type("sinew perf calibrate policy.gguf")
     walk.type("sinew perf machines")
