@@ -15,6 +15,7 @@ PYTEST_ARGS ?=
 PYTHON_GPU ?= python3
 GPU_ARGS ?=
 ISA ?=
+PLACES ?=
 SOAK_ARGS ?= --minutes 10
 SAMPLE ?= 20
 JOURNEYS ?=
@@ -33,7 +34,7 @@ CLIENTS := .venv-clients
 LEROBOT ?= 0.6.1
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-isa test-all lint format bench gpu env clients \
+.PHONY: help demo demo-full eval soak fuzz mutate test test-kernels test-isa elsewhere test-all lint format bench gpu env clients \
 	lerobot journeys roles installs fresh lock graphs docs clean
 
 help: ## show this list
@@ -62,6 +63,9 @@ test-kernels: $(READY) ## Triton kernels, interpreted and compiled for sm_80, sm
 
 test-isa: $(READY) ## what depends on arithmetic, under each instruction set that is here: ISA="lowest native" for some
 	$(BIN)/python -m tests.isa --workers $(WORKERS) $(ISA)
+
+elsewhere: $(READY) ## the suite in fresh clones: another user, a path with blanks, LANG=C, no home, a busy machine: PLACES="guest"
+	$(BIN)/python -m tests.elsewhere $(PLACES)
 
 test-all: $(READY) ## full-size tests too
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)

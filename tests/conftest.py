@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -195,12 +196,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--faults-rounds", type=int, default=0, help="of tests/serve/test_faults.py, in random order"
     )
+    parser.addoption(
+        "--order",
+        type=int,
+        default=0,
+        help="seed of a random order: of files, and of the tests in each; 0: as written",
+    )
     parser.addoption("--proofs", type=Path, help="JSON file for what the passed tests prove: tests/proofs.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--proofs"):
         config.pluginmanager.register(Recorder(path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle by ``--order``; the tests of a file stay together, as what they share is made once."""
+    if seed := config.getoption("--order"):
+        rng = random.Random(seed)
+        files: dict[Path, list[pytest.Item]] = {}
+        for item in items:
+            files.setdefault(item.path, []).append(item)
+        paths = sorted(files)
+        rng.shuffle(paths)
+        for path in paths:
+            rng.shuffle(files[path])
+        items[:] = [item for path in paths for item in files[path]]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,0 +1,135 @@
+"""``make elsewhere``: the whole suite as other people run it, each time in a fresh clone with an environment of its own.
+
+``python -m tests.elsewhere [NAME ...]`` runs ``make test`` once per place and prints a table; NAME is one of those that
+``--list`` shows, all of them where none is given. It ends with 1 where a test failed. A place that is another user's
+needs root, and interpreters that everybody may run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NOBODY = 65534
+KEPT = ("PATH", "SSL_CERT_FILE")  # of the environment, and what says where packages come from
+TOTALS = re.compile(r"^=+ (.*(?:passed|failed|error).*) =+$", re.MULTILINE)
+ALWAYS_BUSY = "while True: pass"
+
+
+@dataclass(frozen=True)
+class Place:
+    """How one stranger runs the suite. folder: of the clone. ignored: signals that the shell told it to ignore.
+    neighbours: programs that compute all the time. home: "" for an empty one, else what is wrong with it."""
+
+    name: str
+    python: str = "python3.11"
+    folder: str = "sinew"
+    lang: str = "C.UTF-8"
+    uid: int = 0
+    home: str = ""
+    workers: int = 2
+    order: int = 1
+    ignored: bool = False
+    neighbours: int = 0
+
+
+PLACES = [
+    Place("guest", "python3.12", "Ein Platz für Tests/sinew", "C", NOBODY, "read-only", 1, 1, ignored=True),
+    Place("crowd", "python3.13", workers=4, order=2, neighbours=2),
+    Place("plain", order=3),
+]
+
+
+def run(place: Place, folder: Path, arguments: list[str]) -> tuple[bool, str, list[str]]:
+    """Clone, install and test; return whether all passed, pytest's totals and the failures."""
+    home, clone, scratch = folder / "home", folder / place.folder, folder / "tmp"
+    for each in (home, clone.parent, scratch):
+        each.mkdir(parents=True, exist_ok=True)
+    python = shutil.which(place.python)
+    if python is None:
+        return False, f"{place.python} is not here", []
+    # What a launcher of versions finds by its folder, an empty home does not have.
+    ask = [python, "-c", "import sys; print(sys.executable)"]
+    python = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    if place.uid:
+        folder.chmod(0o755)
+        subprocess.run(["chown", "-R", f"{place.uid}:{place.uid}", folder], check=True)
+    if place.home == "read-only":
+        os.chown(home, 0, 0)
+        home.chmod(0o555)
+    environment = {
+        name: value for name, value in os.environ.items() if name in KEPT or name.startswith("PIP_")
+    }
+    environment |= {"HOME": str(home), "LANG": place.lang, "TMPDIR": str(scratch)}
+    command = [
+        "make",
+        "test",
+        f"PYTHON={python}",
+        f"WORKERS={place.workers}",
+        f"PYTEST_ARGS=--order {place.order} -q {' '.join(arguments)}",
+    ]
+    neighbours = [subprocess.Popen([sys.executable, "-c", ALWAYS_BUSY]) for _ in range(place.neighbours)]
+    log = ROOT / "build" / "elsewhere" / f"{place.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if place.ignored:  # as a shell does to what it starts in the background
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with log.open("w") as out:
+            done = subprocess.run(
+                command, cwd=clone, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                user=place.uid or None, group=place.uid or None, extra_groups=[] if place.uid else None,
+                start_new_session=True,
+            )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for each in neighbours:
+            each.kill()
+            each.wait()
+    said = log.read_text(errors="replace")
+    totals = TOTALS.findall(said) or said.strip().splitlines()[-1:] or ["nothing"]
+    failures = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 0, totals[-1], failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="places; all of them where none is given")
+    parser.add_argument("--list", action="store_true", help="tell what they are")
+    parser.add_argument("--tests", nargs="+", default=[], help="in place of all")
+    given = parser.parse_args()
+    known = {place.name: place for place in PLACES}
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    table, every = [], True
+    for place in [known[name] for name in given.names] or PLACES:
+        if given.list:
+            print(place)
+            continue
+        if place.uid and os.geteuid() != 0:
+            print(f"{place.name}: left out, only root can be another user")
+            continue
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="sinew-elsewhere-") as folder:
+            passed, totals, failures = run(place, Path(folder), given.tests)
+        every = every and passed
+        row = f"{place.name:6}  {'passed' if passed else 'FAILED':6}  {time.monotonic() - begun:5.0f} s  {totals}"
+        print(row, *failures, sep="\n", flush=True)
+        table.append(row)
+    print("", *table, sep="\n")
+    return 0 if every else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
