@@ -50,7 +50,7 @@ def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
     noise = golden.numpy("noise")[0]
 
     def chunk(engine: Any) -> torch.Tensor:
-        return torch.from_numpy(engine.run(inputs, noise, STEPS)[0])
+        return torch.from_numpy(engine.run(inputs.batched(), noise[None], STEPS)[0])
 
     wanted, model = chunk(policy.engine), policy.engine.model
     yield {"what": "bfloat16", "error": relative_l2(chunk(load(path, "cpu", "bf16", "eager").engine), wanted)}
@@ -93,7 +93,8 @@ def trained(path: Path) -> Iterator[dict[str, Any]]:
     steps, width = policy.spec.solver_steps, policy.spec.action.dim
 
     def chunks(engine: Any, part: list[Any]) -> list[torch.Tensor]:
-        return [torch.from_numpy(engine.run(inputs, noise, steps)[0][:, :width]) for inputs, noise in part]
+        found = [engine.run(inputs.batched(), noise[None], steps)[0] for inputs, noise in part]
+        return [torch.from_numpy(chunk[:, :width]) for chunk in found]
 
     wanted = chunks(policy.engine, data[SEEN:])
 

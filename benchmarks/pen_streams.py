@@ -35,7 +35,7 @@ from benchmarks.side_by_side import SideBySide
 from benchmarks.soak import serving
 from benchmarks.split import Link
 from sinew import figures, machine
-from sinew.engine import halves
+from sinew.engine.eager import EagerEngine
 from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Conduct, Episode, run_episode
@@ -106,22 +106,23 @@ def remembering() -> Iterator[Callable[[], None]]:
     act, episodes of one seed see the same frames whatever is added. Yields what forgets them."""
     known: dict[bytes, np.ndarray] = {}
 
-    class Remembered(halves.Halves):
-        def read(self, inputs: ModelInputs) -> ModelInputs:
-            return inputs
+    real_read, real_solve = EagerEngine.read, EagerEngine.solve
 
-        def solve(self, context: Any, noise: np.ndarray, steps: int, guidance: Any = None) -> np.ndarray:
-            arrays = (context.pixels, context.camera_mask, context.tokens, context.state, noise)
-            key = hashlib.sha256(b"".join(each.tobytes() for each in arrays)).digest()
-            if key not in known:
-                known[key] = super().solve(super().read(context), noise, steps, guidance)
-            return known[key]
+    def read(_: EagerEngine, inputs: ModelInputs, *_watch: Any) -> ModelInputs:
+        return inputs
 
-    before, halves.Halves = halves.Halves, Remembered  # type: ignore[misc]
+    def solve(self: EagerEngine, context: Any, noise: Any, steps: int, *how: Any) -> np.ndarray:
+        arrays = (context.pixels, context.camera_mask, context.tokens, context.state, noise)
+        key = hashlib.sha256(b"".join(each.tobytes() for each in arrays)).digest()
+        if key not in known:
+            known[key] = real_solve(self, real_read(self, context), noise, steps, *how)
+        return known[key]
+
+    EagerEngine.read, EagerEngine.solve = read, solve  # type: ignore[method-assign, assignment]
     try:
         yield known.clear
     finally:
-        halves.Halves = before  # type: ignore[misc]
+        EagerEngine.read, EagerEngine.solve = real_read, real_solve  # type: ignore[method-assign]
 
 
 def clock(added: Sequence[int], episodes: int, out: Path) -> Points:

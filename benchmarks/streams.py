@@ -25,29 +25,29 @@ from sinew_client.control.report import percentiles
 
 import sinew
 from sinew import machine
-from sinew.engine.halves import Halves
 
 
 class Rounds:
-    """One policy, its two halves as calls without arguments."""
+    """One policy, its engine's verbs as calls without arguments."""
 
     def __init__(self, bundle: Path, engine: str):
         self.policy = sinew.load(bundle, engine=engine, threads=1)
         self.policy.warm_up()
-        self.halves = Halves(self.policy.engine)
+        self.engine = self.policy.engine
         self.prepared = self.policy.prepare(self.policy.dummy_observation())
-        self.context = self.halves.read(self.prepared.inputs)
+        self.inputs = self.prepared.inputs.batched()
+        self.context = self.engine.read(self.inputs)
         self.times = np.full(len(self.prepared.noise), self.policy.spec.solver.start)
 
     def prefix(self) -> None:
-        self.context = self.halves.read(self.prepared.inputs)
+        self.context = self.engine.read(self.inputs)
 
     def text(self) -> None:
-        self.halves.read_text(self.prepared.inputs, range(16))
+        self.engine.read_text(self.inputs, list(range(16)))
 
     def head(self) -> None:
-        context = self.halves.renew(self.context, self.prepared.inputs.state)
-        self.halves.evaluate(context, self.prepared.noise, self.times)
+        context = self.engine.renew(self.context, self.inputs.state)
+        self.engine.evaluate(context, self.prepared.noise[None], self.times[None])
 
 
 Found = list[tuple[float, float]]  # seconds by the clock and of the thread, of each call
@@ -111,7 +111,7 @@ def measure(rounds: Rounds, seconds: float, threads: tuple[int, int], runs: Sequ
     alone: Found = []
     timed(rounds.head, seconds, threads[1], alone)
     pairs: dict[str, Found] = {"prefix_alone": [], "prefix_and_token": []}
-    if rounds.halves.has_lm_head:
+    if rounds.policy.facts.has_lm_head:
         for _ in range(10):  # in turns, so that whatever else runs is beside both
             timed(rounds.prefix, seconds / 10, threads[0], pairs["prefix_alone"])
             timed(rounds.text, seconds / 10, threads[0], pairs["prefix_and_token"])

@@ -63,6 +63,8 @@ class Ramp:
     committed: bool [B, H] where the head is told that the frozen rows are actions already, as it was in training.
     """
 
+    jacobian = False
+
     def __init__(self, strength: Any, committed: Any = None):
         self.strength, self.committed = strength, committed
 

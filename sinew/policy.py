@@ -22,6 +22,7 @@ from sinew.bundle.rename import rename_cameras
 from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationError, SinewError
 from sinew.engine.base import OFFERS
 from sinew.engine.choose import ASKED, choose
+from sinew.engine.engine import Engine, Watch
 from sinew.processing import BatchKey, Prepared, Processor, batch_key, given, stack
 from sinew.processing.continuation import kind_of
 from sinew.sources import EXPORTED, resolve
@@ -99,22 +100,11 @@ class Policy:
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
         self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
-        self.engine: Any = OFFERS[self.engine_name].open(bundle, self.choice.options)
-        model = getattr(self.engine, "model", None)
-        if self.spec.committed_rows and model is not None and not model.times_per_row:
-            raise BundleError(
-                f"spec.committed_rows: expected 0 for {self.spec.architecture}, whose head takes one time for all rows"
-            )
-        self.device = self.engine.device
+        self.engine: Engine = OFFERS[self.engine_name].open(bundle, self.choice.options)
+        self.facts = self.engine.facts
         self.threads_reason = "one per core" if threads is None else ASKED
-        self._threads_open = threads is None and hasattr(self.engine, "settle_threads")
-        self._takes_frames = getattr(self.engine, "takes_frames", False)  # it resizes on the device
-        self._unnormalizes = getattr(
-            self.engine, "unnormalizes", False
-        )  # and it has the actions' statistics there
-        folder = getattr(self.engine, "directory", None)  # of graphs, whose weights ONNX Runtime may map too
-        graphs = [] if folder is None else [file for file in sorted(folder.iterdir()) if file.is_file()]
-        self._files = [bundle.file.in_use, *map(watch, graphs)]
+        self._threads_open = threads is None
+        self._files = [bundle.file.in_use, *map(watch, self.facts.files)]
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -130,23 +120,29 @@ class Policy:
         return {
             "engine": self.engine_name,
             "engine_reason": self.choice.engine_reason,
-            "device": str(self.device),
+            "device": self.device,
             "device_reason": self.choice.device_reason,
             "dtype": self.precision_text,
             "dtype_reason": self.dtype_reason,
             "precision": self.precision,
-            "providers": list(getattr(self.engine, "providers", ())),
+            "providers": list(self.facts.providers),
             "ignored_recipe": self.choice.ignored,
             "unguided": self.unguided,
             "guidance": list(self.guidance),
             "unbatched": self.unbatched,
+            "unstreamed": self.facts.unshared,
             "lm_head": self.manifest.config.get("lm_head", ""),
         }
 
     @property
+    def device(self) -> str:
+        """Return what computes, such as "cpu" or "cuda:0"."""
+        return self.facts.device
+
+    @property
     def precision(self) -> dict[str, str]:
         """Component -> the precision in which it really computes: fp32, bf16, fp16, int8, int8-rows, fp8."""
-        return self.engine.precision
+        return dict(self.facts.precision)
 
     @property
     def precision_text(self) -> str:
@@ -171,7 +167,7 @@ class Policy:
     @property
     def recipe(self) -> dict[str, str]:
         """Precision of each component that the engine quantises; empty where it computes as ``dtype`` says."""
-        return self.engine.recipe
+        return dict(self.facts.recipe)
 
     @property
     def padded_state_dim(self) -> int:
@@ -191,7 +187,7 @@ class Policy:
     @property
     def weights_nbytes(self) -> int:
         """Bytes of the model's weights, as the engine holds them."""
-        return self.engine.weights_nbytes
+        return self.facts.weights_nbytes
 
     def check(self, observation: Observation | Mapping[str, Any]) -> None:
         """Raise :class:`ObservationError` for a field that this policy cannot take; computes nothing."""
@@ -217,7 +213,7 @@ class Policy:
         """
         observation = given.observation(observation, self.spec)
         self._check_guided(observation)
-        return self.processor.prepare(observation, pixels=not self._takes_frames)
+        return self.processor.prepare(observation, pixels=not self.facts.takes_frames)
 
     def run(self, prepared: Prepared, *, cancel: threading.Event | None = None) -> ActionChunk:
         """The second half, one at a time: from what :meth:`prepare` returned to actions."""
@@ -235,7 +231,7 @@ class Policy:
         Raises :class:`SinewError` for what concerns them all: an engine without batches, members that do not fit
         together, ``cancel``, a changed file of weights.
         """
-        first, options = members[0], {}
+        first, guidance = members[0], None
         if len(members) > 1:
             if self.unbatched:
                 raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
@@ -247,17 +243,12 @@ class Policy:
 
             wanted = [member.continuation for member in members if member.continuation is not None]
             guidance, noise = guide(wanted, self.spec.solver, noise, self.engine.place)
-            options = {"guidance": guidance}
+        inputs = stack([member.inputs for member in members], self.manifest.processing.prompt)
         with self._lock:
             self.check_files()  # before the weights are read: of a truncated file that would end the process
-            start = time.perf_counter()
-            if len(members) == 1:
-                alone, timing = self.engine.run(first.inputs, noise[0], first.steps, cancel, **options)
-                chunks = [alone]
-            else:
-                inputs = stack([member.inputs for member in members], self.manifest.processing.prompt)
-                chunks, timing = self.engine.run_batch(inputs, noise, first.steps, cancel, **options)
-            computed = time.perf_counter()
+            start, watch = time.perf_counter(), Watch(cancel)
+            chunks = self.engine.run(inputs, noise, first.steps, guidance, watch)
+            timing, computed = watch.timing(len(members)), time.perf_counter()
             found = [self._finished(chunk, member) for chunk, member in zip(chunks, members, strict=True)]
             end = time.perf_counter()
             self.check_files()
@@ -283,44 +274,36 @@ class Policy:
     def read_context(self, prepared: Prepared, form: str) -> bytes:
         """Return what the head needs of an observation, packed (:mod:`sinew.engine.contexts`). One at a time.
 
-        Raises :class:`SinewError` for an engine whose halves do not run apart, and for a head that chooses tokens where
-        ``form`` rounds.
+        Raises :class:`SinewError` for a head that chooses tokens where ``form`` rounds.
         """
         from sinew.engine.contexts import pack
-        from sinew.engine.halves import Halves
 
-        halves = Halves(self.engine)
-        if halves.model.chooses_tokens and form != "fp32":
+        if self.facts.chooses_tokens and form != "fp32":
             kind = self.spec.architecture
             raise SinewError(f"context: expected fp32 for {kind}, whose head chooses tokens, got {form}")
         with self._lock:
             self.check_files()
-            context = halves.read(prepared.inputs)
+            context = self.engine.read(prepared.inputs.batched())
             self.check_files()
         return pack(context, form)
 
     def batch_key(self, prepared: Prepared) -> BatchKey:
         """Return what other observations must have in common with this one to be run with it."""
         key = batch_key(prepared)
-        if getattr(self.engine, "exact_lengths", False):
+        if self.facts.exact_lengths:
             return key._replace(prompt=len(prepared.inputs.tokens))
         return key
 
     def _finished(self, chunk: np.ndarray, member: Prepared) -> np.ndarray | SinewError:
         try:
-            return self.processor.finish(chunk, member.state, normalized=not self._unnormalizes)
+            return self.processor.finish(chunk, member.state, normalized=not self.facts.world_units)
         except SinewError as error:
             return error
 
     @property
     def unbatched(self) -> str:
         """Return why this policy computes observations one at a time, "" if it can compute several at once."""
-        if getattr(self.engine, "takes_batches", False):
-            return ""
-        return (
-            getattr(self.engine, "unbatched", "")
-            or f"expected engine eager, plan, cpu or onnx, which compute several at once, got {self.engine_name}"
-        )
+        return self.facts.unbatched
 
     def problem(self) -> str | None:
         """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""
@@ -341,12 +324,13 @@ class Policy:
         Call on the thread that will infer."""
         observation = self.dummy_observation()
         chunk = self.infer(observation)
-        if self.engine_name == "cuda":
-            inputs = self.prepare(observation).inputs
-            self.engine.prepare_like(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
+        inputs = self.prepare(observation).inputs.batched()
+        self.engine.warm(inputs, self.spec.solver_steps, self.spec.max_prompt_tokens)
         if self._threads_open:
             self._threads_open = False
-            self.threads_reason = self.engine.settle_threads(lambda: self.infer(observation))
+            self.threads_reason = (
+                self.engine.tune_threads(lambda: self.infer(observation)) or self.threads_reason
+            )
         return chunk
 
     def dummy_observation(self) -> Observation:
@@ -370,7 +354,7 @@ class Policy:
         """Return how this policy can continue a running chunk: the values of an observation's ``rtc`` that it takes."""
         if self._unguided()[0]:
             return ()
-        return tuple(kind for kind in self.engine.guides if kind != "trained" or self.spec.committed_rows)
+        return tuple(kind for kind in self.facts.guides if kind != "trained" or self.spec.committed_rows)
 
     @property
     def unguided(self) -> str:
@@ -379,7 +363,7 @@ class Policy:
         return f"expected {expected}, got {got}" if expected else ""
 
     def _unguided(self) -> tuple[str, str]:
-        if not getattr(self.engine, "guides", ()):
+        if not self.facts.guides:
             return "engine eager or plan, which can guide a solution", f"engine {self.engine_name}"
         if self.spec.solver.kind != "euler":
             return "a policy that integrates a velocity; this one has nothing to guide", self.spec.solver.kind
@@ -392,8 +376,8 @@ class Policy:
         if expected:
             raise ObservationError("previous", expected, got)
         kind = kind_of(observation, self.spec)
-        if kind in RTC and kind not in self.engine.guides:
-            known = " or ".join(self.engine.guides)
+        if kind in RTC and kind not in self.facts.guides:
+            known = " or ".join(self.facts.guides)
             raise ObservationError(
                 "rtc", f"{known} on engine {self.engine_name}; engines eager and plan take all", kind
             )

@@ -99,8 +99,9 @@ class Guidance(Protocol):
     vector-Jacobian product that real-time chunking needs. An engine that is given a guidance runs without inference
     mode, whose tensors autograd refuses.
 
-    A guidance may have an attribute ``committed``, bool [B, H]: the rows whose time is the solver's end from the first
-    step on. An engine then gives the head a time per row.
+    An engine gives it a context that autograd takes, unless its attribute ``jacobian`` is False. It may have another,
+    ``committed``, bool [B, H]: the rows whose time is the solver's end from the first step on. An engine then gives
+    the head a time per row.
     """
 
     def __call__(self, act: Callable[[Any], Any], x: Any, step: Step) -> Any: ...

@@ -159,7 +159,7 @@ def _rungs(case: Case, base: Model, recipe: Any, reference: Model | None, sessio
 def _stages(case: Case, name: str, rung: Any, inputs: list[Sample], session: Session) -> Row:
     """Return the stage times that the table adds to the rung's row."""
     if isinstance(rung, Engine):
-        rung.engine.stages = True
+        rung.apart = True
     return {"case": case.name, "rung": name, **stages(rung, inputs, 3 if session.tiny else 20)}
 
 

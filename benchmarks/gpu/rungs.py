@@ -22,6 +22,7 @@ from sinew.bundle.schema import Processing
 from sinew.core import Timing
 from sinew.engine.cuda.kernels import preprocess
 from sinew.engine.cuda.kernels.resize_tables import Resize
+from sinew.engine.engine import Watch
 from sinew.models.base import Model
 from sinew.perf.trace import STAGES
 from sinew.processing.normalize import Normalizer
@@ -71,10 +72,12 @@ class Engine:
     """A :class:`sinew.engine.cuda.engine.CudaEngine`."""
 
     def __init__(self, engine: Any):
-        self.engine = engine
+        self.engine, self.apart = engine, False  # apart: stages one by one, with a time each
 
     def run(self, sample: Sample, steps: int = STEPS) -> tuple[np.ndarray, Timing]:
-        return self.engine.run(sample.inputs, sample.noise, steps)
+        watch = Watch(apart=self.apart)
+        (chunk,) = self.engine.run(sample.inputs.batched(), sample.noise[None], steps, watch=watch)
+        return chunk, watch.timing()
 
 
 def plan_of(model: Model) -> Any:

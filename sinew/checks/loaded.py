@@ -107,16 +107,7 @@ def _memory(policy: Policy, available: int, needs: Needs | None) -> Check:
 
 def _engine(policy: Policy) -> Check:
     detail = f"{policy.engine_name} ({policy.choice.engine_reason}), {policy.threads} threads"
-    if policy.engine_name == "onnx":
-        engine = policy.engine
-        detail += f", {', '.join(engine.providers)} ({engine.provider_reason})"
-        detail += f", graphs in {engine.directory}"
-        if policy.recipe:
-            detail += f", {engine.graphs.method}"
-    if policy.engine_name == "cuda":
-        from sinew.engine.cuda.device import describe
-
-        detail += f", {describe(policy.device)}; launch: {policy.engine.options_reason}"
+    detail = ", ".join([detail, *policy.facts.notes])
     return Check("bundle engine", "ok", detail)
 
 

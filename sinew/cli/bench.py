@@ -25,6 +25,7 @@ from sinew.cli import terminal
 from sinew.cli.bench_roofline import print_roofline, roofline_record
 from sinew.cli.options import RUNS, Runs
 from sinew.core import Observation, ObservationError, PolicySpec, Timing
+from sinew.engine.engine import Watch
 from sinew.eval.report.stats import summarize
 
 if TYPE_CHECKING:
@@ -163,14 +164,14 @@ def make_observation(
 
 def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list[Timing]:
     """Timings of the stages of an engine that otherwise runs them as one; of the others none."""
-    if policy.engine_name != "cuda":
+    if not policy.facts.one_graph:
         return []
-    policy.engine.stages = True
-    try:
-        policy.infer(observation)  # records them
-        return [policy.infer({**observation, "seed": run}).timing for run in range(runs)]
-    finally:
-        policy.engine.stages = False
+    found = []
+    for run in range(runs + 1):
+        prepared, watch = policy.prepare({**observation, "seed": run}), Watch(apart=True)
+        policy.engine.run(prepared.inputs.batched(), prepared.noise[None], prepared.steps, watch=watch)
+        found.append(watch.timing())
+    return found[1:]  # the first records them
 
 
 def stage_statistics(
@@ -220,7 +221,7 @@ def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
         "architecture": spec.architecture,
         "name": spec.name,
         **policy.describe(),
-        **launched(policy),
+        **policy.facts.details,
         "views": len(observation["images"]),
         "frames": {camera: list(frame.shape) for camera, frame in observation["images"].items()},
         "chunk_size": spec.chunk_size,
@@ -228,13 +229,6 @@ def describe(policy: Policy, observation: dict[str, Any]) -> dict[str, Any]:
         "solver_steps": observation["solver_steps"] or spec.solver_steps,
         "prompt_tokens": int(policy.processor.inputs(Observation.from_mapping(observation)).token_mask.sum()),
     }
-
-
-def launched(policy: Policy) -> dict[str, Any]:
-    """Of the cuda engine: what was asked of its graph, and why."""
-    if policy.engine_name != "cuda":
-        return {}
-    return {"dependent_launch": policy.engine.options.pdl, "launch_reason": policy.engine.options_reason}
 
 
 def print_report(result: dict[str, Any]) -> None:

@@ -30,9 +30,9 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
     ``policy``. ``reason`` says why there is nothing."""
     from sinew.core import SinewError
 
-    if policy.device.type != "cpu":
+    if policy.device != "cpu":
         return {"reason": f"no measured peaks for {policy.device}"}
-    if policy.engine_name == "cuda":
+    if policy.facts.one_graph:
         return {"reason": "the cuda engine's twins are no program that a CPU was calibrated for"}
     try:
         from sinew.engine.example import Shapes
@@ -43,10 +43,11 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
         eager = calibration.load(machine.cpu_model(), threads)
         own = calibration.load(machine.cpu_model(), threads, engine=policy.engine_name)
         fitted = own or eager
-        if fitted is None and policy.engine_name != "onnx":
+        runs_torch = policy.engine.model is not None
+        if fitted is None and runs_torch:
             return {"reason": f"not calibrated for {threads} threads: sinew perf calibrate BUNDLE"}
         # PyTorch's kernels say nothing of ONNX Runtime's, and fp32 nothing of int8.
-        predictable = (own is not None or policy.engine_name != "onnx") and not policy.recipe
+        predictable = (own is not None or runs_torch) and not policy.recipe
         image = policy.manifest.processing.image
         shapes = Shapes(
             described["views"],
@@ -82,7 +83,7 @@ def _program(policy: Policy, shapes: Shapes) -> Program | None:
     """What the engine runs. ONNX Runtime's graphs are the planned model with all rewrites, in fp32."""
     from sinew.perf.program import Program, of_engine
 
-    if policy.engine_name != "onnx":
+    if policy.engine.model is not None:
         return of_engine(policy.engine, shapes, policy.spec.name)
     if not policy.bundle.infos:
         return None

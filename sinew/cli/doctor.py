@@ -102,16 +102,15 @@ def memory_needs(policy: Policy) -> tuple[int, str]:
     if not installed("torch"):
         return weights
     from sinew.checks.check import gib
-    from sinew.engine.eager import EagerEngine
     from sinew.engine.example import Shapes
     from sinew.perf.memory import memory_report
     from sinew.perf.program import of_engine
 
-    if not isinstance(policy.engine, EagerEngine):
+    if policy.engine.model is None or policy.facts.one_graph:
         return weights
     spec, image = policy.spec, policy.bundle.manifest.processing.image
     shapes = Shapes(len(spec.cameras), image.height, image.width, spec.max_prompt_tokens, spec.solver_steps)
-    device: Literal["cpu", "cuda"] = "cuda" if policy.engine.device.type == "cuda" else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if policy.device.startswith("cuda") else "cpu"
     report = memory_report(of_engine(policy.engine, shapes, spec.name), device)
     parts = (
         f"weights {gib(report.resident)}, activations {gib(report.peak.nbytes)}, as `sinew perf fit` counts"

@@ -16,6 +16,7 @@ from sinew import progress, scratch
 from sinew.bundle.schema import COMPONENTS
 from sinew.cli import terminal
 from sinew.core import SinewError
+from sinew.engine.engine import Watch
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -306,10 +307,11 @@ def measure(
     steps, width = reference.spec.solver_steps, reference.spec.action.dim
     errors = []
     for inputs, noise in observations:
-        wanted, _ = reference.engine.run(inputs, noise, steps)
-        got, timing = engine.run(inputs, noise, steps)
+        (wanted,) = reference.engine.run(inputs.batched(), noise[None], steps)
+        watch = Watch()
+        (got,) = engine.run(inputs.batched(), noise[None], steps, watch=watch)
         if timings is not None:
-            timings.append(timing)
+            timings.append(watch.timing())
         wanted, got = wanted[:, :width], got[:, :width]
         errors.append(float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
     return errors

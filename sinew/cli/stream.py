@@ -40,7 +40,6 @@ from sinew.sources import is_server
 log = logging.getLogger(__name__)
 
 SCHEMA = "sinew.stream/1"
-HALVED = ("eager", "plan", "cpu")  # engines whose two halves share no buffers
 
 
 def stream(
@@ -159,11 +158,8 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
         with Client(target, timeout=10.0, api_key=key_from_environment()) as client:
             served = client.metadata()
-        if served["server"].get("engine") not in HALVED:
-            raise SinewError(
-                f"stream: expected engine {' or '.join(HALVED)} at {target} (sinew serve --engine plan), got"
-                f" {served['server'].get('engine')}"
-            )
+        if reason := served["server"].get("unstreamed"):
+            raise SinewError(f"stream: {target}: {reason}")
 
         def remote(rate: float, session: str, options: dict[str, Any], _prompt: str) -> StreamLink:
             if options["text_tokens"] and not served["server"].get("lm_head"):
@@ -174,7 +170,6 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
             return StreamLink(target, rate, session, api_key=key_from_environment(), options=options)
 
         return served["policy"], remote
-    from sinew.engine.halves import unstreamable
     from sinew.policy import load
     from sinew.serve.safety import Safety
     from sinew.stream import LocalLink, Session, StreamSettings
@@ -185,7 +180,7 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
             asked["engine"] = "plan"
             log.info("engine plan: the fastest that can run prefix and head at the same time")
         local = load(target, **asked)
-        if reason := unstreamable(local.engine):
+        if reason := local.facts.unshared:
             raise SinewError(f"stream: {reason}")
         local.warm_up()
     log.info("%s", running(local))

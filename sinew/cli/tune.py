@@ -171,7 +171,7 @@ class Session:
         steps = self.bundle.manifest.spec.solver_steps
 
         def chunks(engine: CudaEngine) -> list[np.ndarray]:
-            return [engine.run(*sample, steps)[0] for sample in self._samples(engine, length)]
+            return [engine.run(*sample, steps) for sample in self._samples(engine, length)]
 
         def whole(engine: CudaEngine) -> float:
             sample = self._samples(engine, length)[0]
@@ -200,12 +200,12 @@ class Session:
             rng = np.random.default_rng(seed)
             given = make_observation(spec, None, "a", None) | {"seed": seed}
             observation = Observation.from_mapping(given)
-            inputs = processor.inputs(observation, pixels=not engine.takes_frames)
+            inputs = processor.inputs(observation, pixels=not engine.facts.takes_frames)
             state = rng.standard_normal(inputs.state.shape).astype(np.float32)
             tokens = rng.integers(0, processor.recipe.prompt.vocab_size, length)
             mask = np.ones(length, bool)
             inputs = replace(inputs, tokens=tokens, token_mask=mask, state=state)
-            found.append((inputs, processor.noise(observation)[0]))
+            found.append((inputs.batched(), processor.noise(observation)[0][None]))
         return found
 
     def result(self, interrupted: bool) -> Row:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from sinew import machine
-from sinew.core import RTC, CancelledError, Timing
+from sinew.core import RTC
+from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
 from sinew.engine.threads import settle
-from sinew.engine.trace import Trace
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
@@ -24,29 +25,33 @@ from sinew.solvers import Guidance, solve
 _AT_FIRST = torch.get_num_threads()  # PyTorch has one number for the whole process
 
 
-class EagerEngine:
-    """Runs a model. Not reentrant: one inference at a time."""
+class EagerEngine(Engine):
+    """Runs a model. recipe: component -> the low-bit format that it computes on as it is stored."""
 
-    guides = RTC  # autograd goes through the head, and a head that can takes a time per row
-    takes_batches = True  # run_batch
     _settled: ClassVar[int] = 0  # the number of threads that the last of them settled on
 
-    def __init__(self, model: Model, device: torch.device):
+    def __init__(self, model: Model, device: torch.device, recipe: Mapping[str, str] | None = None):
         self.model = model.eval().requires_grad_(False)
         self.device = device
-        self.recipe: dict[str, str] = {}  # nothing is quantised
         self._threads = 0
-
-    def place(self, array: np.ndarray) -> torch.Tensor:
-        """Return an array on the engine's device."""
-        return torch.from_numpy(array).to(self.device)
+        self.facts = Facts(
+            device=str(device),
+            precision=precision_of(model),
+            recipe=recipe or {},
+            weights_nbytes=sum(p.nbytes for p in model.parameters()),
+            guides=RTC,  # autograd goes through the head, and a head that can takes a time per row
+            unshared="" if device.type == "cpu" else f"expected a CPU, got {device}, whose stream they share",
+            rolling=bool(getattr(model.config, "rolling", False)),
+            head_reads_state=model.head_reads_state,
+            chooses_tokens=model.chooses_tokens,
+            has_lm_head=model.has_lm_head,
+        )
 
     @property
     def threads(self) -> int:
         return self._threads or torch.get_num_threads()  # which each thread of a process is told for itself
 
-    def settle_threads(self, infer: Callable[[], object]) -> str:
-        """Choose the number of threads by trying; returns the reason."""
+    def tune_threads(self, infer: Callable[[], object]) -> str:
         if self.device.type != "cpu":
             return "the device computes"
         now = torch.get_num_threads()
@@ -56,109 +61,84 @@ class EagerEngine:
         EagerEngine._settled = self._threads
         return reason
 
-    @property
-    def precision(self) -> dict[str, str]:
-        """Component -> precision of its parameters."""
-        return precision_of(self.model)
+    def place(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
 
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes of the model's parameters in memory (mapped or converted)."""
-        return sum(p.nbytes for p in self.model.parameters())
+    @torch.inference_mode()
+    def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
+        watch = watch or Watch()
+        with self._rows(watch):
+            batch = Inputs.of(inputs, self.device)
+            image_tokens = self.model.embed_images(batch.pixels)  # [B, V, N, C]
+            self._lap(watch, "vision")
+            context = self.model.read(image_tokens, *batch[1:])
+            if watch.trace is not None:
+                watch.trace.vision = as_array(image_tokens[0])
+                watch.trace.prefix = named_arrays(context)
+            self._lap(watch, "prefix")
+            return context
 
-    def run(
+    def solve(
         self,
-        inputs: ModelInputs,
+        context: Context,
         noise: np.ndarray,
         steps: int,
-        cancel: threading.Event | None = None,
         guidance: Guidance | None = None,
-    ) -> tuple[np.ndarray, Timing]:
-        """noise: float32 [H, A] -> model output float32 [H, A] in model units, with per-stage times.
+        watch: Watch | None = None,
+    ) -> np.ndarray:
+        watch, model = watch or Watch(), self.model
+        if guidance is not None and getattr(guidance, "jacobian", True):
+            context = pytree.tree_map(_differentiable, context)
 
-        Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set. With ``guidance``
-        nothing runs in inference mode, because autograd cannot use what was made there.
-        """
-        x, timing = self._solve(Inputs.of(inputs, self.device), noise[None], steps, cancel, guidance)
-        return x[0], timing
+        def act(x: Tensor, moment: Tensor) -> Tensor:
+            output = model.act(x, moment, context)
+            if watch.trace is not None:
+                watch.trace.head.append(as_array(output[0]))
+            return output
 
-    def run_batch(
-        self,
-        inputs: ModelInputs,
-        noise: np.ndarray,
-        steps: int,
-        cancel: threading.Event | None = None,
-        guidance: Guidance | None = None,
-    ) -> tuple[np.ndarray, Timing]:
-        """Run several observations at once: inputs of :func:`sinew.processing.stack`, noise float32 [B, H, A].
-
-        The times are those of all of them. As :meth:`run` otherwise.
-        """
-        return self._solve(Inputs.stacked(inputs, self.device), noise, steps, cancel, guidance)
-
-    def _solve(
-        self,
-        batch: Inputs,
-        noise: np.ndarray,
-        steps: int,
-        cancel: threading.Event | None,
-        guidance: Guidance | None,
-    ) -> tuple[np.ndarray, Timing]:
-        """noise: float32 [B, H, A] -> float32 [B, H, A]."""
-        with torch.inference_mode(guidance is None), torch.no_grad():
-            clock, model = _StageClock(self.device, cancel), self.model
-            image_tokens = model.embed_images(batch.pixels)  # [B, V, N, C]
-            vision_ms = clock.lap()
-            context = model.read(image_tokens, *batch[1:])
-            prefix_ms = clock.lap()
-            step_ms: list[float] = []
+        with torch.inference_mode(guidance is None), torch.no_grad(), self._rows(watch):
             x = solve(
-                lambda x, moment: model.act(x, moment, context),
+                act,
                 torch.from_numpy(noise).to(self.device),
                 model.solver.steps(steps),
                 self.moments(steps, guidance),
-                lambda: step_ms.append(clock.lap()),
+                lambda: self._lap(watch, "step"),
                 guidance,
             )
-            timing = Timing(
-                vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms), batch=len(noise)
-            )
-            return x.float().cpu().numpy(), timing
+            if watch.trace is not None:
+                watch.trace.head.append(as_array(x[0]))
+            return x.float().cpu().numpy()
 
-    def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
-        """Run as :meth:`run` does and return what every stage computed."""
-        with torch.inference_mode(), recorded_rows(self.model) as rows:
-            batch, model = Inputs.of(inputs, self.device), self.model
-            image_tokens = model.embed_images(batch.pixels)
-            context = model.read(image_tokens, *batch[1:])
-            found = Trace(as_array(image_tokens[0]), named_arrays(context), [], rows)
-
-            def act(x: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-                output = model.act(x, moment, context)
-                found.head.append(as_array(output[0]))
-                return output
-
-            x = torch.from_numpy(noise)[None].to(self.device)
-            last = solve(act, x, model.solver.steps(steps), self.moments(steps))
-            found.head.append(as_array(last[0]))
-            return found
-
-    def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[torch.Tensor]:
+    def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""
         return self.model.moments(steps, getattr(guidance, "committed", None))
 
+    @torch.inference_mode()
+    def renew(self, context: Context, state: np.ndarray) -> Context:
+        return self.model.renew(context, self.place(state))
 
-class _StageClock:
-    def __init__(self, device: torch.device, cancel: threading.Event | None):
-        self.device, self.cancel = device, cancel
-        self.start = time.perf_counter()
+    @torch.inference_mode()
+    def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
+        at = self.place(np.asarray(times, np.float64))
+        return self.model.act(self.place(x), self.model.moment(at), context).float().cpu().numpy()
 
-    def lap(self) -> float:
-        """Milliseconds since the last lap, after the device has caught up."""
+    @torch.inference_mode()
+    def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:
+        batch = Inputs.of(inputs, self.device)
+        so_far = torch.tensor(text, dtype=torch.int64, device=self.device)[None]  # [1, N]
+        context, logits = self.model.read_text(self.model.embed_images(batch.pixels), *batch[1:], so_far)
+        return context, int(logits[0].argmax())
+
+    def _lap(self, watch: Watch, stage: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        elapsed, self.start = 1e3 * (now - self.start), now
-        if self.cancel is not None and self.cancel.is_set():
-            raise CancelledError("the inference was cancelled")
-        return elapsed
+        watch.lap(stage)
+
+    def _rows(self, watch: Watch) -> AbstractContextManager[Any]:
+        """Note in a trace which rows of tables are read."""
+        return nullcontext() if watch.trace is None else recorded_rows(self.model, watch.trace.rows)
+
+
+def _differentiable(leaf: Any) -> Any:
+    """Return a copy of a tensor that inference mode has made, which autograd refuses."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf

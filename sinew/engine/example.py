@@ -41,12 +41,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
-        """Return one observation as a batch of one."""
-        return cls._make([tensor[None] for tensor in cls.stacked(inputs, device)])
-
-    @classmethod
-    def stacked(cls, inputs: ModelInputs, device: torch.device) -> Inputs:
-        """Return observations that have a batch axis already (:func:`sinew.processing.stack`)."""
+        """Return observations, which have a batch axis (:func:`sinew.processing.stack`), on a device."""
         return cls._make([torch.from_numpy(getattr(inputs, name)).to(device) for name in cls._fields])
 
     @classmethod

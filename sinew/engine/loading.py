@@ -60,8 +60,8 @@ def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
     kernels = extension()
     model = load_model(bundle, where, options.dtype, lowbit=True, upcast=bool(options.storage), tables=True)
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
-    engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where)
-    engine.recipe = stored_recipe(bundle, model)
+    recipe = stored_recipe(bundle, model)
+    engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where, recipe)
     bundle.release(engine.model.parameters())
     log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine
@@ -216,6 +216,11 @@ def load_model(
             f" fix, got {len(spec.cameras)}{optional}"
         )
 
+    if spec.committed_rows and not model.times_per_row:
+        raise BundleError(
+            f"{bundle.path}: spec.committed_rows: expected 0 for {spec.architecture}, whose head takes one time for all"
+            " rows"
+        )
     model.solver = spec.solver
     word = dtype_word(dtype)
     narrow = torch.float32 if word == "native" else getattr(torch, DTYPES[word])

@@ -34,9 +34,8 @@ def _key(entry: Any) -> str:
 
 
 @contextmanager
-def recorded_rows(model: nn.Module) -> Iterator[dict[str, np.ndarray]]:
-    """Yield a dictionary that fills with the indices by which each table of embeddings is read, by its module."""
-    found: dict[str, np.ndarray] = {}
+def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[None]:
+    """Note in ``found`` the indices by which each table of embeddings is read, by its module."""
 
     def note(name: str):  # type: ignore[no-untyped-def]
         def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -48,7 +47,7 @@ def recorded_rows(model: nn.Module) -> Iterator[dict[str, np.ndarray]]:
     tables = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     handles = [module.register_forward_pre_hook(note(name)) for name, module in tables]
     try:
-        yield found
+        yield
     finally:
         for handle in handles:
             handle.remove()

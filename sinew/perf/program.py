@@ -19,12 +19,11 @@ import torch
 
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError
-from sinew.engine.eager import EagerEngine
+from sinew.engine.engine import Engine as Running
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
 from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import on_meta
-from sinew.engine.plan.engine import PlannedEngine
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.perf.operators import Component, Operator, Residency, Tensor
@@ -245,9 +244,9 @@ def of_model(model: Model, shapes: Shapes, name: str = "model") -> Program:
     return Program(name, on_meta(model).eval().requires_grad_(False), shapes)
 
 
-def of_engine(engine: EagerEngine, shapes: Shapes, name: str) -> Program:
+def of_engine(engine: Running, shapes: Shapes, name: str) -> Program:
     """The program that an engine runs, its plan included."""
-    if not isinstance(engine, PlannedEngine):
+    if engine.plan is None:
         return of_model(engine.model, shapes, name)
     plan = Plan(on_meta(engine.plan.model), engine.plan.outcomes)
     return Program(name, plan.model, shapes, engine="plan", prepared=plan)

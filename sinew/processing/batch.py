@@ -44,10 +44,13 @@ def batch_key(prepared: Prepared) -> BatchKey:
 
 
 def stack(members: Sequence[ModelInputs], prompt: PromptRecipe) -> ModelInputs:
-    """Return the observations with a leading batch axis, shorter prompts padded with masked tokens.
+    """Return the observations with a leading batch axis, shorter prompts padded with masked tokens. A single one may
+    have frames.
 
     Raises :class:`SinewError` for members whose views differ, and for frames, which an engine resizes one by one.
     """
+    if len(members) == 1:
+        return members[0].batched()
     shapes = {member.pixels.shape for member in members}
     if len(shapes) != 1 or any(member.frames for member in members):
         raise SinewError(f"a batch: expected prepared views of one shape, got {sorted(shapes)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from sinew.processing.vectors import apply_steps
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """One observation as a model reads it (no batch axis).
+    """One observation as a model reads it; :meth:`batched` and :func:`sinew.processing.stack` add a batch axis.
 
     pixels: float32 [V, channels, H, W]; camera_mask: bool [V]; tokens: int64 [L]; token_mask: bool [L];
     state: float32 [padded_state_dim]. ``frames``: uint8 [h, w, 3] each, for engines that resize on the device; where
@@ -34,6 +35,21 @@ class ModelInputs:
     token_mask: np.ndarray
     state: np.ndarray
     frames: tuple[np.ndarray, ...] = ()
+
+    def batched(self) -> ModelInputs:
+        """Return a batch of this one: every array with a leading axis, frames as they are."""
+        return self._each(lambda array: array[None])
+
+    def alone(self) -> ModelInputs:
+        """Return the only member of a batch. Raises :class:`SinewError` where there are several."""
+        if len(self.tokens) != 1:
+            raise SinewError(f"a batch: expected one observation, got {len(self.tokens)}")
+        return self._each(lambda array: array[0])
+
+    def _each(self, change: Callable[[np.ndarray], np.ndarray]) -> ModelInputs:
+        arrays = (self.pixels, self.camera_mask, self.tokens, self.token_mask, self.state)
+        pixels, camera_mask, tokens, token_mask, state = map(change, arrays)
+        return ModelInputs(pixels, camera_mask, tokens, token_mask, state, self.frames)
 
 
 @dataclass(frozen=True, slots=True)

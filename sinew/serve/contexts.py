@@ -76,7 +76,7 @@ class ContextPolicy:
 def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Scheduler]) -> None:
     """Give a service the policies ``context.FORM`` beside its first one.
 
-    begun: gets their schedulers. Raises SinewError for an engine whose halves do not run apart.
+    begun: gets their schedulers. Raises SinewError for an engine whose contexts do not travel.
     """
     for form in forms:
 

@@ -18,7 +18,6 @@ import numpy as np
 from sinew_client.control.stream import MAX_DELAY
 
 from sinew.core import RTC, Observation, ObservationError, SinewError
-from sinew.engine.base import installed
 from sinew.stream.text import MAX_TOKENS, SILENT, Speech, Text
 from sinew.stream.windows import Chunks, Rolling, Window
 
@@ -115,20 +114,14 @@ class Session:
         prompt: str = "",
         clock: Callable[[], float] = time.perf_counter,
     ):
-        if not installed("torch"):
-            raise SinewError(
-                "stream: expected engine eager or plan, which need torch, and it is not installed"
-            )
-        from sinew.engine.halves import Halves, unstreamable  # here: who serves graphs has no torch
-
-        if reason := unstreamable(policy.engine):
+        if reason := policy.facts.unshared:
             raise SinewError(f"stream: {reason}")
         self.policy, self.settings, self.prompt, self._clock = policy, settings, prompt, clock
-        self._halves, processor, spec = Halves(policy.engine), policy.processor, policy.spec
+        self._engine, processor, spec = policy.engine, policy.processor, policy.spec
         self.rate = settings.rate
         self._seed = secrets.randbits(31) if settings.seed is None else settings.seed
         self._made: Rolling | Chunks
-        if self._halves.rolling:
+        if policy.facts.rolling:
             if spec.control_hz and settings.rate != spec.control_hz:
                 raise ObservationError(
                     "rate",
@@ -136,13 +129,19 @@ class Session:
                     f"{settings.rate:g}",
                 )
             self._made = Rolling(
-                self._halves, (spec.noise_shape[0], processor.recipe.padded_action_dim), self._seed
+                self._engine,
+                spec.solver,
+                (spec.noise_shape[0], processor.recipe.padded_action_dim),
+                self._seed,
             )
         else:
             guidance = settings.guidance
             if spec.solver.kind != "euler" and guidance != "none":
                 raise ObservationError("rtc", "none; this policy has nothing to guide", guidance)
-            self._made = Chunks(self._halves, processor, settings.rate, guidance, settings.interpolation)
+            if guidance != "none" and guidance not in policy.facts.guides:
+                known = ", ".join((*policy.facts.guides, "none"))
+                raise ObservationError("rtc", f"one of {known} on engine {policy.engine_name}", guidance)
+            self._made = Chunks(self._engine, processor, settings.rate, guidance, settings.interpolation)
         self.label = self._made.label
         self._speech = self._speaks(settings.text_tokens)
         self.frames = self.samples = self.prefixes = self.runs = 0
@@ -191,7 +190,7 @@ class Session:
     def _speaks(self, tokens: int) -> Speech | None:
         if not tokens:
             return None
-        if not self._halves.has_lm_head:
+        if not self.policy.facts.has_lm_head:
             kept = "a bundle that keeps its language head (sinew convert --set lm_head=true)"
             raise ObservationError("text_tokens", f"0, or {kept}", f"{tokens} of {self.policy.spec.name}")
         prompter = self.policy.processor.prompter
@@ -217,7 +216,9 @@ class Session:
         if prefix is None or sample is None:
             return False
         return (
-            self._used != (prefix, sample) if self._halves.head_reads_state else self._used[:1] != (prefix,)
+            self._used != (prefix, sample)
+            if self.policy.facts.head_reads_state
+            else self._used[:1] != (prefix,)
         )
 
     def read(self) -> bool:
@@ -238,7 +239,7 @@ class Session:
         assert frame is not None
         assert sample is not None
         self._seen = (frame, prompt)
-        solver_steps = None if self._halves.rolling else self.settings.solver_steps
+        solver_steps = None if self.policy.facts.rolling else self.settings.solver_steps
         observation = Observation(
             images=frame.images(), state=sample.state, prompt=prompt, solver_steps=solver_steps,
             seed=(self._seed + self.prefixes) % (1 << 63),
@@ -247,9 +248,9 @@ class Session:
         self.policy.check_files()
         text = SILENT
         if self._speech is None:
-            context = self._halves.read(prepared.inputs)
+            context = self._engine.read(prepared.inputs.batched())
         else:
-            context, token = self._halves.read_text(prepared.inputs, self._speech.begin(prompt))
+            context, token = self._engine.read_text(prepared.inputs.batched(), self._speech.begin(prompt))
             text = self._speech.add(token)
         return Prefix(context, sample.state, prepared.noise, prepared.steps, frame.time, text)
 
@@ -269,9 +270,9 @@ class Session:
         self._used = (prefix, sample)
         processor = self.policy.processor
         # Relative actions are relative to the state that the model saw, and not to where the robot went meanwhile.
-        seen = sample.state if self._halves.head_reads_state else prefix.state
+        seen = sample.state if self.policy.facts.head_reads_state else prefix.state
         state = processor.state(seen)
-        context = self._halves.renew(prefix.context, processor.model_state(state))
+        context = self._engine.renew(prefix.context, processor.model_state(state)[None])
         origin = math.floor(sample.time * self.rate + 1e-6) + sample.delay
         if isinstance(self._made, Rolling):
             rows = processor.finish(self._made.run(context, origin), state)

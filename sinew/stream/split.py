@@ -16,7 +16,6 @@ from sinew_client import Client, ClientError
 from sinew.core import ActionChunk, Observation, SinewError, Timing
 from sinew.engine.contexts import digest, unpack
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.halves import Halves
 from sinew.engine.plan.cost import on_meta
 from sinew.processing import given
 
@@ -71,12 +70,14 @@ class SplitCall:
 
 def template_of(policy: Policy) -> Any:
     """Return the shapes of a policy's context, on no device."""
-    meta = on_meta(Halves(policy.engine).model)
+    if policy.engine.model is None:
+        raise SinewError(f"split: expected engine eager, plan or cpu, got {policy.engine_name}")
+    meta = on_meta(policy.engine.model)
     return Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
 
 
 class SplitPolicy:
-    """policy: the bundle on this machine, on an engine whose halves run apart. client: of a server's ``context.FORM``.
+    """policy: the bundle on this machine, on an engine of PyTorch. client: of a server's ``context.FORM``.
     template: :func:`template_of` the policy, if it is there already.
 
     Raises SinewError for a server that has another policy, or sends no contexts.
@@ -84,7 +85,6 @@ class SplitPolicy:
 
     def __init__(self, policy: Policy, client: Client, template: Any = None):
         self.policy, self._client = policy, client
-        self._halves = Halves(policy.engine)
         served = client.metadata()
         self.form = served["server"].get("context", "")
         if not self.form:
@@ -105,8 +105,9 @@ class SplitPolicy:
         """Return the chunk: the context from the server, the solution from here. Raises what both may raise.
 
         timeout: seconds to wait for the server, the client's own if absent."""
-        found = given.observation(observation, self.policy.spec)
-        prepared = self.policy.processor.prepare(found, pixels=False)
+        policy = self.policy
+        found = given.observation(observation, policy.spec)
+        prepared = policy.processor.prepare(found, pixels=False)
         if prepared.continuation is not None:
             raise SinewError("previous: expected nothing; a split policy does not continue chunks")
         asked = time.perf_counter()
@@ -115,9 +116,9 @@ class SplitPolicy:
             timeout=timeout,
         )
         arrived = time.perf_counter()
-        context = unpack(data, self._template, self._halves.device)
-        solution = self._halves.solve(context, prepared.noise, prepared.steps)
-        actions = self.policy.processor.finish(solution, prepared.state)
+        context = unpack(data, self._template, policy.engine.device)
+        (solution,) = policy.engine.solve(context, prepared.noise[None], prepared.steps)
+        actions = policy.processor.finish(solution, prepared.state)
         done = time.perf_counter()
         self.last = Trip(len(data), 1e3 * (arrived - asked), timing.server_ms, 1e3 * (done - arrived))
         times = Timing(

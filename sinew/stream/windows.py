@@ -15,10 +15,11 @@ from sinew_client.control import Node, Trajectory
 from sinew.core import Observation, SinewError
 from sinew.processing import Processor
 from sinew.processing.continuation import Continuation, continuation
+from sinew.solvers import Solver
 from sinew.stream.text import SILENT, Text
 
 if TYPE_CHECKING:
-    from sinew.engine.halves import Halves
+    from sinew.engine.engine import Engine
 
 ROLLING = "gradual flow matching"
 CHUNKS = "whole chunks"
@@ -60,8 +61,8 @@ class Rolling:
 
     label = f"{ROLLING}: one evaluation of the head per run"
 
-    def __init__(self, halves: Halves, shape: tuple[int, int], seed: int = 0):
-        self._halves, self._solver = halves, halves.model.solver
+    def __init__(self, engine: Engine, solver: Solver, shape: tuple[int, int], seed: int = 0):
+        self._engine, self._solver = engine, solver
         self._rng = np.random.default_rng(seed)
         self.rows, self.width = shape
         self._x: np.ndarray | None = None  # [H, A]
@@ -74,7 +75,7 @@ class Rolling:
         after = np.arange(self.rows) / self.rows
         start, end = self._solver.start, self._solver.end
         times = end + before * (start - end)
-        velocity = self._halves.evaluate(context, x, times)
+        (velocity,) = self._engine.evaluate(context, x[None], times[None])
         denoised = x + ((end - times)[:, None] * velocity).astype(np.float32)
         moved = ((end + after * (start - end)) - times)[:, None]
         self._x = x + (moved * velocity).astype(np.float32)
@@ -107,8 +108,8 @@ class Chunks:
     the rows of a chunk, or "hold" for rows that are no positions; a stream at the policy's own rate needs neither.
     """
 
-    def __init__(self, halves: Halves, processor: Processor, rate: float, guidance: str, interpolation: str):
-        self._halves, self._processor, self.rate = halves, processor, rate
+    def __init__(self, engine: Engine, processor: Processor, rate: float, guidance: str, interpolation: str):
+        self._engine, self._processor, self.rate = engine, processor, rate
         self.guidance, self.interpolation = guidance, interpolation
         hz = processor.spec.control_hz
         if not hz:
@@ -129,12 +130,12 @@ class Chunks:
         """Return a chunk whose frame was exposed at ``frame_time``, float32 [H, A] in model units."""
         options = self._continuation(state, frame_time, origin)
         if options is None:
-            return self._halves.solve(context, noise, steps)
+            return self._engine.solve(context, noise[None], steps)[0]
         from sinew.guidance import guide
 
-        solver, place = self._processor.spec.solver, self._halves.place
+        solver, place = self._processor.spec.solver, self._engine.place
         guidance, started = guide([options], solver, noise[None], place)  # a batch of one
-        return self._halves.solve(context, started[0], steps, guidance)
+        return self._engine.solve(context, started, steps, guidance)[0]
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
         """Return the rows of the nodes from ``origin`` on, float32 [K, D], of a chunk [H, D] in world units.

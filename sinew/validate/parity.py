@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation
+from sinew.engine.engine import Trace
 from sinew.engine.storage import upcast_text
-from sinew.engine.trace import Trace
 from sinew.policy import Policy
 
 STAGES = ("vision", "prefix", "head", "actions")
@@ -83,9 +83,8 @@ def compare(policy: Policy, reference: Policy, observations: Iterable[Observatio
         noise, _ = reference.processor.noise(observation)
         traces = []
         for each in (reference, policy):
-            pixels = not getattr(each.engine, "takes_frames", False)
-            inputs = each.processor.inputs(observation, pixels=pixels)
-            traces.append(each.engine.trace(inputs, noise, steps))
+            inputs = each.processor.inputs(observation, pixels=not each.facts.takes_frames)
+            traces.append(each.engine.trace(inputs.batched(), noise[None], steps))
         _stages(found, *traces)
         wanted, got = (each.infer(observation).actions for each in (reference, policy))
         spread = _spread(reference)

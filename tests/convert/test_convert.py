@@ -20,6 +20,7 @@ from sinew.core import ConvertError, Observation, ObservationError
 from sinew.policy import load
 from sinew.sources import resolve
 from tests.convert.vlacpp_file import write_vlacpp
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity, relative_l2
 
 CASE = "smolvla-2cam"
@@ -149,7 +150,7 @@ def test_empty_cameras_do_not_change_the_actions(checkpoint, golden):
     inputs = policy.processor.inputs(observation, padded=True)
     assert inputs.camera_mask.tolist() == [True, True, False]
     assert (inputs.pixels[2] == -1).all()
-    chunk, _ = policy.engine.run(inputs, observation.noise, policy.spec.solver_steps)
+    chunk, _ = run_one(policy.engine, inputs, observation.noise, policy.spec.solver_steps)
     assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
     assert_parity(policy.infer(observation).actions, g.numpy("actions")[0])
 

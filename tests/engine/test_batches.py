@@ -14,7 +14,6 @@ import torch
 from sinew.core import Observation, SinewError
 from sinew.engine.contexts import FORMS, unpack
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.halves import Halves
 from sinew.engine.plan.cost import on_meta
 from sinew.policy import Policy, load
 from sinew.processing import batch_key
@@ -155,16 +154,16 @@ def test_a_head_elsewhere_computes_what_the_policy_does(request: pytest.FixtureR
     action: random weights are no kinder than trained ones."""
     policy = load(bundle_of(request, case), engine="eager", threads=1)
     prepared = policy.prepare(observations(policy, 1)[0])
-    halves = Halves(policy.engine)
-    meta = on_meta(halves.model)
+    meta = on_meta(policy.engine.model)
     template: Any = Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
     wanted = policy.run(prepared).actions
     largest = np.abs(wanted).max()
-    if halves.model.chooses_tokens:
+    if policy.facts.chooses_tokens:
         with pytest.raises(SinewError, match="expected fp32 for .*, whose head chooses tokens, got int8"):
             policy.read_context(prepared, "int8")
-    for form in ("fp32",) if halves.model.chooses_tokens else FORMS:
+    for form in ("fp32",) if policy.facts.chooses_tokens else FORMS:
         context = unpack(policy.read_context(prepared, form), template, torch.device("cpu"))
-        found = policy.processor.finish(halves.solve(context, prepared.noise, prepared.steps), prepared.state)
+        (solved,) = policy.engine.solve(context, prepared.noise[None], prepared.steps)
+        found = policy.processor.finish(solved, prepared.state)
         off = np.abs(found - wanted).max() / largest
         assert off <= {"fp32": 1e-6, "bf16": 0.1, "int8": 0.1}[form], (form, off)

@@ -50,7 +50,10 @@ def test_one_time_for_all_rows_is_the_ordinary_head(
     committed: Callable[[str], Path], case: str, engine: str
 ) -> None:
     policy = load(committed(case), engine=engine, threads=1)
-    model, batch = policy.engine.model, Inputs.of(policy.prepare(ask(policy)).inputs, torch.device("cpu"))
+    model, batch = (
+        policy.engine.model,
+        Inputs.of(policy.prepare(ask(policy)).inputs.batched(), torch.device("cpu")),
+    )
     with torch.inference_mode():
         context = model.read(model.embed_images(batch.pixels), *batch[1:])
         x = torch.randn(1, *model.noise_shape, generator=torch.Generator().manual_seed(1))
@@ -74,7 +77,7 @@ def test_a_chunk_continues_committed_rows_as_the_paper_says(
     asked = ask(eager, previous=previous, delay=delay, solver_steps=steps)
 
     model, processor = eager.engine.model, eager.processor
-    batch = Inputs.of(processor.inputs(asked), torch.device("cpu"))
+    batch = Inputs.of(processor.inputs(asked).batched(), torch.device("cpu"))
     scale, offset = processor.action_normalizer.affine()
     clean = torch.zeros(1, *model.noise_shape)
     clean[0, :delay, :dim] = torch.from_numpy(((previous - offset) / scale)[:delay])

@@ -41,6 +41,7 @@ from tests.engine.stand_ins import (
     TwoTowers,
     make,
 )
+from tests.engines import run_one
 
 BOUND = 1e-5  # of the action scale
 CPU = torch.device("cpu")
@@ -75,7 +76,9 @@ def vocabulary(model: Model) -> int:
 
 
 def chunk(engine, inputs: ModelInputs, noise: np.ndarray) -> np.ndarray:
-    actions, timing = engine.run(inputs, noise, steps_of(getattr(engine, "model", None) or engine))
+    actions, timing = run_one(
+        engine, inputs, noise, steps_of(engine if engine.model is None else engine.model)
+    )
     assert timing.step_ms
     return actions
 
@@ -117,7 +120,7 @@ def test_eager_runs_the_contract(model):
     engine = EagerEngine(model, CPU)
     assert np.array_equal(chunk(engine, inputs, noise), x[0].numpy())
     twice = ModelInputs(*(np.stack([array] * 2) for array in (inputs.pixels, *arrays)))
-    both, _ = engine.run_batch(twice, np.stack([noise] * 2), steps_of(model))  # under one moment for all
+    both = engine.run(twice, np.stack([noise] * 2), steps_of(model))  # under one moment for all
     assert max(largest(each, x[0].numpy()) for each in both) <= BOUND
 
 
@@ -172,10 +175,10 @@ def test_guidance_sees_the_head_at_every_step():
         return output
 
     engine = EagerEngine(model, CPU)
-    guided, _ = engine.run(inputs, noise, STEPS, guidance=guidance)
+    guided, _ = run_one(engine, inputs, noise, STEPS, guidance=guidance)
     assert seen == [0, 1 / 3, 2 / 3]
     assert largest(guided, chunk(engine, inputs, noise)) <= BOUND
-    still, _ = engine.run(inputs, noise, STEPS, guidance=lambda act, x, step: torch.zeros_like(x))
+    still, _ = run_one(engine, inputs, noise, STEPS, guidance=lambda act, x, step: torch.zeros_like(x))
     assert np.array_equal(still, noise)
 
 
@@ -232,10 +235,10 @@ def test_onnx_runtime(model, tmp_path: Path):
     eager = EagerEngine(model, CPU)
     for tokens in (TOKENS, 2, 11):
         inputs, noise = observation(model, tokens)
-        got, _ = engine.run(inputs, noise, steps)
+        got, _ = run_one(engine, inputs, noise, steps)
         assert largest(got, chunk(eager, inputs, noise)) <= BOUND, tokens
     with pytest.raises(ObservationError, match="solver_steps"):
-        engine.run(inputs, noise, steps + 1)
+        run_one(engine, inputs, noise, steps + 1)
 
 
 # ----------------------------------------------------------------------------- CUDA, by the twins
@@ -254,7 +257,7 @@ def test_cuda(model, rewrites, stages, recorder):
         recorder=recorder and recorder(),
     )
     assert not hasattr(model, "connect")
-    assert not engine.takes_frames  # image tokens do not follow from one tower's features alone
+    assert not engine.facts.takes_frames  # image tokens do not follow from one tower's features alone
     eager = EagerEngine(model, CPU)
     for tokens in (TOKENS, 20):  # both are padded, to 16 and to 32
         inputs, noise = observation(model, tokens)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.policy import load
 from tests.engine.cuda.cuda_cases import Case
+from tests.engines import run_one
 from tests.golden import Golden
 from tests.models.test_evo1_parity import CASES, observation
 
@@ -36,8 +38,8 @@ def test_every_rewrite(name, golden, evo1_bundle):
     case = open_case(golden, evo1_bundle, name)
     plan = Plan.of(case.model)
     assert {"tabulate-time", "fold-norms", "pack-qkv", "pack-gate-up"} <= set(plan.applied)
-    engine = PlannedEngine(plan, case.policy.device)
-    check(engine.run(case.inputs(pixels=True), case.noise, STEPS)[0], case)
+    engine = PlannedEngine(plan, torch.device("cpu"))
+    check(run_one(engine, case.inputs(pixels=True), case.noise, STEPS)[0], case)
 
 
 @pytest.mark.proves(engine="cuda twins", family="Evo-1")
@@ -45,9 +47,9 @@ def test_every_rewrite(name, golden, evo1_bundle):
 def test_cuda_twins(case, kernels):
     """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
     engine = case.engine(kernels=kernels)
-    assert not engine.takes_frames  # the device's resize is another
+    assert not engine.facts.takes_frames  # the device's resize is another
     inputs = case.inputs(pixels=True)
-    assert not case.refusal(engine.run(inputs, case.noise, STEPS)[0], inputs, STEPS)
+    assert not case.refusal(run_one(engine, inputs, case.noise, STEPS)[0], inputs, STEPS)
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.policy import Policy, load
 from tests.convert.test_groot import CASES, observation
 from tests.engine.cuda.cuda_cases import Case
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity
 
 
@@ -30,8 +32,8 @@ def test_every_rewrite(case):
     case, g = case
     plan = Plan.of(case.model)
     assert {"tabulate-time", "hoist-positions", "fold-norms", "pack-qkv", "pack-gate-up"} <= set(plan.applied)
-    engine = PlannedEngine(plan, case.policy.device)
-    check(case.policy, engine.run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+    engine = PlannedEngine(plan, torch.device("cpu"))
+    check(case.policy, run_one(engine, case.inputs(pixels=True), case.noise, 4)[0], case, g)
 
 
 @pytest.mark.proves(engine="cuda twins")
@@ -41,9 +43,9 @@ def test_cuda_twins(case, kernels, steps):
     """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
     case, _ = case
     engine = case.engine(kernels=kernels)
-    assert not engine.takes_frames  # the device's resize knows no area, crop or grid
+    assert not engine.facts.takes_frames  # the device's resize knows no area, crop or grid
     inputs = case.inputs(pixels=True)
-    assert not case.refusal(engine.run(inputs, case.noise, steps)[0], inputs, steps)
+    assert not case.refusal(run_one(engine, inputs, case.noise, steps)[0], inputs, steps)
 
 
 @pytest.mark.proves(engine="onnx")

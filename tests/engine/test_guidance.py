@@ -216,7 +216,7 @@ def test_guided_policy_equals_an_oracle_in_the_papers_time(
 
     plain = Observation.from_mapping(observation())
     model, processor = policy.engine.model, policy.processor
-    batch = Inputs.of(processor.inputs(plain), torch.device("cpu"))
+    batch = Inputs.of(processor.inputs(plain).batched(), torch.device("cpu"))
     with torch.no_grad():
         context = model.read(model.embed_images(batch.pixels), *batch[1:])
         moments = list(model.moments(steps))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.policy import load
 from tests.convert.test_vla_jepa import observation
 from tests.engine.cuda.cuda_cases import Case
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity
 
 
@@ -29,7 +31,9 @@ def test_every_rewrite(case):
     case, g = case
     plan = Plan.of(case.model)
     assert {"tabulate-time", "hoist-positions", "fold-norms", "pack-qkv", "pack-gate-up"} <= set(plan.applied)
-    check(PlannedEngine(plan, case.policy.device).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+    check(
+        run_one(PlannedEngine(plan, torch.device("cpu")), case.inputs(pixels=True), case.noise, 4)[0], case, g
+    )
 
 
 @pytest.mark.proves(engine="cuda twins", family="VLA-JEPA")
@@ -37,9 +41,9 @@ def test_every_rewrite(case):
 def test_cuda_twins(case, kernels):
     case, _ = case
     engine = case.engine(kernels=kernels)
-    assert not engine.takes_frames  # the device's resize knows no area mean
+    assert not engine.facts.takes_frames  # the device's resize knows no area mean
     inputs = case.inputs(pixels=True)
-    assert not case.refusal(engine.run(inputs, case.noise, 3)[0], inputs, 3)
+    assert not case.refusal(run_one(engine, inputs, case.noise, 3)[0], inputs, 3)
 
 
 @pytest.mark.proves(engine="onnx", family="VLA-JEPA")

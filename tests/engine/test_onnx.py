@@ -26,6 +26,7 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.plan import Plan
 from sinew.policy import load
 from sinew.solvers import FLOW
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity
 
 BOUND = 1e-4  # of the action scale
@@ -68,8 +69,8 @@ def inputs_of(policy, g):
 
 def gap(policy, engine, inputs, noise, steps=10) -> float:
     before = noise.copy()
-    eager, _ = policy.engine.run(inputs, noise, steps)
-    got, timing = engine.run(inputs, noise, steps)
+    eager, _ = run_one(policy.engine, inputs, noise, steps)
+    got, timing = run_one(engine, inputs, noise, steps)
     assert len(timing.step_ms) == steps
     assert np.array_equal(noise, before)
     return float(np.abs(got - eager).max() / np.abs(eager).max())
@@ -90,7 +91,7 @@ def test_the_same_chunks(case):
     for variant in (inputs, longer, one, masked, inputs):
         for steps in (4, 10):
             assert gap(policy, engine, variant, noise, steps) <= BOUND
-    chunk, _ = engine.run(inputs, noise, 10)
+    chunk, _ = run_one(engine, inputs, noise, 10)
     observation = Observation.from_mapping(g.observation())
     assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
 
@@ -147,17 +148,17 @@ def test_cancelling(case):
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(CancelledError):
-        engine.run(inputs_of(policy, g), g.numpy("noise")[0], 10, cancel)
+        run_one(engine, inputs_of(policy, g), g.numpy("noise")[0], 10, cancel)
 
 
 def test_what_was_not_exported_is_refused(case):
     policy, g, engine = case
     inputs, noise = inputs_of(policy, g), g.numpy("noise")[0]
     with pytest.raises(ObservationError, match="solver_steps: expected one of the exported 4, 10, got 7"):
-        engine.run(inputs, noise, 7)
+        run_one(engine, inputs, noise, 7)
     three = replace(inputs, pixels=np.repeat(inputs.pixels[:1], 3, axis=0), camera_mask=np.ones(3, bool))
     with pytest.raises(SinewError, match="views: expected at most 2, got 3"):
-        engine.run(three, noise, 10)
+        run_one(engine, three, noise, 10)
     with pytest.raises(SinewError, match="provider QuantumExecutionProvider: expected some of .*CPU"):
         OnnxEngine(engine.directory, providers=["QuantumExecutionProvider"], solver=policy.spec.solver)
 
@@ -176,12 +177,13 @@ def test_graphs_run_without_torch(case, tmp_path):
         "from sinew.solvers import FLOW\n"
         "graphs, given, out = sys.argv[1:]\n"
         "data = dict(np.load(given)); noise = data.pop('noise')\n"
-        "np.save(out, OnnxEngine(graphs, threads=1, solver=FLOW).run(ModelInputs(**data), noise, 10)[0])\n"
+        "engine = OnnxEngine(graphs, threads=1, solver=FLOW)\n"
+        "np.save(out, engine.run(ModelInputs(**data).batched(), noise[None], 10)[0])\n"
     )
     arguments = [str(engine.directory), str(tmp_path / "inputs.npz"), str(tmp_path / "chunk.npy")]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert np.array_equal(np.load(tmp_path / "chunk.npy"), engine.run(inputs, noise, 10)[0])
+    assert np.array_equal(np.load(tmp_path / "chunk.npy"), run_one(engine, inputs, noise, 10)[0])
 
 
 def test_a_folder_that_is_no_export(tmp_path):

@@ -18,6 +18,7 @@ from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
 from sinew.serve.batching import Batcher
 from tests.engine.test_batches import BOUND, BUNDLES, bundle_of, check_guided_members, observations
+from tests.engines import run_one
 
 EXPORTED = [case for case in BUNDLES if case != "bitvla"]  # whose ternary weights have no ONNX operator
 EAGER = 1e-4  # of the largest action: the engine's gate (tests/engine/test_onnx.py)
@@ -104,18 +105,18 @@ def test_quantised_graphs(policy: Policy, recipe: str, bound: float, tmp_path: P
     once. A member beside a bright one would otherwise be rounded as that one is."""
     quantize_graphs(policy.engine.directory, tmp_path, parse_recipe(recipe), 7)
     engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    assert not engine.unbatched
+    assert not engine.facts.unbatched
     dim, *others = [m for m in members_of(policy, 4) if len(m.inputs.tokens) == 19][:2]
     bright = replace(others[0], inputs=replace(others[0].inputs, pixels=8 * others[0].inputs.pixels))
     members = [dim, bright]
     noise = np.stack([member.noise for member in members])
     inputs = stack([member.inputs for member in members], policy.manifest.processing.prompt)
-    alone = [engine.run(member.inputs, member.noise, 10)[0] for member in members]
-    together = list(engine.run_batch(inputs, noise, 10)[0])
+    alone = [run_one(engine, member.inputs, member.noise, 10)[0] for member in members]
+    together = list(engine.run(inputs, noise, 10))
     assert furthest(together, alone) <= bound
     if engine.by_member:
         engine.by_member = set()
-        shared = list(engine.run_batch(inputs, noise, 10)[0])
+        shared = list(engine.run(inputs, noise, 10))
         assert furthest(shared, alone) > 10 * bound
 
 
@@ -127,7 +128,7 @@ def test_prompts_of_other_lengths_wait_where_the_prefix_has_one_scale(
         same.inputs.tokens
     )
     assert len({policy.batch_key(member) for member in (short, other, same)}) == 1
-    monkeypatch.setattr(policy.engine, "by_member", {"vision", "read"})
+    monkeypatch.setattr(policy, "facts", replace(policy.facts, exact_lengths=True))
     assert len({policy.batch_key(member) for member in (short, other, same)}) > 1
     with pytest.raises(SinewError, match="one batch_key"):
         policy.run_batch([short, other, same])
@@ -161,5 +162,4 @@ def test_graphs_of_one_observation(policy: Policy, exported: Callable[[Path], Pa
 def test_a_head_with_one_scale_is_refused(policy: Policy, tmp_path: Path) -> None:
     quantize_graphs(policy.engine.directory, tmp_path, parse_recipe("head=int8"), 7)
     engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    assert "expected a head in fp32 or int8-rows, got int8" in engine.unbatched
-    assert not engine.takes_batches
+    assert "expected a head in fp32 or int8-rows, got int8" in engine.facts.unbatched

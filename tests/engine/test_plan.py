@@ -30,6 +30,7 @@ from sinew.engine.plan.stages import stages
 from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity, relative_l2
 
 BOUND = 1e-5  # of the action scale, the largest absolute value of eager's chunk
@@ -76,8 +77,8 @@ def shaken(model: Model) -> Model:
 
 def gap(model: Model, plan: Plan, inputs: ModelInputs, noise: np.ndarray, steps: int = 4) -> float:
     """Largest difference between eager and plan, in units of the action scale."""
-    eager, _ = EagerEngine(model, CPU).run(inputs, noise, steps)
-    planned, timing = PlannedEngine(plan, CPU).run(inputs, noise, steps)
+    eager, _ = run_one(EagerEngine(model, CPU), inputs, noise, steps)
+    planned, timing = run_one(PlannedEngine(plan, CPU), inputs, noise, steps)
     assert np.isfinite(eager).all()
     assert len(timing.step_ms) == steps
     return float(np.abs(planned - eager).max() / np.abs(eager).max())
@@ -91,9 +92,9 @@ def test_each_rewrite_alone_and_all_together(open_case, name):
     policy, g = open_case(name)
     model, inputs, noise = policy.engine.model, inputs_of(policy, g), g.numpy("noise")[0]
     for change in (lambda model: model, shaken):
-        eager, _ = EagerEngine(change(model), CPU).run(inputs, noise, 4)
+        eager, _ = run_one(EagerEngine(change(model), CPU), inputs, noise, 4)
         for rewrites in ([], *([one] for one in REWRITES), list(REWRITES)):
-            planned, _ = PlannedEngine(Plan.of(model, 4, rewrites), CPU).run(inputs, noise, 4)
+            planned, _ = run_one(PlannedEngine(Plan.of(model, 4, rewrites), CPU), inputs, noise, 4)
             assert np.isfinite(planned).all()
             assert np.abs(planned - eager).max() <= BOUND * np.abs(eager).max(), rewrites
 
@@ -133,8 +134,8 @@ def test_padding_and_missing_cameras(open_case, name):
     # The masks really are read: neither engine lets the masked view change the actions.
     other = replace(masked, pixels=np.stack([inputs.pixels[0], -inputs.pixels[1]]))
     engine = PlannedEngine(plan, CPU)
-    assert np.abs(engine.run(masked, noise, 10)[0] - engine.run(other, noise, 10)[0]).max() <= 1e-6
-    assert np.abs(engine.run(masked, noise, 10)[0] - engine.run(longer, noise, 10)[0]).max() > 1e-4
+    assert np.abs(run_one(engine, masked, noise, 10)[0] - run_one(engine, other, noise, 10)[0]).max() <= 1e-6
+    assert np.abs(run_one(engine, masked, noise, 10)[0] - run_one(engine, longer, noise, 10)[0]).max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
@@ -168,7 +169,7 @@ def test_half_precision_has_a_bound(open_case, name, monkeypatch):
     model, inputs, noise = policy.engine.model, inputs_of(policy, g), g.numpy("noise")[0]
     wide = open_case(name)[0].engine
     exact, eager, planned = (
-        torch.from_numpy(engine.run(inputs, noise, 10)[0])
+        torch.from_numpy(run_one(engine, inputs, noise, 10)[0])
         for engine in (wide, EagerEngine(model, CPU), PlannedEngine(Plan.of(model, 10), CPU))
     )
     assert 1e-4 < relative_l2(eager, exact) < 2.5e-2
@@ -303,13 +304,13 @@ def test_the_loaded_model_is_left_as_it_is(open_case, name):
     model, inputs, noise = policy.engine.model, inputs_of(policy, g), g.numpy("noise")[0]
     kinds = [type(module) for module in model.modules()]
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    chunk, _ = policy.engine.run(inputs, noise, 3)
+    chunk, _ = run_one(policy.engine, inputs, noise, 3)
     Plan.of(model, 3)
     assert [type(module) for module in model.modules()] == kinds
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    assert np.array_equal(policy.engine.run(inputs, noise, 3)[0], chunk)
+    assert np.array_equal(run_one(policy.engine, inputs, noise, 3)[0], chunk)
 
 
 def test_unknown_names_are_refused(open_case):
@@ -337,7 +338,7 @@ def test_cancelling_between_two_steps(open_case, name, monkeypatch):
 
     monkeypatch.setattr(plan.model, "act", counting)
     with pytest.raises(CancelledError):
-        PlannedEngine(plan, CPU).run(inputs_of(policy, g), g.numpy("noise")[0], 10, cancel)
+        run_one(PlannedEngine(plan, CPU), inputs_of(policy, g), g.numpy("noise")[0], 10, cancel)
     assert len(calls) == 3
 
 
@@ -355,10 +356,10 @@ def test_what_depends_on_time_or_prefix_alone_is_computed_once(open_case, name, 
 
         monkeypatch.setattr(plan.model, method, counted)
     engine, inputs, noise = PlannedEngine(plan, CPU), inputs_of(policy, g), g.numpy("noise")[0]
-    engine.run(inputs, noise, 10)
+    run_one(engine, inputs, noise, 10)
     assert calls == {"moment": 0, "context": 1}
     for _ in range(2):
-        engine.run(inputs, noise, 4)  # a number of steps that was not planned: tabled once, then kept
+        run_one(engine, inputs, noise, 4)  # a number of steps that was not planned: tabled once, then kept
     assert calls == {"moment": 4, "context": 3}
 
 

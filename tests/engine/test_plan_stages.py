@@ -13,6 +13,7 @@ from sinew.engine.plan import Plan
 from sinew.engine.plan.stages import stages
 from sinew.policy import load
 from sinew.solvers import solve
+from tests.engines import run_one
 from tests.golden import Golden
 
 CASES = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
@@ -41,7 +42,7 @@ def test_stages_are_the_model(case, rewrites):
     assert len(reads) == len(set(names)) == len(grows)
     evaluations = model.solver.steps(4), plan.moments(4)
     chunk = solve(lambda x, m: step(x, m, *reads), g["noise"], *evaluations)[0].numpy()
-    expected, _ = EagerEngine(model, torch.device("cpu")).run(inputs, g.numpy("noise")[0], 4)
+    expected, _ = run_one(EagerEngine(model, torch.device("cpu")), inputs, g.numpy("noise")[0], 4)
     assert np.abs(chunk - expected).max() <= 1e-5 * np.abs(expected).max()
 
 

@@ -25,6 +25,7 @@ from sinew.eval.gating import GATES
 from sinew.eval.report.gate import read_gate
 from sinew.models.smolvla import SmolVLA
 from sinew.policy import load
+from tests.engines import run_one
 from tests.golden import Golden
 
 DATA = Path(__file__).resolve().parents[2] / "sinew" / "assets"
@@ -46,7 +47,7 @@ def case(request, golden, exported, pi_bundle, tmp_path_factory):
 
 def chunk(engine: OnnxEngine, policy, g) -> np.ndarray:
     observation = replace(policy.dummy_observation(), **g.observation())
-    return engine.run(policy.processor.inputs(observation), g.numpy("noise")[0], 10)[0]
+    return run_one(engine, policy.processor.inputs(observation), g.numpy("noise")[0], 10)[0]
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -97,7 +98,7 @@ def test_one_component_alone(case, component, precision, tmp_path):
         expected = {"step", "read"}  # keys and values that the head projects from the prefix
     assert changed == expected
     engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    assert engine.recipe == {component: precision}
+    assert engine.facts.recipe == {component: precision}
     moved = distance(chunk(engine, policy, g), chunk(policy.engine, policy, g))
     assert 1e-6 < moved < 0.1
 
@@ -126,7 +127,7 @@ def test_two_kinds_side_by_side(case, tmp_path):
     mixed = parse_recipe("vision=int8-rows,language=int8,head=int8-rows")
     quantize_graphs(policy.engine.directory, tmp_path, mixed, 7)
     engine = OnnxEngine(tmp_path, threads=1, solver=policy.spec.solver)
-    assert engine.recipe == mixed
+    assert engine.facts.recipe == mixed
     assert 1e-6 < distance(chunk(engine, policy, g), wanted) < 0.1
 
 

@@ -25,6 +25,7 @@ from sinew.layers.norm import rms_normalize
 from sinew.layers.rope import Rotation
 from sinew.layers.vit import ViTAttention
 from sinew.policy import load
+from tests.engines import run_one
 from tests.golden import Golden
 
 BOUND = 1e-5  # of the action scale
@@ -122,13 +123,13 @@ def assert_said(outcomes: tuple[Outcome, ...], kind: type) -> None:
 def test_every_rewrite_leaves_an_unknown_block_alone(case, kind):
     policy, inputs, noise = case
     model = policy.engine.model
-    plain = EagerEngine(model, CPU).run(inputs, noise, 3)[0]
+    plain = run_one(EagerEngine(model, CPU), inputs, noise, 3)[0]
     names = UNKNOWN[kind](model)
-    wanted = EagerEngine(model, CPU).run(inputs, noise, 3)[0]
+    wanted = run_one(EagerEngine(model, CPU), inputs, noise, 3)[0]
     assert largest(plain, wanted) > 10 * BOUND  # a rewrite that takes it for what it knew would be seen
     for rewrites in (*([one] for one in REWRITES), list(REWRITES)):
         plan = Plan.of(model, 3, rewrites)
-        assert largest(PlannedEngine(plan, CPU).run(inputs, noise, 3)[0], wanted) <= BOUND, rewrites
+        assert largest(run_one(PlannedEngine(plan, CPU), inputs, noise, 3)[0], wanted) <= BOUND, rewrites
     assert_said(plan.outcomes, kind)
     modules = dict(plan.model.named_modules())
     kept = [name for name in names if name in modules]  # what is cut off is not there any more
@@ -144,7 +145,7 @@ def test_the_cuda_engine_leaves_an_unknown_block_alone(case, kind, options):
     policy, inputs, noise = case
     model = policy.engine.model
     UNKNOWN[kind](model)
-    wanted = EagerEngine(model, CPU).run(inputs, noise, 3)[0]
+    wanted = run_one(EagerEngine(model, CPU), inputs, noise, 3)[0]
     plan = Plan.of(model, rewrites=ON_CUDA)
     if kind is TernaryLinear and "fp8" in options:  # none of the tower's layers may be rounded
         with pytest.raises(SinewError, match="fp8: vision: expected linear layers"):
@@ -153,7 +154,7 @@ def test_the_cuda_engine_leaves_an_unknown_block_alone(case, kind, options):
     engine = CudaEngine(plan, CPU, processing=policy.manifest.processing, options=CudaOptions(**options))
     fused = engine.plan.outcomes[len(plan.outcomes) :]
     bound = 0.2 if "fp8" in options else BOUND  # e4m3 moves the actions of weights this small so much
-    assert largest(engine.run(inputs, noise, 3)[0], wanted) <= bound
+    assert largest(run_one(engine, inputs, noise, 3)[0], wanted) <= bound
     assert_said((*plan.outcomes, *fused), kind)
     for name, module in engine.model.named_modules():
         if isinstance(module, kind):

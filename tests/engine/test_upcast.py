@@ -22,6 +22,7 @@ from sinew.layers import upcast
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.tables import StoredRows
 from sinew.layers.upcast import UpcastLinear, product
+from tests.engines import trace_one
 from tests.golden import Golden, assert_parity, relative_l2
 
 TEXT = "fp32 (bf16 weights)"
@@ -110,7 +111,7 @@ def test_token_tables_stay_in_the_file(golden, smolvla_bundle, all_units, tmp_pa
     assert isinstance(table, StoredRows) == bool(recipe or dtype in ("fp32", "fp16"))
     observation = replace(policy.dummy_observation(), **Golden(golden / "smolvla-bf16-vlm").observation())
     inputs, noise = policy.processor.inputs(observation), np.zeros(whole.model.noise_shape, np.float32)
-    found, wanted = (engine.trace(inputs, noise, 2) for engine in (policy.engine, whole))
+    found, wanted = (trace_one(engine, inputs, noise, 2) for engine in (policy.engine, whole))
     np.testing.assert_array_equal(found.head[-1], wanted.head[-1])
     np.testing.assert_array_equal(found.rows["language.embed_tokens"], wanted.rows["language.embed_tokens"])
     with torch.device("meta"):  # shapes alone, as memory and time are predicted

@@ -16,6 +16,7 @@ from sinew.core import ConvertError, Observation, ObservationError
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
 from tests.convert.vlacpp_file import write_vlacpp_pi
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity
 
 CASES = ["pi0-2cam", "pi05-2cam"]
@@ -73,7 +74,7 @@ def test_leaving_padding_out_changes_nothing(case):
     padded, short = (policy.processor.inputs(observation, padded=p) for p in (True, False))
     assert len(short.tokens) < len(padded.tokens) == policy.spec.max_prompt_tokens
     for inputs in (padded, short):
-        chunk, _ = policy.engine.run(inputs, observation.noise, policy.spec.solver_steps)
+        chunk, _ = run_one(policy.engine, inputs, observation.noise, policy.spec.solver_steps)
         assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
 
 
@@ -120,7 +121,7 @@ def test_a_missing_camera_is_masked_and_costs_nothing(checkpoint, golden):
     padded = policy.processor.inputs(observation, padded=True)
     assert padded.camera_mask.tolist() == [True, True, False]
     assert len(policy.processor.inputs(observation).pixels) == 2
-    chunk, _ = policy.engine.run(padded, observation.noise, policy.spec.solver_steps)
+    chunk, _ = run_one(policy.engine, padded, observation.noise, policy.spec.solver_steps)
     assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])
     assert_parity(policy.infer(observation).actions, g.numpy("actions")[0])
 
@@ -135,7 +136,8 @@ def test_padding_is_free_for_any_views_and_prompt_length(case, views):
         one = Observation.from_mapping(observation | {"prompt": prompt})
         noise, steps = one.noise, policy.spec.solver_steps
         padded, short = (
-            policy.engine.run(policy.processor.inputs(one, padded=p), noise, steps)[0] for p in (True, False)
+            run_one(policy.engine, policy.processor.inputs(one, padded=p), noise, steps)[0]
+            for p in (True, False)
         )
         assert_parity(short, padded)
     with pytest.raises(ObservationError, match="tokens"):

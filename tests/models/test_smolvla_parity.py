@@ -9,6 +9,7 @@ from sinew import machine
 from sinew.core import Observation
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity, cosine_gap, integrate, relative_l2
 
 FLOAT32_CASES = ["smolvla-2cam", "smolvla-3cam-padded"]
@@ -138,5 +139,5 @@ def test_leaving_padding_out_changes_nothing(smolvla_bundle, golden):
     padded, short = (policy.processor.inputs(observation, padded=p) for p in (True, False))
     assert len(short.tokens) < len(padded.tokens) == policy.spec.max_prompt_tokens
     for inputs in (padded, short):
-        chunk, _ = policy.engine.run(inputs, observation.noise, policy.spec.solver_steps)
+        chunk, _ = run_one(policy.engine, inputs, observation.noise, policy.spec.solver_steps)
         assert_parity(policy.processor.actions(chunk, observation), g.numpy("actions")[0])

@@ -32,6 +32,7 @@ from sinew.perf.request import LIMITS, Request
 from sinew.perf.trace import STAGES, trace
 from sinew.presets import golden
 from sinew.processing import ModelInputs
+from tests.engines import run_one
 
 # ------------------------------------------------- memory
 
@@ -59,9 +60,9 @@ def test_peak_of_activations_is_what_torch_allocates(tokens: int) -> None:
     inputs = ModelInputs(pixels, np.ones(views, bool), ids, np.ones(tokens, bool), state)
     noise = np.zeros(model.noise_shape, np.float32)
     engine = EagerEngine(model, torch.device("cpu"))
-    engine.run(inputs, noise, 1)
+    run_one(engine, inputs, noise, 1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        engine.run(inputs, noise, 1)
+        run_one(engine, inputs, noise, 1)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     allocated = int(np.cumsum(changes).max())

@@ -101,14 +101,10 @@ def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
 
 
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
-    monkeypatch.setattr(
-        "sinew.engine.halves.unstreamable", lambda _engine: "expected engine eager or plan, got cuda"
-    )
+    monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
     with desk(policy=policy) as at:
         begun: set[Scheduler] = set()
-        with pytest.raises(
-            SinewError, match="--context bf16: stream: expected engine eager or plan, got cuda"
-        ):
+        with pytest.raises(SinewError, match="--context bf16: context: expected tensors, got object"):
             contexts.add(at.service, ("bf16",), Lane(), begun)
         assert at.service.policies.names == ("default",)
         assert all(scheduler.join(WAIT_S) for scheduler in begun)

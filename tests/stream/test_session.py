@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from sinew_client.streams import StreamWindow
 
 from sinew.bundle.schema import VectorStep
 from sinew.core import ObservationError, SinewError
-from sinew.engine.halves import Halves
 from sinew.policy import Policy, load
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.session import Sample
@@ -122,30 +122,31 @@ def test_a_new_instruction_makes_a_new_prefix(rolls: Policy) -> None:
 
 def test_rows_at_one_time_are_the_ordinary_head(rolls: Policy) -> None:
     """The limit: equal times in all rows, step by step, give the ordinary chunk to the bit."""
-    halves = Halves(rolls.engine)
     prepared = rolls.prepare(
         {"images": {"front": FRAME}, "state": np.float32([0.5, 1.0]), "prompt": "go", "seed": 3}
     )
-    context = halves.read(prepared.inputs)
-    ordinary = halves.solve(context, prepared.noise, prepared.steps)
+    context = rolls.engine.read(prepared.inputs.batched())
+    (ordinary,) = rolls.engine.solve(context, prepared.noise[None], prepared.steps)
     x = prepared.noise
     for step in rolls.spec.solver.steps(prepared.steps):
-        x = step.advance(x, halves.evaluate(context, x, np.full(len(x), step.time)))
+        x = step.advance(x, rolls.engine.evaluate(context, x[None], np.full((1, len(x)), step.time))[0])
     np.testing.assert_array_equal(x, ordinary)
     world = rolls.processor.finish(ordinary, prepared.state)
     np.testing.assert_array_equal(world, rolls.run(prepared).actions)
 
 
-def test_a_window_rolls(rolls: Policy) -> None:
+def test_a_window_rolls(rolls: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row i leaves a run at level i / H, whatever number of nodes has passed since the last one."""
-    halves = Halves(rolls.engine)
     prepared = rolls.prepare(
         {"images": {"front": FRAME}, "state": np.zeros(2, np.float32), "prompt": "go", "seed": 3}
     )
-    context, seen = halves.read(prepared.inputs), []
-    evaluate = halves.evaluate
-    halves.evaluate = lambda context, x, times: seen.append(times) or evaluate(context, x, times)  # type: ignore[method-assign]
-    rolling = Rolling(halves, (6, 1), seed=0)
+    engine: Any = rolls.engine
+    context, seen = engine.read(prepared.inputs.batched()), []
+    evaluate = engine.evaluate
+    monkeypatch.setattr(
+        engine, "evaluate", lambda context, x, times: seen.append(times[0]) or evaluate(context, x, times)
+    )
+    rolling = Rolling(engine, rolls.spec.solver, (6, 1), seed=0)
     for origin, least in (
         (0, [6] * 6),
         (1, range(1, 7)),
@@ -161,7 +162,7 @@ def test_a_window_rolls(rolls: Policy) -> None:
 
 def test_noise_is_put_back_as_the_forward_process_would_have_it(rolls: Policy) -> None:
     """Without a node that has passed, rows go back up: x' has the mean (1 - t') a and the variance t'^2."""
-    rolling = Rolling(Halves(rolls.engine), (6, 4000), seed=0)
+    rolling = Rolling(rolls.engine, rolls.spec.solver, (6, 4000), seed=0)
     levels = np.arange(6) / 6
     clean = 2.0
     rng = np.random.default_rng(0)
@@ -205,18 +206,18 @@ def test_a_newer_state_reaches_the_head_of_pi0_on_every_engine(pi_bundle: Callab
     found = {}
     for engine in ("eager", "plan"):
         policy = load(pi_bundle("pi0-2cam"), engine=engine, threads=1)
-        halves = Halves(policy.engine)
-        assert halves.head_reads_state
+        assert policy.facts.head_reads_state
         images = {camera.name: FRAME for camera in policy.spec.cameras}
         states = (np.full(policy.spec.state.dim, value, np.float32) for value in (0.0, 0.7))
         old, new = (
             policy.prepare({"images": images, "state": state, "prompt": "go", "seed": 1}) for state in states
         )
-        renewed = halves.renew(halves.read(old.inputs), new.inputs.state)
-        found[engine] = halves.solve(renewed, new.noise, new.steps)
-        straight = halves.solve(halves.read(new.inputs), new.noise, new.steps)
+        before, noise = policy.engine.read(old.inputs.batched()), new.noise[None]
+        renewed = policy.engine.renew(before, new.inputs.state[None])
+        found[engine] = policy.engine.solve(renewed, noise, new.steps)
+        straight = policy.engine.run(new.inputs.batched(), noise, new.steps)
         np.testing.assert_allclose(found[engine], straight, rtol=1e-5, atol=1e-5)
-        assert np.abs(halves.solve(halves.read(old.inputs), old.noise, old.steps) - straight).max() > 1e-3
+        assert np.abs(policy.engine.solve(before, noise, old.steps) - straight).max() > 1e-3
     np.testing.assert_allclose(found["eager"], found["plan"], rtol=1e-4, atol=1e-4)
 
 
@@ -235,7 +236,7 @@ def test_a_frame_from_the_future_makes_no_more_nodes_than_a_chunk_has(
 ) -> None:
     """The robot's clock went back, as of one that was restarted: the frame before it is of a million seconds later."""
     hz = float(whole.spec.control_hz or 0)
-    chunks = Chunks(Halves(whole.engine), whole.processor, per_row * hz, "none", interpolation)
+    chunks = Chunks(whole.engine, whole.processor, per_row * hz, "none", interpolation)
     chunk = np.arange(12, dtype=np.float32).reshape(6, 2)
     nodes = chunks.nodes(chunk, 1e6, 1)
     assert 6 <= len(nodes) <= per_row * 6 + 1
@@ -254,7 +255,7 @@ def test_relative_actions_are_relative_to_the_state_that_the_model_saw(
     rows = []
     for moved in (0.0, 0.5):
         stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), "none", seed=5), "go")
-        assert not stream._halves.head_reads_state
+        assert not whole.facts.head_reads_state
         stream.push_sample(Sample(seen, 0.0))
         stream.push_frame(images, 0.0)
         prefix = stream.compute()
@@ -318,17 +319,15 @@ def test_a_link_in_this_process_begins_anew(rolls: Policy) -> None:
         link.close()
 
 
-def test_an_answer_that_is_too_late_still_tells_how_late(rolls: Policy) -> None:
+def test_an_answer_that_is_too_late_still_tells_how_late(
+    rolls: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first answer of a cold server must not leave a delay behind that no window reaches any more."""
-    policy = rolls
-    object.__setattr__(policy.engine.model.config, "rolling", False)
-    try:
-        stream = session(policy, guidance="none")
-        stream.push_sample(sample(0.0, delay=40))
-        stream.read()
-        window = stream.run()
-    finally:
-        object.__setattr__(policy.engine.model.config, "rolling", True)
+    monkeypatch.setattr(rolls, "facts", replace(rolls.facts, rolling=False))
+    stream = session(rolls, guidance="none")
+    stream.push_sample(sample(0.0, delay=40))
+    stream.read()
+    window = stream.run()
     assert window is not None
     assert window.rows.shape == (0, 1)
     late, fresh = StreamWindow(40, window.rows, 0.0, 0.0), StreamWindow(40, np.ones((6, 1)), 0.38, 0.0, run=2)

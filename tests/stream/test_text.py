@@ -24,7 +24,6 @@ from sinew.convert import convert
 from sinew.convert.lowbit import lowbit_sources, plan_formats
 from sinew.core import ConvertError, ObservationError
 from sinew.engine.example import Inputs
-from sinew.engine.halves import Halves
 from sinew.layers.linear import Embedding
 from sinew.layers.norm import GemmaRMSNorm
 from sinew.layers.tables import keep_stored
@@ -103,7 +102,7 @@ def next_token(policy: Policy, seen: dict[str, Any], text: Sequence[int]) -> int
     """Return the token behind ``text``, by a plain forward over views, instruction and text, without padding, state,
     cache or a mask of blocks: whoever stands before the text sees all that does, a token of it what is not after it."""
     model: Any = policy.engine.model
-    batch = Inputs.of(policy.prepare(seen).inputs, policy.engine.device)
+    batch = Inputs.of(policy.prepare(seen).inputs.batched(), policy.engine.device)
     x, valid, opens = model.embed_prefix(model.embed_images(batch.pixels), *batch[1:])
     rows = [row for row, ok, state in zip(x[0], valid[0], opens[0], strict=True) if ok and not state]
     before, table = len(rows), model.language.embed_tokens.weight
@@ -172,11 +171,12 @@ def test_a_text_does_not_change_the_actions(
     loaded: Callable[[str, str], Policy], case: str, engine: str
 ) -> None:
     policy = loaded(case, engine)
-    halves, prepared = Halves(policy.engine), policy.prepare(observation(policy))
-    silent = halves.solve(halves.read(prepared.inputs), prepared.noise, 2)
+    prepared = policy.prepare(observation(policy))
+    inputs, noise = prepared.inputs.batched(), prepared.noise[None]
+    (silent,) = policy.engine.solve(policy.engine.read(inputs), noise, 2)
     for text in ([], [5, 6, 7]):
-        context, _ = halves.read_text(prepared.inputs, text)
-        spoken = halves.solve(context, prepared.noise, 2)
+        context, _ = policy.engine.read_text(inputs, text)
+        (spoken,) = policy.engine.solve(context, noise, 2)
         np.testing.assert_allclose(spoken, silent, rtol=1e-5, atol=1e-5)
     chunk = policy.infer({**observation(policy), "solver_steps": 2}).actions
     np.testing.assert_allclose(policy.processor.finish(silent, prepared.state), chunk, rtol=1e-4, atol=1e-4)

@@ -7,10 +7,7 @@ head's output out, a few kilobytes.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +15,12 @@ import numpy as np
 
 from sinew import machine
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import BundleError, CancelledError, ObservationError, SinewError, Timing
+from sinew.core import BundleError, ObservationError, SinewError
+from sinew.engine.engine import Engine, Facts, Trace, Watch
 from sinew.engine.onnx.borrowed import weights
 from sinew.engine.onnx.graphs import ONE_SCALE, STAGES, GraphSet, table_path
 from sinew.engine.onnx.providers import CPU, choose, loaded, runtime
 from sinew.engine.onnx.sessions import open_axis, open_session, session_options
-from sinew.engine.trace import Trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Guidance, Solver, solve
 
@@ -33,18 +30,8 @@ if TYPE_CHECKING:
 READ_INPUTS = ("image_tokens", "camera_mask", "tokens", "token_mask", "state")
 
 
-@dataclass(frozen=True)
-class Device:
-    """The device of a policy, as text: the part of ``torch.device`` that needs no torch."""
-
-    type: str
-
-    def __str__(self) -> str:
-        return self.type
-
-
-class OnnxEngine:
-    """Not reentrant: one inference at a time.
+class OnnxEngine(Engine):
+    """Runs the three graphs of an export.
 
     providers: ONNX Runtime execution providers in order of preference, by their own names or short ones; every
     one must be offered by the installed onnxruntime, and load. threads: for compute; chosen from the machine
@@ -52,8 +39,6 @@ class OnnxEngine:
     plausible numbers of the wrong sign (GR00T runs from 0 to 1, openpi from 1 to 0). bundle: whose weights graphs
     without weights of their own compute with.
     """
-
-    guides = ("no-jacobian", "ramp")  # the graphs have neither a Jacobian nor a time per row
 
     def __init__(
         self,
@@ -66,12 +51,10 @@ class OnnxEngine:
     ):
         ort = runtime()
         wanted, self.provider_reason = choose(providers)
+        self._wanted = wanted
         self.directory, self.solver = Path(directory), solver
         self.graphs = GraphSet.load(self.directory)
-        self.threads = machine.recommended_threads()[0] if threads is None else threads
-        self.device = Device(
-            "cpu" if wanted[0] == CPU else wanted[0].removesuffix("ExecutionProvider").lower()
-        )
+        self._threads = machine.recommended_threads()[0] if threads is None else threads
         if self.graphs.borrows and bundle is None:
             raise BundleError(
                 f"{self.directory}: expected the bundle whose weights these graphs borrow, got none"
@@ -83,7 +66,7 @@ class OnnxEngine:
             stage: open_session(
                 ort,
                 self.directory / f"{stage}.onnx",
-                session_options(self.threads, self._borrowed.get(stage, {})),
+                session_options(self._threads, self._borrowed.get(stage, {})),
                 wanted,
             )
             for stage in STAGES
@@ -94,9 +77,9 @@ class OnnxEngine:
         # Members of a batch shall not share a scale, and what a rounding is given shall not depend on them either.
         marked = [ONE_SCALE in self.sessions[stage].get_modelmeta().custom_metadata_map for stage in STAGES]
         self.by_member = {stage for index, stage in enumerate(STAGES) if any(marked[index:])}
-        self.unbatched = self._unbatched()
         self._axes = self._batch_axes()
         self._value = ort.OrtValue.ortvalue_from_numpy
+        self.facts = self._facts()
 
     def _check_names(self) -> None:
         """Raise :class:`BundleError` for graphs that do not fit one another, or their record."""
@@ -141,103 +124,45 @@ class OnnxEngine:
         ]
 
     @property
-    def takes_batches(self) -> bool:
-        """Return True if :meth:`run_batch` runs."""
-        return not self.unbatched
+    def threads(self) -> int:
+        return self._threads
 
-    @property
-    def exact_lengths(self) -> bool:
-        """Return True if prompts of a batch have to be equally long: where the prefix has one scale for all of its
-        tokens, tokens of padding would move it."""
-        return "read" in self.by_member
-
-    @property
-    def recipe(self) -> dict[str, str]:
-        """Components whose matrix products are quantised."""
-        return {name: kind for name, kind in self.graphs.recipe.items() if kind != "fp32"}
-
-    @property
-    def precision(self) -> dict[str, str]:
-        """Component -> precision of its matrix products."""
-        return dict.fromkeys(COMPONENTS, "fp32") | self.recipe
-
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes of the graphs' weights on disk; ONNX Runtime keeps copies in the layouts of its kernels."""
+    def _facts(self) -> Facts:
+        recipe = {name: kind for name, kind in self.graphs.recipe.items() if kind != "fp32"}
         if self._borrowed:
-            return sum({n: a.nbytes for lent in self._borrowed.values() for n, a in lent.items()}.values())
-        return sum((self.directory / f"{stage}.onnx.data").stat().st_size for stage in STAGES)
-
-    def place(self, array: np.ndarray) -> np.ndarray:
-        """Return an array as the graphs take it."""
-        return array
-
-    def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
-        """Run as :meth:`run` does and return what every stage computed."""
-        found = Trace(np.empty(0))
-        self.run(inputs, noise, steps, trace=found)
-        return found
-
-    def run(
-        self,
-        inputs: ModelInputs,
-        noise: np.ndarray,
-        steps: int,
-        cancel: threading.Event | None = None,
-        guidance: Guidance | None = None,
-        *,
-        trace: Trace | None = None,
-    ) -> tuple[np.ndarray, Timing]:
-        """noise: float32 [H, A] -> model output float32 [H, A] in model units, with per-stage times.
-
-        guidance: one that needs no Jacobian and no time per row (``guides``).
-        Looks at ``cancel`` after every stage and raises :class:`CancelledError` when it is set.
-        """
-        one = ModelInputs(
-            inputs.pixels[None],
-            inputs.camera_mask[None],
-            inputs.tokens[None],
-            inputs.token_mask[None],
-            inputs.state[None],
+            held = sum({n: a.nbytes for lent in self._borrowed.values() for n, a in lent.items()}.values())
+        else:
+            files = [self.directory / f"{stage}.onnx.data" for stage in STAGES]
+            held = sum(file.stat().st_size for file in files if file.exists())
+        return Facts(
+            device="cpu"
+            if self._wanted[0] == CPU
+            else self._wanted[0].removesuffix("ExecutionProvider").lower(),
+            precision=dict.fromkeys(COMPONENTS, "fp32") | recipe,
+            recipe=recipe,
+            weights_nbytes=held,  # ONNX Runtime keeps copies in the layouts of its kernels
+            guides=("no-jacobian", "ramp"),  # the graphs have neither a Jacobian nor a time per row
+            unbatched=self._unbatched(),
+            # where the prefix has one scale for all of its tokens, tokens of padding would move it
+            exact_lengths="read" in self.by_member,
+            providers=tuple(self.providers),
+            files=tuple(file for file in sorted(self.directory.iterdir()) if file.is_file()),
+            notes=(
+                f"{', '.join(self.providers)} ({self.provider_reason})",
+                f"graphs in {self.directory}",
+                *([self.graphs.method] if recipe else []),
+            ),
         )
-        x, timing = self._solve(one, noise[None], steps, cancel, guidance, trace)
-        return x[0], timing
 
-    def run_batch(
-        self,
-        inputs: ModelInputs,
-        noise: np.ndarray,
-        steps: int,
-        cancel: threading.Event | None = None,
-        guidance: Guidance | None = None,
-    ) -> tuple[np.ndarray, Timing]:
-        """Run several observations at once: inputs of :func:`sinew.processing.stack`, noise float32 [B, H, A].
-
-        The times are those of all of them. As :meth:`run` otherwise; for graphs that take several (``unbatched``).
-        """
-        return self._solve(inputs, noise, steps, cancel, guidance, None)
-
-    def _solve(
-        self,
-        inputs: ModelInputs,
-        noise: np.ndarray,
-        steps: int,
-        cancel: threading.Event | None,
-        guidance: Guidance | None,
-        trace: Trace | None,
-    ) -> tuple[np.ndarray, Timing]:
-        """inputs with a batch axis, noise: float32 [B, H, A] -> float32 [B, H, A]."""
-        table = self.tables.get(steps)
-        if table is None:
-            ready = ", ".join(map(str, self.graphs.steps))
-            raise ObservationError("solver_steps", f"one of the exported {ready}", str(steps))
-        laps, count = _Laps(cancel), len(noise)
+    def read(self, inputs: ModelInputs, watch: Watch | None = None) -> list[Any]:
+        """Return the tensors of ``graphs.reads`` in ONNX Runtime's memory."""
+        watch, count = watch or Watch(), len(inputs.tokens)
         vision = self.sessions["vision"]
         tokens = [
             vision.run(None, {"pixels": inputs.pixels[rows]})[0] for rows in self._calls("vision", count)
         ]
         image_tokens = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        vision_ms = laps.next()
+        watch.lap("vision")
         image_tokens, camera_mask = self._all_views(image_tokens, inputs.camera_mask)
         given = dict(
             zip(
@@ -250,23 +175,53 @@ class OnnxEngine:
             self._read({name: array[rows] for name, array in given.items()})
             for rows in self._calls("read", count)
         ]
-        context = self._joined(reads)  # held here: what is bound to a graph does not hold its arrays
-        act = self._act(context, noise, table[:1])
-        if trace is not None:
-            trace.vision = image_tokens[0]
-            trace.prefix = {
+        context = self._joined(reads)
+        if watch.trace is not None:
+            watch.trace.vision = image_tokens[0]
+            watch.trace.prefix = {
                 name.removeprefix("context."): value.numpy().copy()
-                for name, value in zip(self.graphs.reads, reads[0], strict=True)
+                for name, value in zip(self.graphs.reads, context, strict=True)
             }
-            act = _noted(act, trace)
-        prefix_ms = laps.next()
-        step_ms: list[float] = []
+        watch.lap("prefix")
+        return context
+
+    def solve(
+        self,
+        context: list[Any],
+        noise: np.ndarray,
+        steps: int,
+        guidance: Guidance | None = None,
+        watch: Watch | None = None,
+    ) -> np.ndarray:
+        """guidance: one that needs no Jacobian and no time per row."""
+        watch, table = watch or Watch(), self._table(steps)
+        act = self._act(context, noise, table[:1])
+        if watch.trace is not None:
+            act = _noted(act, watch.trace)
         moments = np.split(table, len(table))
-        evaluations = self.solver.steps(steps)
-        x = solve(act, noise, evaluations, moments, lambda: step_ms.append(laps.next()), guidance)
-        if trace is not None:
-            trace.head.append(x[0].copy())
-        return x, Timing(vision_ms=vision_ms, prefix_ms=prefix_ms, step_ms=tuple(step_ms), batch=count)
+        x = solve(act, noise, self.solver.steps(steps), moments, lambda: watch.lap("step"), guidance)
+        if watch.trace is not None:
+            watch.trace.head.append(x[0].copy())
+        return x
+
+    def run(
+        self,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        guidance: Guidance | None = None,
+        watch: Watch | None = None,
+    ) -> np.ndarray:
+        self._table(steps)  # refused before anything is computed
+        return super().run(inputs, noise, steps, guidance, watch)
+
+    def _table(self, steps: int) -> np.ndarray:
+        """Return the moments of so many steps, [steps, ...]."""
+        table = self.tables.get(steps)
+        if table is None:
+            ready = ", ".join(map(str, self.graphs.steps))
+            raise ObservationError("solver_steps", f"one of the exported {ready}", str(steps))
+        return table
 
     def _calls(self, stage: str, count: int) -> list[slice]:
         """Return the rows of each call of a stage: all at once, or member by member."""
@@ -347,16 +302,3 @@ def _noted(act: Any, trace: Trace) -> Any:
         return output
 
     return noted
-
-
-class _Laps:
-    def __init__(self, cancel: threading.Event | None):
-        self.cancel, self.start = cancel, time.perf_counter()
-
-    def next(self) -> float:
-        """Milliseconds since the last lap."""
-        now = time.perf_counter()
-        elapsed, self.start = 1e3 * (now - self.start), now
-        if self.cancel is not None and self.cancel.is_set():
-            raise CancelledError("the inference was cancelled")
-        return elapsed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from sinew import machine, progress
@@ -28,6 +29,10 @@ def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
     engine = OnnxEngine(
         folder, options.providers, options.threads, solver=bundle.manifest.spec.solver, bundle=bundle
     )
+    if bundle.manifest.config.get("rolling"):
+        engine.facts = replace(
+            engine.facts, unshared="expected engine eager or plan for a head with a time per row, got onnx"
+        )
     if engine.graphs.architecture != bundle.manifest.architecture:
         raise BundleError(
             f"{engine.directory}: expected graphs of {bundle.manifest.architecture},"
@@ -35,10 +40,10 @@ def open_onnx(bundle: Bundle, options: Options) -> OnnxEngine:
         )
     # Weights that are stored in few bits otherwise were widened before the export.
     wanted = {part: kind for part, kind in recipe(bundle).items() if kind in ("int8", "int8-rows")}
-    if engine.recipe != wanted:
+    if engine.facts.recipe != wanted:
         raise BundleError(
             f"{engine.directory}: expected graphs with the bundle's recipe {wanted or 'of none'},"
-            f" got {engine.recipe or 'none'}; remove the folder, or export it again"
+            f" got {dict(engine.facts.recipe) or 'none'}; remove the folder, or export it again"
         )
     return engine
 

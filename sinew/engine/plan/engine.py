@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ ON_CPU = tuple(name for name in REWRITES if name not in ("fold-norms", "pack-gat
 
 
 class PlannedEngine(EagerEngine):
-    def __init__(self, plan: Plan, device: torch.device):
-        super().__init__(plan.model, device)
+    def __init__(self, plan: Plan, device: torch.device, recipe: Mapping[str, str] | None = None):
+        super().__init__(plan.model, device, recipe)
         self.plan = plan
 
     def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:

@@ -16,6 +16,7 @@ from sinew.engine.cpu.between import Between
 from sinew.engine.cpu.compile import compile_between
 from sinew.engine.plan import Plan
 from sinew.policy import load
+from tests.engines import run_one
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +170,11 @@ def test_a_model_with_compiled_operators_gives_the_actions_of_one_without(
     policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), engine="eager")
     inputs = policy.processor.inputs(policy.dummy_observation())
     noise = torch.randn(policy.engine.model.noise_shape, generator=torch.Generator().manual_seed(0)).numpy()
-    wanted = policy.engine.run(inputs, noise, 4)[0]
+    wanted = run_one(policy.engine, inputs, noise, 4)[0]
     plan = compile_between(Plan.of(policy.engine.model, 4, ["pack-qkv"]))
     compiled_kinds = {outcome.name for outcome in plan.outcomes if outcome.status == "applied"}
     assert {"compile ViTAttention", "compile DecoderAttention", "compile GatedMLP"} <= compiled_kinds
     policy.engine.model = plan.model
     monkeypatch.setattr(between, "_on_cpu", [next(iter(all_between.values()))])
-    got = policy.engine.run(inputs, noise, 4)[0]
+    got = run_one(policy.engine, inputs, noise, 4)[0]
     assert 0 < abs(got - wanted).max() <= 1e-5 * abs(wanted).max()

@@ -22,6 +22,7 @@ from sinew.layers import lowbit
 from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from sinew.perf.memory import fits
 from sinew.policy import load
+from tests.engines import run_one
 from tests.golden import Golden
 
 TABLE = "language.embed_tokens"
@@ -50,7 +51,7 @@ def stored(path: Path, recipe: dict[str, str], out: Path) -> Path:
 
 def chunk(policy, g) -> np.ndarray:
     observation = replace(policy.dummy_observation(), **g.observation())
-    return policy.engine.run(policy.processor.inputs(observation), g.numpy("noise")[0], 10)[0]
+    return run_one(policy.engine, policy.processor.inputs(observation), g.numpy("noise")[0], 10)[0]
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -26,6 +26,7 @@ from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs
 from tests.closeness import rounding
+from tests.engines import run_one
 from tests.golden import Golden
 
 BOUND = 1e-5  # of the action scale, the largest absolute value of eager's chunk
@@ -52,7 +53,7 @@ class Case:
 
     def eager(self, inputs: ModelInputs | None = None, steps: int = 10) -> np.ndarray:
         """Of the frames as the processor prepares them."""
-        return self.policy.engine.run(inputs or self.inputs(pixels=True), self.noise, steps)[0]
+        return run_one(self.policy.engine, inputs or self.inputs(pixels=True), self.noise, steps)[0]
 
     def engine(self, recorder: Recorder | None = None, **options: Any) -> CudaEngine:
         return CudaEngine(
@@ -88,7 +89,7 @@ class Case:
         scale."""
         if wanted is None:
             wanted = self.eager(None if inputs is None else self.prepared(inputs), steps)
-        got, _ = engine.run(inputs or self.inputs(), self.noise, steps)
+        got, _ = run_one(engine, inputs or self.inputs(), self.noise, steps)
         assert np.isfinite(got).all()
         return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 

@@ -37,6 +37,7 @@ from sinew.perf.program import preset
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer
 from tests.engine.cuda.test_cuda_full_size import processing_of
+from tests.engines import run_one
 
 GPU = torch.device("cuda", 0)
 GUARD = """
@@ -165,7 +166,7 @@ def case(name: str, options: dict[str, Any]) -> dict[str, Any]:
         tuple(np.zeros((480, 640, 3), np.uint8) for _ in range(views)),
     )
     counted.clear()
-    chunk, _ = engine.run(inputs, np.zeros(shape.noise, np.float32), 10)
+    chunk, _ = run_one(engine, inputs, np.zeros(shape.noise, np.float32), 10)
     program = engine.programs[engine.programs.keys()[-1]]
     assert program.actions.device == GPU
     return {"shape": chunk.shape, **counted}

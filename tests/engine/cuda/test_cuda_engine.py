@@ -13,6 +13,7 @@ from torch import nn
 from sinew.core import RTC, ObservationError
 from sinew.policy import load
 from tests.engine.cuda.cuda_cases import BOUND, CASES, ONE_PER_MODEL, asset_case, golden_case, shaken
+from tests.engines import run_one
 from tests.golden import Golden, assert_parity, relative_l2
 
 LADDER = {
@@ -104,7 +105,7 @@ def test_masked_cameras_and_tokens_are_not_read(open_case, name):
     other = replace(inputs, pixels=np.stack([inputs.pixels[0], -inputs.pixels[1]]))
     engine = case.engine()
     assert case.gap(engine, inputs) <= BOUND
-    assert np.array_equal(engine.run(inputs, case.noise, 2)[0], engine.run(other, case.noise, 2)[0])
+    assert np.array_equal(run_one(engine, inputs, case.noise, 2)[0], run_one(engine, other, case.noise, 2)[0])
 
 
 @pytest.mark.parametrize(("asset", "bound"), [("pen", BOUND), ("blocks", 5e-5)])
@@ -145,7 +146,7 @@ def test_patches_are_those_of_the_processor(open_case, name):
     case = open_case(name)
     engine = case.engine()
     inputs = case.inputs()
-    engine.run(inputs, case.noise, 1)
+    run_one(engine, inputs, case.noise, 1)
     (key,) = engine.programs.keys()
     rows = engine.programs[key].patches.rows
     patch = case.model.config.vision.patch_size

@@ -20,6 +20,7 @@ from sinew.engine.cuda.program import Program
 from sinew.engine.cuda.staging import ALIGNMENT
 from sinew.layers.linear import rounded
 from tests.engine.cuda.cuda_cases import BOUND, Case, Frozen, asset_case, golden_case, shaken
+from tests.engines import run_one
 
 ONE_PER_MODEL = ["smolvla-2cam", "pi0-2cam", "pi05-2cam"]
 
@@ -59,8 +60,8 @@ def test_replays_read_what_was_written_last(open_case, name, stages):
     fresh = case.engine()
     for seed in range(4):
         inputs, noise = rotated(case, seed)
-        got, _ = engine.run(inputs, noise, 2)
-        wanted, _ = fresh.run(inputs, noise, 2)
+        got, _ = run_one(engine, inputs, noise, 2)
+        wanted, _ = run_one(fresh, inputs, noise, 2)
         assert np.array_equal(got, wanted)
         case.noise = noise
         assert case.gap(engine, inputs, 2) <= BOUND
@@ -104,7 +105,7 @@ def test_keys_that_alternate_keep_their_own_memory(open_case):
     programs = []
     with torch.inference_mode():
         for inputs in (two, one):
-            engine.run(inputs, noise, 2)
+            run_one(engine, inputs, noise, 2)
             program = engine.programs[engine.programs.keys()[-1]]
             program.write(inputs, noise)
             programs.append(program)
@@ -119,7 +120,7 @@ def test_keys_that_alternate_keep_their_own_memory(open_case):
                 program.recorded("step").replay()
                 program.advance(step)
     for program, inputs in zip(programs, (two, one), strict=True):
-        assert np.array_equal(program.x[0].numpy(), fresh.run(inputs, noise, 2)[0])
+        assert np.array_equal(program.x[0].numpy(), run_one(fresh, inputs, noise, 2)[0])
 
 
 def test_a_recording_that_keeps_an_input_is_caught(open_case, monkeypatch):
@@ -127,12 +128,12 @@ def test_a_recording_that_keeps_an_input_is_caught(open_case, monkeypatch):
     case = shaken(open_case("pi0-2cam"))
     engine, fresh = case.engine(Frozen()), case.engine()
     first, noise = rotated(case, 1)
-    engine.run(first, noise, 2)
+    run_one(engine, first, noise, 2)
     (key,) = engine.programs.keys()
     program = engine.programs[key]
     monkeypatch.setattr(program.staging, "upload", lambda *_: None)  # what was written does not arrive
     second, noise = rotated(case, 2)
-    assert not np.array_equal(engine.run(second, noise, 2)[0], fresh.run(second, noise, 2)[0])
+    assert not np.array_equal(run_one(engine, second, noise, 2)[0], run_one(fresh, second, noise, 2)[0])
 
 
 def test_preparing_records_before_the_first_observation(open_case):
@@ -142,10 +143,10 @@ def test_preparing_records_before_the_first_observation(open_case):
     inputs = case.inputs()
     wanted, _ = case.engine().run(inputs, case.noise, 3)
     fresh = case.engine()
-    fresh.run(inputs, case.noise, 3)
+    run_one(fresh, inputs, case.noise, 3)
     engine.prepare(fresh.programs.keys()[0])
     assert recorder.log == ["record chunk"]
-    assert np.array_equal(engine.run(inputs, case.noise, 3)[0], wanted)
+    assert np.array_equal(run_one(engine, inputs, case.noise, 3)[0], wanted)
     assert recorder.log == ["record chunk", "replay chunk"]
 
 
@@ -189,7 +190,7 @@ def test_each_frame_is_sent_when_it_is_there(open_case, monkeypatch, threads: in
     """By itself, after what is small and after it was written; every byte once, and the answer stays the same."""
     case = shaken(open_case("pi0-2cam"))
     engine, fresh = case.engine(), case.engine()
-    engine.run(*rotated(case, 1), 2)
+    run_one(engine, *rotated(case, 1), 2)
     (key,) = engine.programs.keys()
     staging, log = engine.programs[key].staging, []
     write, upload = staging.write, staging.upload
@@ -199,8 +200,8 @@ def test_each_frame_is_sent_when_it_is_there(open_case, monkeypatch, threads: in
     ))  # fmt: skip
     monkeypatch.setattr(staging, "upload", lambda part: (log.append(part), upload(part)))
     inputs, noise = rotated(case, 2)
-    got, _ = engine.run(inputs, noise, 2)
-    assert np.array_equal(got, fresh.run(inputs, noise, 2)[0])
+    got, _ = run_one(engine, inputs, noise, 2)
+    assert np.array_equal(got, run_one(fresh, inputs, noise, 2)[0])
     views = [("frames.0", view) for view in range(2)]
     sent = [entry for entry in log if isinstance(entry, slice)]
     assert log[0] == sent[0] or threads  # what is small does not wait for a frame
@@ -271,7 +272,7 @@ def without_memory(program: Program) -> Program:
 @torch.no_grad()  # not inference_mode: it would hand over composite operators whole
 def audit(case: Case, pixels: bool, spoil=lambda model: None, **options) -> FromTheHost:
     engine = case.engine(**options)
-    engine.run(case.inputs(pixels=pixels), case.noise, 2)  # fills what a warm-up fills
+    run_one(engine, case.inputs(pixels=pixels), case.noise, 2)  # fills what a warm-up fills
     (key,) = engine.programs.keys()
     spoil(engine.model)
     program = without_memory(engine.programs[key])

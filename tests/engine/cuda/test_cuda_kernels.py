@@ -25,6 +25,7 @@ from sinew.engine.loading import load_model
 from sinew.engine.plan import Plan
 from tests.cases import golden_cases
 from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, asset_case, golden_case, shaken
+from tests.engines import run_one
 from tests.golden import relative_l2
 
 pytestmark = pytest.mark.kernels
@@ -110,11 +111,11 @@ def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
 
     case = small(open_case(name))
     engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
-    wanted, _ = engine.run(one_view(case), case.noise, 1)
+    wanted, _ = run_one(engine, one_view(case), case.noise, 1)
     monkeypatch.setattr(cuda_engine, "Twins", lambda: Kernels(CPU))
     monkeypatch.setattr(Launch, "__call__", counting)
     engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
-    got, _ = engine.run(one_view(case), case.noise, 1)
+    got, _ = run_one(engine, one_view(case), case.noise, 1)
     assert relative_l2(torch.from_numpy(got), torch.from_numpy(wanted)) <= 1e-2
     model = case.model
     language, head, vision = (len(part.layers) for part in (model.language, model.expert, model.vision))
@@ -191,7 +192,7 @@ def test_a_gpu_computes_what_eager_does(on_gpu, name, options):
         pixels = case.prepared(inputs)
         exact = torch.from_numpy(case.eager(pixels))
         own = relative_l2(torch.from_numpy(half.run(pixels, noise, 10)[0]), exact)
-        got = torch.from_numpy(engine.run(inputs, noise, 10)[0])
+        got = torch.from_numpy(run_one(engine, inputs, noise, 10)[0])
         assert relative_l2(got, exact) <= max(1e-2, 1.5 * own)
 
 
@@ -200,11 +201,11 @@ def test_a_thousand_calls_do_not_drift(on_gpu):
     """Rotating inputs through one graph: the same answer to the bit every time, in a time that does not vary."""
     case, engine = on_gpu("blocks")
     observations = list(rotating(case, 7))
-    first = [engine.run(*observation, 10)[0] for observation in observations]
+    first = [run_one(engine, *observation, 10)[0] for observation in observations]
     times = []
     for call in range(1000):
         start = time.perf_counter()
-        got, _ = engine.run(*observations[call % 7], 10)
+        got, _ = run_one(engine, *observations[call % 7], 10)
         times.append(time.perf_counter() - start)
         assert np.array_equal(got, first[call % 7]), call
     assert len(engine.programs) == 1
@@ -217,10 +218,10 @@ def test_a_thousand_calls_do_not_drift(on_gpu):
 def test_graphs_that_were_evicted_leave_no_memory(on_gpu):
     case, engine = on_gpu("blocks", max_graphs=2)
     inputs, noise = next(rotating(case, 1))
-    wanted = {steps: engine.run(inputs, noise, steps)[0] for steps in (1, 2, 3)}
+    wanted = {steps: run_one(engine, inputs, noise, steps)[0] for steps in (1, 2, 3)}
     torch.cuda.synchronize()
     held = torch.cuda.memory_reserved()
     for _ in range(10):
         for steps, chunk in wanted.items():  # each evicts the one that comes after the next
-            assert np.array_equal(engine.run(inputs, noise, steps)[0], chunk)
+            assert np.array_equal(run_one(engine, inputs, noise, steps)[0], chunk)
     assert torch.cuda.memory_reserved() <= held + (64 << 20)

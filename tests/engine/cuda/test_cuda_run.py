@@ -26,6 +26,7 @@ from sinew.engine.plan import REWRITES, Plan
 from sinew.policy import load
 from sinew.processing.normalize import Normalizer
 from tests.engine.cuda.cuda_cases import ASSETS, BOUND, CPU, ONE_PER_MODEL, Frozen, asset_case, golden_case
+from tests.engines import run_one
 from tests.golden import relative_l2
 
 
@@ -42,11 +43,10 @@ def open_case(golden, smolvla_bundle, pi_bundle):
 def test_stages_are_the_whole_to_the_bit(open_case, name):
     case = open_case(name)
     engine = case.engine()
-    whole, timing = engine.run(case.inputs(), case.noise, 4)
+    whole, timing = run_one(engine, case.inputs(), case.noise, 4)
     assert len(timing.step_ms) == 1
     assert timing.vision_ms == timing.prefix_ms == 0
-    engine.stages = True
-    apart, timing = engine.run(case.inputs(), case.noise, 4)
+    apart, timing = run_one(engine, case.inputs(), case.noise, 4, apart=True)
     assert len(timing.step_ms) == 4
     assert min(timing.vision_ms, timing.prefix_ms, *timing.step_ms) > 0
     assert np.array_equal(whole, apart)
@@ -56,7 +56,7 @@ def test_stages_are_the_whole_to_the_bit(open_case, name):
 def test_cancelling(open_case, stages):
     case = open_case("pi05-2cam")
     engine, cancel = case.engine(stages=stages), threading.Event()
-    engine.run(case.inputs(), case.noise, 3, cancel)
+    run_one(engine, case.inputs(), case.noise, 3, cancel)
     steps = []
     step = engine.model.act
 
@@ -67,10 +67,10 @@ def test_cancelling(open_case, stages):
 
     engine.model.act = counting
     with pytest.raises(CancelledError):
-        engine.run(case.inputs(), case.noise, 3, cancel)
+        run_one(engine, case.inputs(), case.noise, 3, cancel)
     assert len(steps) == (1 if stages else 3)  # a whole graph is not stopped, its result is dropped
     with pytest.raises(CancelledError):
-        engine.run(case.inputs(), case.noise, 3, cancel)
+        run_one(engine, case.inputs(), case.noise, 3, cancel)
     assert len(steps) == (1 if stages else 3)
 
 
@@ -80,14 +80,14 @@ def test_the_plan_is_left_as_it_is(open_case):
     kinds = [type(module) for module in plan.model.modules()]
     table = plan.moments(4)
     engine = CudaEngine(plan, CPU, processing=case.policy.manifest.processing)
-    engine.run(case.inputs(), case.noise, 4)
+    run_one(engine, case.inputs(), case.noise, 4)
     assert [type(module) for module in plan.model.modules()] == kinds
     assert plan.moments(4) is table
     assert engine.plan.moments(4)[0].shape != table[0].shape
     mine = {id(p) for p in engine.model.parameters()}
     assert mine == {id(p) for p in plan.model.parameters()}
-    assert engine.weights_nbytes == sum(p.nbytes for p in plan.model.parameters())
-    assert (engine.recipe, engine.threads) == ({}, torch.get_num_threads())
+    assert engine.facts.weights_nbytes == sum(p.nbytes for p in plan.model.parameters())
+    assert (engine.facts.recipe, engine.threads) == ({}, torch.get_num_threads())
 
 
 def test_outcomes_say_what_was_fused(open_case):
@@ -111,12 +111,12 @@ def test_fp8_components(open_case, name, fp8):
     case = open_case(name, "bfloat16")
     exact = torch.from_numpy(open_case(name).eager())
     engine = case.engine(fp8=fp8)
-    assert engine.recipe == dict.fromkeys(fp8, "fp8")
-    got, _ = engine.run(case.inputs(), case.noise, 10)
+    assert engine.facts.recipe == dict.fromkeys(fp8, "fp8")
+    got, _ = run_one(engine, case.inputs(), case.noise, 10)
     error = relative_l2(torch.from_numpy(got), exact)
     plain, _ = case.engine().run(case.inputs(), case.noise, 10)
     assert relative_l2(torch.from_numpy(plain), exact) < error < 0.2
-    assert engine.weights_nbytes < case.engine().weights_nbytes
+    assert engine.facts.weights_nbytes < case.engine().weights_nbytes
     outcome = next(o for o in engine.plan.outcomes if o.name == "fp8")
     assert any(where.startswith("expert" if "head" in fp8 else "vision") for where in outcome.where)
 
@@ -129,7 +129,7 @@ def test_a_calibrated_bundle_needs_no_scale_per_row(tmp_path, monkeypatch, caplo
     errors, outcomes = [], []
     for _ in range(2):
         engine = cuda_engine(bundle, CPU, "bfloat16", options)
-        got, _ = engine.run(case.inputs(), case.noise, 10)
+        got, _ = run_one(engine, case.inputs(), case.noise, 10)
         errors.append(relative_l2(torch.from_numpy(got), exact))
         outcomes.append(next(o.reason for o in engine.plan.outcomes if o.name == "fp8"))
         observations = [(case.inputs(pixels=True), case.noise)]
@@ -269,9 +269,9 @@ def test_a_loaded_policy_leaves_the_engine_in_world_units(open_case, name):
     case = open_case(name)
     policy = load(case.policy.bundle.path, engine="cuda", device="cpu")
     normalizer, engine = policy.processor.action_normalizer, policy.engine
-    assert engine.unnormalizes
+    assert engine.facts.world_units
     inputs = policy.processor.inputs(case.observation, pixels=False)
-    got, _ = engine.run(inputs, case.noise, 4)
+    got, _ = run_one(engine, inputs, case.noise, 4)
     wanted = normalizer.unnormalize(case.eager(steps=4)[:, : normalizer.dim])
     assert got.shape == wanted.shape
     assert got.dtype == wanted.dtype
@@ -279,8 +279,7 @@ def test_a_loaded_policy_leaves_the_engine_in_world_units(open_case, name):
     assert (
         np.abs(wanted - case.eager(steps=4)[:, : normalizer.dim]).max() > 1e-2
     )  # the statistics do something
-    engine.stages = True
-    assert np.array_equal(got, engine.run(inputs, case.noise, 4)[0])
+    assert np.array_equal(got, run_one(engine, inputs, case.noise, 4, apart=True)[0])
     model_units, _ = case.engine().run(inputs, case.noise, 4)
     assert model_units.shape == case.noise.shape
 
@@ -294,9 +293,9 @@ def test_world_units_are_recorded_with_the_chunk(open_case):
     engine = CudaEngine(plan, CPU, processing=manifest.processing, actions=actions, recorder=recorder)
     for seed in range(3):
         noise = np.random.default_rng(seed).standard_normal(case.noise.shape).astype(np.float32)
-        got, _ = engine.run(case.inputs(), noise, 2)
+        got, _ = run_one(engine, case.inputs(), noise, 2)
         wanted = actions.unnormalize(
-            case.policy.engine.run(case.inputs(pixels=True), noise, 2)[0][:, : actions.dim]
+            run_one(case.policy.engine, case.inputs(pixels=True), noise, 2)[0][:, : actions.dim]
         )
         assert np.abs(got - wanted).max() <= BOUND * np.abs(wanted).max()
     assert recorder.log.count("record chunk") == 1

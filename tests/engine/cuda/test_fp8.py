@@ -30,6 +30,7 @@ from sinew.layers.linear import Linear
 from sinew.models.base import Model
 from sinew.policy import load
 from tests.engine.cuda.kernel_checks import DEVICE, needs_triton
+from tests.engines import run_one
 from tests.golden import Golden
 
 CPU = torch.device("cpu")
@@ -380,7 +381,7 @@ def case(request, golden, smolvla_bundle, pi_bundle):
     g = Golden(golden / name)
     inputs = policy.processor.inputs(replace(policy.dummy_observation(), **g.observation()))
     noise = g.numpy("noise")[0]
-    return name, policy, inputs, noise, policy.engine.run(inputs, noise, 10)[0]
+    return name, policy, inputs, noise, run_one(policy.engine, inputs, noise, 10)[0]
 
 
 def engine_in_fp8(policy, inputs, noise, planned: bool, calibrated: bool, components) -> EagerEngine:
@@ -389,7 +390,7 @@ def engine_in_fp8(policy, inputs, noise, planned: bool, calibrated: bool, compon
     layers = calibration.linears(engine.model, components)
     scales = None
     if calibrated:
-        runs = [lambda: engine.run(inputs, noise, 10)]
+        runs = [lambda: run_one(engine, inputs, noise, 10)]
         scales = calibration.calibrate(layers, runs, PRINT, "the fixture").scales
     calibration.use_fp8(engine.model, layers, scales)
     return engine
@@ -400,7 +401,7 @@ def engine_in_fp8(policy, inputs, noise, planned: bool, calibrated: bool, compon
 def test_a_chunk_with_vision_and_language_in_fp8(case, planned: bool, calibrated: bool) -> None:
     name, policy, inputs, noise, wanted = case
     engine = engine_in_fp8(policy, inputs, noise, planned, calibrated, ("vision", "language"))
-    error = relative(engine.run(inputs, noise, 10)[0], wanted)
+    error = relative(run_one(engine, inputs, noise, 10)[0], wanted)
     assert 1e-4 < error < BOUNDS[name]  # not at all would mean that nothing was converted
 
 
@@ -409,7 +410,7 @@ def test_the_head_can_be_in_fp8_too(case) -> None:
     engine = engine_in_fp8(policy, inputs, noise, True, True, COMPONENTS)
     kinds = {type(module).__name__ for layer in engine.model.expert.layers for module in layer.modules()}
     assert "Fp8Linear" in kinds
-    assert relative(engine.run(inputs, noise, 10)[0], wanted) < BOUNDS[name]
+    assert relative(run_one(engine, inputs, noise, 10)[0], wanted) < BOUNDS[name]
 
 
 def test_a_wrong_scale_of_one_channel_is_seen(case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,4 +424,4 @@ def test_a_wrong_scale_of_one_channel_is_seen(case, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(fp8, "quantize_weight", wrong)
     engine = engine_in_fp8(policy, inputs, noise, False, False, ("vision", "language"))
-    assert relative(engine.run(inputs, noise, 10)[0], wanted) > BOUNDS[name]
+    assert relative(run_one(engine, inputs, noise, 10)[0], wanted) > BOUNDS[name]

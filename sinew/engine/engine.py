@@ -1,0 +1,208 @@
+"""What an engine is: a record of facts, and two verbs. Needs numpy alone.
+
+    context = engine.read(inputs)                    # once per observation
+    chunk = engine.solve(context, noise, steps)      # as often as wished
+
+Everything else is made of them: a chunk (:meth:`Engine.run`), batches (every array has a batch axis), streams (the two
+verbs on threads of their own), split execution (a context that travels), traces and times (:class:`Watch`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.core import CancelledError, SinewError, Timing
+from sinew.processing import ModelInputs
+from sinew.solvers import Guidance
+
+Context = Any  # what read leaves for solve, in the engine's own arrays
+
+
+@dataclass
+class Trace:
+    """What the stages of one run computed, in the order in which they ran.
+
+    vision: image tokens [V, tokens, C]. prefix: what each step reads of the observation, by name in the context; a
+    rewritten model may hold other tensors than the reference. head: the output of each step of the solver, then the
+    last x, [H, A] in model units. rows: the indices by which tables of embeddings were read, by module.
+    """
+
+    vision: np.ndarray = field(default_factory=lambda: np.empty(0))
+    prefix: dict[str, np.ndarray] = field(default_factory=dict)
+    head: list[np.ndarray] = field(default_factory=list)
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Watch:
+    """Follows one run: times its stages, stops it between two of them, and keeps what they computed.
+
+    cancel: ends the run with :class:`CancelledError` when it is set. trace: gets what the stages of a single
+    observation computed. apart: asks an engine that runs all stages as one for each of them.
+    """
+
+    def __init__(
+        self, cancel: threading.Event | None = None, trace: Trace | None = None, apart: bool = False
+    ):
+        self.trace, self.apart = trace, apart or trace is not None
+        self._cancel = cancel
+        self._laps: dict[str, list[float]] = {}
+        self._begun = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """End a stage ("vision", "prefix", "step"), after the device has caught up."""
+        now = time.perf_counter()
+        self._laps.setdefault(stage, []).append(1e3 * (now - self._begun))
+        self._begun = now
+        self.check()
+
+    def begin(self) -> None:
+        """Count the next stage's time from now on."""
+        self._begun = time.perf_counter()
+        self.check()
+
+    def check(self) -> None:
+        """Raise :class:`CancelledError` if the run was cancelled."""
+        if self._cancel is not None and self._cancel.is_set():
+            raise CancelledError("the inference was cancelled")
+
+    def timing(self, batch: int = 1) -> Timing:
+        """Return the milliseconds of the stages; an engine that ran them as one has all of them in ``step_ms``."""
+        laps = self._laps
+        return Timing(
+            vision_ms=sum(laps.get("vision", ())),
+            prefix_ms=sum(laps.get("prefix", ())),
+            step_ms=tuple(laps.get("step", ())),
+            batch=batch,
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine holds and can do; known once it is open.
+
+    device: such as "cpu" or "cuda:0". precision: component -> the precision in which it computes. recipe: of those that
+        this engine quantises. weights_nbytes: of the weights as it holds them.
+    guides: the values of an observation's ``rtc`` that :meth:`Engine.solve` can follow.
+    unbatched: why it reads one observation at a time, "" if it reads several. exact_lengths: prompts that are read at
+        once have to be equally long.
+    unshared: why its two verbs may not run at the same time on two threads, "" if they may.
+    takes_frames: it resizes raw frames on the device. world_units: it returns actions un-normalised.
+    one_graph: it runs all stages as one unless a watch asks for them apart.
+    rolling: rows of a chunk are denoised at times of their own (:meth:`Engine.evaluate`). head_reads_state:
+        :meth:`Engine.renew` gives a context a newer state. chooses_tokens: a rounded context may give other actions.
+        has_lm_head: :meth:`Engine.read_text` says something.
+    files: of weights, beside the bundle. notes: what people would like to know of it beyond its name; details: the
+        same for reports, by key.
+    """
+
+    device: str
+    precision: Mapping[str, str]
+    recipe: Mapping[str, str]
+    weights_nbytes: int
+    guides: tuple[str, ...] = ()
+    unbatched: str = ""
+    exact_lengths: bool = False
+    unshared: str = ""
+    takes_frames: bool = False
+    world_units: bool = False
+    one_graph: bool = False
+    rolling: bool = False
+    head_reads_state: bool = False
+    chooses_tokens: bool = False
+    has_lm_head: bool = False
+    providers: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """A model on a device. B observations are read and solved at once; one is a batch of one.
+
+    ``run`` is not reentrant. Contexts are whole and never written to again, so :meth:`read` and :meth:`solve` may run
+    on two threads unless ``facts.unshared`` says why not.
+
+    model: the PyTorch model that it runs, on ``device``, with its rewrites in ``plan``; None where it runs something
+        else.
+    """
+
+    facts: Facts
+    model: Any = None
+    plan: Any = None
+    device: Any = None
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Return the number of threads that compute."""
+
+    @abstractmethod
+    def read(self, inputs: ModelInputs, watch: Watch | None = None) -> Context:
+        """Return what the head needs of the observations: ``inputs`` with a batch axis
+        (:func:`sinew.processing.stack`)."""
+
+    @abstractmethod
+    def solve(
+        self,
+        context: Context,
+        noise: np.ndarray,
+        steps: int,
+        guidance: Guidance | None = None,
+        watch: Watch | None = None,
+    ) -> np.ndarray:
+        """Return the solution from noise float32 [B, H, A], float32 [B, H, A] in model units."""
+
+    def run(
+        self,
+        inputs: ModelInputs,
+        noise: np.ndarray,
+        steps: int,
+        guidance: Guidance | None = None,
+        watch: Watch | None = None,
+    ) -> np.ndarray:
+        """Return :meth:`solve` of :meth:`read`."""
+        return self.solve(self.read(inputs, watch), noise, steps, guidance, watch)
+
+    def trace(self, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
+        """Return what each stage of one observation computes; the arguments have a batch axis of one."""
+        found = Trace()
+        self.run(inputs, noise, steps, watch=Watch(trace=found))
+        return found
+
+    def place(self, array: np.ndarray) -> Any:
+        """Return an array as a guidance of this engine needs it."""
+        return array
+
+    def warm(self, inputs: ModelInputs, steps: int, longest: int) -> None:
+        """Make what requests with such frames and prompts of up to ``longest`` tokens will need, so that none waits."""
+        return
+
+    def tune_threads(self, infer: Callable[[], object]) -> str:
+        """Choose the number of threads by trying, and return the reason; "" where there is nothing to choose."""
+        return ""
+
+    # ------------------------------------------------------------------------- of streams
+
+    def renew(self, context: Context, state: np.ndarray) -> Context:
+        """Return the context with a newer state, float32 [B, S], where the head reads it; else the same context."""
+        return context
+
+    def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
+        """Return the head's output for x float32 [B, H, A] whose rows stand at ``times``, float64 [B, H]."""
+        raise self._cannot("evaluate the head with a time per row")
+
+    def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:
+        """Return the context of one observation, and the likeliest token behind ``text``, from the same pass."""
+        raise self._cannot("say text")
+
+    def _cannot(self, what: str) -> SinewError:
+        name = type(self).__name__.removesuffix("Engine").lower()
+        return SinewError(f"engine {name}: expected one that can {what}, such as eager or plan")

@@ -1,0 +1,32 @@
+"""What tests ask of engines: one observation at a time, without the axis of a batch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from sinew.core import Timing
+from sinew.engine.engine import Engine, Trace, Watch
+from sinew.processing import ModelInputs
+
+
+def run_one(
+    engine: Engine,
+    inputs: ModelInputs,
+    noise: np.ndarray,
+    steps: int,
+    cancel: threading.Event | None = None,
+    guidance: Any = None,
+    apart: bool = False,
+) -> tuple[np.ndarray, Timing]:
+    """Return the chunk of noise [H, A], float32 [H, A] in model units, and the times of its stages."""
+    watch = Watch(cancel, apart=apart)
+    (chunk,) = engine.run(inputs.batched(), noise[None], steps, guidance, watch)
+    return chunk, watch.timing()
+
+
+def trace_one(engine: Engine, inputs: ModelInputs, noise: np.ndarray, steps: int) -> Trace:
+    """Return what each stage computes of noise [H, A]."""
+    return engine.trace(inputs.batched(), noise[None], steps)
