@@ -101,8 +101,8 @@ def test_an_exchanged_bundle_gives_no_contexts(policy, tmp_path):
 
 
 def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
-    monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
     with desk(policy=policy) as at:
+        monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
         begun: set[Scheduler] = set()
         with pytest.raises(SinewError, match="--context bf16: context: expected tensors, got object"):
             contexts.add(at.service, ("bf16",), Lane(), begun)
