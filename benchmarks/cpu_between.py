@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from sinew import machine
-from sinew.engine.cpu import extension
 from sinew.engine.cpu.between import attend_twin
+from sinew.engine.cpu.library import extension
 from sinew.engine.plan.gelu import gelu_
 
 ATTENTION = {  # queries, keys, heads, key heads, size

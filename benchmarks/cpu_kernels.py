@@ -20,7 +20,7 @@ import torch
 
 from sinew import machine
 from sinew.bundle.quant import FORMATS, quantize
-from sinew.engine.cpu import extension
+from sinew.engine.cpu.library import extension
 from sinew.layers.lowbit import TINY
 
 SHAPES = [

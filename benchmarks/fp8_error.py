@@ -23,8 +23,8 @@ import torch
 
 from sinew.convert import convert
 from sinew.engine.cuda.fp8 import scales as calibration
-from sinew.engine.eager import EagerEngine
-from sinew.engine.plan import Plan
+from sinew.engine.eager.engine import EagerEngine
+from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.policy import Policy, load
 from tests.cases import golden_cases

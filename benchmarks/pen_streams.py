@@ -35,7 +35,7 @@ from benchmarks.side_by_side import SideBySide
 from benchmarks.soak import serving
 from benchmarks.split import Link
 from sinew import figures, machine
-from sinew.engine.eager import EagerEngine
+from sinew.engine.eager.engine import EagerEngine
 from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar, wilson
 from sinew.eval.runner import Conduct, Episode, run_episode

@@ -21,11 +21,11 @@ import torch
 
 from sinew import machine
 from sinew.bundle.quant import pack_ternary
-from sinew.engine.cpu import extension
 from sinew.engine.cpu.compile import compile_between
+from sinew.engine.cpu.library import extension
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import ON_CPU
+from sinew.engine.plan.plan import Plan
 from sinew.layers.lowbit import dequantize
 from sinew.layers.quantized import QuantizedLinear
 from sinew.models import build_on_meta

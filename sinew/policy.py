@@ -20,7 +20,7 @@ from sinew.bundle.files import watch
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rename import rename_cameras
 from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationError, SinewError
-from sinew.engine.base import OFFERS
+from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
 from sinew.engine.engine import Engine, Watch
 from sinew.processing import BatchKey, Prepared, Processor, batch_key, given, stack
@@ -100,7 +100,7 @@ class Policy:
         )
         self.engine_name, self.dtype = self.choice.engine, self.choice.options.dtype
         self.processor = Processor(self.manifest, allow_missing_cameras=allow_missing_cameras)
-        self.engine: Engine = OFFERS[self.engine_name].open(bundle, self.choice.options)
+        self.engine: Engine = BACKENDS[self.engine_name].open(bundle, self.choice.options)
         self.facts = self.engine.facts
         self.threads_reason = "one per core" if threads is None else ASKED
         self._threads_open = threads is None

@@ -4,8 +4,8 @@ A test says what it proves with ``@pytest.mark.proves(engine=..., precision=...,
 engine "*" is the test's parameter of that name. The family is that of the golden case in the test's id, unless it is
 given; ``but`` names ids that prove something else, such as a refusal.
 
-    python -m pytest tests -m proves --proofs docs/proofs.json    # records outcomes, of the tests that ran alone
-    python -m tests.proofs                                        # renders docs/families.md
+    python -m pytest tests -m proves --proofs sinew/engine/proofs.json    # records outcomes of the tests that ran
+    python -m tests.proofs                                                # renders docs/families.md
 """
 
 from __future__ import annotations
@@ -16,20 +16,34 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD, PAGE = ROOT / "docs" / "proofs.json", ROOT / "docs" / "families.md"
+RECORD, PAGE = ROOT / "sinew" / "engine" / "proofs.json", ROOT / "docs" / "families.md"
 FAMILIES = {  # golden cases by the beginning of their names, in the order of the table
-    "smolvla": "SmolVLA",
+    "smolvla": "smolvla",
     "pi0-2cam": "pi0",
+    "pi05": "pi05",
+    "groot-n15": "gr00t_n1_5",
+    "groot-n16": "gr00t_n1_6",
+    "groot-n17": "gr00t_n1_7",
+    "evo1": "evo1",
+    "openvla-ar": "openvla",
+    "openvla-oft": "openvla_oft",
+    "vla-adapter": "vla_adapter",
+    "bitvla": "bitvla",
+    "vla-jepa": "vla_jepa",
+}
+NAMES = {  # of architectures, in the order of the table
+    "smolvla": "SmolVLA",
+    "pi0": "pi0",
     "pi05": "pi0.5",
-    "groot-n15": "GR00T N1.5",
-    "groot-n16": "GR00T N1.6",
-    "groot-n17": "GR00T N1.7",
+    "gr00t_n1_5": "GR00T N1.5",
+    "gr00t_n1_6": "GR00T N1.6",
+    "gr00t_n1_7": "GR00T N1.7",
     "evo1": "Evo-1",
-    "openvla-ar": "OpenVLA",
-    "openvla-oft": "OpenVLA-OFT",
-    "vla-adapter": "VLA-Adapter",
+    "openvla": "OpenVLA",
+    "openvla_oft": "OpenVLA-OFT",
+    "vla_adapter": "VLA-Adapter",
     "bitvla": "BitVLA",
-    "vla-jepa": "VLA-JEPA",
+    "vla_jepa": "VLA-JEPA",
 }
 COLUMNS = (
     "eager",
@@ -47,9 +61,10 @@ COLUMNS = (
 ENGINES = COLUMNS[:5]
 HEAD = """# What is proved of which family
 
-Rendered by `python -m tests.proofs` from `docs/proofs.json`, which a run of the tests marked `proves` wrote. A cell
-holds the precisions (of engines) or a tick (of wires) for which a test passed; below is which. An empty cell is not
-proved by a test with that family's own fixture; a wire serves any family, and an engine says itself what it refuses.
+Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a run of the tests marked `proves` wrote
+and by which `--engine auto` goes. A cell holds the precisions (of engines) or a tick (of wires) for which a test
+passed; below is which. An empty cell is not proved by a test with that family's own fixture; a wire serves any family,
+and an engine says itself what it refuses.
 `cuda twins` are the kernels' twins and the graph's program on a CPU; what ran on a GPU is in [gpu.md](gpu.md). A star:
 by a slow test alone, which `make test` leaves out (an export takes minutes). BitVLA's weights are ternary everywhere.
 """
@@ -124,20 +139,20 @@ def marked() -> dict[str, set[str]]:
 def render(rows: list[list[str]]) -> str:
     """Return the page of recorded claims."""
     lines = [HEAD, "| family | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for family in FAMILIES.values():
+    for family, shown in NAMES.items():
         cells = []
         for column in COLUMNS:
             here = [(precision, speed) for f, c, precision, _, speed in rows if (f, c) == (family, column)]
             fast = {precision for precision, speed in here if not speed}
             named = {precision + ("" if precision in fast else "*") for precision, _ in here}
             cells.append(", ".join(sorted(named)) if column in ENGINES else "✓" if here else "")
-        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
     lines += ["", "## By which test", "", "| test | proves |", "|---|---|"]
     for test in sorted({row[3] for row in rows}):
         parts: dict[str, list[str]] = {}
         for family, column, precision, name, _ in rows:
             if name == test:
-                parts.setdefault(f"{column} {precision}".strip(), []).append(family)
+                parts.setdefault(f"{column} {precision}".strip(), []).append(NAMES[family])
         text = "; ".join(f"{what}: {', '.join(dict.fromkeys(who))}" for what, who in sorted(parts.items()))
         lines.append(f"| `{test}` | {text} |")
     return "\n".join(lines) + "\n"

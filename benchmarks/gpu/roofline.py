@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.models import MODELS, STEPS, Case, with_chunk
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.example import Shapes
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.models import build_on_meta
 from sinew.perf.trace import STAGES, Call, trace
 

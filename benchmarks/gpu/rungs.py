@@ -83,7 +83,7 @@ class Engine:
 def plan_of(model: Model) -> Any:
     """The plan that all engines of a model start from; they leave it as it is. It folds weights: as much memory."""
     from sinew.engine.cuda.fused.fuse import ON_CUDA
-    from sinew.engine.plan import Plan
+    from sinew.engine.plan.plan import Plan
 
     return Plan.of(model, STEPS, ON_CUDA)
 

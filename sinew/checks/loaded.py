@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sinew import machine
 from sinew.checks.check import Check, gib
 from sinew.core import BundleError, SinewError
-from sinew.engine.base import installed
+from sinew.engine.backend import installed
 
 if TYPE_CHECKING:
     from sinew.core import PolicySpec

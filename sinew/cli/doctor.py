@@ -16,7 +16,7 @@ from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import RUNS, Runs
 from sinew.core import SinewError
-from sinew.engine.base import installed
+from sinew.engine.backend import installed
 
 if TYPE_CHECKING:
     from sinew.checks import Check

@@ -23,18 +23,19 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     """
     import torch
 
+    from sinew.engine.backend import BACKENDS
     from sinew.engine.choose import choose_precision
     from sinew.engine.example import Shapes
     from sinew.engine.loading import load_model
-    from sinew.engine.plan import REWRITES, Plan
     from sinew.engine.plan.cost import savings
     from sinew.engine.plan.engine import ON_CPU
+    from sinew.engine.plan.plan import REWRITES, Plan
     from sinew.engine.storage import upcast_text
     from sinew.processing import Processor
 
     manifest = bundle.manifest
     spec, image = manifest.spec, manifest.processing.image
-    chosen, storage, reason = choose_precision(bundle, dtype, "cpu", "plan")
+    chosen, storage, reason = choose_precision(bundle, dtype, "cpu", BACKENDS["plan"])
     model = load_model(bundle, torch.device("meta"), chosen, upcast=bool(storage))
     prompt = Processor(manifest).prompter.encode(PROMPT, np.zeros(spec.state.dim, np.float32))
     shapes = Shapes(len(spec.cameras), image.height, image.width, len(prompt), spec.solver_steps)

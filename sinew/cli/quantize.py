@@ -202,7 +202,7 @@ def _in_int8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> t
 
 
 def _in_lowbit(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tuple[Quantization, str]:
-    from sinew.engine.cpu import extension
+    from sinew.engine.cpu.library import extension
 
     record = _measured(opened, chosen, count, out, "cpu", 8, f"cpu, {extension().kernels} kernels")
     return record, f"computed on as they are stored ({extension().kernels} kernels: {extension().reason})"
@@ -257,7 +257,7 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
     from sinew.engine.cuda.fp8.calibrate import calibrate
     from sinew.engine.cuda.fused.fuse import ON_CUDA
     from sinew.engine.cuda.options import CudaOptions
-    from sinew.engine.plan import Plan
+    from sinew.engine.plan.plan import Plan
     from sinew.policy import Policy
 
     reference = Policy(opened, "cpu", engine="eager")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sinew.engine.cuda.engine import CudaEngine
     from sinew.engine.cuda.options import CudaOptions
     from sinew.engine.cuda.tune.timing import Measure
-    from sinew.engine.plan import Plan
+    from sinew.engine.plan.plan import Plan
     from sinew.processing import ModelInputs
 
 SCHEMA = "sinew.tune/1"
@@ -64,10 +64,12 @@ def tune(
         prompt_tokens: lengths of prompts; all that the policy takes, the longest first, if absent.
         again: also what was tuned before.
     """
-    from sinew.engine.choose import choose_dtype
+    from sinew.core import dtype_word
+    from sinew.engine.cuda.backend import BACKEND
     from sinew.engine.cuda.device import require
+    from sinew.engine.cuda.open import cuda_options
     from sinew.engine.cuda.tune.timing import on
-    from sinew.engine.loading import cuda_options, parse_device
+    from sinew.engine.loading import parse_device
     from sinew.policy import open_bundle
 
     opened, where = open_bundle(bundle), parse_device(device)
@@ -80,9 +82,8 @@ def tune(
     options = cuda_options(opened)
     require(where, options)
     lengths = buckets(options, opened.manifest.spec.max_prompt_tokens, prompt_tokens)
-    session = Session(
-        opened, where, choose_dtype(dtype, device, "cuda")[0], options, on(where), budget, again
-    )
+    word = BACKEND.dtype("cuda")[0] if dtype is None else dtype_word(dtype)
+    session = Session(opened, where, word, options, on(where), budget, again)
     return reported(session, lengths)
 
 
@@ -137,7 +138,7 @@ class Session:
 
     def run(self, lengths: Sequence[int]) -> None:
         """Problems of the longest prompt, the graph's variants, then what the other prompts add."""
-        from sinew.engine.loading import cuda_plan
+        from sinew.engine.cuda.open import cuda_plan
 
         with self._progress() as show:
             show("load")
@@ -184,7 +185,7 @@ class Session:
             return {"reason": f"not settled: {type(error).__name__}: {error}"[:600]}
 
     def _engine(self, plan: Plan, options: CudaOptions) -> CudaEngine:
-        from sinew.engine.loading import cuda_engine
+        from sinew.engine.cuda.open import cuda_engine
 
         gc.collect()  # the engine before: it and its programs hold each other
         return cuda_engine(self.bundle, self.device, self.dtype, options, plan)

@@ -9,15 +9,13 @@ from pathlib import Path
 from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import SinewError, dtype_word, install
-from sinew.engine.base import ENGINES, OFFERS, Offer, Options, followers, installed, recipe
-from sinew.engine.onnx.borrowed import shipped
-from sinew.engine.onnx.cache import cache_folder
+from sinew.core import SinewError, dtype_word
+from sinew.engine.backend import BACKENDS, Backend, Options, followers, installed, recipe
 from sinew.engine.storage import half_storage, upcast_text
 from sinew.hints import option
 
 ASKED = "asked for"
-WORTH = "it was 1.1 to 4.6 times as fast as plan where both were measured (docs/engines.md)"
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,58 +59,55 @@ def choose(
     engine and device: "auto" or None leave it open. Raises :class:`SinewError` for what was asked for and cannot be:
     nothing else is taken in its place.
     """
-    if engine not in (None, *ENGINES):
-        raise SinewError(f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
-    named = None if engine in (None, "auto") else engine
+    if engine not in (None, AUTO, *BACKENDS):
+        raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {engine!r}")
+    named = None if engine in (None, AUTO) else engine
     word = None if dtype is None else dtype_word(dtype)
     graphs = exported_graphs(bundle)
     if named is None and (graphs is not None or providers):
-        named = "onnx"
-    where, device_reason = choose_device(device, named, graphs)
+        named = next(name for name, backend in BACKENDS.items() if backend.runs_graphs)
+    asked = None if named is None else BACKENDS[named]
+    where, device_reason = choose_device(device, asked)
     options = Options(where, "fp32", threads, tuple(providers), graphs, recipe=not ignore_recipe)
 
-    def opened(name: str) -> tuple[Options, str]:
-        chosen, storage, why = choose_precision(bundle, word, where, name)
+    def with_precision(backend: Backend) -> tuple[Options, str]:
+        chosen, storage, why = choose_precision(bundle, word, where, backend)
         return replace(options, dtype=chosen, storage=storage), why
 
-    if named is not None:
-        options, dtype_reason = opened(named)
-        offer = OFFERS[named]
-        if problem := _refused(offer, bundle, options, ignore_recipe):
+    if asked is not None:
+        options, dtype_reason = with_precision(asked)
+        if problem := _refused(asked, bundle, options, ignore_recipe):
             raise SinewError(problem)
         reason = ASKED
-        if engine in (None, "auto"):
+        if engine in (None, AUTO):
             reason = "the folder holds graphs and no weights" if graphs else "providers are ONNX Runtime's"
-        ignored = offer.unfollowed(bundle) if ignore_recipe else ""
-        return Choice(
-            named, reason, device_reason, dtype_reason, options, ignored, _in_force(offer, bundle, ignored)
-        )
+        return _choice(asked, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)
 
     passed_over: list[tuple[str, str]] = []
-    for name, offer in OFFERS.items():
-        options, dtype_reason = opened(name)
-        problem = _refused(offer, bundle, options, ignore_recipe) or offer.unproved(bundle, options)
-        if not problem:
-            problem = _slow_start(name, bundle)
-        if not problem and name == "cpu" and recipe(bundle) and not ignore_recipe:
-            wins, found = _onnx_instead(bundle, replace(options, dtype="fp32", storage=""))
+    for name, backend in BACKENDS.items():
+        options, dtype_reason = with_precision(backend)
+        problem = (
+            _refused(backend, bundle, options, ignore_recipe)
+            or backend.unproved(bundle, options)
+            or backend.slow_start(bundle)
+        )
+        follows = bool(recipe(bundle)) and not ignore_recipe
+        if not problem and follows:
+            wins, found = backend.rival(bundle, options)
             if wins:
                 problem = found
             elif found:
-                passed_over.append(("onnx", found))
+                passed_over.append(("a rival", found))
         if not problem:
             reason = f"the fastest that is proved for {bundle.manifest.architecture} on {where}"
-            if recipe(bundle) and not ignore_recipe:
+            if follows:
                 reason = "it follows the bundle's recipe"
-            elif _plays_shipped(name, bundle):
+            elif backend.plays_shipped(bundle):
                 reason = "its graphs of this policy come with Sinew, and torch, which the others need, is not installed"
                 passed_over.clear()
             if _worth_saying(passed_over):
                 reason += f"; {'; '.join(_worth_saying(passed_over))}"
-            ignored = offer.unfollowed(bundle) if ignore_recipe else ""
-            return Choice(
-                name, reason, device_reason, dtype_reason, options, ignored, _in_force(offer, bundle, ignored)
-            )
+            return _choice(backend, bundle, reason, device_reason, dtype_reason, options, ignore_recipe)
         passed_over.append((name, problem))
     raise SinewError(
         f"{bundle.path}: no engine can run this bundle on {where}: "
@@ -120,19 +115,12 @@ def choose(
     )
 
 
-def choose_device(
-    device: str | None, engine: str | None = None, graphs: Path | None = None
-) -> tuple[str, str]:
-    """Return the device and why: a GPU where PyTorch has one, unless the engine is ONNX Runtime's."""
-    if device not in (None, "auto"):
+def choose_device(device: str | None, backend: Backend | None = None) -> tuple[str, str]:
+    """Return the device and why: what the engine is for where one was named, else a GPU where PyTorch has one."""
+    if device not in (None, AUTO):
         return device, ASKED
-    if engine == "onnx" or graphs is not None:
-        return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
-    if engine == "cuda":
-        return (
-            "cuda",
-            f"engine cuda is for GPUs; {option('device', 'cpu')} runs its kernels' twins, to test them",
-        )
+    if backend is not None and (own := backend.device()):
+        return own
     if not machine.may_have_cuda():
         return "cpu", "no NVIDIA driver here"
     if not installed("torch"):
@@ -145,22 +133,14 @@ def choose_device(
     return "cpu", f"torch {torch.__version__} ({built}) finds no CUDA device"
 
 
-def choose_dtype(dtype: str | None, device: str, engine: str = "eager") -> tuple[str, str]:
-    """Return the precision of the weights (fp32, bf16, fp16, native) and why it was chosen."""
-    if dtype is not None:
-        return dtype_word(dtype), ASKED
-    if device.partition(":")[0] == "cpu":
-        return "fp32", "the reference precision; half-precision linear layers are slow on most CPUs"
-    if engine == "cuda":
-        return "bf16", "what the kernels' tensor cores multiply; projections of the head stay fp32"
-    return "native", "as stored in the bundle"
-
-
-def choose_precision(bundle: Bundle, dtype: str | None, device: str, engine: str) -> tuple[str, str, str]:
-    """Return the precision of the weights, the half precision in which they are stored while products are float32
-    ("" if they are not), and why."""
-    chosen, reason = choose_dtype(dtype, device, engine)
-    storage, why = half_storage(bundle, chosen, device, engine)
+def choose_precision(
+    bundle: Bundle, dtype: str | None, device: str, backend: Backend
+) -> tuple[str, str, str]:
+    """Return the precision of the weights (fp32, bf16, fp16, native), the half precision in which they are stored while
+    products are float32 ("" if they are not), and why."""
+    own = backend.dtype(device.partition(":")[0])
+    chosen, reason = own if dtype is None else (dtype_word(dtype), ASKED)
+    storage, why = half_storage(bundle, chosen, device, backend)
     return chosen, storage, f"{reason}; {why}" if storage else reason
 
 
@@ -170,67 +150,34 @@ def exported_graphs(bundle: Bundle) -> Path | None:
     return folder if not bundle.infos and (folder / "graphs.json").is_file() else None
 
 
-def _refused(offer: Offer, bundle: Bundle, options: Options, ignore_recipe: bool) -> str:
+def _refused(backend: Backend, bundle: Bundle, options: Options, ignore_recipe: bool) -> str:
     """Why an engine must not run this bundle, whoever asks for it."""
-    if problem := offer.uninstalled() or offer.unfit(bundle, options):
+    if problem := backend.why_not(bundle, options):
         return problem
-    if ignore_recipe or not (unfollowed := offer.unfollowed(bundle)):
+    if ignore_recipe or not (lacking := backend.not_computed(bundle)):
         return ""
     able = followers(bundle)
     who = f"engine {' or '.join(able)} does" if able else "no engine here does"
     return (
-        f"{bundle.path}: its recipe has {unfollowed}, which engine {offer.name} does not compute; {who}"
+        f"{bundle.path}: its recipe has {lacking}, which engine {backend.name} does not compute; {who}"
         f" ({option('ignore_recipe')} runs it unquantised and says so in every report)"
     )
 
 
-def _in_force(offer: Offer, bundle: Bundle, ignored: str) -> Mapping[str, str]:
-    return {} if ignored else {part: kind for part, kind in recipe(bundle).items() if kind in offer.follows}
-
-
-def _slow_start(name: str, bundle: Bundle) -> str:
-    """Why an engine that could run would keep its user waiting: nobody asked for an export of minutes."""
-    if name != "onnx" or recipe(bundle) or (cache_folder(bundle.path) / "graphs.json").exists():
-        return ""
-    return "" if _plays_shipped(name, bundle) else f"{_no_graphs()}; {WORTH}"
-
-
-def _no_graphs() -> str:
-    return f"engine onnx has no graphs of this bundle yet; {option('engine', 'onnx')} exports them, once"
-
-
-def _plays_shipped(name: str, bundle: Bundle) -> bool:
-    """Return True for an embedded policy whose graphs came with this package, where torch is not installed: with torch
-    other engines run it, which take more (guidance with a Jacobian, a time per row)."""
-    return name == "onnx" and not installed("torch") and shipped(bundle.path) is not None
-
-
-def _onnx_instead(bundle: Bundle, options: Options) -> tuple[bool, str]:
-    """Return whether ONNX Runtime computes the bundle's recipe faster than engine cpu on this machine, and what to say
-    of it: nothing where it could not run. Both obey the recipe, in ways that the words name."""
-    offer = OFFERS["onnx"]
-    kinds = recipe(bundle)
-    if not offer.follows.issuperset(kinds.values()) or offer.uninstalled() or offer.unfit(bundle, options):
-        return False, ""
-    if problem := offer.unproved(bundle, options):
-        return False, problem
-    from sinew.engine.onnx.opening import usable_bits, variant
-
-    bits = usable_bits(bundle)
-    if not (cache_folder(bundle.path, variant(bits)) / "graphs.json").exists():
-        return False, _no_graphs()
-    if not installed("onnx"):
-        return False, f"engine onnx was not measured beside it: {install('onnx')}"
-    from sinew.engine.probe import measure
-
-    try:
-        measured = measure(bundle, kinds, options.threads)
-    except Exception as error:  # noqa: BLE001, whatever ONNX Runtime has: engine cpu runs
-        return False, f"engine onnx was not measured beside it: {type(error).__name__}: {error}"
-    per = "tensor" if "int8" in kinds.values() else "token"
-    parity = f"onnx rounds weights to {bits} bits and activations per {per}, cpu keeps 8 bits, per token"
-    return measured.onnx_wins, f"{measured.text}; {parity}"
+def _choice(
+    backend: Backend,
+    bundle: Bundle,
+    reason: str,
+    device_reason: str,
+    dtype_reason: str,
+    options: Options,
+    ignore_recipe: bool,
+) -> Choice:
+    ignored = backend.not_computed(bundle) if ignore_recipe else ""
+    in_force = {} if ignored else {p: kind for p, kind in recipe(bundle).items() if kind in backend.follows}
+    return Choice(backend.name, reason, device_reason, dtype_reason, options, ignored, in_force)
 
 
 def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:
-    return [problem for name, problem in passed_over if name != "cuda" or "valid" in problem]
+    """Leave out what is for a device that is not here."""
+    return [problem for name, problem in passed_over if "twins" not in problem or "valid" in problem]

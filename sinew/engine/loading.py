@@ -13,71 +13,22 @@ from sinew.bundle import Bundle
 from sinew.bundle.quant import SCALE, WEIGHT
 from sinew.bundle.schema import from_builtins
 from sinew.core import DTYPES, BundleError, SinewError, dtype_word
-from sinew.engine.base import Options
-from sinew.engine.cpu import extension
-from sinew.engine.cpu.compile import compile_between
-from sinew.engine.eager import EagerEngine
-from sinew.engine.lowbit import KEPT, check_codes, place, stored_recipe, widen
-from sinew.engine.plan import Plan
-from sinew.engine.plan.engine import ON_CPU, PlannedEngine
+from sinew.engine.backend import Options
+from sinew.engine.cpu.library import extension
+from sinew.engine.lowbit import KEPT, check_codes, place, widen
 from sinew.layers.quantized import QuantizedLinear, width_of
 from sinew.layers.tables import is_token_table, keep_stored
 from sinew.layers.upcast import HALF, upcast_layer
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import Model
-from sinew.processing.normalize import Normalizer
 
 if TYPE_CHECKING:
-    from sinew.engine.cuda.engine import CudaEngine
-    from sinew.engine.cuda.options import CudaOptions
+    pass
 
 log = logging.getLogger(__name__)
 
 
-def open_eager(bundle: Bundle, options: Options) -> EagerEngine:
-    """Return the reference engine over the bundle's weights."""
-    where = _device(options)
-    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage), tables=True)
-    _say_widened(bundle, model, "eager")
-    bundle.release(model.parameters())
-    return EagerEngine(model, where)
-
-
-def open_planned(bundle: Bundle, options: Options) -> PlannedEngine:
-    """Return the engine of the rewritten model."""
-    where = _device(options)
-    model = load_model(bundle, where, options.dtype, upcast=bool(options.storage), tables=True)
-    _say_widened(bundle, model, "plan")
-    rewrites = ON_CPU if where.type == "cpu" else None
-    engine = PlannedEngine(Plan.of(model, bundle.manifest.spec.solver_steps, rewrites), where)
-    bundle.release(engine.model.parameters())
-    return engine
-
-
-def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
-    """Return the engine of the rewritten model over low-bit weights as they are stored."""
-    where = _device(options)
-    kernels = extension()
-    model = load_model(bundle, where, options.dtype, lowbit=True, upcast=bool(options.storage), tables=True)
-    plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
-    recipe = stored_recipe(bundle, model)
-    engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where, recipe)
-    bundle.release(engine.model.parameters())
-    log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
-    return engine
-
-
-def open_cuda(bundle: Bundle, options: Options) -> CudaEngine:
-    """Return the CUDA engine, in the precision of the bundle's recipe unless that is ignored."""
-    from sinew.engine.cuda.options import CudaOptions
-
-    where = _device(options, available=False)  # the engine's own words say more
-    engine = cuda_engine(bundle, where, options.dtype, None if options.recipe else CudaOptions())
-    bundle.release(engine.model.parameters())
-    return engine
-
-
-def _say_widened(bundle: Bundle, model: Model, engine: str) -> None:
+def say_widened(bundle: Bundle, model: Model, engine: str) -> None:
     """Warn of low-bit weights that became wide ones; those that the architecture wants so (ternary) did not."""
     widened = {
         kind for name, kind in bundle.lowbit.items() if not isinstance(model.get_submodule(name), KEPT)
@@ -87,7 +38,7 @@ def _say_widened(bundle: Bundle, model: Model, engine: str) -> None:
         log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
 
 
-def _device(options: Options, available: bool = True) -> torch.device:
+def open_device(options: Options, available: bool = True) -> torch.device:
     """Return the device, and set PyTorch's number of threads; None leaves its one pool as it is."""
     where = parse_device(options.device)
     if available:
@@ -99,55 +50,6 @@ def _device(options: Options, available: bool = True) -> torch.device:
             "%s; beside busy programs set GOMP_SPINCOUNT=0, or import sinew first", machine.spinning()
         )
     return where
-
-
-def cuda_engine(
-    bundle: Bundle,
-    device: torch.device,
-    dtype: str,
-    options: CudaOptions | None = None,
-    plan: Plan | None = None,
-) -> CudaEngine:
-    """options: :func:`cuda_options` if absent. plan: :func:`cuda_plan` if absent; it is left as it is. FP8 components
-    use the scales of the recipe, or those that ``calibration.py`` keeps for this bundle."""
-    from sinew.engine.cuda.device import require
-    from sinew.engine.cuda.engine import CudaEngine
-    from sinew.engine.cuda.fp8.calibrate import scales
-    from sinew.engine.cuda.tune.variants import UNTUNED
-
-    options = options or cuda_options(bundle)
-    require(device, options)  # before gigabytes are read
-    plan = plan or cuda_plan(bundle, device, dtype)
-    found = scales(bundle) if options.fp8 else None
-    manifest = bundle.manifest
-    recipe = manifest.processing
-    whole = not recipe.action_parts and manifest.spec.noise_rows == 0
-    actions = Normalizer(recipe.action, manifest.spec.action.dim, "action") if whole else None
-    if actions is not None and not actions.is_affine:
-        actions = None  # the processor un-normalises
-    engine = CudaEngine(
-        plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
-    )
-    if engine.options_reason == UNTUNED:
-        command = f"sinew tune {bundle.path} --device {device}"
-        log.warning(
-            "engine cuda on %s: default tiles, as this policy was not tuned here: %s", device, command
-        )
-    return engine
-
-
-def cuda_options(bundle: Bundle) -> CudaOptions:
-    """Return options with the components in FP8 that the bundle's recipe names."""
-    from sinew.engine.cuda.options import CudaOptions
-
-    recipe = bundle.manifest.quantization
-    return CudaOptions(fp8=() if recipe is None else recipe.fp8)
-
-
-def cuda_plan(bundle: Bundle, device: torch.device, dtype: str) -> Plan:
-    from sinew.engine.cuda.fused.fuse import ON_CUDA
-
-    return Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)
 
 
 def parse_device(text: str) -> torch.device:

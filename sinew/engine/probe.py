@@ -91,7 +91,8 @@ def block_seconds(block: Block, kind: str, threads: int) -> dict[str, float]:
     """Return the CPU seconds of each engine for one block in precision ``kind``, measured now unless they are kept."""
     import torch
 
-    from sinew.engine.cpu import build, extension
+    from sinew.engine.cpu import build
+    from sinew.engine.cpu.library import extension
     from sinew.engine.onnx.providers import runtime
 
     kernels = hashlib.sha256(b"".join(source.read_bytes() for source in sorted(build.SOURCES.iterdir())))

@@ -1,4 +1,7 @@
-"""Records of ``sinew validate``: on this machine, this engine computed what the reference computes from this bundle.
+"""What is proved of an engine: by the project's tests for an architecture, by ``sinew validate`` for a bundle.
+
+``proofs.json`` beside this file is written by the tests marked ``proves`` (tests/proofs.py). Records of ``sinew
+validate``: on this machine, this engine computed what the reference computes from this bundle.
 
 One JSON file per bundle (by fingerprint), engine and kind of device, in ``$XDG_CACHE_HOME/sinew/proofs``
 (``~/.cache`` by default). A record of another version of Sinew or other hardware is none.
@@ -7,11 +10,24 @@ One JSON file per bundle (by fingerprint), engine and kind of device, in ``$XDG_
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sinew import __version__, machine
 from sinew.engine.onnx.cache import fingerprint
+
+RECORD = Path(__file__).with_name("proofs.json")
+
+
+@cache
+def proved(architecture: str, engine: str) -> frozenset[str]:
+    """Return the precisions in which tests have held an engine against the reference, on a CPU."""
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))
+    found = {
+        precision for family, column, precision, *_ in rows if (family, column) == (architecture, engine)
+    }
+    return frozenset(word for words in found for word in words.split(", "))
 
 
 def folder() -> Path:

@@ -9,14 +9,14 @@ from sinew.core import PROMPT_TABLE
 
 if TYPE_CHECKING:  # the CUDA engine runs where there is no gguf package
     from sinew.bundle import Bundle
+    from sinew.engine.backend import Backend
 
 GIB = 1 << 30
 WORDS = {"BF16": "bf16", "F16": "fp16"}  # GGUF's names of types
-ENGINES = frozenset({"eager", "plan", "cpu"})  # those whose float products on a CPU are PyTorch's
 ROOM = GIB  # for activations and the program itself
 
 
-def half_storage(bundle: Bundle, dtype: str, device: str, engine: str) -> tuple[str, str]:
+def half_storage(bundle: Bundle, dtype: str, device: str, backend: Backend) -> tuple[str, str]:
     """Return the half precision ("bf16", "fp16") in which weights stay although products are float32, and why.
 
     Two empty strings where nothing is upcast: on GPUs, on a CPU that multiplies the weights' own precision, and where
@@ -32,11 +32,11 @@ def half_storage(bundle: Bundle, dtype: str, device: str, engine: str) -> tuple[
         if dtype in ("fp32", "native")
         else [dtype]
     )
-    if device.partition(":")[0] != "cpu" or engine not in ENGINES or not bundle.infos or not words:
+    if device.partition(":")[0] != "cpu" or not backend.stores_half or not bundle.infos or not words:
         return "", ""
     kind = "+".join(words)
-    if dtype == "fp32" and engine == "cpu":
-        reason = "engine cpu copies no weights"
+    if dtype == "fp32" and backend.copies_none:
+        reason = f"engine {backend.name} copies no weights"
     elif dtype == "fp32":
         copies, available = 2 * sum(info.nbytes for info in stored.values()), machine.memory()[1]
         if copies + ROOM <= available:

@@ -15,7 +15,8 @@ from sinew_client.control import Adapter, Settings, choose, parse_rule
 from sinew_client.control.defaults import HANDOVER, REPLAN
 
 from sinew.core import SinewError, dtype_word
-from sinew.engine.base import ENGINES
+from sinew.engine.backend import BACKENDS
+from sinew.engine.choose import AUTO
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _LATENCY = re.compile(
@@ -107,8 +108,8 @@ class Variant:
                 raise SinewError(f"edge_adapter: {error}") from error
             if self.stream:
                 raise SinewError("edge_adapter: expected chunks; a stream has its own head beside the robot")
-        if self.engine not in (None, *ENGINES):
-            raise SinewError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
+        if self.engine not in (None, AUTO, *BACKENDS):
+            raise SinewError(f"engine: expected one of {', '.join((AUTO, *BACKENDS))}, got {self.engine!r}")
 
     def with_text(self, key: str, value: str) -> Variant:
         """A copy with one field read from text, as ``--sweep`` and ``--compare`` give it."""

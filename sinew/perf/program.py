@@ -22,8 +22,8 @@ from sinew.core import BundleError, SinewError
 from sinew.engine.engine import Engine as Running
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
-from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import on_meta
+from sinew.engine.plan.plan import Plan
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.perf.operators import Component, Operator, Residency, Tensor

@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sinew.engine.example import Inputs, Shapes
-from sinew.engine.plan import Plan, meta
+from sinew.engine.plan import meta
+from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.perf.flops import PRODUCTS
 from sinew.solvers import solve

@@ -189,17 +189,17 @@ def test_devices_without_tiles_are_refused(capsys) -> None:
 
 def test_an_untuned_engine_says_so_once_when_it_is_loaded(monkeypatch, caplog) -> None:
     """On a GPU, where it would follow the choice."""
-    from sinew.engine import loading
+    from sinew.engine.cuda.open import cuda_engine
 
     reasons = iter([variants.UNTUNED, "measured: plain 1.0000 ms"])
     monkeypatch.setattr(
         "sinew.engine.cuda.engine.resolve",
         lambda options, device, model: (variants.resolve(options, device, model)[0], next(reasons)),
     )
-    loading.cuda_engine(Bundle(PEN), CPU, "float32")
+    cuda_engine(Bundle(PEN), CPU, "float32")
     (record,) = caplog.records
     assert f"sinew tune {PEN} --device cpu" in record.getMessage()
-    loading.cuda_engine(Bundle(PEN), CPU, "float32")
+    cuda_engine(Bundle(PEN), CPU, "float32")
     assert len(caplog.records) == 1
 
 

@@ -17,12 +17,12 @@ from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.kernels.resize_tables import Resize
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.eager import EagerEngine
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.engine.loading import load_model
-from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.cost import on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.models.smolvla import SmolVLA

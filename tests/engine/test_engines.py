@@ -20,8 +20,8 @@ from sinew.core import BundleError, SinewError
 from sinew.engine.example import Shapes
 from sinew.engine.onnx import providers
 from sinew.engine.onnx.engine import OnnxEngine
-from sinew.engine.plan import Plan
 from sinew.engine.plan.cost import cost, on_meta
+from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from sinew.solvers import FLOW
 from tests.golden import Golden, assert_parity
@@ -68,7 +68,7 @@ def test_engines_by_name(bundle, g, engine):
 
 def test_wrong_names_are_refused(bundle, folder):
     with pytest.raises(
-        SinewError, match="engine: expected one of auto, eager, plan, cpu, onnx, cuda, got 'fast'"
+        SinewError, match="engine: expected one of auto, cuda, cpu, onnx, plan, eager, got 'fast'"
     ):
         load(bundle, engine="fast")
     with pytest.raises(SinewError, match="provider cuda: expected engine onnx, got eager"):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from tests.engine.cuda.cuda_cases import Case
 from tests.engines import run_one
@@ -42,7 +42,7 @@ def test_every_rewrite(name, golden, evo1_bundle):
     check(run_one(engine, case.inputs(pixels=True), case.noise, STEPS)[0], case)
 
 
-@pytest.mark.proves(engine="cuda twins", family="Evo-1")
+@pytest.mark.proves(engine="cuda twins", family="evo1")
 @pytest.mark.parametrize("kernels", [True, False])
 def test_cuda_twins(case, kernels):
     """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
@@ -55,7 +55,7 @@ def test_cuda_twins(case, kernels):
 @pytest.mark.slow
 def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
     case = open_case(golden, evo1_bundle, "evo1-mint")
-    check(case.engine().run(case.inputs(pixels=True), case.noise, STEPS)[0], case)
+    check(run_one(case.engine(), case.inputs(pixels=True), case.noise, STEPS)[0], case)
 
 
 @pytest.mark.proves(engine="onnx")
@@ -64,4 +64,4 @@ def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
 @pytest.mark.parametrize("name", CASES)
 def test_onnx_runtime(name, golden, evo1_bundle, tmp_path):
     case = open_case(golden, evo1_bundle, name)
-    check(case.onnx(tmp_path, STEPS).run(case.inputs(pixels=True), case.noise, STEPS)[0], case)
+    check(run_one(case.onnx(tmp_path, STEPS), case.inputs(pixels=True), case.noise, STEPS)[0], case)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sinew.engine.plan import REWRITES, Plan
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.policy import Policy, load
 from tests.convert.test_groot import CASES, observation
 from tests.engine.cuda.cuda_cases import Case
@@ -60,7 +60,7 @@ def test_onnx_runtime(name, golden, groot_bundle, tmp_path):
     g = Golden(golden / name)
     policy = load(groot_bundle(name), dtype="float32", engine="eager")
     case = Case(policy, observation(g), g.numpy("noise")[0])
-    check(policy, case.onnx(tmp_path, 4).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+    check(policy, run_one(case.onnx(tmp_path, 4), case.inputs(pixels=True), case.noise, 4)[0], case, g)
 
 
 def test_rewrites_that_do_not_fit_say_so(case):

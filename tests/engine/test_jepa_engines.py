@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from tests.convert.test_vla_jepa import observation
 from tests.engine.cuda.cuda_cases import Case
@@ -26,7 +26,7 @@ def check(found: np.ndarray, case: Case, g: Golden) -> None:
     assert_parity(case.policy.processor.actions(found, case.observation), g.numpy("actions"))
 
 
-@pytest.mark.proves(engine="plan", family="VLA-JEPA")
+@pytest.mark.proves(engine="plan", family="vla_jepa")
 def test_every_rewrite(case):
     case, g = case
     plan = Plan.of(case.model)
@@ -36,7 +36,7 @@ def test_every_rewrite(case):
     )
 
 
-@pytest.mark.proves(engine="cuda twins", family="VLA-JEPA")
+@pytest.mark.proves(engine="cuda twins", family="vla_jepa")
 @pytest.mark.parametrize("kernels", [True, False])
 def test_cuda_twins(case, kernels):
     case, _ = case
@@ -46,9 +46,9 @@ def test_cuda_twins(case, kernels):
     assert not case.refusal(run_one(engine, inputs, case.noise, 3)[0], inputs, 3)
 
 
-@pytest.mark.proves(engine="onnx", family="VLA-JEPA")
+@pytest.mark.proves(engine="onnx", family="vla_jepa")
 @pytest.mark.slow  # a minute of export
 @pytest.mark.timeout(1200)
 def test_onnx_runtime(case, tmp_path):
     case, g = case
-    check(case.onnx(tmp_path, 4).run(case.inputs(pixels=True), case.noise, 4)[0], case, g)
+    check(run_one(case.onnx(tmp_path, 4), case.inputs(pixels=True), case.noise, 4)[0], case, g)

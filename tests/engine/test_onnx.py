@@ -23,7 +23,7 @@ from sinew.engine.onnx.cache import fingerprint
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, _write, export_graphs, write_tables
 from sinew.engine.onnx.graphs import GraphSet
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from sinew.solvers import FLOW
 from tests.engines import run_one

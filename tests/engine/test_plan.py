@@ -18,12 +18,13 @@ from torch import nn
 
 from sinew import machine
 from sinew.core import CancelledError, Observation, SinewError
-from sinew.engine.eager import EagerEngine
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
-from sinew.engine.plan import REWRITES, Plan, gelu, norms, packing, positions, time_tables
+from sinew.engine.plan import gelu, norms, packing, positions, time_tables
 from sinew.engine.plan.constant_kv import StateInPrefix
 from sinew.engine.plan.cost import cost, on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import joined, spans
 from sinew.engine.plan.stages import stages

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sinew.core import Observation
-from sinew.engine.eager import EagerEngine
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.stages import stages
 from sinew.policy import load
 from sinew.solvers import solve

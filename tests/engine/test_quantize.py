@@ -274,7 +274,7 @@ def test_the_error_is_measured_under_the_policys_own_solver(groot_bundle, tmp_pa
     assert 0 < record.error <= record.error_max < 0.1
 
 
-@pytest.mark.proves(engine="onnx", precision="int8", family="SmolVLA")
+@pytest.mark.proves(engine="onnx", precision="int8", family="smolvla")
 def test_the_engine_follows_the_recipe(quantised, golden, tmp_path):
     """From the cache, and from an exported folder: the same actions, not those of float32."""
     source, out = quantised

@@ -15,7 +15,7 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources
 from sinew.engine.choose import choose
-from sinew.engine.eager import EagerEngine
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model
 from sinew.engine.plan.cost import on_meta
 from sinew.layers import upcast

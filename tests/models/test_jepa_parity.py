@@ -29,7 +29,7 @@ def read(policy, g) -> tuple[torch.Tensor, ...]:
     return policy.engine.model.embed_images(tensors[0]), tensors[1], tokens, mask, state
 
 
-@pytest.mark.proves(engine="eager", family="VLA-JEPA")
+@pytest.mark.proves(engine="eager", family="vla_jepa")
 def test_actions_match_the_reference(case):
     policy, g = case
     chunk = policy.infer(observation(g))
@@ -56,7 +56,7 @@ def test_padding_of_the_prompt_changes_nothing(case):
     assert_close(rounding(output, tokens, valid), output(*padded))
 
 
-@pytest.mark.proves(engine="eager", precision="bf16", family="VLA-JEPA")
+@pytest.mark.proves(engine="eager", precision="bf16", family="vla_jepa")
 def test_the_head_stays_in_float32(case, jepa_bundle):
     """Upstream computes it there whatever the language model's dtype."""
     policy = load(jepa_bundle, dtype="bfloat16", engine="eager")

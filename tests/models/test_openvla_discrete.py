@@ -79,7 +79,7 @@ def oft(golden, tmp_path_factory):
     return convert(path, out / "oft.gguf", settings={"decoding": "parallel"}), *expected
 
 
-@pytest.mark.proves(engine="eager", family="OpenVLA-OFT")
+@pytest.mark.proves(engine="eager", family="openvla_oft")
 @torch.inference_mode()
 def test_tokens_and_actions_are_the_references(oft, golden):
     bundle, ids, actions = oft
@@ -96,7 +96,7 @@ def test_tokens_and_actions_are_the_references(oft, golden):
 
 
 # An export takes half a minute; OFT's with a head is in test_openvla_parity.py.
-@pytest.mark.proves(engine="*", family="OpenVLA-OFT")
+@pytest.mark.proves(engine="*", family="openvla_oft")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["plan", "cuda", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_engines(engine, oft, golden):

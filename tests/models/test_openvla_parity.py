@@ -169,7 +169,7 @@ def test_ternary_weights_are_the_references(golden, openvla_bundle):
         assert torch.equal(found.float(), (weight * (1 / mean)).round().clamp(-1, 1))
 
 
-@pytest.mark.proves(engine="eager", family="BitVLA")
+@pytest.mark.proves(engine="eager", family="bitvla")
 def test_actions_of_ternary_weights(golden, openvla_bundle):
     g = Golden(golden / "bitvla")
     actions = load(openvla_bundle("bitvla"), dtype="float32").infer(observation(g)).actions

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from sinew import load, machine
 from sinew.cli import main, perf_machine
 from sinew.core import SinewError, Timing
-from sinew.engine.eager import EagerEngine
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
 from sinew.models import build_on_meta
 from sinew.models.base import Model

@@ -47,7 +47,7 @@ def expected(policy: Policy, given: Observation) -> np.ndarray:
     return policy.infer(record if policy.spec.solver.noise == "zeros" else record | {"seed": SEED}).actions
 
 
-@pytest.mark.proves(wire=("native", "openpi", "http", "groot"), family="GR00T N1.7")
+@pytest.mark.proves(wire=("native", "openpi", "http", "groot"), family="gr00t_n1_7")
 def test_n17_answers_alike_on_every_wire(golden, groot_bundle, tmp_path):
     g, bundle = Golden(golden / "groot-n17"), groot_bundle("groot-n17")
     given = groot_observation(g)
@@ -103,7 +103,7 @@ def act(address: str, observation: dict[str, Any], encoded: bool = False) -> Any
     return json.loads(answer, object_hook=from_json_numpy) if encoded else answer
 
 
-@pytest.mark.proves(wire=("native", "openpi", "http", "act"), family="OpenVLA-OFT")
+@pytest.mark.proves(wire=("native", "openpi", "http", "act"), family="openvla_oft")
 def test_oft_answers_alike_on_every_wire_and_its_own_client(golden, openvla_bundle, tmp_path):
     g, bundle = Golden(golden / "openvla-oft"), openvla_bundle("openvla-oft")
     frames = {camera: g.numpy(f"frame.{camera}") for camera in g.cameras}
@@ -129,7 +129,7 @@ def test_oft_answers_alike_on_every_wire_and_its_own_client(golden, openvla_bund
         assert json.loads(error.value.read())["error"]["field"] == "images"
 
 
-@pytest.mark.proves(wire="act", family="OpenVLA")
+@pytest.mark.proves(wire="act", family="openvla")
 def test_openvla_answers_its_own_client_and_ofts(golden, openvla_bundle, tmp_path):
     g, bundle = Golden(golden / "openvla-ar"), openvla_bundle("openvla-ar")
     frame, task, policy = g.numpy(f"frame.{g.cameras[0]}"), g.metadata["task"], load(bundle)

@@ -96,7 +96,7 @@ def drive(server: ServerProcess, wire: str, start: threading.Barrier) -> list[tu
     return found
 
 
-@pytest.mark.proves(wire=("native", "openpi", "groot", "lerobot"), family="SmolVLA")
+@pytest.mark.proves(wire=("native", "openpi", "groot", "lerobot"), family="smolvla")
 def test_four_wires_at_once(server, policy, capsys):
     """Every client asks with observations of its own and checks each answer against ``Policy.infer``, bit for bit.
     LeRobot's protocol has no seed; the record of the request has it."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sinew.engine.cpu.between import attend, gelu_, silu_times_
-from sinew.engine.plan import Outcome, Plan
-from sinew.engine.plan.rewrite import Status, become, foreign, left_out, spans
+from sinew.engine.plan.plan import Plan
+from sinew.engine.plan.rewrite import Outcome, Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
 from sinew.layers.quantized import QuantizedLinear, apart, together
 from sinew.layers.vit import ViTAttention, ViTMLP

@@ -26,7 +26,7 @@ from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.tune.variants import resolve
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.engine import Engine, Facts, Watch
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.engine.precision import precision_of
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.processing import ModelInputs

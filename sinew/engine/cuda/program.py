@@ -21,7 +21,7 @@ from sinew.engine.cuda.graphs import Recorded, Recorder
 from sinew.engine.cuda.staging import Field, Staging, as_done, threads_for
 from sinew.engine.cuda.units import WorldUnits
 from sinew.engine.example import Inputs
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.models.base import Context
 from sinew.processing import ModelInputs
 from sinew.solvers import solve

@@ -25,7 +25,7 @@ from sinew.engine.example import Inputs, Shapes
 from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
 from sinew.engine.onnx.reshapes import constant_targets
-from sinew.engine.plan import REWRITES, Plan
+from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.engine.plan.stages import Vision, stages
 from sinew.layers.quantized import QuantizedLinear

@@ -10,7 +10,7 @@ from pathlib import Path
 from sinew import machine, progress
 from sinew.bundle import Bundle
 from sinew.core import BundleError, SinewError, install
-from sinew.engine.base import Options, recipe
+from sinew.engine.backend import Options, recipe
 from sinew.engine.onnx.borrowed import shipped
 from sinew.engine.onnx.cache import cache_folder, cached_graphs
 from sinew.engine.onnx.engine import OnnxEngine
@@ -95,7 +95,7 @@ def write_graphs(bundle: Bundle, folder: Path, where: Path | None = None, *, fol
     try:
         from sinew.engine.loading import load_model, parse_device
         from sinew.engine.onnx.export import ON_ONNX, export_graphs
-        from sinew.engine.plan import Plan
+        from sinew.engine.plan.plan import Plan
     except ImportError as error:
         raise SinewError(
             f"{bundle.path}: the graphs are not exported yet, which needs {error.name}"

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from sinew.engine.eager import EagerEngine
-from sinew.engine.plan import REWRITES, Plan
+from sinew.engine.eager.engine import EagerEngine
+from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.solvers import Guidance
 
 # The rewrites that pay under PyTorch on a CPU. Folding copies most weights out of the file for nothing that

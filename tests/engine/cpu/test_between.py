@@ -14,7 +14,7 @@ from sinew.engine.cpu import between, build
 from sinew.engine.cpu import library as compiled
 from sinew.engine.cpu.between import Between
 from sinew.engine.cpu.compile import compile_between
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from tests.engines import run_one
 

@@ -17,7 +17,7 @@ from sinew.bundle.writer import ArraySlice
 from sinew.cli import main
 from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
-from sinew.engine.cpu import extension
+from sinew.engine.cpu.library import extension
 from sinew.layers import lowbit
 from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from sinew.perf.memory import fits

@@ -21,7 +21,7 @@ from sinew.engine.cuda.graphs import Recorded, Recorder
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.export import ON_ONNX, export_graphs
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs

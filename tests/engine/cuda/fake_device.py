@@ -32,7 +32,7 @@ from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.options import CudaOptions
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.perf.program import preset
 from sinew.processing import ModelInputs
 from sinew.processing.normalize import Normalizer

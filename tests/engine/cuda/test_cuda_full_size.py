@@ -19,7 +19,7 @@ from sinew.engine.cuda.kernels.shapes import dims, launch, problems
 from sinew.engine.cuda.program import Key, Program
 from sinew.engine.cuda.tune import tuning
 from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, candidates, has_work
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from sinew.perf.program import preset
 
 pytest.importorskip("triton")

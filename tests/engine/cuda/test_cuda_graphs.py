@@ -141,7 +141,7 @@ def test_preparing_records_before_the_first_observation(open_case):
     recorder = Frozen()
     engine = case.engine(recorder)
     inputs = case.inputs()
-    wanted, _ = case.engine().run(inputs, case.noise, 3)
+    wanted, _ = run_one(case.engine(), inputs, case.noise, 3)
     fresh = case.engine()
     run_one(fresh, inputs, case.noise, 3)
     engine.prepare(fresh.programs.keys()[0])

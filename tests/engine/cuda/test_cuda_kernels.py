@@ -20,9 +20,9 @@ from sinew.engine.cuda.kernels.launch import Launch
 from sinew.engine.cuda.kernels.norm_linear import norm_linear_kernel
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.tune import choices
-from sinew.engine.eager import EagerEngine
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model
-from sinew.engine.plan import Plan
+from sinew.engine.plan.plan import Plan
 from tests.cases import golden_cases
 from tests.engine.cuda.cuda_cases import BOUND, CPU, Case, asset_case, golden_case, shaken
 from tests.engines import run_one

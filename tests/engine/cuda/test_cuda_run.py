@@ -12,17 +12,17 @@ import torch
 
 from sinew.bundle.schema import Normalization
 from sinew.core import CancelledError, SinewError
-from sinew.engine.choose import choose_dtype
+from sinew.engine.backend import BACKENDS
 from sinew.engine.cuda.device import require
 from sinew.engine.cuda.engine import CudaEngine
 from sinew.engine.cuda.fp8.calibrate import calibrate
 from sinew.engine.cuda.fused.fuse import LEFT_OUT, ON_CUDA
+from sinew.engine.cuda.open import cuda_engine
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key
 from sinew.engine.cuda.units import WorldUnits
-from sinew.engine.eager import EagerEngine
-from sinew.engine.loading import cuda_engine
-from sinew.engine.plan import REWRITES, Plan
+from sinew.engine.eager.engine import EagerEngine
+from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.policy import load
 from sinew.processing.normalize import Normalizer
 from tests.engine.cuda.cuda_cases import ASSETS, BOUND, CPU, ONE_PER_MODEL, Frozen, asset_case, golden_case
@@ -114,7 +114,7 @@ def test_fp8_components(open_case, name, fp8):
     assert engine.facts.recipe == dict.fromkeys(fp8, "fp8")
     got, _ = run_one(engine, case.inputs(), case.noise, 10)
     error = relative_l2(torch.from_numpy(got), exact)
-    plain, _ = case.engine().run(case.inputs(), case.noise, 10)
+    plain, _ = run_one(case.engine(), case.inputs(), case.noise, 10)
     assert relative_l2(torch.from_numpy(plain), exact) < error < 0.2
     assert engine.facts.weights_nbytes < case.engine().weights_nbytes
     outcome = next(o for o in engine.plan.outcomes if o.name == "fp8")
@@ -208,9 +208,9 @@ def test_options_that_cannot_be_are_refused(open_case):
 
 
 def test_bfloat16_is_the_engines_own_choice_on_a_gpu():
-    assert choose_dtype(None, "cuda:0", "cuda")[0] == "bf16"
-    assert choose_dtype(None, "cuda:0", "eager")[0] == "native"
-    assert choose_dtype(None, "cpu", "cuda")[0] == "fp32"
+    assert BACKENDS["cuda"].dtype("cuda")[0] == "bf16"
+    assert BACKENDS["eager"].dtype("cuda")[0] == "native"
+    assert BACKENDS["cuda"].dtype("cpu")[0] == "fp32"
 
 
 def test_a_batch_is_refused(open_case):
@@ -228,7 +228,7 @@ def test_eager_is_still_what_nobody_asked_to_change(open_case):
     case = asset_case("pen")
     assert isinstance(case.policy.engine, EagerEngine)
     before = case.eager()
-    case.engine().run(case.inputs(), case.noise, 10)
+    run_one(case.engine(), case.inputs(), case.noise, 10)
     assert np.array_equal(case.eager(), before)
     assert Key.of(case.inputs(), 16, 10) == Key(2, ((64, 64), (64, 64)), 16, 10)
 
@@ -280,7 +280,7 @@ def test_a_loaded_policy_leaves_the_engine_in_world_units(open_case, name):
         np.abs(wanted - case.eager(steps=4)[:, : normalizer.dim]).max() > 1e-2
     )  # the statistics do something
     assert np.array_equal(got, run_one(engine, inputs, case.noise, 4, apart=True)[0])
-    model_units, _ = case.engine().run(inputs, case.noise, 4)
+    model_units, _ = run_one(case.engine(), inputs, case.noise, 4)
     assert model_units.shape == case.noise.shape
 
 

@@ -22,9 +22,9 @@ from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fp8 import scales as calibration
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3, fp8_quantize, twin
 from sinew.engine.cuda.tune import choices, tuning
-from sinew.engine.eager import EagerEngine
-from sinew.engine.plan import Plan
+from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import twin as twin_of_model
 from sinew.layers.linear import Linear
 from sinew.models.base import Model

@@ -16,8 +16,8 @@ from sinew.engine.cuda.fp8 import scales as fp8_calibration
 from sinew.engine.cuda.fp8.scales import Calibration
 from sinew.engine.cuda.fused.fuse import ON_CUDA
 from sinew.engine.onnx.cache import fingerprint
-from sinew.engine.plan import Plan
 from sinew.engine.plan.engine import PlannedEngine
+from sinew.engine.plan.plan import Plan
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
 
@@ -39,7 +39,7 @@ def calibrate(
     steps = steps or bundle.manifest.spec.solver_steps
     engine = PlannedEngine(Plan.of(model, steps, ON_CUDA), torch.device(device))
     layers = fp8_calibration.linears(engine.model, COMPONENTS)
-    runs = (partial(engine.run, inputs, noise, steps) for inputs, noise in observations)
+    runs = (partial(engine.run, inputs.batched(), noise[None], steps) for inputs, noise in observations)
     made = fp8_calibration.calibrate(layers, runs, fingerprint(bundle.path), source)
     return made, fp8_calibration.store(made)
 

@@ -33,11 +33,11 @@ from sinew.engine.cuda.fused.rowwise import (
     RowwiseTower,
     RowwiseViTLayer,
 )
-from sinew.engine.plan import REWRITES, Outcome, Plan
 from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
+from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import become, exactly, foreign, left_out, spans, twin
+from sinew.engine.plan.rewrite import Outcome, become, exactly, foreign, left_out, spans, twin
 from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
 from sinew.layers.linear import Linear, linear_in_weight

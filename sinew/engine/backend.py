@@ -1,0 +1,191 @@
+"""What an engine answers before it is opened. Needs no torch: a robot with graphs alone has none.
+
+Each engine's folder has a ``backend.py`` with its :class:`Backend`. :data:`ORDER` and the entry points
+``sinew.engines`` of other packages find them, and :mod:`sinew.engine.choose` asks them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sinew.core import SinewError, install
+from sinew.engine import proofs
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+    from sinew.engine.engine import Engine
+
+LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
+# Of speed, where they run (docs/engines.md); the last one runs everywhere.
+ORDER = ("cuda", "cpu", "onnx", "plan", "eager")
+GROUP = "sinew.engines"  # entry points "module:attribute" of further backends, tried before the others
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options that an engine is opened with.
+
+    ``dtype``: fp32, bf16, fp16 or native. ``recipe``: True to follow the bundle's.
+    ``graphs``: the folder of an export; None for a bundle with weights. ``storage``: the half precision in which
+    weights stay while products are float32 (:func:`sinew.engine.storage.half_storage`), else empty.
+    """
+
+    device: str = "cpu"
+    dtype: str = "fp32"
+    threads: int | None = None
+    providers: tuple[str, ...] = ()
+    graphs: Path | None = None
+    recipe: bool = True
+    storage: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of device: "cpu", "cuda"."""
+        return self.device.partition(":")[0]
+
+
+class Backend:
+    """One engine: how it is opened, and whether it can and should be.
+
+    opens: "module:function" of (bundle, options). follows: precisions of a recipe that it computes, besides fp32.
+    stores_half: it multiplies
+    weights that stay in half precision in float32. copies_none: weights stay in the file's map also where memory would
+    do for copies. runs_graphs: it needs the graphs of an export, and nothing else.
+    reference: it is what the others are compared with.
+    """
+
+    name: str
+    opens: str
+    packages: tuple[str, ...] = ("torch",)
+    follows: frozenset[str] = frozenset()
+    stores_half = True
+    copies_none = False
+    runs_graphs = False
+    reference = False
+
+    def why_not(self, bundle: Bundle, options: Options) -> str:
+        """Return why this engine cannot run the bundle on the device, "" if it can; reads no weights."""
+        if missing := [package for package in self.packages if not installed(package)]:
+            return f"engine {self.name} needs {missing[0]}: {install(missing[0])}"
+        return self.unfit(bundle, options)
+
+    def unfit(self, bundle: Bundle, options: Options) -> str:
+        """Return why this engine, were it installed, could not run the bundle on the device."""
+        if options.graphs is not None and not self.runs_graphs:
+            return f"engine {self.name}: {options.graphs} holds graphs and no weights; engine onnx runs them"
+        if options.providers and not self.runs_graphs:
+            return f"provider {', '.join(options.providers)}: expected engine onnx, got {self.name}"
+        return ""
+
+    def not_computed(self, bundle: Bundle) -> str:
+        """Return the parts of the bundle's recipe that this engine does not compute.
+
+        Every engine computes with weights that are stored in few bits: it may widen them, which rounds nothing.
+        """
+        stored = LOWBIT if bundle.lowbit else frozenset()
+        return ", ".join(
+            f"{part} {kind}" for part, kind in recipe(bundle).items() if kind not in self.follows | stored
+        )
+
+    def unproved(self, bundle: Bundle, options: Options) -> str:
+        """Return why nothing shows that this engine computes what the reference computes, "" if something does: the
+        project's tests, of this architecture in the precisions in force, or `sinew validate` on this machine."""
+        kinds = self.follows.intersection(recipe(bundle).values()) or {
+            options.dtype
+        }  # the others are widened
+        if options.kind == "cpu" and kinds <= proofs.proved(bundle.manifest.architecture, self.name):
+            return ""
+        return proofs.lacking(bundle.path, self.name, options.device)
+
+    def device(self) -> tuple[str, str] | None:
+        """Return where it runs if nobody says, with the reason; None for whatever there is."""
+        return None
+
+    def dtype(self, kind: str) -> tuple[str, str]:
+        """Return the precision of weights that nobody has chosen, on a kind of device, and why."""
+        if kind == "cpu":
+            return "fp32", "the reference precision; half-precision linear layers are slow on most CPUs"
+        return "native", "as stored in the bundle"
+
+    def slow_start(self, bundle: Bundle) -> str:
+        """Return why a user who did not ask for this engine would be kept waiting, "" if not."""
+        return ""
+
+    def plays_shipped(self, bundle: Bundle) -> bool:
+        """Return True where what this engine needs of the bundle came with this package, and others lack theirs."""
+        return False
+
+    def rival(self, bundle: Bundle, options: Options) -> tuple[bool, str]:
+        """Return whether a slower engine by :data:`ORDER` is faster for this bundle on this machine, and what to say
+        of it; obeys the bundle's recipe as this one does."""
+        return False, ""
+
+    def open(self, bundle: Bundle, options: Options) -> Engine:
+        """Return the engine; raises :class:`SinewError` for what keeps it from running."""
+        if problem := self.why_not(bundle, options):
+            raise SinewError(problem)
+        module, _, function = self.opens.partition(":")
+        engine: Engine = getattr(import_module(module), function)(bundle, options)
+        return engine
+
+
+class Backends(Mapping[str, Backend]):
+    """Name -> backend, in the order in which they are tried; a module is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Backend:
+        return _backend(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_added(), *ORDER))
+
+    def __contains__(self, name: object) -> bool:
+        return name in ORDER or name in _added()
+
+    def __len__(self) -> int:
+        return len(_added()) + len(ORDER)
+
+
+BACKENDS = Backends()
+
+
+@cache
+def _added() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=GROUP) if point.name not in ORDER}
+
+
+@cache
+def _backend(name: str) -> Backend:
+    where = f"sinew.engine.{name}.backend:BACKEND" if name in ORDER else _added()[name]
+    module, _, attribute = where.partition(":")
+    found: Backend = getattr(import_module(module), attribute)
+    return found
+
+
+def recipe(bundle: Bundle) -> dict[str, str]:
+    """Return the components that the bundle wants below its dtype, with their precision."""
+    found = bundle.manifest.quantization
+    return {} if found is None else {part: kind for part, kind in found.recipe.items() if kind != "fp32"}
+
+
+def followers(bundle: Bundle) -> Sequence[str]:
+    """Return the names of the engines that follow the bundle's recipe and can run it somewhere."""
+    return [
+        name
+        for name, backend in BACKENDS.items()
+        if not (backend.not_computed(bundle) or backend.unfit(bundle, Options()))
+    ]
+
+
+def installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # the parent of a dotted name; a module blocked in sys.modules
+        return False

@@ -1,0 +1,29 @@
+"""Open a bundle with the engine of low-bit products."""
+
+from __future__ import annotations
+
+import logging
+
+from sinew.bundle import Bundle
+from sinew.engine.backend import Options
+from sinew.engine.cpu.compile import compile_between
+from sinew.engine.cpu.library import extension
+from sinew.engine.loading import load_model, open_device
+from sinew.engine.lowbit import stored_recipe
+from sinew.engine.plan.engine import ON_CPU, PlannedEngine
+from sinew.engine.plan.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
+    """Return the engine of the rewritten model over low-bit weights as they are stored."""
+    where = open_device(options)
+    kernels = extension()
+    model = load_model(bundle, where, options.dtype, lowbit=True, upcast=bool(options.storage), tables=True)
+    plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
+    recipe = stored_recipe(bundle, model)
+    engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where, recipe)
+    bundle.release(engine.model.parameters())
+    log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
+    return engine

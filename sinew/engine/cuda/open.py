@@ -1,0 +1,70 @@
+"""Open a bundle with the CUDA engine."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from sinew.bundle import Bundle
+from sinew.engine.backend import Options
+from sinew.engine.cuda.device import require
+from sinew.engine.cuda.engine import CudaEngine
+from sinew.engine.cuda.fp8.calibrate import scales
+from sinew.engine.cuda.fused.fuse import ON_CUDA
+from sinew.engine.cuda.options import CudaOptions
+from sinew.engine.cuda.tune.variants import UNTUNED
+from sinew.engine.loading import load_model, open_device
+from sinew.engine.plan.plan import Plan
+from sinew.processing.normalize import Normalizer
+
+log = logging.getLogger(__name__)
+
+
+def open_cuda(bundle: Bundle, options: Options) -> CudaEngine:
+    """Return the CUDA engine, in the precision of the bundle's recipe unless that is ignored."""
+    where = open_device(options, available=False)  # the engine's own words say more
+    engine = cuda_engine(bundle, where, options.dtype, None if options.recipe else CudaOptions())
+    bundle.release(engine.model.parameters())
+    return engine
+
+
+def cuda_engine(
+    bundle: Bundle,
+    device: torch.device,
+    dtype: str,
+    options: CudaOptions | None = None,
+    plan: Plan | None = None,
+) -> CudaEngine:
+    """options: :func:`cuda_options` if absent. plan: :func:`cuda_plan` if absent; it is left as it is. FP8 components
+    use the scales of the recipe, or those that ``calibration.py`` keeps for this bundle."""
+    options = options or cuda_options(bundle)
+    require(device, options)  # before gigabytes are read
+    plan = plan or cuda_plan(bundle, device, dtype)
+    found = scales(bundle) if options.fp8 else None
+    manifest = bundle.manifest
+    recipe = manifest.processing
+    whole = not recipe.action_parts and manifest.spec.noise_rows == 0
+    actions = Normalizer(recipe.action, manifest.spec.action.dim, "action") if whole else None
+    if actions is not None and not actions.is_affine:
+        actions = None  # the processor un-normalises
+    engine = CudaEngine(
+        plan, device, processing=manifest.processing, actions=actions, options=options, scales=found
+    )
+    if engine.options_reason == UNTUNED:
+        command = f"sinew tune {bundle.path} --device {device}"
+        log.warning(
+            "engine cuda on %s: default tiles, as this policy was not tuned here: %s", device, command
+        )
+    return engine
+
+
+def cuda_options(bundle: Bundle) -> CudaOptions:
+    """Return options with the components in FP8 that the bundle's recipe names."""
+    recipe = bundle.manifest.quantization
+    return CudaOptions(fp8=() if recipe is None else recipe.fp8)
+
+
+def cuda_plan(bundle: Bundle, device: torch.device, dtype: str) -> Plan:
+
+    return Plan.of(load_model(bundle, device, dtype), rewrites=ON_CUDA)

@@ -1,0 +1,1 @@
+"""The reference engine: the model as it is written, under PyTorch."""

@@ -1,0 +1,60 @@
+"""ONNX Runtime, before it is opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sinew.engine.backend import Backend, Options, installed, recipe
+from sinew.engine.onnx.borrowed import shipped
+from sinew.engine.onnx.cache import cache_folder
+from sinew.hints import option
+
+if TYPE_CHECKING:
+    from sinew.bundle import Bundle
+
+WORTH = "it was 1.1 to 4.6 times as fast as plan where both were measured (docs/engines.md)"
+
+
+class Onnx(Backend):
+    name, opens = "onnx", "sinew.engine.onnx.opening:open_onnx"
+    packages = ("onnxruntime",)
+    follows = frozenset({"int8", "int8-rows"})
+    stores_half = False
+    runs_graphs = True
+
+    def unfit(self, bundle: Bundle, options: Options) -> str:
+        if options.kind != "cpu" or options.dtype != "fp32":
+            return (
+                f"engine onnx runs fp32 on cpu, not {options.dtype} on {options.device};"
+                f" other hardware is chosen as {option('providers', ['openvino'])},"
+                " less precision with `sinew quantize`"
+            )
+        if not options.recipe and recipe(bundle):
+            return "engine onnx runs the bundle's graphs, which follow its recipe; engine plan can ignore it"
+        return ""
+
+    def device(self) -> tuple[str, str]:
+        return "cpu", f"other hardware of ONNX Runtime's is chosen as {option('providers', ['openvino'])}"
+
+    def slow_start(self, bundle: Bundle) -> str:
+        if recipe(bundle) or self.plays_shipped(bundle):  # a recipe is obeyed, whatever that takes
+            return ""
+        lacking = lacks_graphs(bundle)
+        return lacking and f"{lacking}; {WORTH}"
+
+    def plays_shipped(self, bundle: Bundle) -> bool:
+        """An embedded policy whose graphs came with this package, where torch is not installed: with torch other
+        engines run it, which take more (guidance with a Jacobian, a time per row)."""
+        return not installed("torch") and shipped(bundle.path) is not None
+
+
+def lacks_graphs(bundle: Bundle) -> str:
+    """Return that a bundle would have to be exported first, "" if it was."""
+    from sinew.engine.onnx.opening import usable_bits, variant
+
+    if (cache_folder(bundle.path, variant(usable_bits(bundle))) / "graphs.json").exists():
+        return ""
+    return f"engine onnx has no graphs of this bundle yet; {option('engine', 'onnx')} exports them, once"
+
+
+BACKEND = Onnx()
