@@ -96,8 +96,13 @@ def test_a_training_run_is_converted_once(
 
 def test_the_name_of_the_configuration_wins(run: Path, said: list[str]) -> None:
     model = run / "checkpoints" / "000200" / "pretrained_model"
-    (model / "train_config.json").write_text('{"job_name": "tidy", "policy": {"repo_id": "lab/tidy-table"}}')
+    config = model / "train_config.json"
+    config.write_text('{"job_name": "tidy", "policy": {"repo_id": "lab/tidy-table"}}')
     assert Bundle(resolve(run)).manifest.name == "tidy-table"
+    config.write_text(
+        '{"job_name": "\\u001b[2Jtidy\\n", "policy": {"repo_id": "lab/\\u202e"}}'
+    )  # no bundle may say that
+    assert Bundle(resolve(run)).manifest.name == "[2Jtidy"
 
 
 def test_a_changed_checkpoint_converts_again(run: Path, said: list[str]) -> None:
