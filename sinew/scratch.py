@@ -32,7 +32,7 @@ def beside(target: Path) -> Iterator[Path]:
     _sweep(target.parent, name)
     folder = target.parent / f".{name}.{secrets.token_hex(8)}.sinew"
     lock = None
-    with _signals():
+    with ended_by_signals():
         try:  # before it is made: a signal may come between any two lines
             while True:
                 folder.mkdir(0o700)  # a name that nobody can have planted a link under
@@ -88,7 +88,7 @@ def _same(folder: Path, held: int) -> bool:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Let what is not handled end this process as an exception does, so that it is cleaned up.
 
     A signal that is ignored, as SIGHUP under ``nohup``, stays so. Others than the main thread hear none.

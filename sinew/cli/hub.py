@@ -38,7 +38,10 @@ def pull(name: str, /, *, out: Path | None = None) -> int:
     with progress.task(f"comparing {found} with its hashes"):
         changed = opened.verify()
     if changed:
-        raise SinewError(f"{parsed}: {len(changed)} tensors differ from what was written, {changed[0]} first")
+        raise SinewError(
+            f"{parsed}: {len(changed)} tensors differ from what was written, {changed[0]} first; remove"
+            f" {found.resolve()} to fetch it again"
+        )
     if out is not None:
         found = _copy(found, out)
     manifest = opened.manifest
