@@ -153,7 +153,7 @@ import sys, time
 from pathlib import Path
 from sinew.serve.recorder import Recorder
 recorder = Recorder(Path(sys.argv[1]))
-part, path, held = recorder._claim()
+part = recorder._claim()[0]
 part.write_bytes(b"half")
 print(part, flush=True)
 time.sleep(600)
