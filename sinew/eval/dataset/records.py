@@ -9,10 +9,10 @@ import numpy as np
 
 from sinew.core import SinewError
 from sinew.eval.dataset.writer import Frame
+from sinew.serve import record_parts as parts
 from sinew.serve.recorder import Record
 
 GAP = 2.5  # periods without a request that end an episode
-LATEST = 1e12  # seconds since whatever a clock counts from
 
 
 def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
@@ -53,29 +53,13 @@ def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
 
 
 def _when(record: Record) -> float:
-    """Return the moment of a request: the robot's own clock where it gave one. Raises :class:`SinewError`."""
-    when = record.observation.time or record.meta.get("recorded")
-    if isinstance(when, bool) or not isinstance(when, int | float) or not abs(when) < LATEST:
-        raise SinewError(f"{record.path}: time: expected seconds, got {str(when)[:80]}")
-    return float(when)
+    """Return the moment of a request: the robot's own clock where it gave one."""
+    return parts.seconds(record, "time", record.observation.time or record.meta.get("recorded"))
 
 
 def _frame(record: Record) -> Frame:
-    """Return a request as a control step. Raises :class:`SinewError` for frames and actions that are none."""
-    seen, actions = record.observation, np.asarray(record.actions)
-    if actions.ndim != 2 or not actions.size:
-        raise SinewError(f"{record.path}: actions: expected rows [H, D], got {list(actions.shape)}")
-    images = {name: _pixels(record, name, np.asarray(image)) for name, image in seen.images.items()}
-    return Frame(images, np.asarray(seen.state), actions[0], str(seen.prompt))
-
-
-def _pixels(record: Record, name: str, frame: np.ndarray) -> np.ndarray:
-    """Return a frame as uint8; floats are in [0, 1]."""
-    if frame.dtype == np.uint8:
-        return frame
-    if frame.dtype.kind != "f" or not (frame.min(initial=0) >= 0 and frame.max(initial=0) <= 1):
-        raise SinewError(
-            f"{record.path}: images.{name}: expected uint8, or floats in [0, 1], got {frame.dtype}"
-            + (f" from {frame.min():g} to {frame.max():g}" if frame.dtype.kind == "f" and frame.size else "")
-        )
-    return (frame * 255).round().astype(np.uint8)
+    """Return a request as a control step."""
+    seen, rows = record.observation, parts.rows(record)
+    images = {name: parts.pixels(record, name) for name in seen.images}
+    assert rows is not None
+    return Frame(images, np.asarray(seen.state), rows[0], str(seen.prompt))
