@@ -101,6 +101,8 @@ def push(
     facts = {"license": license, "base_model": base_model, "datasets": dataset}
     text = cards.card(opened, digest, records, parsed.repository, facts)
     if card is not None:
+        if card.exists() and card.samefile(path):
+            raise SinewError(f"--card {card}: expected another file than the bundle")
         card.write_text(text, encoding="utf-8")
     console = terminal.console(markup=False)
     url = None

@@ -111,12 +111,13 @@ def write_rrd(
         raise SinewError(f"{out}: is there already")
     try:
         with scratch.beside(out) as folder:
-            log = RerunLog(folder / out.name)
+            partial = folder / out.name
+            log = RerunLog(partial)
             try:
                 _write(records, Answers(log, hz=hz, state=state, action=action))
             finally:
                 log.close()
-            log.target.rename(out)  # type: ignore[union-attr] - a path
+            partial.rename(out)
     except OSError as error:
         raise SinewError(f"{out}: {error.strerror or error}") from error
     return log.counts

@@ -86,7 +86,8 @@ def fetch(name: Name) -> Path:
     new = _new(name, [each for each in files.values() if _wanted(each.rfilename, bundle)], found.sha)
     nbytes = sum(each.size or 0 for each in new)
     _refuse_without_room(name, nbytes, Path(constants.HF_HUB_CACHE))
-    progress.say(f"{name}: from the hub {constants.ENDPOINT}, {nbytes / 1e6:.1f} MB")
+    size = f", {nbytes / 1e6:.1f} MB to fetch" if nbytes else ""
+    progress.say(f"{name}: from the hub {constants.ENDPOINT}{size}")
     fetched = _fetched(name, bundle)
     folder = fetched if bundle is None else fetched.parents[bundle.count("/")]
     for each in new:
@@ -176,9 +177,7 @@ def _fetched(name: Name, file: str | None) -> Path:
     try:
         with progress.task(f"fetching {name}"):
             if file is not None:
-                with (
-                    scratch.ended_by_signals()
-                ):  # huggingface_hub removes what is incomplete, unless it is killed
+                with scratch.ended_by_signals():  # huggingface_hub removes what is incomplete, if it may
                     return Path(hf_hub_download(name.repository, file, revision=name.revision))
             return Path(
                 snapshot_download(name.repository, allow_patterns=CHECKPOINT_FILES, revision=name.revision)
