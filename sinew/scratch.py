@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,17 +30,18 @@ def beside(target: Path) -> Iterator[Path]:
     with 128 and its number, as a shell counts.
     """
     name = target.name[:MAX_NAME]
-    _sweep(target.parent, name)
+    sweep(target.parent, re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.sinew"))
     folder = target.parent / f".{name}.{secrets.token_hex(8)}.sinew"
     lock = None
-    with _signals():
+    with ended_by_signals():
         try:  # before it is made: a signal may come between any two lines
             while True:
                 folder.mkdir(0o700)  # a name that nobody can have planted a link under
-                lock = _lock(folder, wait=True)
-                if lock is None or _same(folder, lock):
+                lock = hold(folder)
+                if there(folder, lock):
                     break
-                os.close(lock)  # another process swept it away before it was locked
+                if lock is not None:
+                    os.close(lock)  # another process swept it away before it was held
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -47,29 +49,37 @@ def beside(target: Path) -> Iterator[Path]:
                 os.close(lock)
 
 
-def _sweep(parent: Path, name: str) -> None:
-    """Remove what processes that are gone have left of a target."""
-    form = re.compile(re.escape(f".{name}.") + r"[0-9a-f]{16}\.sinew")
+def sweep(parent: Path, form: re.Pattern[str]) -> None:
+    """Remove the files and folders of a folder whose names have a form, and whose processes are gone: nobody holds them
+    (:func:`hold`). What belongs to another user stays, and so do links and whatever else is no file."""
     try:
-        left = [each for each in os.scandir(parent) if form.fullmatch(each.name)]
+        left = [Path(each.path) for each in os.scandir(parent) if form.fullmatch(each.name)]
     except OSError:
-        return  # whoever makes a folder there says why it cannot
-    for each in left:
-        lock = _lock(Path(each.path))
+        return  # whoever writes there says why it cannot
+    for path in left:
+        lock = hold(path, wait=False)
         if lock is not None:
-            if os.fstat(lock).st_uid == os.getuid():
-                shutil.rmtree(each.path, ignore_errors=True)
+            found = os.fstat(lock)
+            if found.st_uid == os.getuid():
+                if stat.S_ISDIR(found.st_mode):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif stat.S_ISREG(found.st_mode):
+                    with contextlib.suppress(OSError):
+                        path.unlink()
             os.close(lock)
 
 
-def _lock(folder: Path, wait: bool = False) -> int | None:
-    """Return a descriptor that holds a folder; None if another process does, or nothing can (Windows, some disks)."""
+def hold(path: Path, wait: bool = True) -> int | None:
+    """Return a descriptor that says that this process is at work on a file or folder, until it is closed.
+
+    None where another process holds it (unless ``wait``), it has gone, or nothing can be held (Windows, some disks).
+    """
     try:
         import fcntl
     except ImportError:
         return None
     try:
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -80,6 +90,11 @@ def _lock(folder: Path, wait: bool = False) -> int | None:
     return held
 
 
+def there(path: Path, held: int | None) -> bool:
+    """Return whether a file or folder is still the one that is held; where nothing can be held, whether it is there."""
+    return path.exists() if held is None else _same(path, held)
+
+
 def _same(folder: Path, held: int) -> bool:
     try:
         return os.path.samestat(folder.lstat(), os.fstat(held))
@@ -88,7 +103,7 @@ def _same(folder: Path, held: int) -> bool:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Let what is not handled end this process as an exception does, so that it is cleaned up.
 
     A signal that is ignored, as SIGHUP under ``nohup``, stays so. Others than the main thread hear none.

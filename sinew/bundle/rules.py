@@ -22,6 +22,7 @@ MAX_PIXELS = (
     1 << 25
 )  # of all views that the model reads, or of all frames that cameras are said to give, times 4
 MAX_NOISE = 1 << 22
+WORDS = "printable, without quotes, backticks and backslashes"
 PAIRS = {"min_max": ("min", "max"), "quantiles": ("q01", "q99"), "quantile10": ("q10", "q90")}
 
 
@@ -124,7 +125,10 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
     return {
         "spec.cameras: expected 1 to 16 different names": 1 <= len(names) <= 16
         and len(set(names)) == len(names),
-        f"spec.cameras: expected printable names of 1 to {MAX_NAME} characters": all(map(_is_name, names)),
+        f"spec.cameras: expected names of 1 to {MAX_NAME} characters, {WORDS}": all(map(_is_word, names)),
+        f"spec.keys, and parts of vectors: expected names of at most {MAX_NAME} characters, {WORDS}": all(
+            not text or _is_word(text) for text in _words_of(manifest)
+        ),
         f"spec.cameras: height and width: expected 1 to {MAX_SIZE} pixels": all(
             1 <= side <= MAX_SIZE for camera in spec.cameras for side in (camera.height, camera.width)
         ),
@@ -150,8 +154,10 @@ def _spec_rules(manifest: Manifest) -> dict[str, bool]:
         is None
         or 0 < spec.control_hz <= MAX_HZ,
         f"spec.max_prompt_tokens: expected 1 to {MAX_SIZE}": 1 <= spec.max_prompt_tokens <= MAX_SIZE,
-        f"spec: expected names of at most {MAX_NAME} characters": all(len(t) <= MAX_NAME for t in texts)
-        and all(len(n) <= MAX_NAME for v in vectors for n in (*v.names, *v.units)),
+        f"spec: expected printable names of at most {MAX_NAME} characters": all(
+            len(text) <= MAX_NAME and text.isprintable()
+            for text in (*texts, *itertools.chain(*((*v.names, *v.units) for v in vectors)))
+        ),
         "spec: expected one name and one unit for each value of a vector, or none": all(
             len(given) in (0, vector.dim) for vector in vectors for given in (vector.names, vector.units)
         ),
@@ -174,8 +180,16 @@ def _pixel_rules(manifest: Manifest) -> dict[str, bool]:
     }
 
 
-def _is_name(text: str) -> bool:
-    return 1 <= len(text) <= MAX_NAME and text.isprintable()
+def _is_word(text: str) -> bool:
+    """Return whether a name may stand in the programs and pages that are written of a bundle, between quotes."""
+    return 1 <= len(text) <= MAX_NAME and text.isprintable() and not any(mark in text for mark in '"\\`')
+
+
+def _words_of(manifest: Manifest) -> Iterator[str]:
+    for keys in manifest.spec.keys:
+        yield from (keys.wire, keys.prompt, *keys.images, *keys.state, *keys.unread)
+    for part in (*manifest.processing.state_parts, *manifest.processing.action_parts):
+        yield part.name
 
 
 def _processing_rules(manifest: Manifest) -> dict[str, bool]:

@@ -245,7 +245,7 @@ def _set_up(simulator: str) -> int:
 
     python = foreign.set_up(simulator)
     if note := suites.SIMULATORS[simulator].after:
-        print(note, file=sys.stderr)
+        terminal.say(note)
     terminal.console().print(f"interpreter  {python}", soft_wrap=True, markup=False)
     terminal.emit({"simulator": simulator, "interpreter": str(python)})
     return 0
@@ -390,7 +390,7 @@ def _write(report: dict[str, Any], out: Path | None, record_gate: Path | None) -
         by_suite = table.markdown(shown) if suites.find(shown["task"]["env"]) else ""
         (out / "report.md").write_text(markdown(shown) + by_suite)
         for path in write_plots(shown, out):
-            print(f"wrote {path}", file=sys.stderr)
+            terminal.say(f"wrote {path}")
     if record_gate is not None:
         record(shown).write(record_gate)
 

@@ -38,7 +38,10 @@ def pull(name: str, /, *, out: Path | None = None) -> int:
     with progress.task(f"comparing {found} with its hashes"):
         changed = opened.verify()
     if changed:
-        raise SinewError(f"{parsed}: {len(changed)} tensors differ from what was written, {changed[0]} first")
+        raise SinewError(
+            f"{parsed}: {len(changed)} tensors differ from what was written, {changed[0]} first; remove"
+            f" {found.resolve()} to fetch it again"
+        )
     if out is not None:
         found = _copy(found, out)
     manifest = opened.manifest
@@ -98,6 +101,8 @@ def push(
     facts = {"license": license, "base_model": base_model, "datasets": dataset}
     text = cards.card(opened, digest, records, parsed.repository, facts)
     if card is not None:
+        if card.exists() and card.samefile(path):
+            raise SinewError(f"--card {card}: expected another file than the bundle")
         card.write_text(text, encoding="utf-8")
     console = terminal.console(markup=False)
     url = None

@@ -189,7 +189,7 @@ def _drive(loop: Loop, seconds: float | None, go: bool) -> Cadence:
     if steps is None and not interactive and not hasattr(loop.robot, "episodes"):
         raise SinewError("--seconds: expected a number where there is no keyboard to stop with")
     if not interactive:
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        terminal.log(logging.WARNING, "%(message)s")
         return _run(loop, steps)
     if not go:
         loop.pause()

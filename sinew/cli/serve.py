@@ -16,6 +16,7 @@ from weakref import WeakSet
 from cyclopts import Parameter, validators
 
 from sinew import hints
+from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
@@ -304,7 +305,9 @@ def _vector(spec: VectorSpec) -> str:
 def say(text: str) -> None:
     """Print to standard output; whoever read it may have gone, which is no reason to stop serving."""
     try:
-        sys.stdout.write(f"{text}\n")  # at once: PYTHONUNBUFFERED makes two of what print writes
+        sys.stdout.write(
+            f"{terminal.shown(text)}\n"
+        )  # at once: PYTHONUNBUFFERED makes two of what print writes
         sys.stdout.flush()
     except OSError as error:
         logger.warning("nobody reads what this server prints: %s", error)
@@ -320,10 +323,8 @@ def warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> 
 
 
 def set_up_logs(verbose: bool) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
+    terminal.log(
+        logging.DEBUG if verbose else logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     for name in ("aiohttp.access", "grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)

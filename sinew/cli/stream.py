@@ -201,7 +201,7 @@ def _drive(loop: StreamLoop, machine: Any, ticks: int | None) -> StreamReport:
     with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
         try:
             if not sys.stdout.isatty():
-                logging.basicConfig(level=logging.WARNING, format="%(message)s")
+                terminal.log(logging.WARNING, "%(message)s")
                 return loop.run(ticks)
             with StreamView(loop, machine):
                 return loop.run(ticks)

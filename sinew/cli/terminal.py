@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,11 +23,16 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
+from rich.text import Text
 
 from sinew.core import SinewError
 
 WIDTH = 120  # columns where there is neither a terminal nor COLUMNS to ask; tables of 80 are cut to pieces
 PATIENCE_S = 2.0  # what takes longer is announced
+
+# What steers a terminal, turns the direction of writing, or cannot be encoded; tabs and new lines stay.
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass
@@ -39,12 +46,43 @@ class Output:
 output = Output()
 
 
+def shown(text: str) -> str:
+    """Return a text of strangers as it can be printed: what steers a terminal stands as ``\\x1b``."""
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class _Console(Console):
+    """Prints every text as :func:`shown`; what rich itself tells the terminal passes."""
+
+    def render_str(self, text: str, **options: Any) -> Text:  # before a table measures its cells
+        return super().render_str(shown(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or not _STEERS.search(segment.text):
+                yield segment
+            else:
+                yield Segment(shown(segment.text), segment.style)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
+def log(level: int, form: str) -> None:
+    """Write the log to standard error, as :func:`shown`, where nothing else was set up. form: of the lines."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 def console(stderr: bool = False, **options: Any) -> Console:
     """Return a console that prints text as it is: no emoji for ``:words:``, wide enough where nobody looks.
 
     The one of standard output is quiet where ``--json`` asked for JSON alone.
     """
-    made = Console(
+    made = _Console(
         stderr=stderr, emoji=False, quiet=output.json and not stderr, **{"highlight": False, **options}
     )
     if not made.is_terminal and "width" not in options and not os.environ.get("COLUMNS", "").isdecimal():

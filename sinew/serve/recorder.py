@@ -9,6 +9,8 @@ numpy reads it without pickle.
 from __future__ import annotations
 
 import json
+import os
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from sinew import scratch
 from sinew.core import Observation, SinewError
 from sinew.serve import arithmetic
 from sinew.serve.backlog import Backlog, Entry
@@ -56,6 +59,7 @@ class Recorder(Backlog):
             numbers = [int(path.stem) for path in directory.glob("*.npz") if path.stem.isdigit()]
         except OSError as error:
             raise SinewError(f"--record {directory}: {error.strerror}") from error
+        scratch.sweep(directory, re.compile(r"\d+\.part"))  # of one that was killed
         self.directory = directory
         self._left = limit_bytes
         self._number = max(numbers, default=0)
@@ -87,7 +91,7 @@ class Recorder(Backlog):
         arrays["meta"] = np.array(json.dumps(meta))
         if strange := [name for name, each in arrays.items() if np.asarray(each).dtype.hasobject]:
             raise ValueError(f"{strange[0]}: expected numbers or text")
-        part, path = self._claim()
+        part, path, held = self._claim()
         try:
             with part.open("wb") as file:
                 np.savez(file, **arrays)  # plain dtypes only: nothing is pickled
@@ -97,9 +101,13 @@ class Recorder(Backlog):
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+        finally:
+            if held is not None:
+                os.close(held)
 
-    def _claim(self) -> tuple[Path, Path]:
-        """An empty file, and its later name with the next number that nobody has, not even another recorder."""
+    def _claim(self) -> tuple[Path, Path, int | None]:
+        """An empty file, its later name with the next number that nobody has, not even another recorder, and what
+        says to others that it is being written (:func:`sinew.scratch.hold`)."""
         while True:
             self._number += 1
             path = self.directory / f"{self._number:08d}.npz"
@@ -108,9 +116,12 @@ class Recorder(Backlog):
                 part.open("xb").close()
             except FileExistsError:
                 continue
-            if not path.exists():
-                return part, path
-            part.unlink()
+            held = scratch.hold(part)
+            if scratch.there(part, held) and not path.exists():
+                return part, path, held
+            part.unlink(missing_ok=True)
+            if held is not None:
+                os.close(held)
 
 
 def read_records(directory: Path) -> Iterator[Record]:

@@ -142,7 +142,10 @@ class RerunLog:
 
     def text(self, root: Sequence[str], entity: str, text: str, level: str = "INFO") -> None:
         """Log a line of text."""
-        self._log([*root, entity], self._rerun.TextLog(text, level=level))
+        plain = text.encode(
+            errors="backslashreplace"
+        ).decode()  # halves of a character, of JSON from elsewhere
+        self._log([*root, entity], self._rerun.TextLog(plain, level=level))
 
     def arrange(self, root: Sequence[str], cameras: Iterable[str], plots: Iterable[str]) -> None:
         """Ask the viewer for pictures at the left and a plot of each kind at the right, until a person rearranges."""

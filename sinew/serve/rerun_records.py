@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from sinew import scratch
 from sinew.core import Observation, PolicySpec, SinewError, VectorSpec
+from sinew.serve import record_parts as parts
 from sinew.serve.backlog import Backlog, Entry
 from sinew.serve.recorder import Record
 from sinew.serve.rerun_log import RerunLog
 
 MAX_SESSIONS = 16  # that have entities of their own; further ones share theirs
+MAX_SESSION = 128  # characters, as of the server
 OTHERS = "others"
 
 
@@ -102,24 +107,41 @@ def write_rrd(
     state, action: names of joints. hz, entities and timelines: as of :class:`Answers`. Raises
     :class:`MissingPackageError` without rerun-sdk, :class:`SinewError` for a file that is there already.
     """
-    log = RerunLog(out)
+    if os.path.lexists(out):
+        raise SinewError(f"{out}: is there already")
     try:
-        answers = Answers(log, hz=hz, state=state, action=action)
-        for record in records:
-            answers.add(
-                float(record.meta["recorded"]),
-                str(record.meta.get("session") or ""),
-                record.observation,
-                record.actions,
-                record.error,
-                record.meta.get("total_ms"),
-            )
-        answers.end()
-    except BaseException:
-        log.discard()
-        raise
-    log.close()
+        with scratch.beside(out) as folder:
+            partial = folder / out.name
+            log = RerunLog(partial)
+            try:
+                _write(records, Answers(log, hz=hz, state=state, action=action))
+            finally:
+                log.close()
+            partial.rename(out)
+    except OSError as error:
+        raise SinewError(f"{out}: {error.strerror or error}") from error
     return log.counts
+
+
+def _write(records: Iterable[Record], answers: Answers) -> None:
+    for record in records:
+        total_ms, seen = record.meta.get("total_ms"), record.observation
+        images = {_camera(record, name): parts.pixels(record, name) for name in seen.images}
+        answers.add(
+            parts.seconds(record, "recorded", record.meta.get("recorded")),
+            str(record.meta.get("session") or "")[:MAX_SESSION],
+            replace(seen, images=images, state=parts.numbers(record)),
+            parts.rows(record),
+            str(record.error),
+            None if total_ms is None else parts.seconds(record, "total_ms", total_ms),
+        )
+    answers.end()
+
+
+def _camera(record: Record, name: str) -> str:
+    if not name.isprintable() or not name:
+        raise SinewError(f"{record.path}: images: expected printable names of cameras, got {name[:80]!r}")
+    return name
 
 
 class RerunRecorder(Backlog):

@@ -6,17 +6,22 @@ Files come through ``huggingface_hub`` into its own cache, which also serves the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sinew import progress
+from sinew import progress, scratch
 from sinew.convert import CHECKPOINT_FILES
 from sinew.core import MissingPackageError, SinewError
+from sinew.sources.identity import sha256
 
 REFUSED = (401, 403, 404)  # it has none for us; with anything else it is ill, or something before it is
 BUNDLE = "policy.gguf"  # what a repository calls its bundle, unless it has a single other one
 TIMEOUT_S = 10.0  # of the first question; robots are often offline
+MAX_NAMED = 10  # files of a repository in an error
+MAX_WORDS = 300  # characters of an error of the hub
 # `hf:/` is what is left of `hf://` in a path. A name of the hub begins and ends with a letter, a digit or _.
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _NAME = re.compile(
@@ -52,8 +57,9 @@ def parse(text: str) -> Name | None:
 def fetch(name: Name) -> Path:
     """Return the bundle of a repository, or the folder of its checkpoint, fetched or from the hub's cache.
 
-    Raises :class:`MissingPackageError` without huggingface_hub, and :class:`SinewError` where the repository, the
-    revision or the hub is not there.
+    Nothing is fetched that the disk has no room for, and what was fetched is compared with the size and the SHA-256
+    that the hub states. Raises :class:`MissingPackageError` without huggingface_hub, and :class:`SinewError` where the
+    repository, the revision or the hub is not there.
     """
     try:
         from huggingface_hub import HfApi, constants
@@ -63,8 +69,10 @@ def fetch(name: Name) -> Path:
             f"{name}: no such file or folder here, and the hub", "huggingface_hub"
         ) from None
     try:
-        found = HfApi().model_info(name.repository, revision=name.revision, timeout=TIMEOUT_S)
-        files = [sibling.rfilename for sibling in found.siblings or ()]
+        found = HfApi().model_info(
+            name.repository, revision=name.revision, timeout=TIMEOUT_S, files_metadata=True
+        )
+        files = {sibling.rfilename: sibling for sibling in found.siblings or ()}
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", 0)
         if status not in REFUSED:
@@ -74,8 +82,17 @@ def fetch(name: Name) -> Path:
         raise SinewError(f"{name}: no file or folder here, and the hub says: {_words(error)}") from None
     except Exception as error:  # noqa: BLE001 - what cannot be reached: many types across versions
         return _cached(name, f"the hub {constants.ENDPOINT} cannot be reached ({_words(error)})")
-    progress.say(f"{name}: from the hub {constants.ENDPOINT}")
-    return _fetched(name, _bundle_of(name, files))
+    bundle = _bundle_of(name, list(files))
+    new = _new(name, [each for each in files.values() if _wanted(each.rfilename, bundle)], found.sha)
+    nbytes = sum(each.size or 0 for each in new)
+    _refuse_without_room(name, nbytes, Path(constants.HF_HUB_CACHE))
+    size = f", {nbytes / 1e6:.1f} MB to fetch" if nbytes else ""
+    progress.say(f"{name}: from the hub {constants.ENDPOINT}{size}")
+    fetched = _fetched(name, bundle)
+    folder = fetched if bundle is None else fetched.parents[bundle.count("/")]
+    for each in new:
+        _compare(name, folder, each)
+    return fetched
 
 
 def push(name: Name, files: Mapping[str, Path | bytes], message: str, private: bool = False) -> str:
@@ -107,13 +124,61 @@ def push(name: Name, files: Mapping[str, Path | bytes], message: str, private: b
         raise SinewError(f"{name}: not uploaded to {constants.ENDPOINT} ({_words(error)})") from None
 
 
+def _wanted(file: str, bundle: str | None) -> bool:
+    from huggingface_hub.utils import filter_repo_objects
+
+    return file == bundle if bundle else any(filter_repo_objects([file], allow_patterns=CHECKPOINT_FILES))
+
+
+def _new(name: Name, files: Sequence[Any], commit: str | None) -> list[Any]:
+    """Return those of a repository's files that the hub's cache does not have."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return [
+        each
+        for each in files
+        if not isinstance(try_to_load_from_cache(name.repository, each.rfilename, revision=commit), str)
+    ]
+
+
+def _refuse_without_room(name: Name, nbytes: int, cache: Path) -> None:
+    there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if nbytes > free:
+        raise SinewError(
+            f"{name}: expected at most {free / 1e9:.1f} GB, which are free in {cache} (HF_HOME names another place),"
+            f" got {nbytes / 1e9:.1f} GB"
+        )
+
+
+def _compare(name: Name, folder: Path, file: Any) -> None:
+    """Raise :class:`SinewError` for a file that is not what the hub says of it, and take it out of the hub's cache."""
+    path, wanted = folder / file.rfilename, getattr(file.lfs, "sha256", None)
+    if not path.is_file() or file.size is None:
+        return  # huggingface_hub left it out
+    size = path.stat().st_size
+    got = sha256(path, size) if wanted and size == file.size else None
+    if size == file.size and got == wanted:
+        return
+    blob = path.resolve()
+    path.unlink()
+    if blob.parent == folder.parent.parent / "blobs":  # else huggingface_hub made no link, where it cannot
+        blob.unlink(missing_ok=True)
+    said = f"{size} bytes" if got is None else f"SHA-256 {got}"
+    expected = f"{file.size} bytes" if got is None else f"SHA-256 {wanted}"
+    raise SinewError(
+        f"{name}: {file.rfilename}: expected {expected} as the hub says, got {said}; it is removed"
+    )
+
+
 def _fetched(name: Name, file: str | None) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
         with progress.task(f"fetching {name}"):
             if file is not None:
-                return Path(hf_hub_download(name.repository, file, revision=name.revision))
+                with scratch.ended_by_signals():  # huggingface_hub removes what is incomplete, if it may
+                    return Path(hf_hub_download(name.repository, file, revision=name.revision))
             return Path(
                 snapshot_download(name.repository, allow_patterns=CHECKPOINT_FILES, revision=name.revision)
             )
@@ -151,7 +216,7 @@ def _bundle_of(name: Name, files: list[str]) -> str | None:
     if name.file is not None:
         if name.file not in files:
             raise SinewError(
-                f"{name}: expected one of the repository's files {', '.join(files)}, got {name.file}"
+                f"{name}: expected one of the repository's files {_named(files)}, got {name.file}"
             )
         return name.file
     bundles = [file for file in files if file.endswith(".gguf") and "/" not in file]
@@ -161,12 +226,17 @@ def _bundle_of(name: Name, files: list[str]) -> str | None:
         return None
     if len(bundles) > 1:
         raise SinewError(
-            f"{name}: expected one bundle, got {', '.join(sorted(bundles))}; hf://{name.repository}/FILE takes one"
+            f"{name}: expected one bundle, got {_named(bundles)}; hf://{name.repository}/FILE takes one"
         )
     return bundles[0]
+
+
+def _named(files: Sequence[str]) -> str:
+    more = f" and {len(files) - MAX_NAMED} more" if len(files) > MAX_NAMED else ""
+    return ", ".join(each[:100] for each in sorted(files)[:MAX_NAMED]) + more
 
 
 def _words(error: Exception) -> str:
     """Return the first line of an error, or its type."""
     lines = [line for line in str(error).strip().splitlines() if line and "Client Error" not in line]
-    return next(iter(lines), "") or type(error).__name__
+    return next(iter(lines), "")[:MAX_WORDS] or type(error).__name__

@@ -116,7 +116,8 @@ def _name(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
 
 
-def _sha256(path: Path, size: int) -> str:
+def sha256(path: Path, size: int) -> str:
+    """Return the SHA-256 of a regular file of ``size`` bytes in hexadecimal digits."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(BLOCK, size) or 1))
     with open_regular(path) as file, _shown(path, size) as advance:
@@ -154,7 +155,7 @@ class _Memo:
         if known is not None and tuple(known[0]) == seen:
             return known[1]
         started = time.time_ns()
-        digest = _sha256(path, found.st_size)
+        digest = sha256(path, found.st_size)
         self.known.pop(where, None)
         if started - max(found.st_mtime_ns, found.st_ctime_ns) > RACY_NS:
             self.known[where] = (seen, digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import socket
 import threading
@@ -18,10 +19,13 @@ class Puppet:
     """Answers every request after ``delay`` seconds with ``rows`` [H, D] plus the number of the answer times 100.
 
     Attributes may be changed while it runs. silent: requests are taken and never answered. nan: answers hold NaN.
+    metadata: what it says of itself, answered to any request for it.
     """
 
-    def __init__(self, rows: int = 20, dim: int = 2, delay: float = 0.02):
-        self.rows, self.dim, self.delay = rows, dim, delay
+    def __init__(
+        self, rows: int = 20, dim: int = 2, delay: float = 0.02, metadata: dict[str, Any] | None = None
+    ):
+        self.rows, self.dim, self.delay, self.metadata = rows, dim, delay, metadata
         self.silent = self.nan = False
         self.answered = 0
         self._end = threading.Event()
@@ -40,6 +44,11 @@ class Puppet:
                 continue
             time.sleep(self.delay)
             request = schema.PredictRequest.FromString(body)
+            if request.kind == schema.PredictRequest.METADATA:
+                reply = schema.PredictResponse(request_id=request.request_id)
+                reply.metadata = json.dumps(self.metadata)
+                self._socket.send_multipart([*head, reply.SerializeToString()])
+                continue
             actions = 100.0 * self.answered + np.arange(self.rows)[:, None] + np.zeros(self.dim)
             if self.nan:
                 actions[-1] = np.nan

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
+import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +199,122 @@ def test_the_verb_takes_records(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["frames"] == 3
     assert "next.success" not in json.loads((tmp_path / "out/meta/info.json").read_text())["features"]
     assert main(["dataset", str(tmp_path / "records"), str(tmp_path / "x"), "--env", "sinew/Pen-v0"]) == 1
+
+
+def pixels(*shape: int, kind: Any = np.uint8, value: float = 0) -> np.ndarray:
+    return np.full(shape, value, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "images/front",
+            pixels(0, 0, 3),
+            "or floats in [0, 1], got uint8 [0, 0, 3]",
+        ),
+        ("images/front", pixels(4, 6), "or floats in [0, 1], got uint8 [4, 6]"),
+        ("images/front", pixels(4, 6, 4), "images.front: expected uint8 [height, width, 3]"),
+        ("images/front", pixels(2, 4, 6, 3), "images.front: expected uint8 [height, width, 3]"),
+        (
+            "images/front",
+            pixels(4, 6, 3, kind=np.float32, value=200),
+            "floats in [0, 1], got float32 from 200 to 200",
+        ),
+        (
+            "images/front",
+            pixels(4, 6, 3, kind=np.float32, value=np.nan),
+            "floats in [0, 1], got float32 from nan",
+        ),
+        ("images/front", pixels(4, 6, 3, kind=np.int64), "floats in [0, 1], got int64"),
+        ("images/front", pixels(4, 6, 3, kind="U3"), "floats in [0, 1], got <U3"),
+        ("images/../../x", pixels(4, 6, 3), "expected names of cameras without slashes, got '../../x'"),
+        ("images/..", pixels(4, 6, 3), "expected names of cameras without slashes, got '..'"),
+        ("images/a\x1b", pixels(4, 6, 3), r"expected names of cameras without slashes, got 'a\x1b'"),
+        ("state", np.zeros(0), "observation.state: expected one number or more, got none"),
+        ("state", np.array(["a"]), "observation.state: expected numbers, got <U1"),
+        ("state", np.zeros(3, np.complex64), "observation.state: expected numbers, got complex64"),
+        ("state", np.full(3, 1e300), "observation.state: expected 3 finite numbers"),
+        ("actions", np.zeros((0, 2)), "actions: expected numbers [H, D], got float64 [0, 2]"),
+        ("actions", np.zeros(()), "actions: expected numbers [H, D], got float64 []"),
+        ("actions", np.array([["a"]]), "actions: expected numbers [H, D], got <U1 [1, 1]"),
+        ("time", "noon", "time: expected seconds, got noon"),
+        ("time", [1], "time: expected seconds, got [1]"),
+        ("time", 1e300, "time: expected seconds, got 1e+300"),
+        pytest.param("time", 10**400, "time: expected seconds, got 1000", id="digits"),
+        ("prompt", "\ud800", "task: expected text"),
+    ],
+)
+def test_records_from_elsewhere_are_told_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any, said: str
+) -> None:
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    record(tmp_path / "records", [10.0, 10.1, 10.2])
+    for path in (tmp_path / "records").glob("*.npz"):
+        with np.load(path) as file:
+            arrays = dict(file)
+        meta = json.loads(str(arrays.pop("meta")))
+        if isinstance(value, np.ndarray):
+            arrays = {
+                key: each for key, each in arrays.items() if key.partition("/")[0] != name.partition("/")[0]
+            }
+            arrays[name] = value
+        else:
+            meta[name] = value
+        np.savez(path, **arrays, meta=np.array(json.dumps(meta)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["dataset", str(tmp_path / "records"), str(tmp_path / "out"), "--hz", "10"]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert said in told
+    assert "fault of this program" not in told
+    assert [each.name for each in tmp_path.iterdir()] == ["records"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from sinew.eval.dataset.writer import DatasetWriter
+from tests.eval.test_dataset import frames
+with DatasetWriter(Path(sys.argv[1]), 20) as writer:
+    for _ in range(int(sys.argv[2])):
+        writer.add(frames(2))
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("complete", [0, 2])
+def test_a_signal_leaves_whole_episodes_or_nothing(tmp_path: Path, complete: int) -> None:
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    out = tmp_path / "out"
+    words = ["env", "--default-signal=TERM", sys.executable, "-c", WRITER, out, str(complete)]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        assert not out.exists()
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert [each.name for each in tmp_path.iterdir()] == (["out"] if complete else [])
+    if complete:
+        assert json.loads((out / "meta" / "info.json").read_text())["total_episodes"] == complete
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    """Also a link to nowhere, and what came while episodes were played."""
+    pytest.importorskip("pyarrow", reason="the extra `dataset` is not installed")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SinewError, match="is there already"):
+        DatasetWriter(tmp_path / "link", 20)
+    with DatasetWriter(tmp_path / "out", 20) as writer:
+        writer.add(frames(2))
+        (tmp_path / "out").mkdir()
+        with pytest.raises(SinewError, match="is there already"):
+            writer.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "out"]
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_verb_plays_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
 import os
 import random
+import re
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.panel import Panel
+from rich.progress import TextColumn
+from rich.text import Text
 
 from sinew.bundle import Bundle, write_bundle
 from sinew.bundle.files import open_regular
-from sinew.cli import main
+from sinew.cli import main, terminal
 from sinew.convert import convert
 from sinew.convert.read.files import read_bytes
-from sinew.core import BundleError, CameraSpec, ConvertError, SinewError
+from sinew.core import BundleError, CameraSpec, ConvertError, KeyMap, SinewError
 from sinew.engine.onnx.engine import _table
 from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.sessions import open_session
+from sinew.eval.report import card as cards
 from sinew.policy import load
 from sinew.processing import Processor
 from sinew.processing.tokenizer import open_tokenizer
 from sinew.serve.recorder import read_record
+from tests import processes
 from tests.bundle.test_bundle import sources
 from tests.hostile import files
 from tests.hostile.mutate import mutate_bytes, mutate_record
@@ -258,8 +266,8 @@ def test_fields_of_a_manifest_are_bounded(smolvla_bundle, tmp_path):
     cases = {
         "height and width: expected 1 to 8192": camera(height=1 << 31),
         "expected 1 to 8192 pixels": camera(height=0),
-        "expected printable names": camera(name="a\nb"),
-        "printable names of 1 to 256": camera(name="a" * 70_000),
+        "expected names of 1 to 256 characters, printable": camera(name="a\nb"),
+        "names of 1 to 256 characters, p": camera(name="a" * 70_000),
         "pixels of all frames": {"cameras": tuple(CameraSpec(f"c{i}", 8192, 8192) for i in range(16))},
         "solver_steps: expected 1 to 100": {"solver_steps": 0},
         "expected 1 to 100": {"solver_steps": 101},
@@ -292,6 +300,67 @@ def test_inspect_prints_any_name(smolvla_bundle, tmp_path, capsys):
     write_bundle(tmp_path / "m.gguf", lambda: manifest, sources(bundle))
     assert main(["inspect", str(tmp_path / "m.gguf"), "--tensors"]) == 0
     assert "[/red]" in capsys.readouterr().out
+
+
+STEERS = "\x1b]0;owned\x07\x1b[2J\x9b1m\r\u202ename"  # a title, an empty screen, colours, and text from right to left
+
+
+def test_what_is_printed_does_not_steer_a_terminal(smolvla_bundle, tmp_path, capsys):
+    bundle = Bundle(smolvla_bundle(CASE))
+    old = bundle.manifest
+    origin = replace(
+        old.provenance, converter=STEERS, notes=(STEERS,), dropped=(STEERS,), options={"a": STEERS}
+    )
+    manifest = replace(old, provenance=origin, config={**old.config, STEERS: STEERS})
+    write_bundle(tmp_path / "m.gguf", lambda: manifest, sources(bundle))
+    verbs = (["inspect"], ["inspect", "--tensors"], ["push", "lab/pick", "--dry"])
+    for verb, *words in verbs:
+        assert main([verb, str(tmp_path / "m.gguf"), *words]) == 0
+    assert main(["inspect", STEERS]) == 1
+    with terminal.bars(TextColumn("{task.description}")), terminal.show_task(STEERS, None):
+        pass
+    terminal.console().print(Text(STEERS), Panel(STEERS))
+    said = capsys.readouterr()
+    assert not {each for each in said.out + said.err if each in STEERS and not each.isprintable()}
+    assert said.out.count(r"\x1b[2J\x9b1m\r\u202ename") >= 4
+    assert terminal.shown("a\tb\nc é 木") == "a\tb\nc é 木"
+
+
+def test_the_log_does_not_steer_a_terminal():
+    code = "from sinew.cli import terminal; terminal.log(20, '%(message)s'); import logging; logging.info('a\\x1bb')"
+    done = processes.run([sys.executable, "-c", code])
+    assert done.stderr == "a\\x1bb\n"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2Jb", 'a": print(1), "b', "a`b", "a\\", "a\u202eb", ""])
+def test_names_fit_into_programs_and_pages(smolvla_bundle, name):
+    old = Bundle(smolvla_bundle(CASE)).manifest
+    camera = replace(old.spec, cameras=(CameraSpec(name, 8, 8),))
+    with pytest.raises(
+        BundleError, match=r"spec.cameras: expected names of 1 to 256 characters, printable, without"
+    ):
+        replace(old, spec=camera).check()
+    if not name:
+        return
+    keys = KeyMap("openpi", {name: old.spec.cameras[0].name}, ("state",))
+    with pytest.raises(BundleError, match=r"spec.keys, and parts of vectors: expected names"):
+        replace(old, spec=replace(old.spec, keys=(keys,))).check()
+    if not name.isprintable():
+        joints = replace(old.spec.state, names=(name, *map(str, range(1, old.spec.state.dim))))
+        for spec in (replace(old.spec, state=joints), replace(old.spec, embodiment=name)):
+            with pytest.raises(BundleError, match="spec: expected printable names"):
+                replace(old, spec=spec).check()
+
+
+def test_the_program_on_a_card_is_the_program_that_was_meant(smolvla_bundle, tmp_path):
+    bundle = Bundle(smolvla_bundle(CASE))
+    cameras = (CameraSpec("x}) or print(1)  #", 8, 8),)
+    manifest = replace(bundle.manifest, spec=replace(bundle.manifest.spec, cameras=cameras))
+    write_bundle(tmp_path / "m.gguf", lambda: manifest, sources(bundle))
+    text = cards.card(Bundle(tmp_path / "m.gguf"), "0" * 64, [], "lab/pick", {})
+    (program,) = re.findall("^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    calls = [each.func for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Call)]
+    assert sorted(ast.unparse(each) for each in calls) == ["Client", "policy.infer"]
 
 
 # ----------------------------------------------------------------------------- tokenizers

@@ -81,7 +81,7 @@ def arm(walk: Walk) -> None:
     """A checkpoint of SmolVLA's for an arm of six joints and two cameras, the files of its language model, pictures."""
     walk.copy(FIXTURES / "smolvla-2cam" / "checkpoint", "my_smolvla")
     walk.copy(FIXTURES / "smolvla-2cam" / "vlm", "SmolVLM2-500M-Video-Instruct")
-    walk.run(f"{walk.python} -c '{PICTURES}'")
+    walk.run(f"python -c '{PICTURES}'")
 
 
 def arm_policy(walk: Walk) -> None:

@@ -3,9 +3,9 @@
 ``python lerobot_plugin.py factory FILE.npz OPTIONS...`` makes a policy from each JSON object with LeRobot's factory,
 as its commands do, lets it act on the observations in FILE.npz, and writes its actions, or why there is no such
 policy; the first is also saved, and made again from its folder; of one with a ``spec``, how many rows it executes.
-``python lerobot_plugin.py resets OPTIONS...`` begins
-an episode of Blocks-v0 with each JSON object and prints what came of it. ``lerobot_plugin.py lerobot-eval FLAGS``
-is that command, by its entry point; so are LeRobot's others.
+``refusals OPTIONS...`` makes a policy from each, shows it a frame, which its ``batch`` changes, and prints the shape of
+the action or why there is none. ``resets OPTIONS...`` begins an episode of Blocks-v0 with each JSON object and prints
+what came of it. ``lerobot-eval FLAGS`` is that command, by its entry point; so are LeRobot's others.
 """
 
 from __future__ import annotations
@@ -86,6 +86,33 @@ def act(seen, policy, before, after) -> np.ndarray:
     return np.stack(rows)
 
 
+def refusals(*options: str) -> None:
+    register_third_party_plugins()
+    found = []
+    for text in options:
+        given = json.loads(text)
+        changes, folder = given.pop("batch", {}), given.pop("folder", None)
+        try:
+            if folder is None:
+                policy = get_policy_class("sinew")(make_policy_config("sinew", **given))
+            else:
+                policy = get_policy_class("sinew").from_pretrained(folder)
+            policy.reset()
+            found.append(list(policy.select_action(batch(**changes)).shape))
+        except Exception as error:  # noqa: BLE001 - its type is what is asked
+            found.append(f"{type(error).__name__}: {error}")
+    print(json.dumps(found))
+
+
+def batch(frames: int = 1, states: int = 1, tasks: int = 1, value: float = 0.5) -> dict:
+    """Return what a policy is shown: so many of each, and the value of every pixel."""
+    return {
+        "observation.images.front": torch.full((frames, 3, 8, 8), value),
+        "observation.state": torch.zeros(states, 2),
+        "task": ["go"] * tasks,
+    }
+
+
 def resets(*options: str) -> None:
     register_third_party_plugins()
     config = EnvConfig.get_choice_class("sinew")()
@@ -108,7 +135,7 @@ def resets(*options: str) -> None:
 if __name__ == "__main__":
     print(f"lerobot {lerobot.__version__}", file=sys.stderr)
     program = sys.argv[1]
-    if program in ("factory", "resets"):
+    if program in ("factory", "refusals", "resets"):
         globals()[program](*sys.argv[2:])
     else:
         (point,) = entry_points(group="console_scripts", name=program)

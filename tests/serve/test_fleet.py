@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,6 +85,11 @@ def test_a_configuration_names_what_is_wrong(tmp_path):
         ),
         ({"policies": {**ONE["policies"], "a/b": {"source": "a"}}}, "expected a name"),
         ({"policies": {"default": {"source": "a", "max_batch": "big"}}}, "max_batch"),
+        ({"policies": {"default": {"source": "a", "cpus": float("inf")}}}, "cpus"),
+        ({"policies": {"default": {"source": "a", "drain_s": float("nan")}}}, "drain_s"),
+        ({"policies": {"default": {"source": "a", "replicas": 10**8}}}, "replicas"),
+        ({"policies": {"default": {"source": "a\0b"}}}, "policies.default.source: expected printable text"),
+        ({"policies": {"default": {"source": "a", "device": "\ud800"}}}, "device: expected printable text"),
         ([], "object"),
         (None, "object"),
     ):
@@ -92,9 +98,16 @@ def test_a_configuration_names_what_is_wrong(tmp_path):
     file = tmp_path / "fleet.yaml"
     file.write_text(yaml.safe_dump(ONE))
     assert read(file) == parse(ONE)
-    file.write_text("a: [")
-    with pytest.raises(SinewError, match="not YAML"):
+    for text in ("a: [", "[" * 3000, "a: 2020-99-01", f"a: {'9' * 5000}"):
+        file.write_text(text)
+        with pytest.raises(SinewError, match="not YAML"):
+            read(file)
+    file.write_text("#" * (1 << 20) + "\n")
+    with pytest.raises(SinewError, match="at most 1048576 bytes"):
         read(file)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(SinewError, match="expected a regular file, got a FIFO"):
+        read(tmp_path / "fifo")
     with pytest.raises(SinewError, match="No such file"):
         read(tmp_path / "none.yaml")
 
@@ -182,6 +195,15 @@ def test_what_is_wrong_with_a_request_is_wrong_on_every_replica(pool):
         policy.run(observation)
     assert policy.run(observation).actions[0, 0] == 0  # after the replica that was full
     assert policy.state()["retried"] == 1
+
+
+@pytest.mark.parametrize("actions", [np.zeros((3, 7)), np.zeros((4, 2)), np.zeros(6), None])
+def test_a_replica_of_another_form_answers_no_robot(pool, actions):
+    """Attached to replicas that others change, a gateway handed on rows of another width."""
+    policy = remote(lambda _: ActionChunk(actions, seed=0) if actions is not None else b"chunk", pool)
+    with pytest.raises(SinewError, match=r"a replica of default answers with .*, expected \(3, 2\)") as error:
+        policy.run(Observation(images={}, state=np.zeros(2)))
+    assert error.value.code == "unhealthy"
 
 
 def test_a_request_that_nobody_waits_for_is_given_up(pool):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -23,6 +26,7 @@ from sinew.policy import load
 from tests.serve.test_server import CASE, GOOD, serving
 
 pytest.importorskip("ray.serve")
+grpc = pytest.importorskip("grpc")
 KEY = "secret"
 WAIT_S = 240.0  # a replica starts in half a minute on a loaded machine
 
@@ -45,6 +49,44 @@ def replicas(process: int) -> list[int]:
         except psutil.Error:  # it has just ended
             continue
     return found
+
+
+def reachable(process: int) -> list[int]:
+    """Return the ports of a process and its children that other machines can connect to."""
+    found = []
+    for each in (psutil.Process(process), *psutil.Process(process).children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            for socket in each.net_connections("tcp"):
+                address = ipaddress.ip_address(socket.laddr.ip)
+                address = getattr(address, "ipv4_mapped", None) or address
+                if socket.status == psutil.CONN_LISTEN and not address.is_loopback:
+                    found.append(socket.laddr.port)
+    return found
+
+
+class Ran:
+    """Says that it was unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def refuses_strangers(port: int, ran: Path) -> None:
+    """A call without the token, with a pickle where Ray Serve's replicas expect one, is answered and runs nothing."""
+    pickled = pickle.dumps(Ran(ran))
+    size = len(pickled)
+    message = (
+        b"\x0a" + bytes([size & 127 | 128, size >> 7]) + pickled
+    )  # field 1, bytes, of 128 to 16,383 bytes
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for method in ("ray.serve.ASGIService/HandleRequest", "ray.rpc.ObjectManagerService/Pull"):
+            with pytest.raises(grpc.RpcError) as error:
+                channel.unary_unary(f"/{method}")(message, timeout=WAIT_S)
+            assert error.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+    assert not ran.exists()
 
 
 def put(address: str, source: Path) -> dict[str, Any]:
@@ -97,6 +139,10 @@ def test_replicas_are_killed_and_updated_under_load_and_no_request_is_lost(smolv
         robots = [threading.Thread(target=robot, args=(seed,)) for seed in range(4)]
         with Client(native, timeout=WAIT_S, api_key=KEY) as client:
             until(lambda: client.health()["policies"]["default"]["replicas"] == 2)
+            there = reachable(gateway.process.pid)
+            assert len(there) <= 3  # the raylet's object manager, and each replica's gRPC, listen everywhere
+            for port in there:
+                refuses_strangers(port, tmp_path / "ran")
             for each in robots:
                 each.start()
             for _ in range(2):

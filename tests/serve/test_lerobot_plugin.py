@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from sinew_client import Client
 
+from tests.control.puppet import Puppet
 from tests.journeys.lerobot import ADDRESS, check_evaluation, documented, robot_line
 from tests.serve.lerobot_releases import (
     CLIENTS,
@@ -151,6 +152,82 @@ def test_what_an_episode_is_begun_with(release: str, plugin: Path) -> None:
     assert unknown == {key: plain[key] for key in unknown}
     assert "blue" in blue["task"]
     assert misspelt["error"] == "options: expected color, side, phrasing or switch, got ['colour']"
+
+
+SPEC = {
+    "name": "puppet",
+    "cameras": [{"name": "front", "height": 8, "width": 8}],
+    "state": {"dim": 2},
+    "action": {"dim": 2},
+    "chunk_size": 20,
+}
+CHUNK = "ValueError: actions: expected [20, 2] as the policy puppet says of itself, got "
+FAR = "tcp://198.51.100.7:5555"  # nobody's; it is refused before anybody is asked
+
+
+@each_release
+def test_what_neither_a_server_nor_a_folder_may_do(release: str, plugin: Path, tmp_path: Path) -> None:
+    """Chunks of another form than was agreed, metadata that is none, frames that do not go together, and a folder
+    whose configuration sends the key to a machine that its user did not name."""
+    config = {"type": "sinew", "address": FAR, "input_features": {}, "output_features": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    good = {"policy": SPEC}
+    metadata = (
+        {},
+        {"policy": [1]},
+        {"policy": {**SPEC, "chunk_size": -1}},
+        {"policy": {**SPEC, "action": {"dim": "2"}}},
+        {"policy": {**SPEC, "cameras": ["front"]}},
+        {"policy": {**SPEC, "n_action_steps": -3}},
+        {"policy": {**SPEC, "n_action_steps": 21}},
+    )
+    with contextlib.ExitStack() as stack:
+
+        def puppet(**given: Any) -> str:
+            return f"tcp://127.0.0.1:{stack.enter_context(Puppet(delay=0, **given)).port}"
+
+        fine = puppet(metadata=good)
+        wanted = [
+            *({"address": puppet(metadata=each)} for each in metadata),
+            *(
+                {"address": puppet(metadata=good, rows=r, dim=d)}
+                for r, d in ((20, 3), (20, 1), (1, 2), (21, 2))
+            ),
+            {"address": fine, "batch": {"frames": 1, "states": 2, "tasks": 2}},
+            {"address": fine, "batch": {"frames": 2, "states": 2, "tasks": 1}},
+            {"address": fine, "batch": {"frames": 0, "states": 0, "tasks": 0}},
+            {"address": fine, "batch": {"value": 200.0}},
+            {"address": fine, "batch": {"value": float("nan")}},
+            {"folder": str(tmp_path)},
+            {"address": fine},
+        ]
+        done = lerobot(release, plugin, "refusals", *map(json.dumps, wanted), SINEW_API_KEY="secret")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    told, chunks, frames, folder = found[:7], found[7:11], found[11:16], found[16]
+    assert [each.partition(", got ")[0] for each in told] == [
+        f"ValueError: policy: expected of the server's metadata {what}"
+        for what in (
+            *["a map, the policy"] * 2,
+            "chunk_size, a whole number above 0",
+            "action.dim, a whole number above 0",
+            "cameras, a list of maps with a name",
+            *["n_action_steps, a whole number from 0 to 20"] * 2,
+        )
+    ]
+    assert chunks == [f"{CHUNK}{shape}" for shape in ("[20, 3]", "[20, 1]", "[1, 2]", "[21, 2]")]
+    assert frames == [
+        "ValueError: observation.images.front: expected 2 frames, one for each state, got 1",
+        "ValueError: task: expected 2 instructions, one for each state, got 1",
+        "ValueError: observation.state: expected [B, D] with B of 1 or more, got [0, 2]",
+        "ValueError: observation.images.front: expected floats in [0, 1], got 200 to 200",
+        "ValueError: observation.images.front: expected floats in [0, 1], got nan to nan",
+    ]
+    assert folder == (
+        f"ValueError: policy.address: {FAR} is what the configuration of {tmp_path} says, and SINEW_API_KEY is not sent"
+        f" where you did not say: give --policy.type=sinew --policy.address={FAR}, or take the key away"
+    )
+    assert found[17] == [1, 2]
 
 
 def test_type_parameters_are_written_as_python_3_11_has_them() -> None:

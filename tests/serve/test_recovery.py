@@ -148,6 +148,49 @@ def test_two_recorders_share_a_folder(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+WRITER = """
+import sys, time
+from pathlib import Path
+from sinew.serve.recorder import Recorder
+recorder = Recorder(Path(sys.argv[1]))
+part = recorder._claim()[0]
+part.write_bytes(b"half")
+print(part, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_recorder_left_goes_with_the_next_and_nothing_else(tmp_path):
+    def writer():
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True
+        )
+        return process, Path(process.stdout.readline().strip())
+
+    killed, left = writer()
+    killed.kill()
+    killed.wait(WAIT_S)
+    assert left.read_bytes() == b"half"
+    alive, kept = writer()
+    try:
+        strangers = [tmp_path / "notes.part", tmp_path / "1.part.txt"]
+        for stranger in strangers:
+            stranger.touch()
+        link = tmp_path / "00000099.part"
+        link.symlink_to(strangers[0])
+        recorder = Recorder(tmp_path)
+        recorder.put("native", "", OBSERVATION, CHUNK)
+        recorder.close()
+        assert kept.read_bytes() == b"half"
+        assert all(stranger.exists() for stranger in strangers)
+        assert link.is_symlink()
+        assert len(list(read_records(tmp_path))) == 1
+        assert sorted(tmp_path.glob("0*.part")) == sorted({kept, link})
+    finally:
+        alive.kill()
+        alive.wait(WAIT_S)
+
+
 def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("sinew.serve.backlog.RETRY_S", 0.0)
     recorder = Recorder(tmp_path)

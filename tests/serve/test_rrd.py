@@ -6,10 +6,12 @@ import json
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +56,40 @@ def scalars(out: Path, entity: str, timeline: str = "wall") -> list[tuple[float,
             times = batch.column(timeline).cast("int64").to_pylist()
             rows += zip([1e-9 * time for time in times], values, strict=True)
     return sorted(rows)
+
+
+@pytest.mark.usefixtures("rerun")
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("images/camera1", np.zeros(5, np.uint8), "or floats in [0, 1], got uint8 [5]"),
+        ("images/camera1", np.zeros((4, 6, 4), np.uint8), "or floats in [0, 1], got uint8 [4, 6, 4]"),
+        ("images/camera1", np.full((4, 6, 3), np.nan, np.float32), "got float32 from nan to nan"),
+        ("images/a\x1b", np.zeros((4, 6, 3), np.uint8), "expected printable names of cameras"),
+        ("state", np.array(["a"]), "state: expected numbers [D], got <U1 [1]"),
+        ("actions", np.zeros(3), "actions: expected numbers [H, D], got float64 [3]"),
+        ("recorded", "noon", "recorded: expected seconds, got noon"),
+        ("recorded", 1e308, "recorded: expected seconds, got 1e+308"),
+        ("total_ms", [1], "total_ms: expected seconds, got [1]"),
+        ("prompt", "\ud800", ""),
+    ],
+)
+def test_records_from_elsewhere(
+    records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: Any, said: str
+) -> None:
+    for path in records.glob("*.npz"):
+        with np.load(path) as file:
+            arrays = dict(file)
+        meta = json.loads(str(arrays.pop("meta")))
+        (arrays if isinstance(value, np.ndarray) else meta)[name] = value
+        np.savez(path, **arrays, meta=np.array(json.dumps(meta)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["rrd", str(records), str(tmp_path / "out.rrd")]) == bool(said)
+    told = " ".join(capsys.readouterr().err.split())
+    assert said in told
+    assert "fault of this program" not in told
+    assert [each.name for each in tmp_path.iterdir() if each != records] == ([] if said else ["out.rrd"])
 
 
 @pytest.mark.usefixtures("rerun")

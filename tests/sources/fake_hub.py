@@ -22,13 +22,17 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """Repositories (name -> folder) behind an address; ``asked`` has the paths of all requests.
 
-    home: where repositories are made that do not exist. token: wanted of those who write.
+    home: where repositories are made that do not exist. token: wanted of those who write. May be changed while it
+    runs: names of files that are not there; sizes, which it states of files instead of the true ones; bodies, which it
+    sends instead of a file's bytes; stall: it sends the first half of a file and waits, until ``go``.
     """
 
     def __init__(self, repositories: dict[str, Path], home: Path | None = None, token: str = "a-token"):
         self.repositories, self.asked = repositories, list[str]()
         self.home, self.token, self.objects = home, token, dict[str, bytes]()
         self.commits = list[dict[str, Any]]()
+        self.sizes, self.bodies, self.names = dict[str, int](), dict[str, bytes](), list[str]()
+        self.stall, self.go = threading.Event(), threading.Event()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -70,15 +74,24 @@ class FakeHub:
                 ]
                 return self.send(request, 200, json.dumps(tree).encode(), body)
             if path == f"/api/models/{name}" or path.startswith(f"/api/models/{name}/revision/"):
-                siblings = [{"rfilename": file.relative_to(folder).as_posix()} for file in files]
+                siblings = [self.described(file, file.relative_to(folder).as_posix()) for file in files]
+                siblings += [{"rfilename": name} for name in self.names]
                 info = {"id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
                 return self.send(request, 200, json.dumps(info).encode(), body)
             if path.startswith(f"/{name}/resolve/"):
                 file = folder / path.removeprefix(f"/{name}/resolve/").partition("/")[2]
                 if file.is_file():
-                    return self.send(request, 200, file.read_bytes(), body)
+                    return self.send(request, 200, self.bodies.get(file.name, file.read_bytes()), body)
                 return self.send(request, 404, b"", body, "EntryNotFound")
         return self.send(request, 404, b'{"error": "Repository not found"}', body, "RepoNotFound")
+
+    def described(self, file: Path, name: str) -> dict[str, Any]:
+        """Return what is said of a file, as of large ones with git LFS."""
+        data = file.read_bytes()
+        size = self.sizes.get(file.name, len(data))
+        lfs = {"sha256": hashlib.sha256(data).hexdigest(), "size": size, "pointerSize": 134}
+        found = {"rfilename": name, "size": size, "blobId": hashlib.sha1(data).hexdigest()}
+        return found | ({"lfs": lfs} if file.suffix in (".gguf", ".safetensors") else {})
 
     def take(self, request: BaseHTTPRequestHandler) -> None:
         """Answer a request that writes."""
@@ -146,8 +159,14 @@ class FakeHub:
         if error:
             request.send_header("X-Error-Code", error)
         request.end_headers()
-        if body:
-            request.wfile.write(data)
+        if not body:
+            return
+        if len(data) > 1 << 14 and self.stall.is_set():
+            request.wfile.write(data[: len(data) // 2])
+            self.stall.clear()
+            self.go.wait()
+            return
+        request.wfile.write(data)
 
 
 @contextmanager

@@ -185,6 +185,10 @@ def test_text_of_a_bundle_is_no_markup() -> None:
     [
         (["push", "{bundle}", "nowhere"], "nowhere: expected ORG/NAME"),
         (["push", "{bundle}", "hf://lab/pick/policy.gguf"], "expected a repository, got a file of one"),
+        (
+            ["push", "{bundle}", "lab/pick", "--dry", "--card", "{bundle}"],
+            "expected another file than the bundle",
+        ),
         (["pull", "nowhere"], "nowhere: expected ORG/NAME"),
         (["pull", "lab/pick", "--out", "{bundle}"], "expected a file that is not there yet"),
     ],

@@ -6,9 +6,11 @@ import http.server
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from sinew.core import BundleError, ConvertError, SinewError
 from sinew.policy import open_bundle
 from sinew.sources import cache, hub, is_server, resolve
 from tests import processes
-from tests.sources.fake_hub import fake_hub
+from tests.sources.fake_hub import FakeHub, fake_hub
 
 FLIP = bytes([0x55])
 
@@ -96,8 +98,11 @@ def test_a_training_run_is_converted_once(
 
 def test_the_name_of_the_configuration_wins(run: Path, said: list[str]) -> None:
     model = run / "checkpoints" / "000200" / "pretrained_model"
-    (model / "train_config.json").write_text('{"job_name": "tidy", "policy": {"repo_id": "lab/tidy-table"}}')
+    config = model / "train_config.json"
+    config.write_text('{"job_name": "tidy", "policy": {"repo_id": "lab/tidy-table"}}')
     assert Bundle(resolve(run)).manifest.name == "tidy-table"
+    config.write_text('{"job_name": "\\u001b[2Jtidy\\n", "policy": {"repo_id": "lab/\\u202e"}}')
+    assert Bundle(resolve(run)).manifest.name == "[2Jtidy"
 
 
 def test_a_changed_checkpoint_converts_again(run: Path, said: list[str]) -> None:
@@ -362,3 +367,90 @@ def test_repositories_of_a_hub(run: Path, tmp_path: Path, smolvla_bundle: Callab
     assert "no file or folder here" in unreachable.stderr
     assert "hf download lab/other --local-dir DIR" in unreachable.stderr
     assert "Traceback" not in unreachable.stderr
+
+
+@pytest.fixture
+def hosted(
+    run: Path, tmp_path: Path, smolvla_bundle: Callable[[str], Path]
+) -> Iterator[tuple[FakeHub, dict[str, str]]]:
+    """A hub with a bundle, lab/bundle, and a checkpoint, lab/pick; and the environment of a process that asks it."""
+    pytest.importorskip("huggingface_hub")
+    (tmp_path / "bundles").mkdir()
+    shutil.copy(smolvla_bundle("smolvla-2cam"), tmp_path / "bundles" / "policy.gguf")
+    checkpoint = run / "checkpoints" / "000200" / "pretrained_model"
+    with fake_hub({"lab/bundle": tmp_path / "bundles", "lab/pick": checkpoint}) as server:
+        yield (
+            server,
+            {
+                "HF_ENDPOINT": server.url,
+                "HF_HOME": str(tmp_path / "hf"),
+                "XDG_CACHE_HOME": str(tmp_path / "cache"),
+                "HF_TOKEN": "",
+            },
+        )
+
+
+def test_nothing_is_fetched_without_room(hosted: tuple[FakeHub, dict[str, str]]) -> None:
+    server, environment = hosted
+    server.sizes = {"policy.gguf": 10**15, "model.safetensors": 10**15}
+    for name in ("lab/bundle", "lab/pick"):
+        found = ask(name, environment)
+        assert found.returncode == 1
+        assert "GB, which are free in" in found.stderr
+        assert "got 1000000.0 GB" in found.stderr
+    assert not any("/resolve/" in path for path in server.asked)
+
+
+@pytest.mark.parametrize(("name", "file"), [("lab/bundle", "policy.gguf"), ("lab/pick", "model.safetensors")])
+@pytest.mark.parametrize("form", ["flipped", "short"])
+def test_what_is_not_what_the_hub_says_is_not_kept(
+    hosted: tuple[FakeHub, dict[str, str]], name: str, file: str, form: str
+) -> None:
+    server, environment = hosted
+    true = (server.repositories[name] / file).read_bytes()
+    server.bodies[file] = true[:-1] + bytes([true[-1] ^ 1]) if form == "flipped" else true[:-1]
+    found = ask(name, environment)
+    assert found.returncode == 1
+    what = (
+        "SHA-256 " if form == "flipped" else f"{len(true)} bytes as the hub says, got {len(true) - 1} bytes"
+    )
+    assert f"hf://{name}: {file}: expected {what}" in found.stderr
+    assert found.stderr.rstrip().endswith("it is removed")
+    kept = Path(environment["HF_HOME"]).rglob("*")
+    assert server.bodies[file] not in [each.read_bytes() for each in kept if each.is_file()]
+    server.bodies.clear()
+    if name == "lab/bundle":
+        again = ask(name, environment)
+        assert json.loads(again.stdout)["name"] == "smolvla-2cam", again.stderr
+
+
+def test_names_of_a_repository_are_told_in_a_line(hosted: tuple[FakeHub, dict[str, str]]) -> None:
+    server, environment = hosted
+    server.names = [
+        "a\x1b[2J\nerror: " + "x" * 300 + ".gguf",
+        *(f"file{index}.gguf" for index in range(5000)),
+    ]
+    found = ask("hf://lab/bundle/none.gguf", environment)
+    assert found.returncode == 1
+    assert r"got none.gguf" in found.stderr
+    assert "and 4992 more" in found.stderr
+    assert len(found.stderr) < 1000
+    assert "\x1b" not in found.stderr
+
+
+def test_a_fetch_that_is_ended_leaves_nothing_half(hosted: tuple[FakeHub, dict[str, str]]) -> None:
+    """huggingface_hub's name of an incomplete file is another one each time: nobody would ever remove it."""
+    server, environment = hosted
+    server.stall.set()
+    command = [sys.executable, "-m", "sinew", "inspect", "lab/bundle"]
+    process = processes.Process(
+        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while server.stall.is_set() or not list(Path(environment["HF_HOME"]).rglob("*.incomplete")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    process.communicate(timeout=60)
+    server.go.set()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not list(Path(environment["HF_HOME"]).rglob("*.incomplete"))

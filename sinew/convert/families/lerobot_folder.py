@@ -48,12 +48,16 @@ def name_of(path: Path) -> str:
     policy = record.get("policy")
     repository = policy.get("repo_id") if isinstance(policy, dict) else None
     for name in (repository, record.get("job_name")):
-        if isinstance(name, str) and name.strip():
-            return name.strip().split("/")[-1][:100]
+        if isinstance(name, str) and (found := _printable(name.strip().split("/")[-1])[:100].strip()):
+            return found
     if folder.name == MODEL:
         step = folder.parent
         folder = step.parent.parent if step.parent.name == "checkpoints" else step
-    return folder.name or "policy"
+    return _printable(folder.name) or "policy"
+
+
+def _printable(text: str) -> str:
+    return "".join(each for each in text if each.isprintable())
 
 
 @dataclass(frozen=True)

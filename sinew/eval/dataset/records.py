@@ -9,6 +9,7 @@ import numpy as np
 
 from sinew.core import SinewError
 from sinew.eval.dataset.writer import Frame
+from sinew.serve import record_parts as parts
 from sinew.serve.recorder import Record
 
 GAP = 2.5  # periods without a request that end an episode
@@ -53,16 +54,12 @@ def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
 
 def _when(record: Record) -> float:
     """Return the moment of a request: the robot's own clock where it gave one."""
-    return float(record.observation.time or record.meta["recorded"])
+    return parts.seconds(record, "time", record.observation.time or record.meta.get("recorded"))
 
 
 def _frame(record: Record) -> Frame:
-    seen = record.observation
-    images = {}
-    for name, image in seen.images.items():
-        frame = np.asarray(image)
-        images[name] = (
-            frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
-        )
-    assert record.actions is not None
-    return Frame(images, np.asarray(seen.state), record.actions[0], str(seen.prompt))
+    """Return a request as a control step."""
+    seen, rows = record.observation, parts.rows(record)
+    images = {name: parts.pixels(record, name) for name in seen.images}
+    assert rows is not None
+    return Frame(images, np.asarray(seen.state), rows[0], str(seen.prompt))

@@ -7,9 +7,10 @@ lerobot 0.4.4, ``datasets/lerobot_dataset.py`` and ``datasets/utils.py``.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from sinew import progress
+from sinew import progress, scratch
 from sinew.core import MissingPackageError, SinewError
 from sinew.eval.dataset.statistics import Statistics
 
 VERSION = "v3.0"
 FILE_BYTES = 100 << 20  # of a parquet file, as LeRobot's
 FILES_PER_CHUNK = 1000
+MAX_FPS = 10_000
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
@@ -47,7 +49,7 @@ class Frame:
 
 
 class DatasetWriter:
-    """Writes episodes one after another; nothing is valid before :meth:`close`.
+    """Writes episodes one after another, beside ``out``, which is there from :meth:`close` on.
 
     out: a folder that does not exist yet. fps: control steps per second, a whole number. state, action: names of
     their numbers. Raises :class:`MissingPackageError` without pyarrow, :class:`SinewError` for what does not fit.
@@ -66,14 +68,14 @@ class DatasetWriter:
             import pyarrow.parquet
         except ImportError:
             raise MissingPackageError("a LeRobot data set", "pyarrow") from None
-        if not float(fps).is_integer() or fps < 1:
+        if not float(fps).is_integer() or not 1 <= fps <= MAX_FPS:
             raise SinewError(
-                f"fps: LeRobot's data sets have a whole number of frames per second, got {fps:g}"
+                f"fps: LeRobot's data sets have a whole number of frames per second, 1 to {MAX_FPS}, got {fps:g}"
             )
-        try:
-            out.mkdir(parents=True)
-        except FileExistsError:
-            raise SinewError(f"{out}: is there already; a data set is written into a new folder") from None
+        self._refuse_existing(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self._beside = contextlib.ExitStack()
+        self._folder = self._beside.enter_context(scratch.beside(out))
         self.out, self.fps, self._robot = out, int(fps), robot
         self._names = {STATE: list(state), ACTION: list(action)}
         self._arrow, self._parquet = pyarrow, pyarrow.parquet
@@ -82,20 +84,21 @@ class DatasetWriter:
         self._episodes: list[dict[str, Any]] = []
         self._statistics = Statistics()
         self._frames = self._file = 0
+        self._closed = False
         self._writer: Any = None
 
     def __enter__(self) -> DatasetWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        """After a failure, leave a whole data set of the episodes that were complete, or nothing."""
-        if kind is None:
+        """After a failure or a signal, leave a whole data set of the episodes that were complete, or nothing."""
+        if kind is None or self._closed:
             return
         if self._episodes:
             self.close()
             progress.say(f"{self.out}: holds the {len(self._episodes)} episodes that were complete")
         else:
-            shutil.rmtree(self.out)
+            self._end()
 
     def add(self, frames: Sequence[Frame], success: bool | None = None) -> None:
         """Append an episode. success: None where nobody knows; what the first one has, all have."""
@@ -103,6 +106,8 @@ class DatasetWriter:
             return
         if not self._features:
             self._features = self._describe(frames[0], success is not None)
+        for frame in frames:
+            _refuse_odd_text(frame.task)
         number, count = len(self._episodes), len(frames)
         columns: dict[str, Any] = {
             "timestamp": np.arange(count, dtype=np.float32) / self.fps,
@@ -149,13 +154,24 @@ class DatasetWriter:
             self._end_file()
 
     def close(self) -> dict[str, int]:
-        """Write what describes the data; return how many episodes, frames and tasks there are."""
-        self._end_file()
-        if not self._episodes:
-            shutil.rmtree(self.out)
-            raise SinewError(f"{self.out}: there was no episode to write")
+        """Write what describes the data, and give it its name; return how many episodes, frames and tasks there are."""
+        self._closed = True
+        try:
+            self._end_file()
+            if not self._episodes:
+                raise SinewError(f"{self.out}: there was no episode to write")
+            self._describe_all()
+            self._refuse_existing(self.out)
+            self._folder.chmod(0o777 & ~_umask())
+            self._folder.rename(self.out)
+        finally:
+            self._end()
+        return {"episodes": len(self._episodes), "frames": self._frames, "tasks": len(self._tasks)}
+
+    def _describe_all(self) -> None:
+        """Write the folder ``meta``."""
         arrow = self._arrow
-        path = self.out / EPISODES
+        path = self._folder / EPISODES
         path.parent.mkdir(parents=True)
         self._parquet.write_table(arrow.Table.from_pylist(self._episodes), path)
         # LeRobot finds a task by the index of pandas' table, so the names are that index.
@@ -172,7 +188,7 @@ class DatasetWriter:
         index = {"index_columns": ["__index_level_0__"], "column_indexes": [], "pandas_version": "2.0"}
         about = {**index, "columns": columns}
         tasks = tasks.replace_schema_metadata({"pandas": json.dumps(about)})
-        self._parquet.write_table(tasks, self.out / "meta" / "tasks.parquet")
+        self._parquet.write_table(tasks, self._folder / "meta" / "tasks.parquet")
         info = {
             "codebase_version": VERSION,
             "robot_type": self._robot,
@@ -188,10 +204,21 @@ class DatasetWriter:
             "video_path": None,
             "features": self._features,
         }
-        meta = self.out / "meta"
+        meta = self._folder / "meta"
         (meta / "info.json").write_text(json.dumps(info, indent=4))
         (meta / "stats.json").write_text(json.dumps(self._statistics.table(), indent=4))
-        return {"episodes": len(self._episodes), "frames": self._frames, "tasks": len(self._tasks)}
+
+    def _end(self) -> None:
+        """Close what is open, and remove what has no name."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._beside.close()
+
+    @staticmethod
+    def _refuse_existing(out: Path) -> None:
+        if os.path.lexists(out):
+            raise SinewError(f"{out}: is there already; a data set is written into a new folder")
 
     # ------------------------------------------------------------------------- one episode
 
@@ -202,16 +229,25 @@ class DatasetWriter:
     @property
     def _path(self) -> Path:
         chunk, file = divmod(self._file, FILES_PER_CHUNK)
-        return self.out / DATA.format(chunk_index=chunk, file_index=file)
+        return self._folder / DATA.format(chunk_index=chunk, file_index=file)
 
     def _describe(self, frame: Frame, judged: bool) -> dict[str, dict[str, Any]]:
         """Return LeRobot's ``features``: what the columns are, from the first frame."""
         features: dict[str, dict[str, Any]] = {}
         for camera, picture in frame.images.items():
+            if not camera.isprintable() or not camera.strip(". ") or "/" in camera or "\\" in camera:
+                raise SinewError(f"images: expected names of cameras without slashes, got {camera[:80]!r}")
+            shape = np.shape(picture)
+            if np.asarray(picture).dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or not all(shape):
+                raise SinewError(
+                    f"images.{camera}: expected uint8 [height, width, 3], got {np.asarray(picture).dtype} {list(shape)}"
+                )
             names = ["height", "width", "channels"]
             features[IMAGES + camera] = {"dtype": "image", "shape": list(np.shape(picture)), "names": names}
         for key, values in ((STATE, frame.state), (ACTION, frame.action)):
             size = int(np.size(values))
+            if not size:
+                raise SinewError(f"{key}: expected one number or more, got none")
             names = self._names[key] if len(self._names[key]) == size else [f"{key}.{i}" for i in range(size)]
             features[key] = {"dtype": "float32", "shape": [size], "names": names}
         for name in ("next.done", "next.success")[: 2 if judged else 1]:
@@ -219,7 +255,10 @@ class DatasetWriter:
         return {**features, **{k: {"dtype": v, "shape": [1], "names": None} for k, v in INDICES.items()}}
 
     def _vector(self, key: str, values: Any) -> np.ndarray:
-        vector = np.asarray(values, np.float32).reshape(-1)
+        if np.asarray(values).dtype.kind not in "fiub":
+            raise SinewError(f"{key}: expected numbers, got {np.asarray(values).dtype}")
+        with np.errstate(over="ignore"):  # infinity is refused
+            vector = np.asarray(values, np.float32).reshape(-1)
         if list(vector.shape) != self._features[key]["shape"] or not np.all(np.isfinite(vector)):
             size = self._features[key]["shape"][0]
             raise SinewError(f"{key}: expected {size} finite numbers as in the first frame, got {vector}")
@@ -261,6 +300,19 @@ class DatasetWriter:
         if self._writer is not None:
             self._writer.close()
             self._writer, self._file = None, self._file + 1
+
+
+def _refuse_odd_text(task: str) -> None:
+    try:
+        task.encode()
+    except UnicodeEncodeError:
+        raise SinewError(f"task: expected text, got {task[:80]!r}") from None
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
 
 
 def _png(picture: np.ndarray) -> bytes:

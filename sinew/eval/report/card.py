@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def _header(manifest: Manifest, facts: Mapping[str, str]) -> Iterator[str]:
 def _use(manifest: Manifest, repository: str) -> Iterator[str]:
     spec = manifest.spec
     frames = ", ".join(
-        f"{json.dumps(camera.name)}: {camera.name.replace('.', '_')}" for camera in spec.cameras
+        f"{json.dumps(camera.name)}: {re.sub(r'[^A-Za-z0-9]', '_', camera.name)}" for camera in spec.cameras
     )
     yield from ("```", f"sinew serve hf://{repository}", "```", "", "```python")
     yield "from sinew_client import Client"
@@ -137,7 +138,7 @@ def _origin(bundle: Bundle, digest: str) -> Iterator[str]:
     )
     yield from ("", "| file | bytes | SHA-256 |", "|---|---|---|")
     yield f"| **{_cell(bundle.path.name)}** | {bundle.path.stat().st_size} | `{digest}` |"
-    yield from (f"| {_cell(file.name)} | {file.bytes} | `{file.sha256}` |" for file in origin.sources)
+    yield from (f"| {_cell(file.name)} | {file.bytes} | `{_cell(file.sha256)}` |" for file in origin.sources)
     yield ""
     yield from (
         f"* given to the converter: {_cell(name)} = {_cell(value)}" for name, value in origin.options.items()
@@ -153,10 +154,10 @@ def _origin(bundle: Bundle, digest: str) -> Iterator[str]:
 def _precision(manifest: Manifest) -> Iterator[str]:
     yield from ("## Precision", "")
     kinds = sorted(set(manifest.precision.values()))
-    parts = ", ".join(f"{part} {kind}" for part, kind in manifest.precision.items())
-    yield f"Stored as {kinds[0] if len(kinds) == 1 else parts}."
+    parts = ", ".join(f"{_cell(part)} {_cell(kind)}" for part, kind in manifest.precision.items())
+    yield f"Stored as {_cell(kinds[0]) if len(kinds) == 1 else parts}."
     if (found := manifest.quantization) is not None:
-        recipe = ", ".join(f"{part} {kind}" for part, kind in found.recipe.items())
+        recipe = ", ".join(f"{_cell(part)} {_cell(kind)}" for part, kind in found.recipe.items())
         yield (
             f"Quantised: {recipe}; relative L2 of the chunk against float32 {found.error:.1e} median,"
             f" {found.error_max:.1e} largest over {found.observations} observations from {_cell(found.source)}."
@@ -226,5 +227,5 @@ def _vector(spec: VectorSpec) -> str:
 
 def _cell(text: object) -> str:
     """Return text that stays within one cell of a table and is no markup of its own."""
-    plain = " ".join(str(text).split())
+    plain = " ".join("".join(sign if sign.isprintable() else " " for sign in str(text)).split())
     return "".join(f"\\{sign}" if sign in r"|<>[]`*_\\" else sign for sign in plain)

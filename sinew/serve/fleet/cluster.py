@@ -35,9 +35,14 @@ OBJECT_STORE = 256 << 20  # bytes of a cluster that is begun here; observations 
 SCALING = "sinew.serve.fleet.scaling:by_queue_age"
 
 
-def libraries() -> tuple[Any, Any]:
-    """Return the modules ray and ray.serve. Raises MissingPackageError."""
+def libraries(alone: bool = False) -> tuple[Any, Any]:
+    """Return the modules ray and ray.serve. alone: for a cluster of this machine. Raises MissingPackageError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    if (
+        alone
+    ):  # read when it is imported, the first on Linux too: ports on loopback, and none without the token
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
         from ray import serve
@@ -99,7 +104,7 @@ class Fleet:
     def __init__(self, config: FleetConfig, supervisor: Supervisor, attach: bool = False, queue: int = 64):
         self.config, self._attach, self._queue = config, attach, queue
         self._supervisor = supervisor
-        self._ray, self._serve = libraries()
+        self._ray, self._serve = libraries(alone=config.address is None)
         self._configs = dict(config.policies)
         self._remotes: dict[str, RemotePolicy] = {}
         self._ended = threading.Event()

@@ -7,11 +7,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from sinew.bundle.files import open_regular
 from sinew.core import MissingPackageError, SinewError
 from sinew.serve.policies import DEFAULT, check_name
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+MAX_BYTES = 1 << 20  # of the file
+LARGEST = 1e6  # of any number in it
+Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=LARGEST)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=LARGEST)]
 
 
 class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,8 +49,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Count | None = None
     max_batch: Count | Literal["auto"] = 1
     action_limits: Literal["refuse", "clamp", "off"] = "refuse"
-    cpus: Annotated[float, msgspec.Meta(ge=0)] = 1.0
-    gpus: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    cpus: Share = 1.0
+    gpus: Share = 0.0
     memory_gib: Positive | None = None
     drain_s: Positive = 30.0
 
@@ -68,6 +72,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"policies: expected one with the name {DEFAULT}")
         for name, policy in self.policies.items():
             check_name(name)
+            for key in ("source", "engine", "device", "dtype"):
+                if not str(getattr(policy, key)).isprintable():
+                    raise ValueError(f"policies.{name}.{key}: expected printable text")
             bounds = policy.replicas
             if isinstance(bounds, Replicas) and bounds.min > bounds.max:
                 raise ValueError(
@@ -82,10 +89,18 @@ def read(path: Path) -> FleetConfig:
     except ModuleNotFoundError:
         raise MissingPackageError("sinew fleet", "yaml") from None
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise SinewError(f"{path}: expected at most {MAX_BYTES} bytes, got more")
+        found = yaml.safe_load(text.decode("utf-8"))
     except OSError as error:
         raise SinewError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # dates and numbers that are none; brackets without end
         raise SinewError(f"{path}: not YAML: {str(error)[:300]}") from None
     return parse(found, str(path))
 

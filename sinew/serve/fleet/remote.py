@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
 from sinew.serve.fleet.replica import About, Refusal
 from sinew.serve.quiet import Quiet
@@ -78,7 +80,7 @@ class RemotePolicy:
                 why = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             else:
                 if not isinstance(found, Refusal):
-                    return found
+                    return self._checked(found)
                 if found.code not in _AGAIN:
                     raise found.error()
                 why = found.message
@@ -88,6 +90,16 @@ class RemotePolicy:
             if attempt < TRIES:
                 time.sleep(PAUSE_S)
         raise UnhealthyError(f"{TRIES} replicas did not answer, the last one: {why}")
+
+    def _checked(self, found: Any) -> ActionChunk:
+        """Return a chunk of the form that robots were told of. Raises UnhealthyError: others may change replicas."""
+        form = (self.spec.chunk_size, self.spec.action.dim)
+        shape = np.shape(found.actions) if isinstance(found, ActionChunk) else type(found).__name__
+        if shape != form:
+            raise UnhealthyError(
+                f"a replica of {self.name} answers with {shape}, expected {form}: its policy was changed"
+            )
+        return found
 
     def _wait(self, response: Response, cancel: threading.Event | None) -> Any:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 from collections import deque
@@ -20,6 +21,8 @@ from lerobot_policy_sinew.configuration_sinew import SinewConfig
 
 logger = logging.getLogger(__name__)
 
+SLACK = 0.1  # beyond [0, 1], as resizing overshoots; what lies further is 0 to 255 or -1 to 1
+
 
 class Remote:
     """Asks a server. spec: what it says about its policy."""
@@ -27,10 +30,10 @@ class Remote:
     def __init__(self, config: SinewConfig):
         from sinew_client import Client
 
-        self._client = Client(
-            config.address, timeout=config.timeout, api_key=os.environ.get("SINEW_API_KEY", "")
-        )
-        self.spec: Mapping[str, Any] = self._client.metadata()["policy"]
+        key = os.environ.get("SINEW_API_KEY", "")
+        _refuse_to_tell(key, config)
+        self._client = Client(config.address, timeout=config.timeout, api_key=key)
+        self.spec = described(self._client.metadata())
 
     def infer(self, observation: dict[str, Any]) -> np.ndarray:
         return self._client.infer(observation).actions
@@ -50,7 +53,7 @@ class Local:
                 f"--policy.bundle needs the package sinew-vla, and its import failed: {error}"
             ) from error
         self._policy = sinew.load(config.bundle, engine=config.engine, device=config.compute)
-        self.spec: Mapping[str, Any] = self._policy.spec.to_dict()
+        self.spec: dict[str, Any] = self._policy.spec.to_dict()
 
     def infer(self, observation: dict[str, Any]) -> np.ndarray:
         return self._policy.infer(observation).actions
@@ -71,7 +74,8 @@ class SinewPolicy(PreTrainedPolicy):
         super().__init__(config)
         self.backend = Remote(config) if config.address else Local(config)
         spec = self.backend.spec
-        dim = int(spec["action"]["dim"])
+        dim = spec["action"]["dim"]
+        self._form = (spec["chunk_size"], dim)
         wanted = (config.output_features or {}).get(ACTION)
         if wanted is not None and tuple(wanted.shape) != (dim,):
             raise ValueError(
@@ -98,6 +102,7 @@ class SinewPolicy(PreTrainedPolicy):
         """
         if config is None:
             config = PreTrainedConfig.from_pretrained(pretrained_name_or_path, revision=revision)
+            config.pretrained_path = pretrained_name_or_path
         if not isinstance(config, SinewConfig):
             raise ValueError(f"policy: expected a configuration of the type sinew, got {config.type}")
         policy = cls(config, **given)
@@ -116,14 +121,26 @@ class SinewPolicy(PreTrainedPolicy):
         """Return the chunks for a batch of observations, float32 [B, H, action_dim] in world units.
 
         batch: ``observation.images.CAMERA`` float in [0, 1] or uint8 [B, 3, height, width], ``observation.state``
-        [B, D], ``task``: instructions. noise: float [B, H, noise_dim].
+        [B, D], ``task``: instructions. noise: float [B, H, noise_dim]. Raises ValueError for observations that do
+        not go together, and for a chunk of another form than the policy says of itself.
         """
         if OBS_STATE not in batch:
             raise ValueError(f"{OBS_STATE}: expected a tensor [B, D], got nothing")
         states = batch[OBS_STATE].detach().cpu().numpy()
-        frames = {self._camera(key): _frames(key, value) for key, value in batch.items() if _is_image(key)}
+        if states.ndim != 2 or not len(states):
+            raise ValueError(f"{OBS_STATE}: expected [B, D] with B of 1 or more, got {list(states.shape)}")
+        images = {key: _frames(key, value) for key, value in batch.items() if _is_image(key)}
         tasks = batch.get("task") or ""
         tasks = [tasks] * len(states) if isinstance(tasks, str) else list(tasks)
+        for key, given, what in (
+            *((key, given, "frames") for key, given in images.items()),
+            ("task", tasks, "instructions"),
+        ):
+            if len(given) != len(states):
+                raise ValueError(
+                    f"{key}: expected {len(states)} {what}, one for each state, got {len(given)}"
+                )
+        frames = {self._camera(key): given for key, given in images.items()}
         self._sessions = max(self._sessions, len(states))
         chunks = []
         for index, state in enumerate(states):
@@ -138,7 +155,13 @@ class SinewPolicy(PreTrainedPolicy):
             elif self.config.seed >= 0:
                 observation["seed"] = self.config.seed + self._asked
             self._asked += 1
-            chunks.append(self.backend.infer(observation))
+            chunk = self.backend.infer(observation)
+            if chunk.shape != self._form:  # a server may have taken another policy since it was asked
+                raise ValueError(
+                    f"actions: expected {list(self._form)} as the policy {self.backend.spec['name']} says of itself,"
+                    f" got {list(chunk.shape)}"
+                )
+            chunks.append(chunk)
         return torch.from_numpy(np.stack(chunks)).to(batch[OBS_STATE].device)
 
     @torch.no_grad()
@@ -164,6 +187,57 @@ class SinewPolicy(PreTrainedPolicy):
             key[len(OBS_IMAGES) + 1 :] if key.startswith(OBS_IMAGES) else key[len(OBS_IMAGE) + 1 :] or "image"
         )
         return self.config.cameras.get(name, name)
+
+
+def described(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a server says about its policy, as far as it is read here. Raises ValueError for what is none."""
+
+    def expect(fine: bool, what: str, got: Any) -> None:
+        if not fine:
+            raise ValueError(f"policy: expected of the server's metadata {what}, got {str(got)[:80]!r}")
+
+    def count(value: Any, low: int = 1) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+    spec = metadata.get("policy") if isinstance(metadata, Mapping) else None
+    expect(isinstance(spec, dict), "a map, the policy", spec)
+    chunk, rows, action, cameras = (
+        spec.get(key) for key in ("chunk_size", "n_action_steps", "action", "cameras")
+    )
+    expect(count(chunk), "chunk_size, a whole number above 0", chunk)
+    dim = action.get("dim") if isinstance(action, dict) else None
+    expect(count(dim), "action.dim, a whole number above 0", dim)
+    expect(
+        isinstance(cameras, list)
+        and all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in cameras),
+        "cameras, a list of maps with a name",
+        cameras,
+    )
+    expect(
+        rows is None or (count(rows, 0) and rows <= chunk),
+        f"n_action_steps, a whole number from 0 to {chunk}",
+        rows,
+    )
+    return {**spec, "name": str(spec.get("name", ""))[:256]}
+
+
+def _refuse_to_tell(key: str, config: SinewConfig) -> None:
+    """Raise ValueError where the key of SINEW_API_KEY would go to another machine that a folder or repository names."""
+    origin, host = config.pretrained_path, config.address.rpartition("://")[2].partition("/")[0]
+    host = host.rpartition(":")[0].strip("[]")
+    try:
+        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = False
+    if origin is None or here:
+        return
+    if key:
+        raise ValueError(
+            f"policy.address: {config.address} is what the configuration of {origin} says, and SINEW_API_KEY is not"
+            " sent where you did not say:"
+            f" give --policy.type=sinew --policy.address={config.address}, or take the key away"
+        )
+    logger.warning("sinew: %s says that %s sees the cameras and drives the robot", origin, config.address)
 
 
 def rows_executed(config: SinewConfig, spec: Mapping[str, Any]) -> int:
@@ -193,5 +267,8 @@ def _frames(key: str, value: torch.Tensor) -> np.ndarray:
     if value.ndim != 4 or value.shape[1] != 3:
         raise ValueError(f"{key}: expected [B, 3, height, width], got {list(value.shape)}")
     if value.is_floating_point():
+        low, high = (value.min().item(), value.max().item()) if value.numel() else (0.0, 0.0)
+        if not (low >= -SLACK and high <= 1 + SLACK):  # neither is NaN: torch's minimum is, where a pixel is
+            raise ValueError(f"{key}: expected floats in [0, 1], got {low:g} to {high:g}")
         value = (value * 255).round().clamp(0, 255).to(torch.uint8)
     return value.permute(0, 2, 3, 1).contiguous().cpu().numpy()
