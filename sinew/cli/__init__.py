@@ -127,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         progress.listen(before[0])
         progress.tell(before[1])
+        terminal.take_json([])  # what one command asked for is not said to the next
 
 
 def _words(error: Exception) -> str:

@@ -26,6 +26,7 @@ from sinew.eval.adapters import make_env
 from sinew.eval.robot import SimulatedRobot
 from tests import processes
 
+HANGS = 600.0  # seconds after which a program is taken to stand still: a guard, and no bound
 BLOCKS = Path(__file__).parents[2] / "sinew" / "assets" / "blocks.gguf"
 PLAIN = ("--hz", "20", "--deadline", "60", "--prompt", "put the red block into the left bin")
 POLICY: dict[str, Any] = {
@@ -259,14 +260,14 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
                 _read_until(ours, state)
             os.write(ours, b"q")
             _drain(ours, process)
-            assert process.wait(60) == 0
+            assert process.wait(HANGS) == 0
         finally:
             process.kill()
 
 
 def _drain(terminal: int, process: processes.Process) -> bytes:
     """Return what is drawn until the process ends; a terminal that nobody reads would block it. Closes the terminal."""
-    seen, limit, ended = b"", time.monotonic() + 60, False
+    seen, limit, ended = b"", time.monotonic() + HANGS, False
     while not ended:
         assert time.monotonic() < limit, seen[-2000:]
         ended = process.poll() is not None  # before the last look
@@ -281,7 +282,7 @@ def _drain(terminal: int, process: processes.Process) -> bytes:
 
 
 def _read_until(terminal: int, text: bytes) -> bytes:
-    seen, limit = b"", time.monotonic() + 120
+    seen, limit = b"", time.monotonic() + HANGS
     while text not in seen:
         assert time.monotonic() < limit, seen[-2000:]
         if select.select([terminal], [], [], 1.0)[0]:

@@ -321,7 +321,9 @@ def test_other_engines_have_calibrations_of_their_own(
     assert all(sample.time.seconds > 0 for sample in found.samples)
     assert perf_machine.predict(bundle, threads=1, engine=engine) == 0
     stages = json.loads(capsys.readouterr().out.splitlines()[-1])["stages_ms"]
-    assert all(0 < row["low"] <= row["predicted"] <= row["high"] for row in stages.values())
+    # a band of 100 %, as of measurements beside busy programs, reaches down to nothing
+    assert all(0 <= row["low"] <= row["predicted"] <= row["high"] for row in stages.values())
+    assert all(row["predicted"] > 0 for row in stages.values())
     threads = torch.get_num_threads()
     try:
         assert main(["bench", bundle, "--runs", "2", "--threads", "1", "--engine", engine]) == 0
