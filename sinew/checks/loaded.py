@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sinew import machine
 from sinew.checks.check import Check, gib
 from sinew.core import BundleError, SinewError
-from sinew.engine.backend import installed
+from sinew.engine.backend import BACKENDS, installed
 
 if TYPE_CHECKING:
     from sinew.core import PolicySpec
@@ -58,7 +58,7 @@ def bundle(path: Path, options: Mapping[str, Any], needs: Needs | None = None) -
             "convert the checkpoint again with `sinew convert`" if bad else "give what the message expects"
         )
         return [Check("bundle", "fail", str(error), advice)]
-    if policy.engine_name != "eager" and policy.bundle.infos:
+    if policy.bundle.infos and not BACKENDS[policy.engine_name].reference:
         results.append(_parity(policy))
     finite = bool(np.isfinite(chunk.actions).all())
     results.append(

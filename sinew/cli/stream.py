@@ -98,7 +98,7 @@ def stream(
         try:
             open_robot = robot_opener(robot, robot_options, cameras, episodes)  # before anything is loaded
             plan = None if planner is None else open_planner(planner)
-            policy, open_link = _policy(target, runs)
+            policy, open_link = _policy(target, runs, rtc)
             machine, instruction, rate = open_robot(policy)
             if hasattr(machine, "close"):
                 stack.callback(machine.close)
@@ -151,7 +151,7 @@ def stream(
     return status.ended(failed)
 
 
-def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]]:
+def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return what the policy says about itself, and what opens a stream to it."""
     if is_server(target):
         if runs != RUNS:
@@ -175,12 +175,13 @@ def _policy(target: str, runs: Runs) -> tuple[dict[str, Any], Callable[..., Any]
     from sinew.stream import LocalLink, Session, StreamSettings
 
     with progress.task(f"loading {target}"):
-        asked = runs.keywords()
-        if runs.engine == "auto":
-            asked["engine"] = "plan"
-            log.info("engine plan: the fastest that can run prefix and head at the same time")
-        local = load(target, **asked)
-        if reason := local.facts.unshared:
+        local = load(target, **runs.keywords())
+        unguided = f"engine {local.engine_name} knows no --rtc {rtc}"
+        reason = local.facts.unshared or (unguided if rtc not in ("none", *local.facts.guides) else "")
+        if reason and runs.engine == "auto":
+            log.info("engine plan: %s", reason)
+            local = load(target, **{**runs.keywords(), "engine": "plan"})
+        elif local.facts.unshared:
             raise SinewError(f"stream: {reason}")
         local.warm_up()
     log.info("%s", running(local))

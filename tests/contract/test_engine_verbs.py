@@ -1,0 +1,162 @@
+"""Every engine has the two verbs, and everything else is made of them: one table, engines x what is promised."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sinew.core import CancelledError, ObservationError, SinewError
+from sinew.engine.backend import BACKENDS, GROUP, ORDER
+from sinew.engine.engine import Watch
+from sinew.policy import Policy, load
+from sinew.processing import ModelInputs, stack
+from sinew.stream import Session, StreamSettings
+from sinew.stream.session import Sample
+
+ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
+STEPS = 10
+ENGINES = [
+    name for name in ORDER if name != "cpu"
+]  # which wants weights of few bits: tests/engine/cpu has its rows
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def policy(request: pytest.FixtureRequest) -> Policy:
+    if request.param == "onnx":
+        pytest.importorskip("onnxruntime")
+    return load(ASSETS / "pen.gguf", device="cpu", engine=request.param, threads=1)
+
+
+def seen(policy: Policy, seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    cameras = policy.spec.cameras
+    frames = {c.name: rng.integers(0, 256, (c.height, c.width, 3), dtype=np.uint8) for c in cameras}
+    state = rng.uniform(-0.5, 0.5, policy.spec.state.dim).astype(np.float32)
+    return {"images": frames, "state": state, "prompt": "draw a circle", "seed": seed}
+
+
+def batch(policy: Policy, seed: int) -> tuple[ModelInputs, np.ndarray]:
+    prepared = policy.prepare(seen(policy, seed))
+    return prepared.inputs.batched(), prepared.noise[None]
+
+
+def test_run_is_read_then_solve(policy: Policy) -> None:
+    engine = policy.engine
+    (inputs, noise), (other, _) = batch(policy, 1), batch(policy, 2)
+    whole = engine.run(inputs, noise, STEPS)
+    context = engine.read(inputs)
+    engine.run(other, noise, STEPS)  # what is read later leaves a context as it is
+    for _ in range(2):
+        assert np.array_equal(engine.solve(context, noise, STEPS), whole)
+    assert not np.array_equal(engine.run(other, noise, STEPS), whole)
+
+
+def test_a_policy_is_its_engine_between_two_translations(policy: Policy) -> None:
+    prepared = policy.prepare(seen(policy, 1))
+    (solved,) = policy.engine.run(prepared.inputs.batched(), prepared.noise[None], prepared.steps)
+    actions = policy.processor.finish(solved, prepared.state, normalized=not policy.facts.world_units)
+    assert np.array_equal(policy.run(prepared).actions, actions)
+
+
+def test_a_watch_times_each_stage_and_keeps_what_it_computed(policy: Policy) -> None:
+    inputs, noise = batch(policy, 3)
+    watch = Watch()
+    solved = policy.engine.run(inputs, noise, STEPS, watch=watch)
+    whole = watch.timing()
+    assert len(whole.step_ms) == (1 if policy.facts.one_graph else STEPS)
+    apart = Watch(apart=True)
+    assert np.array_equal(policy.engine.run(inputs, noise, STEPS, watch=apart), solved)
+    timing = apart.timing()
+    assert min(timing.vision_ms, timing.prefix_ms, *timing.step_ms) > 0
+    assert len(timing.step_ms) == STEPS
+    trace = policy.engine.trace(inputs, noise, STEPS)
+    assert len(trace.head) == STEPS + 1
+    assert trace.prefix
+    assert trace.vision.shape[0] == len(policy.spec.cameras)
+    if not policy.facts.world_units:
+        assert np.array_equal(trace.head[-1], solved[0])
+
+
+def test_a_cancelled_run_ends_between_two_stages(policy: Policy) -> None:
+    inputs, noise = batch(policy, 4)
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(CancelledError):
+        policy.engine.run(inputs, noise, STEPS, watch=Watch(cancel))
+
+
+def test_a_batch_is_its_members(policy: Policy) -> None:
+    members = [policy.prepare(seen(policy, seed)) for seed in (5, 6)]
+    if policy.unbatched:
+        with pytest.raises(SinewError, match="expected engine eager, plan, cpu or onnx"):
+            policy.run_batch(members)
+        return
+    inputs = stack([member.inputs for member in members], policy.manifest.processing.prompt)
+    together = policy.engine.run(inputs, np.stack([member.noise for member in members]), STEPS)
+    for member, found in zip(members, together, strict=True):
+        (alone,) = policy.engine.run(member.inputs.batched(), member.noise[None], STEPS)
+        np.testing.assert_allclose(found, alone, rtol=0, atol=1e-4 * np.abs(alone).max())
+
+
+def test_the_verbs_run_at_once_on_two_threads(policy: Policy) -> None:
+    """As a stream's loops call them."""
+    engine = policy.engine
+    if policy.facts.unshared:
+        with pytest.raises(SinewError, match="stream: expected engine"):
+            Session(policy, StreamSettings(30.0), "go")
+        return
+    pool = [batch(policy, seed) for seed in range(4)]
+    wanted = [engine.run(inputs, noise, STEPS) for inputs, noise in pool]
+    context = engine.read(pool[0][0])
+    with ThreadPoolExecutor(2) as threads:
+        for index, (inputs, noise) in enumerate(pool[1:], 1):
+            newer = threads.submit(engine.read, inputs)
+            solved = threads.submit(engine.solve, context, pool[0][1], STEPS)
+            assert np.array_equal(solved.result(), wanted[0])
+            assert np.array_equal(engine.solve(newer.result(), noise, STEPS), wanted[index])
+
+
+def test_a_stream_hands_out_the_policys_chunks(policy: Policy) -> None:
+    if policy.facts.unshared:
+        pytest.skip(policy.facts.unshared)
+    rate = float(policy.spec.control_hz or 0)
+    given = seen(policy, 7)
+    stream = Session(policy, StreamSettings(rate, seed=7), given["prompt"], clock=lambda: 0.0)
+    stream.push_sample(Sample(given["state"], 0.0, 0))
+    stream.push_frame(given["images"], 0.0)
+    assert stream.read()
+    window = stream.run()
+    assert window is not None
+    chunk = policy.infer(given).actions
+    np.testing.assert_allclose(
+        window.rows, chunk[: len(window.rows)], rtol=0, atol=1e-5 * np.abs(chunk).max()
+    )
+
+
+def test_a_guidance_that_an_engine_has_not_is_refused_by_name(policy: Policy) -> None:
+    if "guided" in policy.facts.guides or policy.facts.unshared:
+        pytest.skip("it has all, or does not stream")
+    with pytest.raises(ObservationError, match="rtc: expected one of no-jacobian, ramp, none on engine onnx"):
+        Session(policy, StreamSettings(30.0, "guided"), "go")
+
+
+def test_backends_stand_in_their_own_folders() -> None:
+    for name in ORDER:
+        assert BACKENDS[name].name == name
+        assert (ASSETS.parent / "engine" / name / "backend.py").is_file()
+    assert [name for name, backend in BACKENDS.items() if backend.reference] == ["eager"]
+    assert GROUP == "sinew.engines"
+
+
+@pytest.mark.parametrize(
+    "what", ["engine_name ==", "engine_name !=", "engine_name in", "getattr(self.engine"]
+)
+def test_nobody_asks_an_engine_for_its_name(what: str) -> None:
+    """What an engine can and cannot is in its facts."""
+    product = [*(ASSETS.parent).rglob("*.py")]
+    assert [path.name for path in product if what in path.read_text(encoding="utf-8")] == []
