@@ -100,6 +100,8 @@ class _Reader:
                 if not isinstance(key, memoryview):
                     raise RequestError(f"MessagePack: expected text as key, got {type(key).__name__}")
                 key = _decode(key)
+            if key in found:
+                raise RequestError(f"MessagePack: expected each key once, got {key[:40]!r} twice")
             found[key] = self.value(depth + 1)
         return found
 
