@@ -61,9 +61,9 @@ def _kind(text: str) -> np.dtype[Any] | None:
 # ----------------------------------------------------------------------------- msgpack
 
 
-def unpack(payload: bytes | memoryview) -> Any:
+def unpack(payload: bytes | bytearray | memoryview) -> Any:
     """A msgpack message with its arrays decoded: views of the message. Raises RequestError or ObservationError."""
-    return _decoded(msgpack_view.unpack(memoryview(payload)))
+    return _decoded(msgpack_view.unpack(memoryview(payload).toreadonly()))
 
 
 def pack(tree: Any) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
@@ -255,8 +255,8 @@ class WebServer:
                     await self._fail(socket, f"at most {PENDING} observations of one connection may wait")
                     break
                 else:
-                    data = message.data if isinstance(message.data, bytes) else message.data.encode()
-                    messages.put_nowait((time.perf_counter(), data, connection.whole()))
+                    messages.put_nowait((time.perf_counter(), _data(message), connection.whole()))
+                del message  # the next one may be long in coming
         except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of %s left", name)
         finally:
@@ -294,6 +294,7 @@ class WebServer:
                 await self._fail(socket, "internal error; the server's log has the details")
                 return
             finally:
+                del payload  # the next one may be long in coming
                 connection.answered(size)
 
     async def _reply(
@@ -344,6 +345,10 @@ class WebServer:
 async def _anonymous(_request: web.Request, response: web.StreamResponse) -> None:
     """The versions of Python and aiohttp are nobody's business."""
     response.headers["Server"] = "sinew"
+
+
+def _data(message: WSMessage) -> bytes:
+    return message.data if isinstance(message.data, bytes) else message.data.encode()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -60,7 +60,7 @@ class Message:
     policy: str = ""
 
 
-def read(body: bytes, content_type: str) -> Message:
+def read(body: bytes | bytearray, content_type: str) -> Message:
     """Raises RequestError or ObservationError."""
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
@@ -118,7 +118,7 @@ class Act:
     encoded: bool
 
 
-def read_act(body: bytes) -> Act:
+def read_act(body: bytes | bytearray) -> Act:
     """Raises RequestError or ObservationError."""
     tree = _json(body)
     encoded = isinstance(tree, dict) and isinstance(tree.get("encoded"), str)
@@ -190,7 +190,7 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
     ]
 
 
-def _json(body: bytes) -> Any:
+def _json(body: bytes | bytearray) -> Any:
     """Values are counted before they are made: sixty megabytes of empty objects are gigabytes of them."""
     if sum(body.count(mark) for mark in b",[{") > MAX_VALUES:
         raise RequestError(f"JSON: expected at most {MAX_VALUES} values; frames go as base64 text")
