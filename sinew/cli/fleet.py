@@ -41,6 +41,7 @@ def up(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    allow_host: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     verbose: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
@@ -59,6 +60,7 @@ def up(
         tls_cert: PEM file; encrypts openpi, http and lerobot.
         tls_key: PEM file.
         access_log: file for one JSON line per request, or - for standard error.
+        allow_host: as of `sinew serve`.
         verbose: log more.
     """
     from sinew.serve.fleet.cluster import Fleet
@@ -68,7 +70,7 @@ def up(
     found, api_key = read(config), api_key_of(api_key_file)
     raise_descriptor_limit()
     tell_of_crashes()
-    listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key)
+    listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key, hosts=allow_host)
     listen.tls()  # files that do not do are told now
     listen = replace(listen, dashboard=listen.is_loopback or bool(api_key))
     replicas = Fleet(found, Supervisor(0), attach, queue)

@@ -59,6 +59,7 @@ class Bounds:
         state_margin: the same for states, which are refused.
         max_age: seconds; observations whose `time` (Unix seconds) is longer ago are refused, and so are their answers.
         allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
+        allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
     """
 
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
@@ -73,6 +74,7 @@ class Bounds:
     state_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0
     max_age: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    allow_host: Annotated[tuple[str, ...], Parameter(negative="")] = ()
 
 
 def serve(
@@ -139,6 +141,7 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             origins=bounds.allow_origin,
+            hosts=bounds.allow_host,
         )
         listen.tls()  # files that do not do are told now
         viewer = None

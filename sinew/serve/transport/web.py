@@ -147,7 +147,7 @@ class WebServer:
         if not request.can_read_body:
             connection.whole()
         try:
-            if (refusal := refuse_web_pages(request, self._listen)) is not None:
+            if (refusal := refuse_web_pages(request, self._listen, self._service.wants_key)) is not None:
                 return refusal
             return await handler(request)
         finally:
