@@ -13,10 +13,10 @@ from sinew import hints
 from sinew.cli import status
 from sinew.cli.serve import access_logging, ready_text, say, set_up_logs, warn_of_exposure
 from sinew.keys import api_key_of
-from sinew.serve.process import HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.process import HOPELESS, Process, connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
-from sinew.serve.wires import open_wires, parse
+from sinew.serve.wires import open_wires, parse, servers
 
 if TYPE_CHECKING:
     from sinew.serve.fleet.cluster import Fleet
@@ -70,11 +70,13 @@ def up(
     found, api_key = read(config), api_key_of(api_key_file)
     raise_descriptor_limit()
     tell_of_crashes()
-    listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key, hosts=allow_host)
+    ports = parse(wire or ())
+    most = connections_within(Listen().max_connections, servers(ports))
+    listen = Listen(host=host, max_connections=most, tls_cert=tls_cert, tls_key=tls_key, hosts=allow_host)
     listen.tls()  # files that do not do are told now
     listen = replace(listen, dashboard=listen.is_loopback or bool(api_key))
     replicas = Fleet(found, Supervisor(0), attach, queue)
-    process = Process(open_wires(parse(wire or ()), listen))
+    process = Process(open_wires(ports, listen))
     failed: list[str] = []
     try:
         if not listen.is_loopback:

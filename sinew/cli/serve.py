@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -20,10 +21,17 @@ from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
 from sinew.keys import api_key_of
-from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.process import (
+    GRACE_S,
+    HOPELESS,
+    Process,
+    connections_within,
+    raise_descriptor_limit,
+    tell_of_crashes,
+)
 from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import ARRIVAL_S, Listen, reachable
-from sinew.serve.wires import open_wires, parse
+from sinew.serve.wires import open_wires, parse, servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +44,8 @@ if TYPE_CHECKING:
     from sinew.serve.service import Wire
 
 logger = logging.getLogger(__name__)
+
+TOLD_S = 60.0  # between two lines that tell of an access log that cannot be written
 
 
 @Parameter(name="*")
@@ -134,9 +144,10 @@ def serve(
     with access_logging(access_log):
         raise_descriptor_limit()
         tell_of_crashes()
+        ports = parse(wire or ())
         listen = Listen(
             host=host,
-            max_connections=bounds.max_connections,
+            max_connections=connections_within(bounds.max_connections, servers(ports)),
             arrival_s=bounds.arrival_s,
             tls_cert=tls_cert,
             tls_key=tls_key,
@@ -169,7 +180,7 @@ def serve(
             if replay is not None or bundle is None
             else changer(bundle, options, threads, bounds, bounds.memory_gib)
         )
-        wires = open_wires(parse(wire or ()), listen)
+        wires = open_wires(ports, listen)
         process = Process(wires)
         finished = True
         try:
@@ -332,6 +343,25 @@ def set_up_logs(verbose: bool) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+class _Lossy(logging.Handler):
+    """Tells of lines that could not be written, a full disk's as a rule, once in ``TOLD_S``: by itself logging prints a
+    traceback for each."""
+
+    lost, told = 0, float("-inf")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        self.lost += 1
+        if (now := time.monotonic()) - self.told >= TOLD_S:
+            self.told = now
+            logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
+
+
+class _AccessFile(_Lossy, logging.FileHandler): ...
+
+
+class _AccessStream(_Lossy, logging.StreamHandler): ...
+
+
 @contextlib.contextmanager
 def access_logging(path: str | None) -> Iterator[None]:
     """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
@@ -341,7 +371,7 @@ def access_logging(path: str | None) -> Iterator[None]:
     handler: logging.Handler = logging.NullHandler()
     if path is not None:
         try:
-            handler = logging.StreamHandler() if path == "-" else logging.FileHandler(path)
+            handler = _AccessStream() if path == "-" else _AccessFile(path)
         except OSError as error:
             raise SinewError(f"--access-log {path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -352,6 +382,7 @@ def access_logging(path: str | None) -> Iterator[None]:
         yield
     finally:
         access.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # the disk is full still; it was told
+            handler.close()
         access.propagate, access.disabled = before[:2]
         access.setLevel(before[2])

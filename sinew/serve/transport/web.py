@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.dashboard.routes import Dashboard, Handler
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
+from sinew.serve.quiet import Quiet
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport import admin
 from sinew.serve.transport.actions import POLICIES, Actions
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0  # for handing over the last answers
 STOP_S = 4.0  # for the event loop to end
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # for another connection
 PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
 
 
@@ -56,6 +59,7 @@ class WebServer:
         self.dashboard = self.address.replace("ws", "http", 1) + "/" if listen.dashboard else ""
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
+        self._quiet = Quiet(logger)
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()
@@ -90,6 +94,7 @@ class WebServer:
 
     async def _run(self, ready: threading.Event) -> None:
         self._ended = asyncio.Event()
+        self._loop.set_exception_handler(self._on_error)
         app = web.Application(middlewares=[self._counted], client_max_size=self._listen.max_message_bytes)
         app.on_response_prepare.append(_anonymous)
         app.router.add_get("/healthz", self._health)
@@ -137,6 +142,15 @@ class WebServer:
         await runner.shutdown()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(runner.cleanup(), CLOSE_S)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
+        """Tell in a line that a connection could not be taken: asyncio writes a traceback for each place of its queue,
+        once a second, while no descriptor is free."""
+        error = about.get("exception")
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
+        else:
+            loop.default_exception_handler(about)
 
     @web.middleware
     async def _counted(
