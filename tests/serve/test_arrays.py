@@ -217,6 +217,41 @@ def test_a_key_is_not_written_into_each_of_its_members():
         keys.flatten(tree)
 
 
+def test_texts_of_a_message_are_short_in_all():
+    """One strange character makes four bytes of each of the others: 60 MiB of text were 240 MiB, and waited."""
+    text = "\U0001f600" + "a" * ((1 << 18) - 8)
+    payload = msgpack.packb({"state": [text] * 17, "images/front": b""})
+    with at_most(18), pytest.raises(SinewError, match="at most 4194304 bytes of text in all"):
+        openpi.read(payload)
+    for wide in (text + "a" * 8, "\u0100" + "a" * (1 << 18)):
+        for body in (json.dumps({"x": wide}), json.dumps({"x": [{wide: 1}]}, ensure_ascii=False)):
+            with pytest.raises(SinewError, match="at most 262144 characters beside base64"):
+                http.read(body.encode(), http.JSON)
+    long = {"picture": "a" * (1 << 19), "prompt": "\u62ff\U0001f600"}
+    assert http.read(json.dumps(long, ensure_ascii=False).encode(), http.JSON).content == long
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {"__numpy__": "", "dtype": "|u1", "shape": [[int("9" * 4000)] * 100] * 100},
+        {"__numpy__": "", "dtype": [int("9" * 4000)] * 10_000, "shape": []},
+    ],
+)
+def test_a_refusal_does_not_write_out_what_came(strange):
+    """Numbers of 4,000 digits, 40 MB of them, were made text for eighty characters of it."""
+    content = {"images/front": strange, "state": [0, 0]}
+    with (
+        at_most(4),
+        pytest.raises(ObservationError, match="a shape of at most|a plain number type") as refused,
+    ):
+        http.observation(http.Message(content), SPEC)
+    assert len(str(refused.value)) < 300
+    content = {"unnorm_key": [int("9" * 4000)] * 10_000}
+    with at_most(4), pytest.raises(ObservationError, match="unnorm_key: expected text, got list"):
+        http.act_observation(http.Act(content, True, False), SPEC)
+
+
 def test_two_values_of_one_key_are_refused():
     """The later one won, without a word."""
     with pytest.raises(ObservationError, match="images/front: expected one value, got two"):
@@ -225,19 +260,28 @@ def test_two_values_of_one_key_are_refused():
         openpi.read(b"\x82\xa5state\x01\xa5state\x02")
 
 
-def test_a_picture_of_evo1_is_counted_before_it_is_read():
-    """Two bytes of text were eight of an array, before it was known that they were too many."""
-    numbers_ = b",".join([b"0"] * MIB)
-    fields = b'{"image":[%s],"state":[],"prompt":"","image_mask":[1],"action_mask":[1,1]}' % numbers_
-    with at_most(6), pytest.raises(ObservationError, match="image"):
-        evo1.observation(evo1.Message(fields), SPEC)
-    row = b"[[[0,0,%s]]]"
-    for value in (b"256", b"65536", b"99999999999999999999", b"1e2", b"-1", b"0.5"):
-        fields = b'{"image":[%s],"state":[0,0],"prompt":"go","image_mask":[1],"action_mask":[1,1]}' % (
-            row % value
-        )
+def test_numbers_of_evo1s_pictures_take_two_bytes_each():
+    """They were eight bytes each until all were read: 64 MiB of text were 256 MiB beside it."""
+    row = b"[" + b",".join([b"[0,0,0]"] * 512) + b"]"
+    fields = b'{"image":[[%s]],"state":[0,0],"prompt":"go","image_mask":[1],"action_mask":[1,1]}'
+    payload = fields % b",".join([row] * 1024)
+    assert len(payload) > 4 * MIB
+    with at_most(5 * len(payload) / MIB):
+        assert evo1.observation(evo1.Message(payload), SPEC).images["front"].shape == (1024, 512, 3)
+    for value in (
+        b"256",
+        b"1000",
+        b"65536",
+        b"99999999999999999999",
+        b"1e2",
+        b"-1",
+        b"0.5",
+        b'"1"',
+        b"null",
+        b"true",
+    ):
         with pytest.raises(ObservationError, match="image"):
-            evo1.observation(evo1.Message(fields), SPEC)
+            evo1.observation(evo1.Message(fields % (b"[[0,0,%s]]" % value)), SPEC)
 
 
 # ----------------------------------------------------------------------------- and given back
