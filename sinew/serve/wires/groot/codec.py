@@ -91,10 +91,12 @@ class GrootCodec:
     name = "groot"
     streams = None
 
+    def __init__(self) -> None:
+        self._once = Once(logger)
+
     def bind(self, service: Service) -> None:
         self.service = service
         self.names = Names.of(service.spec)
-        self._once = Once(logger)
         self._modalities = _modalities(self.names, service.spec)
 
     # ------------------------------------------------------------------------- requests
