@@ -237,7 +237,8 @@ def values() -> dict[str, Callable[[random.Random], object]]:
         return prepared, safety.enforce(ActionChunk(actions, seed=1), observation)
 
     def openpi_values(rng: random.Random) -> object:
-        return ready(openpi.observation(openpi.read(written(replaced(plain, rng))), spec))
+        record = {"session_id" if key == "session" else key: value for key, value in plain.items()}
+        return ready(openpi.observation(openpi.read(written(replaced(record, rng))), spec))
 
     def http_values(rng: random.Random) -> object:
         record = {

@@ -10,6 +10,7 @@ import json
 import tracemalloc
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,10 +18,12 @@ import numpy as np
 import pytest
 from websockets.sync.client import connect
 
-from sinew.core import ObservationError, SinewError
+from sinew.core import Observation, ObservationError, SinewError
+from sinew.policy import load
 from sinew.processing import given
 from sinew.processing.arrays import numbers
 from sinew.serve.decode.array import pack
+from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, http, keys, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.lerobot.keys import Agreement
@@ -28,6 +31,7 @@ from sinew.serve.wires.lerobot.keys import observation as lerobot_observation
 from sinew.serve.wires.lerobot.types import TimedObservation
 from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, desk, until
 
+PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
 MIB = 1 << 20
 WIDE = [*([1.0] * 5_000), "x" * 40_000]  # 93 kB of JSON were 763 MiB as an array
 
@@ -185,6 +189,15 @@ def test_states_of_python_programs_are_numbers(state):
     """A gap of a masked array was taken for the number below it, and truth values for 0 and 1."""
     with pytest.raises(ObservationError, match="state: expected numbers"):
         given.observation({**GOOD, "state": state}, SPEC)
+
+
+def test_limits_look_at_no_text():
+    """They are asked before the observation is prepared, and made an array of whatever its state was."""
+    policy = load(PEN, engine="eager", threads=1)
+    frames = {each.name: FRAME for each in policy.spec.cameras}
+    seen = Observation(images=frames, state=[*([1.0] * 500), "x" * 20_000], prompt="go")  # type: ignore[arg-type]
+    with at_most(2):
+        assert not Safety(policy.processor).check(seen)
 
 
 def test_a_robots_joint_is_no_truth_value():
