@@ -13,10 +13,10 @@ from sinew import hints
 from sinew.cli import status
 from sinew.cli.serve import access_logging, ready_text, say, set_up_logs, warn_of_exposure
 from sinew.keys import api_key_of
-from sinew.serve.process import HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.process import HOPELESS, Process, connections_within, raise_descriptor_limit, tell_of_crashes
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
-from sinew.serve.wires import open_wires, parse
+from sinew.serve.wires import open_wires, parse, servers
 
 if TYPE_CHECKING:
     from sinew.serve.fleet.cluster import Fleet
@@ -41,6 +41,7 @@ def up(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     access_log: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
+    allow_host: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     verbose: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Start the replicas of a configuration and answer robots with them, until SIGINT or SIGTERM.
@@ -59,6 +60,7 @@ def up(
         tls_cert: PEM file; encrypts openpi, http and lerobot.
         tls_key: PEM file.
         access_log: file for one JSON line per request, or - for standard error.
+        allow_host: as of `sinew serve`.
         verbose: log more.
     """
     from sinew.serve.fleet.cluster import Fleet
@@ -68,11 +70,13 @@ def up(
     found, api_key = read(config), api_key_of(api_key_file)
     raise_descriptor_limit()
     tell_of_crashes()
-    listen = Listen(host=host, tls_cert=tls_cert, tls_key=tls_key)
+    ports = parse(wire or ())
+    most = connections_within(Listen().max_connections, servers(ports))
+    listen = Listen(host=host, max_connections=most, tls_cert=tls_cert, tls_key=tls_key, hosts=allow_host)
     listen.tls()  # files that do not do are told now
     listen = replace(listen, dashboard=listen.is_loopback or bool(api_key))
     replicas = Fleet(found, Supervisor(0), attach, queue)
-    process = Process(open_wires(parse(wire or ()), listen))
+    process = Process(open_wires(ports, listen))
     failed: list[str] = []
     try:
         if not listen.is_loopback:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -21,10 +22,17 @@ from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs
 from sinew.cli.serve_policy import Change, changer, loader, parse_policies, replayer
 from sinew.core import SinewError, VectorSpec
 from sinew.keys import api_key_of
-from sinew.serve.process import GRACE_S, HOPELESS, Process, raise_descriptor_limit, tell_of_crashes
+from sinew.serve.process import (
+    GRACE_S,
+    HOPELESS,
+    Process,
+    connections_within,
+    raise_descriptor_limit,
+    tell_of_crashes,
+)
 from sinew.serve.supervise import STUCK_S, Supervisor
 from sinew.serve.transport.listen import ARRIVAL_S, Listen, reachable
-from sinew.serve.wires import open_wires, parse
+from sinew.serve.wires import open_wires, parse, servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +45,8 @@ if TYPE_CHECKING:
     from sinew.serve.service import Wire
 
 logger = logging.getLogger(__name__)
+
+TOLD_S = 60.0  # between two lines that tell of an access log that cannot be written
 
 
 @Parameter(name="*")
@@ -60,6 +70,7 @@ class Bounds:
         state_margin: the same for states, which are refused.
         max_age: seconds; observations whose `time` (Unix seconds) is longer ago are refused, and so are their answers.
         allow_origin: of web pages that may send requests, as browsers write it (https://host:port); repeatable.
+        allow_host: a name of this server beside the machine's own, for the browsers that open its page; repeatable.
     """
 
     queue: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 64
@@ -74,6 +85,7 @@ class Bounds:
     state_margin: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0
     max_age: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None
     allow_origin: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    allow_host: Annotated[tuple[str, ...], Parameter(negative="")] = ()
 
 
 def serve(
@@ -133,13 +145,15 @@ def serve(
     with access_logging(access_log):
         raise_descriptor_limit()
         tell_of_crashes()
+        ports = parse(wire or ())
         listen = Listen(
             host=host,
-            max_connections=bounds.max_connections,
+            max_connections=connections_within(bounds.max_connections, servers(ports)),
             arrival_s=bounds.arrival_s,
             tls_cert=tls_cert,
             tls_key=tls_key,
             origins=bounds.allow_origin,
+            hosts=bounds.allow_host,
         )
         listen.tls()  # files that do not do are told now
         viewer = None
@@ -167,7 +181,7 @@ def serve(
             if replay is not None or bundle is None
             else changer(bundle, options, threads, bounds, bounds.memory_gib)
         )
-        wires = open_wires(parse(wire or ()), listen)
+        wires = open_wires(ports, listen)
         process = Process(wires)
         finished = True
         try:
@@ -330,6 +344,25 @@ def set_up_logs(verbose: bool) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+class _Lossy(logging.Handler):
+    """Tells of lines that could not be written, a full disk's as a rule, once in ``TOLD_S``: by itself logging prints a
+    traceback for each."""
+
+    lost, told = 0, float("-inf")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        self.lost += 1
+        if (now := time.monotonic()) - self.told >= TOLD_S:
+            self.told = now
+            logger.warning("--access-log: %d lines could not be written: %s", self.lost, sys.exc_info()[1])
+
+
+class _AccessFile(_Lossy, logging.FileHandler): ...
+
+
+class _AccessStream(_Lossy, logging.StreamHandler): ...
+
+
 @contextlib.contextmanager
 def access_logging(path: str | None) -> Iterator[None]:
     """Write the access log to ``path`` (- is standard error, None is nowhere) inside, and leave its logger as it was:
@@ -339,7 +372,7 @@ def access_logging(path: str | None) -> Iterator[None]:
     handler: logging.Handler = logging.NullHandler()
     if path is not None:
         try:
-            handler = logging.StreamHandler() if path == "-" else logging.FileHandler(path)
+            handler = _AccessStream() if path == "-" else _AccessFile(path)
         except OSError as error:
             raise SinewError(f"--access-log {path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -350,6 +383,7 @@ def access_logging(path: str | None) -> Iterator[None]:
         yield
     finally:
         access.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # the disk is full still; it was told
+            handler.close()
         access.propagate, access.disabled = before[:2]
         access.setLevel(before[2])

@@ -11,6 +11,7 @@ import numpy as np
 
 from sinew.bundle.schema import VectorStep
 from sinew.core import RTC, SCHEDULES, Observation, ObservationError, PolicySpec
+from sinew.processing.arrays import numbers
 
 BETA = 5.0  # Black et al. 2025: with five steps
 MAX_BETA = 1000.0
@@ -39,13 +40,8 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
             if value is not None:
                 raise ObservationError(name, "previous beside it, the rows that are to be continued", "none")
         return
-    try:
-        rows = np.asarray(observation.previous)
-    except ValueError:
-        raise ObservationError(
-            "previous", f"numbers of shape [R, {spec.action.dim}]", "a ragged sequence"
-        ) from None
-    if rows.dtype.kind not in "fiu" or rows.ndim != 2 or rows.shape[1] != spec.action.dim:
+    rows = numbers("previous", observation.previous)
+    if rows.ndim != 2 or rows.shape[1] != spec.action.dim:
         raise ObservationError(
             "previous",
             f"numbers of shape [R, {spec.action.dim}]",

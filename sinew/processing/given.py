@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec, did_you_mean
+from sinew.processing.arrays import numbers
 
 LEROBOT = "observation."
 PROMPT_KEYS = ("prompt", "task", "instruction")
@@ -51,7 +52,10 @@ def observation(given: Observation | Mapping[str, Any], spec: PolicySpec) -> Obs
 
 def _plain(given: Observation) -> bool:
     """True for an observation as wires make them."""
-    return {np.ndarray}.issuperset(map(type, (given.state, *given.images.values())))
+    vectors = [value for name in VECTORS if (value := getattr(given, name)) is not None]
+    return isinstance(given.images, Mapping) and {np.ndarray}.issuperset(
+        map(type, (given.state, *vectors, *given.images.values()))
+    )
 
 
 def _converted(given: Observation, names: Mapping[str, str]) -> Observation:
@@ -89,16 +93,13 @@ def picture(key: str, value: Any) -> Any:
 
 
 def array(key: str, value: Any) -> np.ndarray:
-    """Return a torch tensor, or whatever numpy takes, as an array. Raises :class:`ObservationError`."""
+    """Return a torch tensor, or whatever numpy takes as real numbers, as an array. Raises :class:`ObservationError`."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":  # which numpy does not have, and float32 holds exactly
             value = value.float()
-        return value.numpy()
-    try:
-        return np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ObservationError(key, "numbers", f"{type(value).__name__} ({str(error)[:80]})") from None
+        value = value.numpy()
+    return numbers(key, value)
 
 
 def _state(key: str, value: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ from sinew.bundle.rules import MAX_SOLVER_STEPS
 from sinew.bundle.schema import Manifest
 from sinew.core import BundleError, Observation, ObservationError, SinewError, did_you_mean
 from sinew.hints import option
+from sinew.processing.arrays import numbers
 from sinew.processing.continuation import Continuation, check_continuation, continuation
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
@@ -279,12 +280,7 @@ class Processor:
 
 def _vector(value: object, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
     """``value`` as finite numbers of exactly ``shape``."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise ObservationError(name, f"numbers of shape {list(shape)}", "a ragged sequence") from None
-    if array.dtype.kind not in "fiub":
-        raise ObservationError(name, f"numbers of shape {list(shape)}", f"dtype {array.dtype}")
+    array = numbers(name, value)
     if array.shape != shape:
         raise ObservationError(name, f"shape {list(shape)}", f"shape {list(array.shape)}")
     with np.errstate(over="ignore"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from sinew.bundle.schema import PromptRecipe
 from sinew.core import BundleError, ObservationError
+from sinew.processing.arrays import numbers
 from sinew.processing.tokenizer import decode, encode, open_tokenizer
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
@@ -95,10 +96,7 @@ class Prompter:
 
     def check_tokens(self, tokens: object, name: str = "tokens") -> np.ndarray:
         """Ids from a client that tokenises itself, checked: int64 [L]."""
-        try:
-            array = np.asarray(tokens)
-        except ValueError:
-            raise ObservationError(name, "a vector of integers", "a ragged sequence") from None
+        array = numbers(name, tokens)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ObservationError(name, "a vector of integers", f"{array.dtype} {list(array.shape)}")
         limit = self.recipe.max_tokens

@@ -22,6 +22,7 @@ END_S = 15.0  # from the first signal to the end of the process, whatever hangs
 TEND_S = 0.5  # between two looks at the health of the server
 HOPELESS = 70  # exit code of a server that ends itself so that another is started in its place
 DESCRIPTORS = 8192  # files and sockets that a server wants to have open at once, if the system lets it
+RESERVED = 128  # of them are not connections: weights, records, threads' wake-up calls, sockets that listen
 
 
 class Process:
@@ -113,3 +114,19 @@ def raise_descriptor_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_within(asked: int, servers: int) -> int:
+    """Return how many connections each of ``servers`` may take, ``asked`` at most, so that this process can open files
+    and sockets for all of them. A server without descriptors can refuse nobody: whoever comes waits until others leave.
+    """
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return asked
+    most = max(1, (soft - min(RESERVED, soft // 2)) // max(1, servers))
+    if asked > most:
+        logger.warning(
+            "--max-connections %d: %d on each of %d ports, for this process may open %d files and sockets (ulimit -n)",
+            *(asked, most, servers, soft),
+        )
+    return min(asked, most)

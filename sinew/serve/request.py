@@ -31,6 +31,13 @@ class DeadlineError(SinewError):
     code = "deadline"
 
 
+def bare(error: SinewError) -> SinewError:
+    """Return ``error`` without the frames that it came through. They hold what was read of the request, and whoever
+    waits for the error raises it once more, which closes a circle: memory would be free when the collector comes."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 Outcome = ActionChunk | SinewError
 Check = Callable[[], None]  # raises an error once nobody wants the result any more
 
@@ -56,6 +63,7 @@ class Job:
         "on_done",
         "prepared",
         "session",
+        "size",
         "waiting",
     )
 
@@ -78,6 +86,7 @@ class Job:
         self.decode_s = 0.0
         self.prepared: Any = None  # what the policy made of the observation
         self.kind: Hashable | None = None  # what those that may be computed with it have in common
+        self.size = 0  # bytes of its decoded frames, while it is not answered
         self.cancel = threading.Event()
         self.waiting = True
         self.answered = False

@@ -15,6 +15,7 @@ import numpy as np
 
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.processing import Processor
+from sinew.processing.arrays import numbers
 from sinew.processing.limits import MONOTONE, ranges
 from sinew.processing.vectors import apply_steps
 
@@ -196,7 +197,6 @@ class Safety:
 def _numbers(value: object) -> np.ndarray | None:
     """Return ``value`` as float64; None where it is no array of real numbers."""
     try:
-        array = np.asarray(value)
-    except ValueError:  # ragged
+        return numbers("state", value).astype(np.float64)
+    except ObservationError:
         return None
-    return array.astype(np.float64) if array.dtype.kind in "fiu" else None

@@ -29,7 +29,7 @@ from sinew.serve.compute import Computer, RunnablePolicy
 from sinew.serve.lane import Lane
 from sinew.serve.places import Places
 from sinew.serve.quiet import Quiet
-from sinew.serve.request import Check, DeadlineError, Job, Outcome, ShuttingDownError, SupersededError
+from sinew.serve.request import Check, DeadlineError, Job, Outcome, ShuttingDownError, SupersededError, bare
 from sinew.serve.supervise import Supervisor
 from sinew.serve.turns import Turns
 
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 PER_CLIENT = 2  # jobs of one client that may wait
 DRAIN_S = 0.01  # between two looks at what is left
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
+AHEAD = 256 << 20  # bytes of frames that are decoded and not answered; beyond, decoding waits for answers
 
 
 class Scheduler:
@@ -74,6 +75,8 @@ class Scheduler:
         self._received: Turns[Job] = Turns()
         self._ready: Turns[Job] = Turns(key=lambda job: job.accepted)
         self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
+        self._room = threading.Condition(self._lock)  # there may be room for more decoded frames
+        self._ahead = 0  # bytes of them
         self._places = Places(queue_size, per_client)
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = self._draining = False
@@ -195,6 +198,7 @@ class Scheduler:
             if self._stopping:
                 return
             self._stopping = True
+            self._room.notify_all()
             busy = [*self._decoding, *self._running]
         for job in busy:
             job.cancel.set()
@@ -222,6 +226,7 @@ class Scheduler:
     def _decode_loop(self) -> None:
         while (job := self._received.get()) is not None:
             with self._lock:
+                self._room.wait_for(lambda: self._ahead < AHEAD or self._stopping)
                 self._decoding.add(job)
             try:
                 self._raise_if_abandoned(job)
@@ -240,7 +245,12 @@ class Scheduler:
 
     def _decode(self, job: Job) -> None:
         start = job.begun = time.perf_counter()
-        job.prepared = self.policy.prepare(job.decode(partial(self._raise_if_abandoned, job)))
+        observation = job.decode(partial(self._raise_if_abandoned, job))
+        size = sum(frame.nbytes for frame in observation.images.values())
+        with self._lock:
+            if not job.answered:
+                job.size, self._ahead = size, self._ahead + size
+        job.prepared = self.policy.prepare(observation)
         job.decode_s = time.perf_counter() - start
         if self.batcher is not None and self.batcher.limit > 1:
             job.kind = self.policy.batch_key(job.prepared)  # type: ignore[attr-defined]
@@ -359,6 +369,8 @@ class Scheduler:
     def _finish(self, job: Job, outcome: Outcome) -> None:
         with self._lock:
             answered, job.answered = job.answered, True
+            self._ahead, job.size = self._ahead - job.size, 0
+            self._room.notify_all()
         if answered:
             return
         try:
@@ -371,7 +383,7 @@ class Scheduler:
         if isinstance(error, CancelledError) and self._stopping:
             return ShuttingDownError()
         if isinstance(error, SinewError):
-            return error
+            return bare(error)
         self._quiet.error("a request failed unexpectedly", error)
         return SinewError(f"internal error ({type(error).__name__}); the server's log has the details")
 

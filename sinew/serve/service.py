@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
@@ -23,7 +24,7 @@ from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import DEFAULT, Policies, Standing
 from sinew.serve.quiet import Quiet
-from sinew.serve.request import Check, Job, Outcome, ShuttingDownError
+from sinew.serve.request import Check, Job, Outcome, ShuttingDownError, bare
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 
@@ -191,21 +192,17 @@ class Service:
         """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ActionChunk] = loop.create_future()
-
-        def settle(outcome: Outcome) -> None:
-            if future.done():
-                return
-            if isinstance(outcome, SinewError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        job = self.submit(inference, lambda outcome: _call_soon(loop, settle, outcome))
+        job = self.submit(inference, partial(_call_soon, loop, future))
         try:
             return await future
         except asyncio.CancelledError:
             self.cancel(job)
             raise
+        finally:
+            del (
+                future,
+                job,
+            )  # an error knows this frame, and these know the error: a circle that keeps the request
 
     def cancel(self, job: Job) -> None:
         """The client of this job has left."""
@@ -358,7 +355,7 @@ def _safe(safety: Safety | None, outcome: Outcome, seen: list[Observation], warn
     try:
         return safety.enforce(outcome, seen[0])
     except SinewError as error:
-        return error
+        return bare(error)
 
 
 def printable(error: SinewError) -> str:
@@ -386,11 +383,22 @@ def _entry(inference: Inference, outcome: Outcome, seconds: float, missed: bool)
     return entry
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, settle: Callable[[Outcome], None], outcome: Outcome) -> None:
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[ActionChunk], outcome: Outcome
+) -> None:
     try:
-        loop.call_soon_threadsafe(settle, outcome)
+        loop.call_soon_threadsafe(_settle, future, outcome)
     except RuntimeError:  # the wire has stopped; nobody waits
         logger.debug("an answer came after its wire had closed")
+
+
+def _settle(future: asyncio.Future[ActionChunk], outcome: Outcome) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, SinewError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _never(_budget: PixelBudget) -> Observation:

@@ -175,6 +175,8 @@ def replaced(record: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     for key in list(found):
         if rng.random() < 0.03:
             found[key] = odd_array(rng)
+        elif rng.random() < 0.01:  # whose array would be 40 MB
+            found[key] = [*([1.0] * 500), "x" * 20_000]
         elif isinstance(found[key], dict) and found[key] and rng.random() < 0.2:
             found[key][rng.choice(list(found[key]))] = odd_array(rng)
     return found
@@ -235,7 +237,8 @@ def values() -> dict[str, Callable[[random.Random], object]]:
         return prepared, safety.enforce(ActionChunk(actions, seed=1), observation)
 
     def openpi_values(rng: random.Random) -> object:
-        return ready(openpi.observation(openpi.read(written(replaced(plain, rng))), spec))
+        record = {"session_id" if key == "session" else key: value for key, value in plain.items()}
+        return ready(openpi.observation(openpi.read(written(replaced(record, rng))), spec))
 
     def http_values(rng: random.Random) -> object:
         record = {

@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import pickle
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -182,6 +183,71 @@ def test_web_pages_do_not_drive_robots():
             connect(at.web, origin="https://evil.example")
         with connect(at.web) as robot:
             assert robot.recv(WAIT_S)
+
+
+def raw(
+    address: str, head: str, path: str = "/v1/metadata", method: str = "GET", payload: bytes = b""
+) -> int:
+    """The status of a request whose headers are exactly these."""
+    with plain(address) as peer:
+        size = f"Content-Length: {len(payload)}\r\nContent-Type: application/json\r\n" if payload else ""
+        peer.sendall(f"{method} {path} HTTP/1.1\r\n{head}{size}\r\n".encode() + payload)
+        return int(peer.makefile("rb").readline().split()[1])
+
+
+SOCKET = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {}\r\n"
+SOCKET = SOCKET.format(base64.b64encode(bytes(16)).decode())
+
+
+def test_a_page_whose_name_resolves_to_the_server_is_refused():
+    """On all interfaces and without a key, a page that had its name resolved to the robot's address was taken as the
+    server's own: its Origin is its Host. Its GET has no Origin at all."""
+    with desk(("web",), listen=Listen("0.0.0.0", hosts=("policy.lab",), dashboard=True)) as at:
+        at.web = at.web.replace("0.0.0.0", "127.0.0.1")
+        port = at.web.rpartition(":")[2]
+        evil = f"Host: evil.example:{port}\r\n"
+        page = f"{evil}Origin: http://evil.example:{port}\r\n"
+        assert raw(at.web, page, "/v1/actions", "POST", body()) == 403
+        assert raw(at.web, page + SOCKET, "/") == 403
+        for path in (
+            "/",
+            "/v1/metadata",
+            "/v1/events",
+            "/v1/frames",
+            "/v1/frames/front",
+            "/dashboard/page.js",
+        ):
+            assert raw(at.web, evil, path) == 403, path
+        # who is no page: robots by any name, probes, Prometheus
+        assert raw(at.web, evil, "/v1/actions", "POST", body()) == 200
+        assert raw(at.web, evil + SOCKET, "/") == 101
+        assert raw(at.web, evil, "/healthz") == raw(at.web, evil, "/metrics") == 200
+        # and the server's own pages, by its addresses and names
+        own = socket.gethostname()
+        for name in ("127.0.0.1", "192.168.7.9", "[::1]", "localhost", own, own.upper(), "Policy.Lab"):
+            here = f"Host: {name}:{port}\r\n"
+            assert raw(at.web, here) == raw(at.web, here, "/") == 200, name
+            assert (
+                raw(at.web, f"{here}Origin: http://{name}:{port}\r\n", "/v1/actions", "POST", body()) == 200
+            )
+        assert raw(at.web, "Host: policy.lab.evil.example\r\n") == 403
+        assert raw(at.web, "Host: [\r\n") == raw(at.web, f"Host: {own}\r\nOrigin: http://[\r\n") == 403
+
+
+def test_a_key_is_enough_whatever_the_server_is_called():
+    listen = Listen("0.0.0.0", origins=("https://desk.example",))
+    with desk(("web",), listen=listen, api_key="secret") as at:
+        at.web = at.web.replace("0.0.0.0", "127.0.0.1")
+        evil, key = "Host: evil.example\r\n", "X-API-Key: secret\r\n"
+        assert raw(at.web, evil) == 401
+        assert raw(at.web, evil + key) == 200
+        assert raw(at.web, f"{evil}Origin: http://evil.example\r\n", "/v1/actions", "POST", body()) == 401
+        assert (
+            raw(at.web, f"{evil}{key}Origin: https://other.example\r\n", "/v1/actions", "POST", body()) == 403
+        )
+        assert (
+            raw(at.web, f"{evil}{key}Origin: https://desk.example\r\n", "/v1/actions", "POST", body()) == 200
+        )
 
 
 def test_metrics_want_the_key_and_versions_are_not_told():

@@ -51,7 +51,8 @@ CHUNK = ActionChunk(np.ones((3, 2), np.float32), Timing(total_ms=5.0))
 
 def put(feed: Feed, outcome: ActionChunk | SinewError = CHUNK, frames: Any = FRAMES, **more: Any) -> None:
     seen = Observation(images=frames, state=STATE, prompt="go")
-    feed.put("native", "peer", "arm", more.pop("seen", seen), outcome, 0.02, more.pop("deadline_s", 0.05))
+    seconds, deadline_s = more.pop("seconds", 0.02), more.pop("deadline_s", 0.05)
+    feed.put("native", "peer", "arm", more.pop("seen", seen), outcome, seconds, deadline_s)
 
 
 # ----------------------------------------------------------------------------- the feed
@@ -205,6 +206,30 @@ def test_any_answer_is_json(actions: np.ndarray, text: str, state: float) -> Non
     found = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
     flat = [value for row in found["actions"] for value in row]
     assert [value is None for value in flat] == [not np.isfinite(value) for value in actions.reshape(-1)]
+
+
+def test_a_deadline_without_an_end_ends_no_viewer() -> None:
+    """A robot that sent infinity as its deadline ended all viewers: JSON has no word for it."""
+    with puppets(("native", "web"), listen=Listen(dashboard=True)) as at:
+        host, _, port = at.web.removeprefix("ws://").rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+        connection.request("GET", "/v1/events")
+        said = (record for name, record in events(connection.getresponse()) if name == "answers")
+        observation = {
+            "images": {"front": np.zeros((48, 64, 3), np.uint8)},
+            "state": np.zeros(2),
+            "prompt": "go",
+        }
+        until(lambda: at.service.feed.viewers)
+        for deadline, shown in ((float("inf"), None), (1e38, pytest.approx(1e38)), (5e4, 5e4)):
+            with Client(at.native, timeout=WAIT_S) as client:
+                client.infer({**observation, "deadline_ms": deadline})
+            assert next(said)["deadline_ms"] == shown
+        # an answer that cannot be written, whatever the reason, is left out
+        put(at.service.feed, seen=None, seconds=float("nan"))
+        put(at.service.feed, seen=None, seconds=0.001)
+        assert next(said)["ms"] == 1.0
+        connection.close()
 
 
 def test_pictures_are_what_the_policy_sees(smolvla_bundle: Callable[[str], Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import resource
 import signal
 import subprocess
@@ -12,20 +13,24 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sinew_client import Client, ConnectionLost, RequestTimeout, UnsafeChunk, protocol, schema
 
+from sinew.cli.serve import access_logging
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
-from sinew.serve.process import DESCRIPTORS, HOPELESS, raise_descriptor_limit
+from sinew.serve.process import DESCRIPTORS, HOPELESS, connections_within, raise_descriptor_limit
 from sinew.serve.recorder import Recorder, read_records
 from sinew.serve.transport.listen import Listen
+from sinew.serve.wires import parse, servers
 from sinew.serve.wires.lerobot.agreements import Agreements, fitting
 from sinew.serve.wires.lerobot.keys import Agreement
 from sinew.serve.wires.lerobot.sessions import Sessions, Waiting
 from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, desk, until
+from tests.serve.puppet import connect as plain
 from tests.serve.test_server import serving
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
@@ -292,6 +297,61 @@ def test_descriptors():
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_no_more_connections_are_promised_than_can_be_open(caplog):
+    """--max-connections 2000 under a limit of 1,024 kept new robots out, and the log filled."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        assert [connections_within(256, servers) for servers in (1, 2, 3)] == [256, 256, 256]
+        assert not caplog.records
+        assert (connections_within(2000, 1), connections_within(2000, 2)) == (1024 - 128, (1024 - 128) // 2)
+        assert "--max-connections 2000: 448 on each of 2 ports" in caplog.messages[-1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
+        assert connections_within(256, 2) == 25
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert servers(parse(["native", "openpi:8000", "http:8000", "evo1"])) == 3
+
+
+def test_a_lack_of_descriptors_is_a_line_of_the_log(caplog):
+    """asyncio wrote a traceback for each place of its backlog, once a second: 4.8 MB of log."""
+    with desk(("web",)) as at:
+        before, made = resource.getrlimit(resource.RLIMIT_NOFILE), []
+        used = len(list(Path("/proc/self/fd").iterdir()))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, before[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    made.append(plain(at.web))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, before[1]))
+            until(lambda: any("could not be taken" in text for text in caplog.messages), "the line")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for each in made:
+                each.close()
+        assert len([text for text in caplog.messages if "could not be taken" in text]) <= 5
+        assert not [record for record in caplog.records if record.exc_info]
+        until(lambda: get(at.web) == 200, "the server to take connections again")
+
+
+def get(address: str) -> int:
+    with contextlib.closing(HTTPConnection(address.removeprefix("ws://"), timeout=WAIT_S)) as connection:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_an_access_log_on_a_full_disk_is_a_line_of_the_log(caplog, capsys):
+    """It was a traceback of 28 lines for each request."""
+    with access_logging("/dev/full"):
+        for _ in range(50):
+            logging.getLogger("sinew.access").info("{}")
+    assert [text for text in caplog.messages if "--access-log" in text] == [
+        "--access-log: 1 lines could not be written: [Errno 28] No space left on device"
+    ]
+    assert "Traceback" not in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------- LeRobot

@@ -189,6 +189,9 @@ def test_over_http_with_the_key(tmp_path):
         assert ask(at.web, good)[0] == ask(at.web, good, "another")[0] == 401
         for body in (b"", b"[]", b'{"source": 3}', b'{"source": ""}', b"[" * 9999):
             assert ask(at.web, body, "secret")[0] == 400
+        for source, told in (("x" * 300, "File name too long"), ("x" * 200_000, ""), ("a/" * 2_500, "4096")):
+            status, error = ask(at.web, json.dumps({"source": source}).encode(), "secret")
+            assert (status, told in error["error"]["message"]) == (400, True), error
         status, told = ask(at.web, good, "secret")
         assert (status, told["policy"], told["name"]) == (200, "puppet", "default")
         for path in ("/-b", "/" + 65 * "b", "/b%2Fc"):

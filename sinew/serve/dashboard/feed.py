@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import threading
 import time
 from collections import deque
@@ -131,6 +132,9 @@ class Feed:
         if not any(self._viewers.values()):
             return
         state = None if observation is None else np.asarray(observation.state)
+        limit_ms = None if deadline_s is None else 1e3 * deadline_s
+        if isinstance(outcome, SinewError):
+            outcome = _told(outcome)
         with self._lock:
             if not any(self._viewers.values()):
                 return
@@ -145,7 +149,7 @@ class Feed:
                     "" if observation is None else str(observation.prompt),
                     state if state is not None and state.dtype.kind in "fiu" and state.size <= 1024 else None,
                     1e3 * seconds,
-                    None if deadline_s is None else round(1e3 * deadline_s, 3),
+                    round(limit_ms, 3) if limit_ms is not None and math.isfinite(limit_ms) else None,
                     deadline_s is not None and seconds > deadline_s,
                     outcome,
                 )
@@ -217,6 +221,14 @@ class Feed:
         pixels = prepare_frame(frame, recipe)[:3]  # [3, H, W]; models of two encoders see the same twice
         mean, std = (np.asarray(v[:3], np.float32)[:, None, None] for v in (recipe.mean, recipe.std))
         return ((pixels * std + mean) * 255).round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
+
+
+def _told(error: SinewError) -> SinewError:
+    """Return what is shown of an error. Itself it is raised again for its client, and knows frames that hold the
+    request."""
+    shown = SinewError(str(error)[:MAX_TEXT])
+    shown.code = error.code
+    return shown
 
 
 def plain(values: np.ndarray) -> Any:

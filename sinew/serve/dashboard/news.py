@@ -21,6 +21,7 @@ from sinew import machine
 from sinew.core import SinewError
 from sinew.serve.dashboard.feed import BY_HAND, Answer, Feed
 from sinew.serve.dashboard.host import Host
+from sinew.serve.quiet import Quiet
 from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Broadcast:
         self._task: asyncio.Task[None] | None = None
         self._listening = False
         self._rung = asyncio.Event()
+        self._quiet = Quiet(logger)
 
     @property
     def _feed(self) -> Feed:
@@ -102,7 +104,13 @@ class Broadcast:
             with self._feed.bell(lambda: self._ring(loop)):
                 while True:
                     await self._news(told)
-                    told, message, pause = await self._make(told)
+                    try:
+                        told, message, pause = await self._make(told)
+                    except Exception as error:  # noqa: BLE001 - of one answer; the viewers see the next ones
+                        self._quiet.error(
+                            "an event of the dashboard could not be made and is left out", error
+                        )
+                        told, message, pause = self._newest(), b"", EVENTS_S
                     for outbox in self._outboxes if message else ():
                         outbox.put(message)
                     await asyncio.sleep(pause)
@@ -177,10 +185,19 @@ class News(Broadcast):
 
     async def _make(self, told: int) -> tuple[int, bytes, float]:
         new = self._feed.since(told)
-        message = encoded("answers", records(new)) if new else b""
+        message = self._answers(records(new)) if new else b""
         if self._patience() <= 0:
             message += self.health()
         return new[-1].number if new else told, message, EVENTS_S
+
+    def _answers(self, answers: list[dict[str, Any]]) -> bytes:
+        """Return the event of these answers, without those that JSON cannot carry."""
+        try:
+            return encoded("answers", answers)
+        except SinewError as error:
+            self._quiet.warning("left out of the dashboard: %s", error)
+        written = [each for each in answers if _can_be_written(each)]
+        return encoded("answers", written) if written else b""
 
     def _newest(self) -> int:
         return self._feed.newest
@@ -233,6 +250,14 @@ def records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 def _resident() -> int:
     found = machine.resident_bytes()
     return found.get("now", found["peak"])
+
+
+def _can_be_written(record: dict[str, Any]) -> bool:
+    try:
+        encoded("answers", record)
+    except SinewError:
+        return False
+    return True
 
 
 def encoded(event: str, record: Any) -> bytes:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import functools
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,19 +34,24 @@ def array(name: str, data: Any, dtype: Any, shape: Any) -> np.ndarray:
     text = bytes(dtype).decode("ascii", "replace") if isinstance(dtype, (bytes, memoryview)) else dtype
     kind = _kind(text) if isinstance(text, str) and len(text) <= 16 else None
     if kind is None:
-        raise ObservationError(name, "a plain number type, little-endian", f"dtype {str(dtype)[:40]!r}")
+        raise ObservationError(name, "a plain number type, little-endian", f"dtype {_shown(dtype)}")
     if not (
         isinstance(shape, (list, tuple))
         and len(shape) <= MAX_NDIM
         and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 31 for n in shape)
     ):
-        raise ObservationError(name, f"a shape of at most {MAX_NDIM} sizes", str(shape)[:80])
+        raise ObservationError(name, f"a shape of at most {MAX_NDIM} sizes", _shown(shape))
     expected = math.prod(shape) * kind.itemsize
     # numpy refuses what would not fit without its axes of length 0
     fits = expected or math.prod(n or 1 for n in shape) <= 1 << 40
     if expected != len(data) or not fits:
         raise ObservationError(name, f"{expected} bytes ({list(shape)} x {kind})", f"{len(data)} bytes")
     return np.frombuffer(data, kind).reshape(shape)
+
+
+def _shown(value: Any) -> str:
+    """Return a few characters of what a message held, without writing out the rest of it."""
+    return reprlib.repr(bytes(value[:20]) if isinstance(value, memoryview) else value)[:80]
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,9 +67,9 @@ def _kind(text: str) -> np.dtype[Any] | None:
 # ----------------------------------------------------------------------------- msgpack
 
 
-def unpack(payload: bytes | memoryview) -> Any:
+def unpack(payload: bytes | bytearray | memoryview) -> Any:
     """A msgpack message with its arrays decoded: views of the message. Raises RequestError or ObservationError."""
-    return _decoded(msgpack_view.unpack(memoryview(payload)))
+    return _decoded(msgpack_view.unpack(memoryview(payload).toreadonly()))
 
 
 def pack(tree: Any) -> bytes:

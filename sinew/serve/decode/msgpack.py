@@ -15,7 +15,8 @@ from sinew.core import RequestError
 
 MAX_DEPTH = 12  # containers inside containers
 MAX_VALUES = 1 << 14  # of one message: containers, keys and leaves
-MAX_TEXT = 1 << 18  # bytes of one text
+MAX_TEXT = 1 << 18  # bytes of one text,
+MAX_TEXTS = 1 << 22  # and of all of a message: one strange character makes four bytes of each of the others
 
 _NUMBERS = {  # first byte -> format, bytes
     0xCA: (">f", 4),
@@ -53,6 +54,7 @@ class _Reader:
         self.buffer = buffer
         self.at, self.end = 0, len(buffer)
         self.left = max_values
+        self.texts = 0  # bytes
 
     def value(self, depth: int) -> Any:
         self.left -= 1
@@ -99,12 +101,14 @@ class _Reader:
             if not isinstance(key, str):
                 if not isinstance(key, memoryview):
                     raise RequestError(f"MessagePack: expected text as key, got {type(key).__name__}")
-                key = _decode(key)
+                key = self.decoded(key)
+            if key in found:
+                raise RequestError(f"MessagePack: expected each key once, got {key[:40]!r} twice")
             found[key] = self.value(depth + 1)
         return found
 
     def text(self, length: int) -> str:
-        return _decode(self.take(length))
+        return self.decoded(self.take(length))
 
     def length(self, size: int) -> int:
         return int.from_bytes(self.take(size), "big") if size > 1 else self.take(1)[0]
@@ -115,11 +119,13 @@ class _Reader:
             raise RequestError(f"MessagePack: the message ends inside the value at byte {start}")
         return self.buffer[start : self.at]
 
-
-def _decode(data: memoryview) -> str:
-    if len(data) > MAX_TEXT:
-        raise RequestError(f"MessagePack: expected at most {MAX_TEXT} bytes of text, got {len(data)}")
-    try:
-        return str(data, "utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"MessagePack: text that is not UTF-8: {error.reason}") from error
+    def decoded(self, data: memoryview) -> str:
+        self.texts += len(data)
+        if len(data) > MAX_TEXT:
+            raise RequestError(f"MessagePack: expected at most {MAX_TEXT} bytes of text, got {len(data)}")
+        if self.texts > MAX_TEXTS:
+            raise RequestError(f"MessagePack: expected at most {MAX_TEXTS} bytes of text in all, got more")
+        try:
+            return str(data, "utf-8")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"MessagePack: text that is not UTF-8: {error.reason}") from error

@@ -44,6 +44,7 @@ class Actions:
         with self._service.reading("http", request.remote or ""):
             arrived, body = await read_body(request)
             message = http.read(body, kind)
+            del body  # what is wanted of it, the message has
             policy = request.match_info.get("policy", message.policy)
             if message.policy not in ("", policy):
                 raise RequestError(
@@ -71,6 +72,7 @@ class Actions:
         with self._service.reading("http", request.remote or ""):
             arrived, body = await read_body(request)
             act = http.read_act(body)
+            del body
             spec = self._service.policies.get(policy).spec
         inference = Inference(
             "http",
@@ -84,12 +86,19 @@ class Actions:
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
 
 
-async def read_body(request: web.Request) -> tuple[float, bytes]:
+async def read_body(request: web.Request) -> tuple[float, bytearray]:
     """Return when a request was there, by ``time.perf_counter()``, and its body. Raises RequestError where it is
-    compressed."""
+    compressed.
+
+    Not by ``request.read``, which keeps the body for as long as the connection is kept for a next request.
+    """
     coding = request.headers.get("Content-Encoding", "identity")
     if coding != "identity":
         raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
-    body = await request.read()  # a slow one is ended by Connections.watch
+    body, most = bytearray(), request.client_max_size
+    async for part in request.content.iter_any():  # a slow one is ended by Connections.watch
+        body += part
+        if len(body) > most:
+            raise web.HTTPRequestEntityTooLarge(most, len(body))
     connection_of(request).whole()
     return time.perf_counter(), body

@@ -14,6 +14,9 @@ from sinew.core import BundleError, ConvertError, RequestError
 from sinew.serve.service import Service, UnauthorizedError
 from sinew.serve.transport.actions import POLICIES, Handler, read_body
 
+MAX_SOURCE = 4096  # characters: a path's longest on Linux
+MAX_BODY = 1 << 16  # bytes around it
+
 
 def add(service: Service, guarded: Callable[[Handler], Handler], router: web.UrlDispatcher) -> None:
     """Add the routes. guarded: puts a handler behind the server's key and answers errors."""
@@ -24,12 +27,16 @@ def add(service: Service, guarded: Callable[[Handler], Handler], router: web.Url
     async def load(request: web.Request) -> web.StreamResponse:
         _admit(request)
         _arrived, body = await read_body(request)
+        if len(body) > MAX_BODY:
+            raise RequestError(f"expected at most {MAX_BODY} bytes, got {len(body)}")
         try:
             source = json.loads(body)["source"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise RequestError('expected {"source": "what sinew serve takes"}') from None
         if not isinstance(source, str) or not source or "\0" in source:
             raise RequestError(f"source: expected text, got {type(source).__name__}")
+        if len(source) > MAX_SOURCE:
+            raise RequestError(f"source: expected at most {MAX_SOURCE} characters, got {len(source)}")
         return await run(service.swapper.load, request.match_info["policy"], source)
 
     async def unload(request: web.Request) -> web.StreamResponse:
@@ -49,6 +56,8 @@ def add(service: Service, guarded: Callable[[Handler], Handler], router: web.Url
             done = await asyncio.get_running_loop().run_in_executor(None, change, *given)
         except (BundleError, ConvertError) as error:  # of what was asked for, not of what stands
             raise RequestError(str(error)) from None
+        except OSError as error:  # a name that is too long for the disk, a disk that is full
+            raise RequestError(f"source: {error.strerror or error}") from None
         return web.json_response(done)
 
     router.add_get(POLICIES, guarded(listed))

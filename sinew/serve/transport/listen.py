@@ -28,6 +28,7 @@ class Listen:
         request's first byte to its last, beyond which its connection is closed.
     tls_cert, tls_key: PEM files, for the wires that can (openpi, http, lerobot).
     origins: of web pages that may send requests to the web wires, as browsers write them (https://host:port).
+    hosts: names of this server beside the machine's own, which web pages of it may have in their address.
     dashboard: show a page at / of the web wires.
     """
 
@@ -39,6 +40,7 @@ class Listen:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     dashboard: bool = False
 
     @property

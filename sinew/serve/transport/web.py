@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -15,13 +16,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.dashboard.routes import Dashboard, Handler
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
+from sinew.serve.quiet import Quiet
 from sinew.serve.service import Inference, Service
 from sinew.serve.transport import admin
 from sinew.serve.transport.actions import POLICIES, Actions
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0  # for handing over the last answers
 STOP_S = 4.0  # for the event loop to end
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # for another connection
 PENDING = 2  # observations of one connection that may wait; openpi's clients have one under way
 
 
@@ -56,6 +59,7 @@ class WebServer:
         self.dashboard = self.address.replace("ws", "http", 1) + "/" if listen.dashboard else ""
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
+        self._quiet = Quiet(logger)
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()
@@ -90,6 +94,7 @@ class WebServer:
 
     async def _run(self, ready: threading.Event) -> None:
         self._ended = asyncio.Event()
+        self._loop.set_exception_handler(self._on_error)
         app = web.Application(middlewares=[self._counted], client_max_size=self._listen.max_message_bytes)
         app.on_response_prepare.append(_anonymous)
         app.router.add_get("/healthz", self._health)
@@ -138,6 +143,15 @@ class WebServer:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(runner.cleanup(), CLOSE_S)
 
+    def _on_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
+        """Tell in a line that a connection could not be taken: asyncio writes a traceback for each place of its queue,
+        once a second, while no descriptor is free."""
+        error = about.get("exception")
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            self._quiet.warning("%s: a connection could not be taken: %s", self.name, error)
+        else:
+            loop.default_exception_handler(about)
+
     @web.middleware
     async def _counted(
         self, request: web.Request, handler: Callable[..., Awaitable[Any]]
@@ -147,7 +161,7 @@ class WebServer:
         if not request.can_read_body:
             connection.whole()
         try:
-            if (refusal := refuse_web_pages(request, self._listen)) is not None:
+            if (refusal := refuse_web_pages(request, self._listen, self._service.wants_key)) is not None:
                 return refusal
             return await handler(request)
         finally:
@@ -255,8 +269,8 @@ class WebServer:
                     await self._fail(socket, f"at most {PENDING} observations of one connection may wait")
                     break
                 else:
-                    data = message.data if isinstance(message.data, bytes) else message.data.encode()
-                    messages.put_nowait((time.perf_counter(), data, connection.whole()))
+                    messages.put_nowait((time.perf_counter(), _data(message), connection.whole()))
+                del message  # the next one may be long in coming
         except (ConnectionError, asyncio.CancelledError):
             logger.debug("a client of %s left", name)
         finally:
@@ -294,6 +308,7 @@ class WebServer:
                 await self._fail(socket, "internal error; the server's log has the details")
                 return
             finally:
+                del payload  # the next one may be long in coming
                 connection.answered(size)
 
     async def _reply(
@@ -344,6 +359,10 @@ class WebServer:
 async def _anonymous(_request: web.Request, response: web.StreamResponse) -> None:
     """The versions of Python and aiohttp are nobody's business."""
     response.headers["Server"] = "sinew"
+
+
+def _data(message: WSMessage) -> bytes:
+    return message.data if isinstance(message.data, bytes) else message.data.encode()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

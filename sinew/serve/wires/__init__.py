@@ -49,6 +49,11 @@ def parse(names: Sequence[str]) -> dict[str, int]:
     return found
 
 
+def servers(ports: dict[str, int]) -> int:
+    """Return how many servers these wires are: those of one web port share it, and its connections."""
+    return len({port if WIRES[name].web else name for name, port in ports.items()})
+
+
 def open_wires(ports: dict[str, int], listen: Listen) -> list[Wire]:
     """Claim the addresses. Raises AddressError, and then leaves none claimed."""
     opened: list[Wire] = []

@@ -29,6 +29,7 @@ NAME = "evo1"
 WIDTH = 24  # numbers of a row of the answer, as the original server reshapes its actions
 MAX_FIELD = 1 << 16  # bytes of any field but the pictures
 DIGITS, SPACE = b"0123456789", b" \t\r\n"
+ZEROS = bytes.maketrans(DIGITS, b"0" * 10)
 
 
 NULL = msgspec.Raw(b"null")
@@ -130,14 +131,14 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
     while at < len(brackets) - 1:
         end = brackets.find(b"]]]", at) + 3
         width = brackets[at:end].partition(b"]]")[0].count(b"[,,") if end > 2 else 0
-        row = b"[" + b",".join([b"[,,]"] * width) + b"]"
-        height = (end - at - 1) // (len(row) + 1)
+        height = (end - at - 1) // (5 * width + 2)  # of a row's brackets and commas, and the comma behind it
         name = f"image[{len(shapes)}]"
         if width == 0 or height == 0:
             raise ObservationError(
                 name, "[height][width][3] of whole numbers from 0 to 255", "something else"
             )
         budget.take(name, height, width)
+        row = b"[" + b",".join([b"[,,]"] * width) + b"]"
         if brackets[at:end] != b"[" + b",".join([row] * height) + b"]":
             raise ObservationError(
                 name, "[height][width][3] of whole numbers from 0 to 255", "something else"
@@ -149,9 +150,10 @@ def _pictures(text: bytes, budget: PixelBudget) -> Iterator[np.ndarray]:
             raise ObservationError("image", where, "something else")
         at = end + 1
     total = sum(height * width * 3 for height, width, _ in shapes)
-    numbers = np.fromstring(
-        digits, np.int64, sep=","
-    )  # nothing but digits and commas; msgspec has read it as JSON
+    if digits.count(b",") + bool(digits) != total or b"0000" in digits.translate(ZEROS):
+        raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
+    # Nothing but digits and commas, of at most three digits; msgspec has read it as JSON.
+    numbers = np.fromstring(digits, np.int16, sep=",")
     if len(numbers) != total:
         raise ObservationError("image", "whole numbers from 0 to 255", "others, or too few")
     if numbers.max(initial=0) > 255:

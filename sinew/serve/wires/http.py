@@ -36,6 +36,7 @@ from sinew.serve.wires.openpi import OPTIONS, number, options
 NAME = "http"
 MSGPACK = "application/msgpack"
 JSON = "application/json"
+MAX_WIDE = 1 << 18  # characters of a text that is no base64
 _STATUS = {
     "bad_request": 400,
     "bad_observation": 400,
@@ -60,7 +61,7 @@ class Message:
     policy: str = ""
 
 
-def read(body: bytes, content_type: str) -> Message:
+def read(body: bytes | bytearray, content_type: str) -> Message:
     """Raises RequestError or ObservationError."""
     tree = unpack(body) if content_type == MSGPACK else _json(body)
     if not isinstance(tree, Mapping):
@@ -118,7 +119,7 @@ class Act:
     encoded: bool
 
 
-def read_act(body: bytes) -> Act:
+def read_act(body: bytes | bytearray) -> Act:
     """Raises RequestError or ObservationError."""
     tree = _json(body)
     encoded = isinstance(tree, dict) and isinstance(tree.get("encoded"), str)
@@ -134,10 +135,10 @@ def act_observation(act: Act, spec: PolicySpec, budget: PixelBudget | None = Non
     camera and the wrist images, in the order of the message, to the others. A policy without a state leaves the
     client's alone, as upstream. Raises ObservationError."""
     flat = keys.flatten(_arrays(act.content))
-    asked = flat.pop("unnorm_key", None)
-    if asked is not None and spec.embodiment not in ("", asked, f"{asked}_no_noops"):  # LIBERO's, as upstream
+    asked = keys.optional_text("unnorm_key", flat.pop("unnorm_key", None))
+    if asked and spec.embodiment not in ("", asked, f"{asked}_no_noops"):  # LIBERO's, as upstream
         raise ObservationError(
-            "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", str(asked)[:100]
+            "unnorm_key", f"{spec.embodiment}, whose statistics this bundle has", asked[:100]
         )
     if not keys.key_maps(spec, "openvla"):
         names = ["image" if act.single else "full_image", *(key for key in flat if "wrist" in key)]
@@ -190,14 +191,31 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
     ]
 
 
-def _json(body: bytes) -> Any:
-    """Values are counted before they are made: sixty megabytes of empty objects are gigabytes of them."""
+def _json(body: bytes | bytearray) -> Any:
+    """Values are counted before they are made: sixty megabytes of empty objects are gigabytes of them. What is long is
+    a file in base64: in other text one strange character makes four bytes of each of the others."""
     if sum(body.count(mark) for mark in b",[{") > MAX_VALUES:
         raise RequestError(f"JSON: expected at most {MAX_VALUES} values; frames go as base64 text")
     try:
-        return msgspec.json.decode(body)
+        tree = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RequestError(f"not JSON: {str(error)[:200]}") from None
+    if len(body) > MAX_WIDE and (not body.isascii() or b"\\u" in body):
+        _refuse_wide(tree)
+    return tree
+
+
+def _refuse_wide(tree: Any) -> None:
+    """Raise RequestError for a long text in which a character takes more than a byte."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            left += [*node.keys(), *node.values()]
+        elif isinstance(node, list):
+            left += node
+        elif isinstance(node, str) and len(node) > MAX_WIDE and not node.isascii():
+            raise RequestError(f"JSON: expected at most {MAX_WIDE} characters beside base64, got {len(node)}")
 
 
 def _arrays(content: Mapping[str, Any]) -> Mapping[str, Any]:

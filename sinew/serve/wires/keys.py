@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from sinew.core import KeyMap, Observation, ObservationError, PolicySpec, did_you_mean
+from sinew.processing.arrays import numbers
 from sinew.processing.given import LEROBOT as _LEROBOT
 from sinew.processing.given import PROMPT_KEYS, UNREAD, UNREAD_PREFIXES
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 
 MAX_DEPTH = 4  # of nested containers
 MAX_KEYS = 256  # of one observation, all containers together
+MAX_KEY = 512  # characters of a key, with those of the containers that it is in
 MAX_PROMPT = 1 << 16  # characters
+MAX_NUMBERS = 1 << 16  # of a state, a noise or the rows of a chunk, which become as many float64
 
 # Spellings of a camera's and of the state's key in bundles without a key map for the wire; {} is the name.
 _CAMERA_KEYS = ("images/{}", "observation.images.{}", "observation/images/{}", "observation/{}", "{}")
@@ -29,7 +32,8 @@ _STATE_KEYS = ("state", "observation.state", "observation/state")
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Nested mappings as one, keys joined with "/". Raises ObservationError where it is too deep or too wide."""
+    """Nested mappings as one, keys joined with "/". Raises ObservationError where it is too deep or too wide, where a
+    key is too long (each of its members would carry it), and where two values have one key."""
     found: dict[str, Any] = {}
     _walk(tree, "", 1, found)
     return found
@@ -44,9 +48,13 @@ def _walk(node: Mapping[Any, Any], path: str, depth: int, found: dict[str, Any])
         if not isinstance(key, (str, bytes)):
             raise ObservationError(path or "observation", "text as keys", type(key).__name__)
         name = key if isinstance(key, str) else key.decode("utf-8", "replace")
+        if len(path) + len(name) > MAX_KEY:
+            raise ObservationError(path or name[:40], f"keys of at most {MAX_KEY} characters", "a longer one")
         full = f"{path}/{name}" if path else name
         if isinstance(value, dict):
             _walk(value, full, depth + 1, found)
+        elif full in found:
+            raise ObservationError(full, "one value", "two: in a container, and under the joined key")
         else:
             found[full] = value
         if len(found) > MAX_KEYS:
@@ -140,14 +148,14 @@ def frame(key: str, value: Any, budget: PixelBudget, channels_first: bool | None
     if channels_first and array.shape[0] == 3:
         array = array.transpose(1, 2, 0)
     if array.shape[2] != 3:
-        raise ObservationError(key, "three colour channels", f"shape {list(np.asarray(value).shape)}")
+        raise ObservationError(key, "three colour channels", f"shape {list(array.shape)}")
     budget.take(key, array.shape[0], array.shape[1])
     return array if array.dtype == np.uint8 else array.astype(np.float32, copy=False)
 
 
 def vector(key: str, value: Any) -> np.ndarray:
     """Numbers as float64 [n]; a scalar is one number, and leading axes of length 1 are dropped."""
-    array = numbers(key, value)
+    array = numbers(key, value, MAX_NUMBERS)
     while array.ndim > 1 and array.shape[0] == 1:
         array = array[0]
     if array.ndim > 1:
@@ -155,24 +163,15 @@ def vector(key: str, value: Any) -> np.ndarray:
     return array.astype(np.float64).reshape(-1)
 
 
-def numbers(key: str, value: Any) -> np.ndarray:
-    """An array of numbers of whatever a message held. Raises ObservationError."""
-    try:
-        array = np.asarray(value)
-    except (ValueError, OverflowError, RecursionError):
-        raise ObservationError(key, "numbers", "a ragged sequence") from None
-    if array.dtype.kind not in "fiub":
-        raise ObservationError(key, "numbers", f"dtype {array.dtype}")
-    return array
-
-
 def text(key: str, value: Any) -> str:
     """Text, or the one text in a list or array of one; bytes are taken as UTF-8."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
+    if isinstance(value, np.ndarray) and value.size == 1:  # of more, lists would be tens of times its size
+        value = value.item()
     while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if isinstance(value, bytes):
+        if len(value) > 4 * MAX_PROMPT:
+            raise ObservationError(key, f"at most {MAX_PROMPT} characters", f"{len(value)} bytes")
         value = value.decode("utf-8", "replace")
     if not isinstance(value, str):
         raise ObservationError(key, "text", type(value).__name__)

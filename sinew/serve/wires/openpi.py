@@ -75,7 +75,7 @@ def options(flat: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("noise", "previous"):
         if flat.get(name) is not None:
             with np.errstate(over="ignore"):  # infinities are refused with everything else that is not finite
-                found[name] = keys.numbers(name, flat[name]).astype(np.float32)
+                found[name] = keys.numbers(name, flat[name], keys.MAX_NUMBERS).astype(np.float32)
     for name in ("time", "beta"):
         if flat.get(name) is not None:
             found[name] = number(name, flat[name])

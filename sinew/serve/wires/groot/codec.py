@@ -34,6 +34,7 @@ from sinew.core import (
     SinewError,
     did_you_mean,
 )
+from sinew.processing.arrays import numbers
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
 from sinew.serve.decode.npy import dump_npy, load_npy, raw_array
@@ -41,7 +42,7 @@ from sinew.serve.quiet import Once
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.groot.names import Names
-from sinew.serve.wires.keys import frame, text
+from sinew.serve.wires.keys import MAX_NUMBERS, frame, text
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,12 @@ class GrootCodec:
     name = "groot"
     streams = None
 
+    def __init__(self) -> None:
+        self._once = Once(logger)
+
     def bind(self, service: Service) -> None:
         self.service = service
         self.names = Names.of(service.spec)
-        self._once = Once(logger)
         self._modalities = _modalities(self.names, service.spec)
 
     # ------------------------------------------------------------------------- requests
@@ -153,7 +156,7 @@ class GrootCodec:
         """The parts of the observation that the policy reads, all with a batch axis."""
         videos, states, prompts = self.names.select(header.observation)
         frames = {camera: _array(key, value) for camera, (key, value) in videos.items()}
-        vectors = [_array(key, value) for key, value in states]
+        vectors = [_numbers(key, value) for key, value in states]
         sizes = {}
         for axes, arrays in (
             (("batch", "time", "height", "width", "3"), {videos[name][0]: a for name, a in frames.items()}),
@@ -172,6 +175,8 @@ class GrootCodec:
                 raise ObservationError(key, f"a batch of {size}, as in {first}", str(other))
         if not 1 <= size <= MAX_BATCH:
             raise ObservationError(first, f"a batch of 1 to {MAX_BATCH}", str(size))
+        if (width := sum(array.shape[-1] for array in vectors)) > MAX_NUMBERS:
+            raise ObservationError("state", f"at most {MAX_NUMBERS} numbers", str(width))
         if not header.batched:
             frames = {camera: array[None] for camera, array in frames.items()}
             vectors = [array[None] for array in vectors]
@@ -313,7 +318,9 @@ def _continuation(options: Mapping[str, Any]) -> dict[str, Any]:
     kinds: dict[str, Any] = {"delay": int, "horizon": int, "rtc": str, "schedule": str, "beta": (int, float)}
     found = {name: _option(options, name, kind) for name, kind in kinds.items()}
     if options.get("previous") is not None:
-        found["previous"] = _array("options.previous", options["previous"])
+        found["previous"] = numbers(
+            "options.previous", _array("options.previous", options["previous"]), MAX_NUMBERS
+        )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -343,6 +350,11 @@ def _array(key: str, value: Any) -> np.ndarray:
     raise ObservationError(key, "an array", type(value).__name__)
 
 
+def _numbers(key: str, value: Any) -> np.ndarray:
+    """An array of numbers: text beside them in one state would make each of them as wide as itself."""
+    return numbers(key, _array(key, value))
+
+
 def _text(value: Any) -> str:
     """msgpack-numpy writes a dtype as text and a kind as bytes."""
     if isinstance(value, memoryview):
@@ -356,7 +368,12 @@ def _prompts(found: tuple[str, Any] | None, size: int) -> list[str]:
         return [""] * size
     key, value = found
     if isinstance(value, dict):
-        value = _array(key, value).tolist()
+        said = _array(key, value)
+        if said.dtype.kind != "U" or said.size > MAX_BATCH:
+            raise ObservationError(
+                key, f"at most {MAX_BATCH} instructions", f"{said.dtype} of shape {list(said.shape)}"
+            )
+        value = said.tolist()
     if isinstance(value, list) and len(value) == size:
         return [text(key, each) for each in value]
     if isinstance(value, list) and len(value) != 1:

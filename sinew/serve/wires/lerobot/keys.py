@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec
+from sinew.processing.arrays import KINDS
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.quiet import Once
 from sinew.serve.wires import keys
@@ -191,9 +192,9 @@ def _value(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def _number(key: str, value: Any) -> float:
-    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "fiub":
-        value = value.reshape(())[()]
-    if not isinstance(value, (bool, int, float, np.number, np.bool_)):
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in KINDS:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ObservationError(key, "a number", type(value).__name__)
     try:
         return float(value)

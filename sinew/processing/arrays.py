@@ -1,0 +1,115 @@
+"""The one reader of arrays that somebody else wrote as lists: every element is looked at before memory is taken.
+
+``numpy.asarray`` makes all elements as wide as the widest: five thousand numbers and a text of forty thousand
+characters are 760 MiB. Here text, truth values and whatever else is no number are refused while the lists are walked,
+so an array takes eight bytes for each number that came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sinew.core import ObservationError
+
+MAX_NDIM = 8
+KINDS = "fiu"  # of dtypes: truth values, text, complex numbers, times and objects are no numbers
+_EXACT = frozenset({int, float})
+_WORDS = {
+    bool: "a truth value",
+    str: "text",
+    bytes: "bytes",
+    type(None): "nothing",
+    complex: "a complex number",
+}
+
+
+def numbers(key: str, value: Any, most: int | None = None) -> np.ndarray:
+    """Return ``value`` as an array of real numbers: an array as it is; lists of numbers, nested as they are, int64
+    where all are integers, else float64; lists of arrays of one shape and dtype, joined.
+
+    most: numbers that it may have; None: as many as come. Raises :class:`ObservationError` with ``key``.
+    """
+    array = value if type(value) is np.ndarray else _read(key, value, most)
+    if array.dtype.kind not in KINDS:
+        raise ObservationError(key, "numbers", f"dtype {array.dtype}")
+    if most is not None and array.size > most:
+        raise ObservationError(key, f"at most {most} numbers", str(array.size))
+    return array
+
+
+def _read(key: str, value: Any, most: int | None) -> np.ndarray:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ObservationError(key, "numbers", "a masked array, whose gaps have no value")
+    if isinstance(value, (list, tuple)):
+        return _of_lists(key, value, most)
+    if isinstance(value, (str, bytes, bytearray, bool, complex, Mapping, type(None))):
+        raise ObservationError(key, "numbers", _word(value))
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ObservationError(key, "numbers", f"{type(value).__name__} ({str(error)[:80]})") from None
+
+
+def _of_lists(key: str, value: Any, most: int | None) -> np.ndarray:
+    """Return nested lists as an array. One level after the other is looked at: nothing here calls itself, so that
+    nesting costs no stack, and lists that hold themselves end at ``MAX_NDIM``."""
+    shape: list[int] = []
+    level: list[Any] = [value]
+    while level and isinstance(level[0], (list, tuple)):
+        if len(shape) == MAX_NDIM:
+            raise ObservationError(key, f"lists in at most {MAX_NDIM} levels", "more")
+        width = len(level[0])
+        for each in level:
+            if not isinstance(each, (list, tuple)) or len(each) != width:
+                raise ObservationError(key, "numbers", "a ragged sequence")
+        shape.append(width)
+        if most is not None and width * len(level) > most:
+            raise ObservationError(key, f"at most {most} numbers", "more")
+        level = [item for each in level for item in each]
+    kinds = set(map(type, level))
+    if kinds <= _EXACT:
+        return _filled(key, level, shape, np.int64 if kinds == {int} else np.float64)
+    if any(hasattr(each, "__array__") for each in level):
+        return _joined(key, level, shape)
+    for index, each in enumerate(level):
+        if type(each) not in _EXACT:
+            where = np.unravel_index(index, shape)
+            raise ObservationError(key, "numbers", f"{_word(each)} at {[int(at) for at in where]}")
+    raise AssertionError("a strange type, and nothing that has it")
+
+
+def _filled(key: str, level: list[Any], shape: list[int], dtype: type) -> np.ndarray:
+    try:
+        return np.array(level, dtype).reshape(shape)
+    except OverflowError:
+        raise ObservationError(key, "numbers", "an integer beyond 64 bits") from None
+
+
+def _joined(key: str, level: list[Any], shape: list[int]) -> np.ndarray:
+    """Return arrays, numpy's numbers or tensors, of which plain numbers may be between numpy's, as one array."""
+    parts = [
+        each if type(each) is np.ndarray else numbers(key, each) for each in level if not _is_plain(each)
+    ]
+    if len({part.shape for part in parts}) > 1 or (len(parts) < len(level) and parts[0].shape):
+        raise ObservationError(key, "numbers", "a ragged sequence")
+    for part in parts:
+        if part.dtype.kind not in KINDS:
+            raise ObservationError(key, "numbers", f"dtype {part.dtype} inside a list")
+    if not parts[0].shape:  # single numbers, numpy's or a tensor's
+        plain = [each if _is_plain(each) else each.item() for each in level]
+        whole = all(type(each) is int for each in plain)
+        return _filled(key, plain, shape, np.int64 if whole else np.float64)
+    if len({part.dtype for part in parts}) > 1:  # the widest would be that of all
+        raise ObservationError(key, "arrays of one dtype in a list", "several")
+    return np.stack(parts).reshape(*shape, *parts[0].shape)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _EXACT
+
+
+def _word(value: Any) -> str:
+    return _WORDS.get(type(value), type(value).__name__)
