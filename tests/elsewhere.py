@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NOBODY = 65534
 KEPT = ("PATH", "SSL_CERT_FILE")  # of the environment, and what says where packages come from
-TOTALS = re.compile(r"^=+ (.*(?:passed|failed|error).*) =+$", re.MULTILINE)
+TOTALS = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed|error).*?)(?: =+)?$", re.MULTILINE)
 ALWAYS_BUSY = "while True: pass"
 
 
