@@ -244,7 +244,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "error": lambda: RuntimeError("no"),
     "refused": lambda: ServerError("bad_observation", "no"),
     "busy": lambda: ServerError("busy", "no"),
-    "panic": lambda: Panic(),
+    "panic": Panic,
     "exit": lambda: SystemExit(0),
 }
 TIMES = {  # of a frame, from the clock: those that may be acted on

@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Blind, Pace, SettingsError, StreamLoop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sinew_client.control import Blind, Limits, Pace, SettingsError, StreamLoop
+from sinew_client.control.loop import AHEAD_S
 from sinew_client.control.stream import MAX_DELAY, Watching
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
+
+from tests.control.test_promises import PERIOD, kept
 
 
 class Robot:
@@ -233,6 +238,80 @@ def test_the_clock_may_be_set_back() -> None:
     np.testing.assert_allclose(np.diff(sent), 0.1, atol=1e-6)
     assert all(frame for *_, frame in link.sent[count:])
     assert loop.pace.set_back == 1
+
+
+TIMES = st.one_of(st.floats(-1, 1), st.sampled_from([1e9, 1e308, -1e308, np.nan, np.inf, -np.inf]))
+WINDOWS = st.tuples(
+    st.one_of(
+        st.integers(-30, 30), st.sampled_from([10**6, -(10**6), 2**62])
+    ),  # its first node, from the present one
+    st.integers(0, 30),  # rows
+    st.sampled_from([2, 2, 2, 2, 1, 7]),  # their width
+    TIMES,  # of its sample, from the present
+    TIMES,  # of its frame
+    st.integers(0, 2),  # run
+    st.sampled_from([0.0, 0.0, 0.0, np.nan, 1e300]),  # what its rows have too much
+)
+EVENTS = st.lists(
+    st.one_of(WINDOWS, WINDOWS, st.sampled_from([-900.0, -0.02, 0.07, 30.0])), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(EVENTS, st.booleans(), st.sampled_from(["latest_only", "average", "ramp:3"]))
+def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, fusion: str) -> None:
+    """A command or a hold in every tick; nothing beyond the limits, and of no frame that is too old or to come."""
+    limits = {"low": -2, "high": 2, "velocity": 1.0, "acceleration": 5.0}
+    loop, robot, link, clock = of(
+        1 / PERIOD,
+        limits=limits if limited else None,
+        motion={"kind": "absolute"},
+        stale=0.4,
+        fusion="latest_only" if not limited else fusion,
+    )
+    robot.at, robot.moved = np.float32([1, 2.5]), np.zeros(2)  # type: ignore[attr-defined]
+    robot.sense = lambda: robot.at  # type: ignore[attr-defined]
+    frames: list[float] = []
+    done: list[bool] = []
+
+    def act(row: np.ndarray) -> None:
+        done.append(True)
+        now = loop._time(loop._step)  # type: ignore[arg-type]
+        if limited:
+            if loop.pace.skipped > skipped:
+                robot.moved = np.zeros(2)  # type: ignore[attr-defined]
+            kept(Limits.parse(limits, 2), robot.at, robot.moved, row)  # type: ignore[attr-defined]
+            robot.moved, robot.at = row.astype(np.float64) - robot.at, row  # type: ignore[attr-defined]
+        else:  # each row is the number of its window
+            assert row.shape == (2,)
+            assert now - 0.4 - 1e-6 <= frames[int(row[0])] <= now + AHEAD_S + 1e-6
+
+    def hold() -> None:
+        done.append(False)
+        robot.moved = np.zeros(2)  # type: ignore[attr-defined]
+
+    robot.act = loop.robot.act = act  # type: ignore[method-assign]
+    robot.hold = loop.robot.hold = hold  # type: ignore[method-assign]
+    for event in events:
+        skipped = loop.pace.skipped
+        if isinstance(event, float):
+            clock[0] += event
+        else:
+            ahead, count, width, sample, frame, run, extra = event
+            now = 0.0 if loop._step is None else loop._time(loop._step)
+            rows = np.full((count, width), float(len(frames))) + extra
+            frames.append(now + frame)
+            link.ready = [StreamWindow((loop._step or 0) + ahead, rows, now + sample, now + frame, run=run)]
+        for _ in range(3):
+            skipped, count = loop.pace.skipped, len(done)
+            loop.tick(loop.pace.next())
+            assert len(done) == count + 1
+    now = loop._time(loop._step)  # type: ignore[arg-type]
+    step = loop._step or 0
+    link.ready = [StreamWindow(step, np.full((9, 2), float(len(frames))), now, now, run=9)]
+    frames.append(now)
+    loop.tick(loop.pace.next())
+    assert done[-1]  # whatever came before, a good window ends it
 
 
 def test_a_robot_that_is_blind_at_once_ends_no_run() -> None:
