@@ -37,7 +37,9 @@ def one(hz: float, seconds: float, handover: str) -> dict[str, Any]:
     """Run the loop for some seconds and return its report, with the share of a core that the process used."""
     rng = np.random.default_rng(0)
     chunk = rng.normal(size=(max(8, int(hz)), 7)).astype(np.float32)  # a second of rows
-    settings = Settings(hz=hz, handover=handover, replan="queue:0.5", limits={"velocity": 1e6})
+    settings = Settings(
+        hz=hz, handover=handover, replan="queue:0.5", limits={"velocity": 1e6}, motion={"kind": "absolute"}
+    )
     loop = Loop(Dry(POLICY), lambda: lambda *_: chunk, settings, dim=7)
     wall, cpu = time.perf_counter(), time.process_time()
     report = loop.run(steps=int(hz * seconds))

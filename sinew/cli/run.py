@@ -56,6 +56,7 @@ def run(
     max_age: float | None = None,
     deadline: float = 2.0,
     stale: float = 0.5,
+    watchdog: bool = True,
     finish: Annotated[bool, Parameter(negative="")] = False,
     future: Annotated[bool, Parameter(negative="")] = False,
     edge_adapter: Path | None = None,
@@ -93,10 +94,13 @@ def run(
             disagreement:LIMIT,STEPS.
         motion: JSON object, what actions are measured from; {"kind": "absolute"} ...; as the policy states it if
             absent, {"kind": "as is"} for rows as they come.
-        limits: .toml or .json with low, high, velocity, acceleration per joint; the policy's own if absent.
+        limits: .toml or .json with low, high, velocity, acceleration and still (the command at which the robot stands
+            still, such as 0 of velocities) per joint; the policy's own if absent.
         max_age: seconds after its frame beyond which a row is not executed.
         deadline: seconds to wait for an answer.
         stale: seconds beyond which a frame is too old to act on.
+        watchdog: hold the robot from another thread while its own methods block; --no-watchdog for one that must not be
+            held while it observes.
         finish: after a failed request, execute the rows at hand instead of holding at once.
         future: tell the policy the state that the robot will have when the answer arrives.
         edge_adapter: a file; a small network that refines the newest chunk in every control step (docs/fleet.md).
@@ -138,6 +142,8 @@ def run(
                 stale=stale, finish=finish, future=future, substeps=substeps,
                 committed_rows=int(policy.get("committed_rows") or 0),
                 refine=0 if edge is None else edge.form.max_age,
+                # A far policy's chunks may be longer, and nobody knows them while it is not there.
+                chunk_size=0 if assist is not None else int(policy.get("chunk_size") or 0), watchdog=watchdog,
             )  # fmt: skip
             assisted = None
             if assist is not None and rule is not None:

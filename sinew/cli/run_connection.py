@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from sinew_client import Client, ClientError
 from sinew_client.control import Assist, AssistRule, Servers, Settings, parse_assist
 from sinew_client.control.requester import Call
+from sinew_client.control.settings import LARGEST_CHUNK
+from sinew_client.protocol import MAX_ROWS
 
 from sinew import progress
 from sinew.cli.infer import running
@@ -37,7 +39,7 @@ def open_connection(target: str, runs: Runs, split: str | None = None) -> Connec
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
         served = _served(target)
-        opener = Servers(target.split(","), key_from_environment())
+        opener = Servers(target.split(","), key_from_environment(), max_rows=_most_rows(served["policy"]))
         return served["policy"], served["server"], opener
     from sinew.policy import load
     from sinew.serve.safety import Safety
@@ -114,6 +116,11 @@ def open_assist(
 def _served(target: str) -> dict[str, Any]:
     with Client(target.split(","), timeout=10.0, api_key=key_from_environment()) as client:
         return client.metadata()
+
+
+def _most_rows(policy: dict[str, Any]) -> int:
+    """Return how many rows an answer may have."""
+    return max(MAX_ROWS, min(int(policy.get("chunk_size") or 0), LARGEST_CHUNK))
 
 
 def _halves(local: Policy, address: str) -> Callable[[], Call]:

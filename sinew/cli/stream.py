@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -13,16 +14,19 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, validators
 from sinew_client import Client, ClientError
 from sinew_client.control import Limits, Planner, StreamLoop
+from sinew_client.control.defaults import stated
 from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
+from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.stream import StreamReport, Watching
 from sinew_client.errors import Refused
+from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
 from sinew import progress
 from sinew.cli import status, terminal
 from sinew.cli.infer import running
-from sinew.cli.options import RUNS, Runs
+from sinew.cli.options import RUNS, Runs, json_object
 from sinew.cli.run_robot import (
     choose_prompt,
     episodes_of,
@@ -55,8 +59,10 @@ def stream(
     rtc: Literal["guided", "no-jacobian", "ramp", "none"] = "none",
     interpolation: Literal["linear", "hold"] = "linear",
     fusion: str = "latest_only",
+    motion: str | None = None,
     limits: Path | None = None,
     stale: float = 0.5,
+    watchdog: bool = True,
     planner: str | None = None,
     planner_hz: float = 1.0,
     text_tokens: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=256))] = 0,
@@ -84,8 +90,13 @@ def stream(
             replace the old one at once; docs/control.md says why. Heads with a time per row need none.
         interpolation: between the rows of whole chunks, where hz is not the policy's own rate.
         fusion: of overlapping windows: latest_only, average, weighted_average, conservative, mix:WEIGHT or ramp:ROWS.
-        limits: .toml or .json with low, high, velocity, acceleration per joint; the policy's own if absent.
+        motion: JSON object, what actions are measured from, which says where the robot is before its first command;
+            {"kind": "absolute"} ...; as the policy or the robot's driver states it if absent.
+        limits: .toml or .json with low, high, velocity, acceleration and still (the command at which the robot stands
+            still, such as 0 of velocities) per joint; the policy's own if absent.
         stale: seconds beyond which a frame is too old to act on.
+        watchdog: hold the robot from another thread while its own methods block; --no-watchdog for one that must not be
+            held while it observes.
         planner: module:name of a callable (instruction, observation) that returns another instruction, or None.
         planner_hz: calls of the planner per second.
         text_tokens: of each text that the policy's language head says beside, one token a prefix; 0 for none. Bundles
@@ -111,12 +122,15 @@ def stream(
             dim = int(policy["action"]["dim"])
             found = Limits.read(limits, dim) if limits is not None else Limits.from_metadata(policy)
             options = {"rtc": rtc, "interpolation": interpolation, "text_tokens": text_tokens}
-            link = open_link(float(rate), session, options, given)
+            said = json_object("--motion", motion) or stated(policy) or getattr(machine, "motion", None)
+            most = _most_nodes(policy, float(rate))
+            link = open_link(float(rate), session, options, given, most)
             stack.callback(link.close)
             try:
                 loop = StreamLoop(
                     Watching(machine, camera_hz), link, float(rate), dim, given, fusion,
-                    found.to_dict() if found is not None else None, stale,
+                    found.to_dict() if found is not None else None, stale, motion=said, max_rows=most,
+                    watchdog=watchdog,
                 )  # fmt: skip
             except ValueError as error:
                 raise SinewError(str(error)) from error
@@ -151,6 +165,12 @@ def stream(
     return status.ended(failed)
 
 
+def _most_nodes(policy: dict[str, Any], rate: float) -> int:
+    """Return how many nodes a window may have: those of a chunk at the stream's rate."""
+    rows, hz = int(policy.get("chunk_size") or 0), float(policy.get("control_hz") or rate)
+    return max(MAX_ROWS, min(math.ceil(rows * max(1.0, rate / hz)) + 1, LARGEST_CHUNK))
+
+
 def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return what the policy says about itself, and what opens a stream to it."""
     if is_server(target):
@@ -161,13 +181,15 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
         if reason := served["server"].get("unstreamed"):
             raise SinewError(f"stream: {target}: {reason}")
 
-        def remote(rate: float, session: str, options: dict[str, Any], _prompt: str) -> StreamLink:
+        def remote(rate: float, session: str, options: dict[str, Any], _prompt: str, most: int) -> StreamLink:
             if options["text_tokens"] and not served["server"].get("lm_head"):
                 raise SinewError(
                     f"--text-tokens: expected 0, or a bundle that keeps its language head at {target} (sinew convert"
                     " --set lm_head=true)"
                 )
-            return StreamLink(target, rate, session, api_key=key_from_environment(), options=options)
+            return StreamLink(
+                target, rate, session, api_key=key_from_environment(), options=options, max_rows=most
+            )
 
         return served["policy"], remote
     from sinew.policy import load
@@ -188,7 +210,7 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
     policy = local.spec.to_dict()
     policy["action"]["limits"] = Safety(local.processor).limits()
 
-    def here(rate: float, _session: str, options: dict[str, Any], prompt: str) -> LocalLink:
+    def here(rate: float, _session: str, options: dict[str, Any], prompt: str, _most: int) -> LocalLink:
         settings = StreamSettings(
             rate, options["rtc"], options["interpolation"], text_tokens=options["text_tokens"]
         )

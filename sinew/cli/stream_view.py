@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from sinew_client.control.reaction import LOOPS, Reactions, histogram
-from sinew_client.control.report import hz
+from sinew_client.control.report import gap, hz
 from sinew_client.control.stream import StreamLoop, StreamReport
 
 from sinew.cli.run_robot import episodes_text
@@ -97,6 +97,7 @@ def report_table(report: StreamReport, first: Sequence[tuple[str, str]] = ()) ->
     table.add_row("made by", report.label or "-")
     table.add_row("ticks", f"{report.tick_hz:.1f} Hz of {report.rate:g} over {report.seconds:.1f} s")
     table.add_row("late ticks", f"{report.late} of {report.ticks}, {report.skipped} periods skipped")
+    table.add_row("longest gap", gap(report.longest_gap_ms, report.watchdog, report.watchdog_holds))
     table.add_row("windows", f"{report.windows}, {report.window_hz:.1f} Hz; {report.frames} frames sent")
     table.add_row("first node", f"{report.delay} ticks after its sample")
     table.add_row("ticks without a node", str(report.misses))

@@ -23,6 +23,8 @@ class SimulatedRobot:
     another one has begun. cameras: camera of the policy -> the environment's; the same names where absent.
     """
 
+    concurrent_hold = False  # a hold is a step of its world, which it takes one after the other
+
     def __init__(
         self,
         env: gymnasium.Env,

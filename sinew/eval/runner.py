@@ -112,6 +112,7 @@ def run_episode(
         future=conduct.future,
         committed_rows=policy.committed_rows,
         refine=0 if edge_adapter is None else edge_adapter.form.max_age,
+        chunk_size=policy.chunk_size,
     )
     controller = settings.controller(0)
     edge = None if edge_adapter is None else Refinement(edge_adapter, controller)

@@ -52,20 +52,21 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_planner_rewrites_the_instruction() -> None:
     said: list[str] = []
-    answers: list[Any] = ["put it down", None, "go", "", RuntimeError("lost")]
+    bad = (RuntimeError("lost"), SystemExit(1), GeneratorExit(), "x" * 4097, "\ud800")
+    answers: list[Any] = ["put it down", None, "go", "", *bad, "x" * 4096]
 
     def plan(prompt: str, seen: Any) -> Any:
         assert prompt == "go"
         assert seen == {"state": 1}
-        if isinstance(answer := answers.pop(0), Exception):
+        if isinstance(answer := answers.pop(0), BaseException):
             raise answer
         return answer
 
     planner = Planner(plan, 0.01, lambda: ("go", {"state": 1}), said.append)
-    for _ in range(5):
+    while answers:
         planner.once()
     planner.close()
-    assert (said, planner.calls, planner.changes, planner.failures) == (["put it down"], 5, 1, 1)
+    assert (said, planner.calls, planner.changes, planner.failures) == (["put it down", "x" * 4096], 10, 2, 5)
     with pytest.raises(ClientError, match="calls a second"):
         Planner(plan, 11.0, lambda: None, said.append)
     with pytest.raises(ClientError, match="expected a callable"):

@@ -257,7 +257,7 @@ def test_rows_that_are_not_finite_hold(file: Path) -> None:
     controller.ask(0, 0)
     controller.arrived(0, np.ones((4, 2), np.float32))
     controller.refined(0, np.full((3, 2), np.nan, np.float32))
-    assert controller.command(0).reason == "the edge adapter's rows are not finite"
+    assert controller.command(0).reason == "the edge adapter's chunk is not finite"
     assert controller.command(1).row is None
 
 

@@ -22,6 +22,7 @@ from sinew_client.control import (
     Player,
     Relative,
     Settings,
+    SettingsError,
     parse_handover,
     parse_rule,
 )
@@ -30,6 +31,7 @@ from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion, interpolate, parse_motion
 from sinew_client.control.replan import Moment, disagreement
+from sinew_client.control.safety import UNPLACED, Verdict
 
 
 def play(
@@ -217,7 +219,7 @@ def test_a_hold_after_a_chunk_has_its_own_reason_and_listeners_hear_of_everythin
     events = [event for event, _ in heard]
     faulted = ["ask", "fault", "command", "ask", "arrived", "command", "command"]
     assert events == [*faulted, "failed", "pause", "resume"]
-    assert heard[1] == ("fault", {"step": 0, "reason": "blind"})
+    assert heard[1] == ("fault", {"step": 0, "reason": "blind", "moved": False})
     assert heard[7] == ("failed", {"step": 3, "reason": "no network", "kind": ""})
 
 
@@ -501,8 +503,8 @@ def test_a_robot_reaches_the_end_of_its_range_and_stops_there(
 
 @pytest.mark.parametrize("moved", [True, False])
 def test_after_a_pause_nothing_leads_back_to_where_the_robot_was(moved: bool) -> None:
-    """A person may have moved it: without a position the limits begin with the next command. Nobody moves a robot
-    while its instruction changes: there they go on."""
+    """A person may have moved it: until it is known where it stands nothing is sent. Nobody moves a robot while its
+    instruction changes: there the limits go on."""
     guard = Guard(limits(velocity=1.0), 0.1)
     controller = Controller(Player(parse_handover("freeze"), parse_rule("full")), guard)
     guard.start(np.zeros(2))
@@ -510,10 +512,126 @@ def test_after_a_pause_nothing_leads_back_to_where_the_robot_was(moved: bool) ->
     controller.pause()
     controller.resume(None, moved=moved)
     row = np.full(2, 2.0, np.float32)
-    verdict = guard.check(row)
-    assert (verdict.row is row) == moved
-    np.testing.assert_allclose(verdict.row, 2.0 if moved else 0.1, atol=1e-6)
-    np.testing.assert_allclose(guard.check(row + 1).row, 2.1 if moved else 0.2, atol=1e-6)
+    if moved:
+        assert guard.check(row) == Verdict(None, UNPLACED)
+        controller.stands(np.float32([1, 2]))
+    before = np.float32([1, 2]) if moved else np.zeros(2, np.float32)
+    np.testing.assert_allclose(guard.check(row).row, np.minimum(before + 0.1, 2), atol=1e-6)
+    np.testing.assert_allclose(guard.check(row + 1).row, np.minimum(before + 0.2, 2.1), atol=1e-6)
+
+
+def test_limits_begin_where_something_says_the_robot_is() -> None:
+    """Its state says where it stands, of positions; commands that hold at a number of their own say it themselves."""
+    given = {"velocity": [1, None, 2], "names": ["x", "y", "grip"]}
+    said = r"limits.velocity, limits.acceleration: expected a motion .* got neither for {}"
+    columns = {"action": [0, 1], "state": [0, 1]}
+    for motion, missing in (
+        (None, "x, grip"),
+        ({"kind": "relative", **columns}, "grip"),
+        ({"kind": "offsets", **columns}, "grip"),
+    ):
+        with pytest.raises(SettingsError, match=said.format(missing)):
+            Settings(10.0, motion=motion, limits=given).check_start(3)
+    for motion, limits in (
+        ({"kind": "absolute"}, given),
+        ({"kind": "offsets", **columns}, {**given, "still": [None, None, 1]}),
+        (None, {**given, "still": 0}),
+        (None, {"low": -1, "high": 1}),
+        (None, None),
+    ):
+        Settings(10.0, motion=motion, limits=limits).check_start(3)
+    with pytest.raises(LimitsError, match="limits.still: expected numbers from low to high"):
+        Limits.parse({"low": 1, "still": 0}, 1)
+
+
+def test_commands_that_hold_at_a_number_of_their_own_begin_there_again() -> None:
+    """Velocities and offsets: after a hold the robot stands, whatever was sent before."""
+    guard = Guard(Limits.parse({"velocity": 10.0, "still": 0.0}, 1), 0.1)
+    assert [guard.check(np.float32([5])).row[0] for _ in range(3)] == [1, 2, 3]
+    guard.skipped()
+    assert guard.check(np.float32([5])).row[0] == 4
+    guard.held()
+    assert guard.check(np.float32([5])).row[0] == 1
+
+
+def test_a_robot_out_of_its_range_is_led_back_within_its_limits() -> None:
+    guard = Guard(Limits.parse({"low": -1, "high": 1, "velocity": 10, "acceleration": 50}, 1), 0.1)
+    guard.start(np.array([3.0]))
+    sent = [float(guard.check(np.float32([wanted])).row[0]) for wanted in (9, 9, 0, *[1] * 9)]
+    assert sent[:3] == [2.5, 1.5, 0.5]
+    assert abs(sent[-1] - 1) <= 0.5 / 8
+    assert (np.abs(np.diff([3.0, 3.0, *sent], n=2)) <= 0.5 + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((3, 1)),
+        np.zeros((3, 3)),
+        np.zeros((0, 2)),
+        np.zeros((1025, 2)),
+        np.zeros((1, 3, 2)),
+        np.zeros(2),
+        np.float64(1),
+        np.full((3, 2), 1e300),
+        np.full((3, 2), 1j),
+        np.full((3, 2), "1"),
+        np.full((3, 2), True),
+        [[0, 0], [0]],
+        [[0, 0], [0, 10**400]],
+        None,
+        "rows",
+    ],
+    ids=lambda rows: str(getattr(rows, "shape", rows))[:20] + str(getattr(rows, "dtype", ""))[:4],
+)
+@pytest.mark.parametrize("motion", [None, {"kind": "relative", "action": [1], "state": [1]}])
+def test_what_is_no_chunk_of_this_robot_has_failed(rows: Any, motion: Any) -> None:
+    """Whatever a server sends: the robot holds with the reason, and a good chunk ends it."""
+    controller = Settings(10.0, "aligned", motion=motion).controller(2)
+    state = np.zeros(2, np.float32)
+    controller.ask(0, 0, state)
+    assert not controller.arrived(0, rows)
+    assert controller.command(0, state).reason.startswith(("a chunk: expected", "a chunk is not finite"))
+    assert controller.faults.counts == {"bad_chunk": 1}
+    assert controller.wants_chunk(1)
+    controller.ask(1, 1, state)
+    assert controller.arrived(1, [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(controller.command(1, state).row, [1, 2])
+
+
+def test_a_policy_that_states_its_chunks_is_held_to_them() -> None:
+    controller = Settings(10.0, chunk_size=8).controller(2)
+    controller.ask(0, 0)
+    assert not controller.arrived(0, np.zeros((9, 2)))
+    controller.ask(0, 0)
+    assert controller.arrived(0, np.zeros((8, 2)))
+    with pytest.raises(SettingsError, match="chunk_size: expected 0 to 8192 rows"):
+        Settings(10.0, chunk_size=10**9)
+
+
+def test_what_the_motion_cannot_follow_holds() -> None:
+    """The state has other numbers than the motion was told of, at once or later."""
+    controller = Settings(
+        10.0, "aligned", motion={"kind": "offsets", "action": [0], "state": [3]}
+    ).controller(1)
+    controller.ask(0, 0, np.zeros(2, np.float32))
+    assert not controller.arrived(0, np.zeros((3, 1)))
+    assert "state: expected at least 4 numbers" in controller.command(0, np.zeros(2)).reason
+    controller.ask(1, 1, np.zeros(4, np.float32))
+    assert controller.arrived(1, np.zeros((3, 1)))
+    assert controller.command(1, np.zeros(4)).row is not None
+    assert "state: expected at least 4 numbers" in controller.command(2, np.zeros(2)).reason
+    assert controller.wants_chunk(3)
+
+
+def test_reasons_of_holds_are_bounded() -> None:
+    """They quote what servers say."""
+    controller = Settings(10.0).controller(1)
+    for step in range(300):
+        controller.failed(step, f"error {step}", f"kind {step}" * 100)
+        controller.command(step)
+    assert (len(controller.held), sum(controller.held.values())) == (101, 300)
+    assert (len(controller.faults.counts), controller.faults.total) == (101, 300)
 
 
 def test_guard_can_hold_instead() -> None:
@@ -634,7 +752,16 @@ def test_what_rows_are_measured_from() -> None:
     assert state.tolist() == [9, 10, 9, 20]
     absolute = Absolute()
     assert absolute.targets(rows, None) is rows
-    assert absolute.position(state).tolist() == state.tolist()
+    assert absolute.position(state, 4).tolist() == state.tolist()
+    assert np.isnan(absolute.position(state, 3)).all()  # of another robot
+    np.testing.assert_array_equal(relative.position(state, 3), [20, np.nan, 10])
+    np.testing.assert_array_equal(relative.position(state[:3], 3), [np.nan] * 3)
+    np.testing.assert_array_equal(offsets.still(3), [0, np.nan, 0])
+    assert [found.placed(3).tolist() for found in (absolute, relative, offsets)] == [
+        [True] * 3,
+        [True, False, True],
+        [False] * 3,
+    ]
     assert absolute.roll(state, np.zeros((0, 3))) is state
     assert absolute.roll(state[:3], rows).tolist() == [1, 6, 2]
     with pytest.raises(ValueError, match="expected as many numbers as the action's 3, got 4"):

@@ -23,11 +23,13 @@ from sinew_client.control import (
     Pace,
     Requester,
     Settings,
+    SettingsError,
     Stopped,
     repeat,
 )
 from sinew_client.control.journal import JournalError, is_journal
 from sinew_client.control.requester import ABANDONED, FIRST_WAIT
+from sinew_client.control.safety import UNPLACED
 
 
 class Clock:
@@ -170,7 +172,7 @@ def test_skipped_periods_cost_their_rows() -> None:
     [
         (Outcome(reason="RequestTimeout: no answer"), "RequestTimeout: no answer"),
         (np.full((4, 1), np.nan, np.float32), "a chunk is not finite"),
-        (np.zeros((0, 1), np.float32), "a chunk has shape [0, 1]"),
+        (np.zeros((0, 1), np.float32), "a chunk: expected 1 to 1024 rows of 1 numbers, got shape [0, 1]"),
     ],
 )
 def test_a_bad_answer_holds_in_its_step_and_the_next_good_one_resumes(bad: Any, reason: str) -> None:
@@ -266,6 +268,128 @@ def test_offsets_follow_targets_where_the_robot_really_is() -> None:
     )  # the lag is made up
 
 
+@pytest.mark.parametrize("motion", [{"kind": "absolute"}, {"kind": "relative", "action": [0], "state": [0]}])
+def test_the_first_command_is_limited_from_where_the_robot_stands(motion: dict[str, Any]) -> None:
+    """It stands at 0 and is to go to 3 at once, at 1.5 a second. So after a pause, and in a new episode."""
+    loop, arm = loop_of(answer=lambda _: np.full((10, 1), 3.0), limits={"velocity": 1.5}, motion=motion)
+    loop.run(5)
+    sent = [row for _, row in arm.sent if row is not None]
+    np.testing.assert_allclose(sent, [0.075, 0.15, 0.225], atol=1e-6)
+    for again in (
+        lambda: (loop.pause(), loop.run(loop.steps + 1), loop.resume()),
+        lambda: loop.restart("anew"),
+    ):
+        again()
+        arm.position, count = np.float32([-2]), len(arm.sent)  # somebody moved it
+        loop.run(loop.steps + 6)
+        sent = [row for _, row in arm.sent[count:] if row is not None]
+        np.testing.assert_allclose(sent, -2 + 0.075 * np.arange(1, 1 + len(sent)), atol=1e-6)
+        assert len(sent) >= 2
+
+
+def test_limits_that_nothing_says_where_to_begin_are_refused_before_the_robot_moves() -> None:
+    with pytest.raises(SettingsError, match="expected a motion that says where the robot is"):
+        loop_of(limits={"velocity": 1.5})
+    loop, arm = loop_of(limits={"velocity": 1.5, "still": 0}, answer=lambda _: np.full((10, 1), 3.0))
+    loop.run(4)
+    np.testing.assert_allclose([row for _, row in arm.sent if row is not None], [0.075, 0.15], atol=1e-6)
+
+
+def test_a_robot_whose_place_its_state_does_not_say_is_not_moved() -> None:
+    """Absolute actions of one number, a state of two."""
+    loop, arm = loop_of(limits={"velocity": 1.5}, motion={"kind": "absolute"})
+    arm.position = np.zeros(2, np.float32)
+    report = loop.run(10)
+    assert (report.executed, UNPLACED in report.held) == (0, True)
+
+
+def test_points_between_begin_where_the_robot_stands() -> None:
+    """The first command too is reached at the end of its step, and not at the first of its points."""
+    loop, arm = loop_of(
+        delay=0.0,
+        substeps=4,
+        motion={"kind": "absolute"},
+        limits={"velocity": 1.0},
+        answer=lambda _: np.full((9, 1), 3.0),
+    )
+    loop.run(3)
+    sent = [row for _, row in arm.sent if row is not None]
+    np.testing.assert_allclose(sent, 0.0125 * np.arange(1, 1 + len(sent)), atol=1e-6)
+
+
+def test_after_skipped_periods_a_robot_starts_from_rest() -> None:
+    """It stood at its last command meanwhile: going on at the speed of before would be more than its acceleration."""
+    loop, arm = loop_of(
+        answer=lambda _: np.full((60, 1), 3.0),
+        limits={"acceleration": 1.0},
+        motion={"kind": "absolute"},
+        replan="full",
+    )
+    loop.run(8)
+    arm.clock.time += 0.5
+    loop._ended.clear()
+    loop.run(10)
+    sent = [row for _, row in arm.sent if row is not None]
+    push = 1.0 * 0.05**2
+    np.testing.assert_allclose(np.diff(sent[5:]), [push, 2 * push], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "time", [1.7e9, -5.0, np.nan, np.inf, -np.inf, 10**400, "now"], ids=lambda t: str(t)[:9]
+)
+def test_a_frame_of_another_clock_holds(time: Any) -> None:
+    """Unix time where the loop's is meant: its age would be below 0, and no frame would ever be too old."""
+    loop, arm = loop_of()
+    arm.observe = lambda: {"images": {}, "state": arm.position, "time": time}  # type: ignore[method-assign]
+    report = loop.run(6)
+    assert (report.executed, report.steps) == (0, 6)
+    why = "is older than 0.5 s" if time == -5.0 else "time is not of this clock (time.monotonic)"
+    assert all(why in reason for reason in report.held)
+    arm.observe = lambda: {"images": {}, "state": arm.position, "time": arm.clock.time + 0.05}  # type: ignore[method-assign]
+    assert loop.run(12).executed > 0  # by less than 0.1 s ahead: the two were not read at once
+
+
+def test_a_look_that_takes_its_time_does_not_make_a_frame_of_the_future() -> None:
+    loop, arm = loop_of(stale=5.0)
+    loop.run(3)
+    arm.slow = 3.0
+    loop.run(5)
+    arm.slow = 0.0
+    assert not any("clock" in reason for reason in loop.run(20).held)
+
+
+def test_the_clock_may_be_set_back() -> None:
+    """As that of a machine that was restored: one that waits for it to come again stands still for an hour."""
+    loop, arm = loop_of()
+    loop.run(8)
+    for back, at in ((3600.0, 20), (99.9, 40)):
+        arm.clock.time -= back
+        count = len(arm.sent)
+        loop.run(at)
+        moments = [moment for moment, _ in arm.sent[count:-1]]
+        assert np.diff(moments).max() <= 0.05 + 1e-9
+        assert [row is not None for _, row in arm.sent[-6:-1]] == [True] * 5
+    assert loop.pace.set_back == 2
+
+
+def test_a_chunk_that_breaks_the_player_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, arm = loop_of()
+    accept = loop.controller.player.accept
+    broken = [True]
+
+    def breaks(actions: np.ndarray, step: int) -> None:
+        accept(actions, step)
+        if broken:
+            raise RuntimeError("cannot")
+
+    monkeypatch.setattr(loop.controller.player, "accept", breaks)
+    report = loop.run(6)
+    assert (report.executed, report.steps) == (0, 6)
+    assert "a chunk could not be taken: RuntimeError: cannot" in report.held
+    broken.clear()
+    assert loop.run(20).executed > 10
+
+
 def test_a_robot_may_end_the_run_and_holds_whatever_ends_it() -> None:
     loop, arm = loop_of()
 
@@ -345,6 +469,77 @@ def test_failures_wait_longer_each_time_and_reconnect() -> None:
     assert requester.failures == 4
 
 
+class Panic(BaseException):
+    """What ``except Exception`` does not catch."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("panic", [Panic, SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
+@pytest.mark.parametrize("where", ["connect", "call", "close"])
+def test_calls_that_panic_are_asked_again(panic: type[BaseException], where: str) -> None:
+    calls = []
+
+    class Call:
+        def __call__(self, observation: Any, limit: float) -> int:
+            calls.append(1)
+            if len(calls) <= 2 * ABANDONED:
+                raise panic if where == "call" else ClientError("no")
+            return 7
+
+        def close(self) -> None:
+            if where == "close":
+                raise panic
+
+    def connect() -> Call:
+        if where == "connect" and len(calls) < 2 * ABANDONED:
+            calls.append(1)
+            raise panic
+        return Call()
+
+    requester, now = Requester(connect, 5.0), 0.0
+    for _ in range(2 * ABANDONED):
+        requester.submit({}, now)
+        assert until(requester, now).reason
+        now += 1.0
+        assert requester.ready(now)
+    if where == "connect":
+        calls.append(1)
+    requester.submit({}, now)
+    assert until(requester, now) == Outcome(7)
+
+
+def test_calls_that_hang_for_ever_are_forgotten_one_by_one() -> None:
+    """More slowly each time, so that threads do not pile up; an answer makes it quick again."""
+    hang, hangs = threading.Event(), [True]
+    requester, now, begun = Requester(lambda: lambda *_: hang.wait(60) if hangs else 7, 0.1), 0.0, []
+    while len(begun) < ABANDONED + 4:
+        if requester.ready(now):
+            begun.append(now)
+            requester.submit({}, now)
+            requester.cancel()
+        now += 1.0
+    assert begun[:ABANDONED] == [0, 1, 2, 3]
+    assert begun[ABANDONED:] == [10, 21, 42, 83]
+    hangs.clear()
+    while not requester.ready(now):
+        now += 1.0
+    requester.submit({}, now)
+    assert until(requester, now) == Outcome(7)
+    hang.set()
+
+
+def test_without_a_thread_a_request_fails_and_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    requester = Requester(lambda: lambda *_: 7, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no thread")))
+        requester.submit({}, 0.0)
+        assert "no thread" in until(requester, 0.0).reason
+    requester.submit({}, 1.0)
+    assert until(requester, 1.0) == Outcome(7)
+
+
 def test_calls_that_never_return_are_not_piled_up() -> None:
     hang = threading.Event()
     requester = Requester(lambda: lambda observation, limit: hang.wait(30), 0.1)
@@ -369,7 +564,7 @@ def test_a_journal_repeats_every_decision(tmp_path: Path) -> None:
 
     def answer(number: int) -> Any:
         rows = np.random.default_rng(number).normal(size=(10, 1)).astype(np.float32)
-        return {2: Outcome(reason="lost"), 4: rows * np.nan}.get(number, rows)
+        return {2: Outcome(reason="lost"), 4: rows * np.nan, 6: rows * 1j}.get(number, rows)
 
     limits = {"low": -0.5, "high": 0.5, "velocity": 5}
     loop, arm = loop_of(

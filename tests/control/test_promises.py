@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from sinew_client.control import Command, Controller, Guard, Limits, Player, parse_handover, parse_rule
+from sinew_client import ServerError
+from sinew_client.control import (
+    Blind,
+    Command,
+    Controller,
+    Guard,
+    Limits,
+    Loop,
+    Pace,
+    Player,
+    Requester,
+    Settings,
+    parse_handover,
+    parse_rule,
+)
+from sinew_client.control.requester import LONGEST_WAIT
 
 PERIOD = 0.05
 PLAIN = ("freeze", "naive", "aligned", "aligned+halt:500", "rtc", "rtc:trained")
@@ -134,9 +154,31 @@ class Promises(RuleBasedStateMachine):
 
 
 Promises.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 TestPromises = Promises.TestCase
+
+
+def kept(limits: Limits, before: np.ndarray, moved: np.ndarray, row: np.ndarray) -> None:
+    """Check a command as the robot sees it: float32, after ``before``, to which it went by ``moved``.
+
+    Range and velocity to the bit. Acceleration to the bit where the robot gets faster; slowing down it may be one step
+    of float32 more, where no number in between can be sent.
+    """
+    assert row.dtype == np.float32
+    assert row.shape == before.shape
+    assert np.isfinite(row).all()
+    low, high = (end.astype(np.float32) for end in (limits.low, limits.high))
+    assert (np.minimum(low, before) <= row).all()  # led back from where it stood outside
+    assert (row <= np.maximum(high, before)).all()
+    move = row.astype(np.float64) - before
+    assert (np.abs(move) <= limits.velocity * PERIOD).all()
+    slack = np.where(np.abs(move) < np.abs(moved), np.spacing(np.maximum(np.abs(row), np.abs(before))), 0.0)
+    assert (np.abs(move - moved) <= limits.acceleration * PERIOD**2 + slack).all()
 
 
 class Limited(RuleBasedStateMachine):
@@ -144,35 +186,322 @@ class Limited(RuleBasedStateMachine):
 
     @initialize(
         span=st.floats(0.1, 10),
-        velocity=st.floats(0.1, 50),
-        acceleration=st.one_of(st.just(np.inf), st.floats(0.5, 500)),
+        velocity=st.floats(0.001, 50),
+        acceleration=st.one_of(st.just(np.inf), st.floats(0.01, 500)),
+        start=st.floats(-20, 20),
     )
-    def begin(self, span: float, velocity: float, acceleration: float) -> None:
+    def begin(self, span: float, velocity: float, acceleration: float, start: float) -> None:
         given = {"low": -span, "high": span, "velocity": velocity, "acceleration": acceleration}
         self.limits = Limits.parse(given, 1)
         self.guard = Guard(self.limits, PERIOD)
-        self.guard.start(np.zeros(1))
-        self.position = self.moved = 0.0
+        assert (
+            self.guard.check(np.zeros(1)).row is None
+        )  # nothing goes out before it is known where the robot is
+        self.guard.start(np.array([start]))
+        self.position, self.moved = np.float32([start]), np.zeros(1)
 
     @rule(wanted=st.one_of(st.floats(-100, 100), st.sampled_from([1e30, -1e30, 0.0])))
     def command(self, wanted: float) -> None:
-        verdict = self.guard.check(np.array([wanted], np.float64))
+        row = np.float32([wanted])
+        verdict = self.guard.check(row)
         assert verdict.row is not None
-        sent = float(self.guard._last[0])  # before rounding to float32
-        move, slack = sent - self.position, 1e-9 * (1 + abs(sent))
-        most = float(np.float32(self.limits.high[0]))
-        assert -most <= float(verdict.row[0]) <= most
-        assert -most <= sent <= most
-        assert abs(move) <= self.limits.velocity[0] * PERIOD + slack
-        assert abs(move - self.moved) <= self.limits.acceleration[0] * PERIOD**2 + slack
-        assert bool(verdict.clipped) == (float(verdict.row[0]) != wanted) or abs(sent - wanted) < 1e-6
-        self.position, self.moved = sent, move
+        kept(self.limits, self.position, self.moved, verdict.row)
+        assert bool(verdict.clipped) == (verdict.row[0] != row[0])
+        assert verdict.clipped or verdict.row is row
+        self.moved = verdict.row.astype(np.float64) - self.position
+        self.position = verdict.row
 
     @rule()
     def hold(self) -> None:
         self.guard.held()
-        self.moved = 0.0
+        self.moved = np.zeros(1)
 
 
-Limited.TestCase.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+Limited.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True)
 TestLimited = Limited.TestCase
+
+
+# ----------------------------------------------------------------------------- a loop, a robot, a hostile server
+
+
+class Panic(BaseException):
+    """What ``except Exception`` does not catch."""
+
+
+DIM, DEADLINE, STALE = 2, 0.3, 0.25
+BAD: dict[str, Callable[[], Any]] = {
+    "narrow": lambda: np.zeros((4, 1)),
+    "wide": lambda: np.zeros((4, 7)),
+    "flat": lambda: np.zeros(4),
+    "none": lambda: np.zeros((0, DIM)),
+    "endless": lambda: np.zeros((100_000, DIM), np.float32),
+    "nan": lambda: np.full((4, DIM), np.nan),
+    "huge": lambda: np.full((4, DIM), 1e300),
+    "complex": lambda: np.full((4, DIM), 1j),
+    "text": lambda: [["a", "b"]],
+    "ragged": lambda: [[1, 2], [3]],
+    "nothing": lambda: None,
+    "error": lambda: RuntimeError("no"),
+    "refused": lambda: ServerError("bad_observation", "no"),
+    "busy": lambda: ServerError("busy", "no"),
+    "panic": Panic,
+    "exit": lambda: SystemExit(0),
+}
+TIMES = {  # of a frame, from the clock: those that may be acted on
+    True: [None, 0.0, 0.05, -0.1, -0.2],
+    False: [0.2, 1.7e9, -0.3, -3600.0, np.nan, np.inf, -np.inf],
+}
+
+
+class Hostile(RuleBasedStateMachine):
+    """A robot of two joints that goes where it is told, a server that answers whatever it likes, clocks that jump.
+
+    Everything is checked where the robot sees it. ``true``: seconds that really passed; ``known``: those that the
+    clock tells of.
+    """
+
+    @initialize(
+        handover=st.sampled_from(PLAIN + MIXED),
+        replan=st.sampled_from(["1", "4", "full", "queue:0.5"]),
+        motion=st.sampled_from(
+            [{"kind": "absolute"}, {"kind": "relative", "action": [0, 1], "state": [0, 1]}]
+        ),
+        velocity=st.sampled_from([0.3, 2.0]),
+        acceleration=st.sampled_from([None, 1.0, 40.0]),
+        max_age=st.sampled_from([0.2, 0.5]),
+        start=st.tuples(st.floats(-3, 3), st.floats(-3, 3)),
+    )
+    def begin(self, handover, replan, motion, velocity, acceleration, max_age, start) -> None:
+        limits = {"low": -2, "high": 2, "velocity": velocity, "acceleration": acceleration}
+        self.limits = Limits.parse(limits, DIM)
+        self.time, self.true, self.lost = 1000.0, 0.0, 0.0  # lost: seconds in which the process did not run
+        self.position, self.moved = np.float32(start), np.zeros(DIM)
+        self.frame, self.state = 0.0, "good"
+        self.last_true: float | None = None  # of the last command or hold
+        self.last_step = -1
+        self.seen_bad = False
+        self.exposed: list[float] = []  # when the frame of each request was, as far as is known
+        self.good: list[float] = []  # the same of each chunk that was good
+        self.executed: set[tuple[int, int]] = set()
+        self.sent = self.acted = 0
+        self.waiting: SimpleQueue = SimpleQueue()  # of calls: what each is to answer goes there
+        self.pending: SimpleQueue | None = None  # of the newest call
+        self.hanging: list[SimpleQueue] = []  # of calls that were given up
+        options = {"max_age": max_age, "deadline": DEADLINE, "stale": STALE}
+        chosen = Settings(
+            1 / PERIOD, handover, replan, motion=motion, limits=limits, chunk_size=40, **options
+        )
+        pace = Pace(PERIOD, self.now, self.sleep)
+        self.loop = Loop(self, lambda: self.call, chosen, DIM, "go", pace, self.watch, hold_refused=True)  # type: ignore[arg-type]
+        self.loop.listeners.append(self.hear)
+        self.loop.requester.submit = self.submit  # type: ignore[method-assign]
+
+    # -- the robot
+
+    def observe(self) -> dict[str, Any]:
+        if self.state == "blind":
+            self.seen_bad = True
+            raise Blind("dark")
+        state = np.full(DIM, np.nan) if self.state == "nan" else self.position.copy()
+        self.seen_bad = self.state == "nan" or self.frame in TIMES[False] or np.isnan(self.frame or 0.0)
+        self.newest = self.known + min(self.frame or 0.0, 0.0)
+        return {
+            "images": {},
+            "state": state,
+            **({} if self.frame is None else {"time": self.time + self.frame}),
+        }
+
+    def act(self, row: np.ndarray) -> None:
+        assert self.expected is not None
+        self.noted()
+        kept(self.limits, self.position, self.moved, row)
+        self.moved = row.astype(np.float64) - self.position
+        self.position = row
+        self.acted += 1
+
+    def hold(self) -> None:
+        assert self.expected is None
+        self.noted()
+        self.moved = np.zeros(DIM)
+
+    def hear(self, event: str, values: Mapping[str, Any]) -> None:
+        if event == "arrived":
+            rows = values["actions"]
+            assert 1 <= len(rows) <= 40
+            assert rows.shape[1] == DIM
+            assert np.isfinite(rows).all()
+            self.good.append(self.exposed[-1])
+
+    def noted(self) -> None:
+        """A command or a hold in every period in which the process ran."""
+        self.sent += 1
+        if self.last_true is not None:
+            assert self.true - self.last_true <= PERIOD + self.lost + 1e-6
+        self.last_true, self.lost = self.true, 0.0
+
+    def watch(self, command: Command) -> None:
+        assert command.step > self.last_step
+        if command.step > self.last_step + 1:
+            self.moved = np.zeros(DIM)  # it was sent nothing for a while, and stands
+        self.last_step = command.step
+        self.expected = command.row
+        if self.seen_bad or self.loop.paused:
+            assert command.row is None  # held in the very step in which it is known
+        if command.row is None:
+            assert command.reason
+            return
+        assert (command.chunk, command.index) not in self.executed  # nothing twice
+        self.executed.add((command.chunk, command.index))
+        assert command.chunk < len(self.good)  # of an answer that was good
+        age = self.known - self.good[command.chunk]
+        assert age <= self.loop.settings.max_age + PERIOD + 1e-6  # type: ignore[operator]
+
+    # -- the server
+
+    def call(self, observation: Mapping[str, Any], limit: float) -> Any:
+        answer: SimpleQueue = SimpleQueue()
+        self.waiting.put(answer)
+        found = answer.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def answer(self, value: Any) -> bool:
+        """Answer the request under way, and wait until that is known; False without one."""
+        requester = self.loop.requester
+        if self.pending is None or not requester.busy:
+            return False
+        self.pending.put(value)
+        self.pending = None
+        while requester._answer.empty():  # type: ignore[union-attr]
+            time.sleep(1e-4)
+        return True
+
+    def come_back(self) -> None:
+        """Let calls that hang, and that nobody waits for any more, return."""
+        if self.pending is not None and not self.loop.requester.busy:
+            self.hanging.append(self.pending)
+            self.pending = None
+        for call in self.hanging:
+            call.put(None)
+        self.hanging.clear()
+        while self.loop.requester._hanging:
+            time.sleep(1e-4)
+
+    # -- clocks
+
+    known = 0.0  # seconds that passed as far as the clock can tell: where it is set back it tells nothing
+    looked = float("inf")
+    expected: np.ndarray | None = None
+    newest = 0.0
+
+    def now(self) -> float:
+        self.known += max(0.0, self.time - self.looked)
+        self.looked = self.time
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+        self.true += seconds
+
+    # -- what may happen
+
+    @rule(count=st.integers(1, 12))
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            sent, self.seen_bad = self.sent, False
+            self.loop.tick(self.loop.pace.next())
+            assert self.sent == sent + 1  # one command or one hold
+
+    def submit(self, observation: Mapping[str, Any], now: float) -> None:
+        if self.pending is not None:
+            self.hanging.append(self.pending)
+        Requester.submit(self.loop.requester, observation, now)
+        self.pending = self.waiting.get(timeout=60)
+        self.exposed.append(self.newest)
+
+    @rule(
+        rows=st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)), min_size=1, max_size=12),
+        times=st.sampled_from([1, 3]),
+    )
+    def good_answer(self, rows: list[tuple[float, float]], times: int) -> None:
+        self.until_asked()
+        if self.answer(np.array(rows * times, np.float32)):
+            self.ticks(2)
+
+    @rule(kind=st.sampled_from(sorted(BAD)))
+    def bad_answer(self, kind: str) -> None:
+        self.until_asked()
+        if self.answer(BAD[kind]()):
+            self.ticks(1)
+            assert self.expected is None  # held in the step in which it is known
+            assert self.loop._command.reason  # type: ignore[union-attr]
+
+    def until_asked(self) -> None:
+        for _ in range(12):
+            if self.loop.requester.busy or self.loop.paused:
+                break
+            self.ticks(1)
+
+    @rule(
+        frame=st.sampled_from(TIMES[True] + TIMES[False]),
+        state=st.sampled_from(["good", "good", "nan", "blind"]),
+    )
+    def look(self, frame: float | None, state: str) -> None:
+        self.frame, self.state = frame, state
+
+    @rule(back=st.sampled_from([0.01, 0.2, 5.0, 900.0]))
+    def set_back(self, back: float) -> None:
+        self.time -= back
+
+    @rule(seconds=st.sampled_from([0.02, 0.07, 0.4, 30.0]), clock=st.booleans())
+    def stop_the_process(self, seconds: float, clock: bool) -> None:
+        """Or the machine: then its clock may stand still meanwhile."""
+        self.true += seconds
+        self.lost += seconds
+        self.time += seconds * clock
+
+    @rule(to=st.tuples(st.floats(-3, 3), st.floats(-3, 3)))
+    def pause_and_push(self, to: tuple[float, float]) -> None:
+        """Somebody moves the robot by hand, which is why it was paused."""
+        self.loop.pause()
+        self.ticks(1)
+        self.position, self.moved = np.float32(to), np.zeros(DIM)
+        self.loop.resume()
+
+    @rule(to=st.tuples(st.floats(-2, 2), st.floats(-2, 2)))
+    def another_episode(self, to: tuple[float, float]) -> None:
+        self.loop.restart("a new episode", "another")
+        self.position, self.moved = np.float32(to), np.zeros(DIM)
+
+    @rule()
+    def all_is_well(self) -> None:
+        """Whatever happened before: it asks again, and moves."""
+        self.frame, self.state = 0.0, "good"
+        self.come_back()
+        acted = self.acted
+        for _ in range(int((2 * DEADLINE + LONGEST_WAIT + 2.0) / PERIOD)):
+            self.ticks(1)
+            if self.acted > acted:
+                return
+            self.come_back()
+            self.good_answer([(0.1, 0.2)], 30)
+            if self.acted > acted:
+                return
+        raise AssertionError(self.loop.report())
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            self.all_is_well()
+            self.loop.requester.cancel()
+            self.come_back()
+
+
+Hostile.TestCase.settings = settings(
+    max_examples=80,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+TestHostile = Hostile.TestCase

@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Blind, Pace, StreamLoop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sinew_client.control import Blind, Limits, Pace, SettingsError, StreamLoop
+from sinew_client.control.loop import AHEAD_S
 from sinew_client.control.stream import MAX_DELAY, Watching
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
+
+from tests.control.test_promises import PERIOD, kept
 
 
 class Robot:
@@ -134,6 +139,179 @@ def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool) -> No
     frames = [round(10 * time) for time, _, frame in link.sent if frame]
     assert frames == [0, 6]  # as soon as there is one again
     assert len(link.sent) == (8 if fast_state else 4)
+
+
+def of(rate: float = 10.0, **given: Any) -> tuple[StreamLoop, Robot, Link, list[float]]:
+    robot, link, clock = Robot(), Link(), [0.0]
+    watching = Watching(robot, rate, lambda: clock[0])
+    return StreamLoop(watching, link, rate, 2, "go", pace=paced(rate, clock), **given), robot, link, clock
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rows": np.ones((5, 1), np.float32)},
+        {"rows": np.ones((5, 7), np.float32)},
+        {"rows": np.ones((1025, 2), np.float32)},
+        {"rows": np.ones(5, np.float32)},
+        {"rows": np.full((5, 2), np.nan)},
+        {"rows": np.ones((5, 2), complex)},
+        {"sample_time": 1e9},
+        {"sample_time": 1e308},
+        {"sample_time": np.inf},
+        {"sample_time": np.nan},
+        {"sample_time": -0.1},
+        {"frame_time": 1e9},
+        {"frame_time": np.nan},
+        {"frame_time": -np.inf},
+        {"step": 2**62},
+    ],
+    ids=lambda bad: " ".join(f"{key} {getattr(value, 'shape', value)}" for key, value in bad.items()),
+)
+@pytest.mark.parametrize("fusion", ["latest_only", "average"])
+def test_a_window_that_lies_has_failed(bad: dict[str, Any], fusion: str) -> None:
+    """Whatever a server sends: what was planned is executed, then the robot holds with the reason; a good window ends
+    it, and ages of frames stay what they are."""
+    loop, robot, link, _ = of(fusion=fusion)
+    good = {"step": 0, "rows": np.ones((3, 2), np.float32), "sample_time": 0.0, "frame_time": 0.0, "run": 1}
+    link.ready = [StreamWindow(**good)]
+    loop.run(2)
+    link.ready = [StreamWindow(**{**good, "step": 2, "run": 2, **bad})]
+    loop.run(5)
+    assert robot.done[:2] + robot.done[3:] == [1.0, 1.0, 1.0, None, None, None]
+    (reason,) = loop.held
+    assert reason.startswith("a window")
+    report = loop.report()
+    assert (report.errors, report.faults["kinds"], report.windows) == (1, {"bad_chunk": 1}, 1)
+    link.ready = [StreamWindow(**{**good, "step": 5, "sample_time": 0.4, "frame_time": 0.4, "run": 1})]
+    loop.run(12)
+    assert [each for each in robot.done[7:] if each is not None] == [1.0] * 3
+
+
+def test_a_frame_is_as_old_as_the_first_window_that_knew_it() -> None:
+    """A server that counts its runs as it likes makes no node younger."""
+    loop, robot, link, _ = of(stale=0.35)
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
+    loop.run(3)
+    link.ready = [StreamWindow(100, np.ones((5, 2), np.float32), 0.2, 0.2, run=1)]
+    loop.run(8)
+    assert robot.done[4:-1] == [1.0] + [None] * 4
+    assert "the newest frame is too old" in loop.held
+
+
+def test_a_stream_is_limited_from_where_the_robot_stands() -> None:
+    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"})
+    link.ready = [StreamWindow(0, np.full((9, 2), 3.0, np.float32), 0.0, 0.0, run=1)]
+    loop.stale = 9.0
+    loop.run(2)
+    np.testing.assert_allclose(robot.done[:2], [0.1, 0.2], atol=1e-6)
+    for motion in (None, {"kind": "relative", "action": [0, 1], "state": [0, 1]}):
+        with pytest.raises(SettingsError, match="expected a motion that says where the robot is"):
+            of(limits={"velocity": 1.0}, motion=motion)
+    with pytest.raises(SettingsError, match="motion.kind"):
+        of(motion={"kind": "warp"})
+
+
+@pytest.mark.parametrize(
+    "seen", [{"time": 1.7e9}, {"time": np.nan}, {"age": -5.0}, {"age": np.inf}, {"age": "x"}]
+)
+def test_a_frame_of_another_clock_holds(seen: dict[str, Any]) -> None:
+    loop, robot, link, _ = of()
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
+    robot.observe = lambda: {"images": {}, "state": np.zeros(2, np.float32), **seen}  # type: ignore[method-assign]
+    report = loop.run(3)
+    assert (report.executed, report.frames) == (0, 0)
+    assert all("time is not of this clock" in reason for reason in report.held)
+
+
+def test_the_clock_may_be_set_back() -> None:
+    """Ticks, times of samples and frames go on from where they were."""
+    loop, robot, link, clock = of(stale=9.0)
+    link.ready = [StreamWindow(0, np.ones((60, 2), np.float32), 0.0, 0.0, run=1)]
+    loop.run(10)
+    clock[0] += 5000.0
+    loop.run(11)
+    clock[0] -= 5000.5
+    count = len(link.sent)
+    loop.run(21)
+    sent = [time for time, *_ in link.sent[count:]]
+    np.testing.assert_allclose(np.diff(sent), 0.1, atol=1e-6)
+    assert all(frame for *_, frame in link.sent[count:])
+    assert loop.pace.set_back == 1
+
+
+TIMES = st.one_of(st.floats(-1, 1), st.sampled_from([1e9, 1e308, -1e308, np.nan, np.inf, -np.inf]))
+WINDOWS = st.tuples(
+    st.one_of(
+        st.integers(-30, 30), st.sampled_from([10**6, -(10**6), 2**62])
+    ),  # its first node, from the present one
+    st.integers(0, 30),  # rows
+    st.sampled_from([2, 2, 2, 2, 1, 7]),  # their width
+    TIMES,  # of its sample, from the present
+    TIMES,  # of its frame
+    st.integers(0, 2),  # run
+    st.sampled_from([0.0, 0.0, 0.0, np.nan, 1e300]),  # what its rows have too much
+)
+EVENTS = st.lists(
+    st.one_of(WINDOWS, WINDOWS, st.sampled_from([-900.0, -0.02, 0.07, 30.0])), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(EVENTS, st.booleans(), st.sampled_from(["latest_only", "average", "ramp:3"]))
+def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, fusion: str) -> None:
+    """A command or a hold in every tick; nothing beyond the limits, and of no frame that is too old or to come."""
+    limits = {"low": -2, "high": 2, "velocity": 1.0, "acceleration": 5.0}
+    loop, robot, link, clock = of(
+        1 / PERIOD,
+        limits=limits if limited else None,
+        motion={"kind": "absolute"},
+        stale=0.4,
+        fusion="latest_only" if not limited else fusion,
+    )
+    robot.at, robot.moved = np.float32([1, 2.5]), np.zeros(2)  # type: ignore[attr-defined]
+    robot.sense = lambda: robot.at  # type: ignore[attr-defined]
+    frames: list[float] = []
+    done: list[bool] = []
+
+    def act(row: np.ndarray) -> None:
+        done.append(True)
+        now = loop._time(loop._step)  # type: ignore[arg-type]
+        if limited:
+            if loop.pace.skipped > skipped:
+                robot.moved = np.zeros(2)  # type: ignore[attr-defined]
+            kept(Limits.parse(limits, 2), robot.at, robot.moved, row)  # type: ignore[attr-defined]
+            robot.moved, robot.at = row.astype(np.float64) - robot.at, row  # type: ignore[attr-defined]
+        else:  # each row is the number of its window
+            assert row.shape == (2,)
+            assert now - 0.4 - 1e-6 <= frames[int(row[0])] <= now + AHEAD_S + 1e-6
+
+    def hold() -> None:
+        done.append(False)
+        robot.moved = np.zeros(2)  # type: ignore[attr-defined]
+
+    robot.act = loop.robot.act = act  # type: ignore[method-assign]
+    robot.hold = loop.robot.hold = hold  # type: ignore[method-assign]
+    for event in events:
+        skipped = loop.pace.skipped
+        if isinstance(event, float):
+            clock[0] += event
+        else:
+            ahead, count, width, sample, frame, run, extra = event
+            now = 0.0 if loop._step is None else loop._time(loop._step)
+            rows = np.full((count, width), float(len(frames))) + extra
+            frames.append(now + frame)
+            link.ready = [StreamWindow((loop._step or 0) + ahead, rows, now + sample, now + frame, run=run)]
+        for _ in range(3):
+            skipped, count = loop.pace.skipped, len(done)
+            loop.tick(loop.pace.next())
+            assert len(done) == count + 1
+    now = loop._time(loop._step)  # type: ignore[arg-type]
+    step = loop._step or 0
+    link.ready = [StreamWindow(step, np.full((9, 2), float(len(frames))), now, now, run=9)]
+    frames.append(now)
+    loop.tick(loop.pace.next())
+    assert done[-1]  # whatever came before, a good window ends it
 
 
 def test_a_robot_that_is_blind_at_once_ends_no_run() -> None:

@@ -318,7 +318,7 @@ def test_unknown_names_are_refused(open_case):
     policy, _ = open_case("pi0-2cam")
     with pytest.raises(SinewError, match="expected names of last-layer-kv, .*, got pack-everything"):
         Plan.of(policy.engine.model, rewrites=["pack-everything"])
-    with pytest.raises(SinewError, match="expected one of auto, eager, plan, cpu, onnx"):
+    with pytest.raises(SinewError, match="expected one of auto, cuda, cpu, onnx, plan, eager"):
         load(policy.bundle.path, engine="fast")
 
 

@@ -177,7 +177,7 @@ def adding_a_model(walk: Walk) -> None:
 def control(walk: Walk) -> None:
     blocks(walk)
     my_robot(walk, ("front", "wrist"), 4)
-    walk.write("arm.toml", "[limits]\nlow = -1\nhigh = 1\nvelocity = 20\n")
+    walk.write("arm.toml", "[limits]\nlow = -1\nhigh = 1\nvelocity = 20\nstill = 0\n")
     with walk.server("sinew serve policy.gguf"):
         drove(
             walk.type(

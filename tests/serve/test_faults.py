@@ -28,6 +28,9 @@ import numpy as np
 import pytest
 import zmq
 from sinew_client import Client, ClientError, ServerError, protocol, zmtp
+from sinew_client.control import Loop, Servers, Settings
+from sinew_client.control.reaction import histogram
+from sinew_client.control.robots import Dry
 from websockets.sync.client import connect as websocket
 
 from sinew.serve.supervise import RESTARTS, RESTARTS_S
@@ -448,6 +451,75 @@ def test_signals_that_a_server_was_started_to_ignore(tmp_path):
             other.process.send_signal(number)
             np.testing.assert_array_equal(ask(other), expected)
         assert other.stop(timeout=WAIT_S) == 0
+
+
+class Bystander:
+    """A thread that wakes once a period. ``late``: seconds by which the machine let it wait the longest."""
+
+    def __init__(self, period: float):
+        self.late, self._period, self._end = 0.0, period, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._end.wait(self._period):
+            now = time.monotonic()
+            self.late, before = max(self.late, now - before - self._period), now
+
+    def __enter__(self) -> Bystander:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("where", ["observe", "act"])
+def test_a_robot_whose_own_methods_block_is_held(server, where):
+    """For 3 s, of a robot that the server answers: two periods are the longest gap between two commands or holds."""
+    hz, blocks = 20.0, 3.0
+    with Client(server.address, timeout=WAIT_S) as client:
+        policy = client.metadata()["policy"]
+    dim = policy["action"]["dim"]
+
+    class Arm(Dry):
+        blocked = False
+
+        def block(self, here: str) -> None:
+            if here == where and len(acts) > 10 and not self.blocked:
+                self.blocked = True
+                time.sleep(blocks)
+
+        def observe(self) -> dict[str, Any]:
+            self.block("observe")
+            return super().observe()
+
+        def act(self, row: np.ndarray) -> None:
+            sent.append(time.monotonic())
+            acts.append(sent[-1])
+            super().act(row)
+            self.block("act")
+
+        def hold(self) -> None:
+            sent.append(time.monotonic())
+            super().hold()
+
+    sent: list[float] = []
+    acts: list[float] = []
+    arm = Arm(policy)
+    settings = Settings(hz, "aligned", "4", deadline=WAIT_S)
+    loop = Loop(arm, Servers(server.address, without=("time",)), settings, dim, "swing")
+    loop.watch(lambda _: loop.stop() if arm.blocked and len(acts) > 20 else None)
+    with Bystander(1 / hz) as bystander:
+        report = loop.run(int(hz * WAIT_S))
+    loop.close()
+    gaps = np.diff(sent)
+    assert len(acts) > 20  # it went on
+    assert report.watchdog_holds >= (blocks - 2 / hz) * hz / 2, histogram(gaps)
+    # What the machine adds is what it added to a thread that only sleeps, once to each end of a gap.
+    assert gaps.max() <= 3 / hz + 2 * bystander.late, histogram(gaps)
+    assert report.longest_gap_ms <= 1e3 * (gaps.max() + 2 * bystander.late) + 1e3 / hz
 
 
 def test_standard_output_and_error_that_nobody_reads():

@@ -109,6 +109,10 @@ def test_chunks_that_must_not_be_executed():
             protocol.decode_chunk(reply(actions))
     chunk = protocol.decode_chunk(reply(np.array([[0.0, 1.0], [0.5, 3.0]])))
     assert chunk.warnings == ("dark",)
+    for shape in ((1025, 1), (1, 1025)):
+        with pytest.raises(UnsafeChunk, match="expected at most 1024 rows of at most 1024 numbers"):
+            protocol.decode_chunk(reply(np.zeros(shape)))
+    assert len(protocol.decode_chunk(reply(np.zeros((1025, 1))), max_rows=1025).actions) == 1025
     protocol.check_limits(chunk, (-1, 3))
     protocol.check_limits(chunk, ([-1, 0], [1, 4]))
     with pytest.raises(UnsafeChunk, match="action 1, dimension 1: expected 0 to 2, got 3"):

@@ -11,12 +11,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from sinew_client import Client
 from sinew_client.control import Cadence, Command, Controller, Limits, Loop, Servers
+from sinew_client.protocol import MAX_ROWS
 
 from sinew_ros import messages
 from sinew_ros.contract import Contract, ContractError
@@ -59,6 +61,7 @@ class Bridge:
             stated = Limits.from_metadata(policy)
             if stated is not None:
                 settings = type(settings)(**{**settings.to_dict(), "limits": stated.to_dict()})
+        settings = replace(settings, chunk_size=int(policy.get("chunk_size") or 0))
         prompt = contract.prompt or str(policy.get("default_prompt") or "")
         if not prompt:
             raise ContractError("prompt: expected an instruction; the policy has none of its own")
@@ -66,7 +69,12 @@ class Bridge:
         self.robot = TopicRobot(contract, publish, transport.now)
         self.loop = Loop(
             self.robot,
-            Servers(contract.servers, key, without=("time",)),  # of another clock: only the loop reads it
+            Servers(
+                contract.servers,
+                key,
+                without=("time",),  # of another clock: only the loop reads it
+                max_rows=max(MAX_ROWS, settings.chunk_size),
+            ),
             settings,
             contract.action_dim,
             prompt,

@@ -239,9 +239,14 @@ def skeleton(server: str, policy: Mapping[str, Any], hz: float | None) -> str:
             f"{where}:  # policy's number = scale x message's number + offset (degrees of radians: 57.29578)",
             f"  {{topic: {topic}, type: {kind}, joints: [{joints}], scale: 1.0, offset: 0.0{age}}}",
         ]
-    lines.append(
-        "limits: {velocity: 1.5, when: clip}  # of commands, in the policy's units; low, high, acceleration too"
-    )
+    if (said or {}).get("kind") == "absolute":
+        lines.append(
+            "limits: {velocity: 1.5, when: clip}  # of commands, in the policy's units; low, high, acceleration too"
+        )
+    else:
+        lines.append(
+            "# limits: {velocity: 1.5}  # of commands; wants control.motion, or still, the command of one that stands"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -116,7 +116,7 @@ def test_fp8_components(open_case, name, fp8):
     error = relative_l2(torch.from_numpy(got), exact)
     plain, _ = run_one(case.engine(), case.inputs(), case.noise, 10)
     assert relative_l2(torch.from_numpy(plain), exact) < error < 0.2
-    assert engine.facts.weights_nbytes < case.engine().weights_nbytes
+    assert engine.facts.weights_nbytes < case.engine().facts.weights_nbytes
     outcome = next(o for o in engine.plan.outcomes if o.name == "fp8")
     assert any(where.startswith("expert" if "head" in fp8 else "vision") for where in outcome.where)
 

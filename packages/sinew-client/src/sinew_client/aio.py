@@ -18,8 +18,8 @@ from sinew_client.protocol import ActionChunk
 class AsyncClient:
     """Talks to one ``sinew serve`` from an event loop; several requests may be under way at once.
 
-    address, timeout, jpeg_quality, api_key, max_age, limits: as of :class:`sinew_client.Client`. A task that is
-    cancelled gives its answer up; the server finishes the inference. Belongs to the loop in which it is first used.
+    address, timeout, jpeg_quality, api_key, max_age, limits, max_rows: as of :class:`sinew_client.Client`. A task that
+    is cancelled gives its answer up; the server finishes the inference. Belongs to the loop in which it is first used.
     """
 
     def __init__(
@@ -31,12 +31,13 @@ class AsyncClient:
         api_key: str = "",
         max_age: float | None = None,
         limits: tuple | None = None,
+        max_rows: int = protocol.MAX_ROWS,
     ):
         if jpeg_quality is not None:
             protocol.need_pillow()
         self.address, self.policy = protocol.split_address(address)
         self.timeout, self.jpeg_quality = timeout, jpeg_quality
-        self.api_key, self.max_age, self.limits = api_key, max_age, limits
+        self.api_key, self.max_age, self.limits, self.max_rows = api_key, max_age, limits, max_rows
         self._ids = itertools.count(1)
         self._waiting = {}
         self._context = zmq.asyncio.Context()
@@ -59,7 +60,7 @@ class AsyncClient:
         request_id = next(self._ids)
         payload = protocol.encode_infer(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
         reply = await self._ask(payload, request_id, timeout)
-        return protocol.accepted(reply, observation, asked, self.max_age, self.limits)
+        return protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
 
     async def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects."""

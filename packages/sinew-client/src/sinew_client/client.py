@@ -42,6 +42,7 @@ class Client:
         the call. None: any age.
     limits: (lowest, highest) of each action, numbers or [D] in world units; an answer outside raises
         :class:`UnsafeChunk`. Numbers that are not finite always do.
+    max_rows: of an answer; one with more raises :class:`UnsafeChunk`. A policy states its own as ``chunk_size``.
     jpeg_quality: 1 to 95 compresses uint8 frames (needs Pillow); None sends raw pixels.
     api_key: where the server wants one. It travels unencrypted.
 
@@ -66,6 +67,7 @@ class Client:
         api_key: str = "",
         max_age: float | None = None,
         limits: tuple | None = None,
+        max_rows: int = protocol.MAX_ROWS,
     ):
         if jpeg_quality is not None:
             protocol.need_pillow()
@@ -85,6 +87,7 @@ class Client:
         self.api_key = api_key
         self.max_age = max_age
         self.limits = limits
+        self.max_rows = max_rows
         self._warned = set()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -120,7 +123,7 @@ class Client:
         request_id = next(self._ids)
         parts = protocol.infer_parts(observation, request_id, self.jpeg_quality, self.api_key, self.policy)
         reply = self._ask(parts, request_id, timeout)
-        chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits)
+        chunk = protocol.accepted(reply, observation, asked, self.max_age, self.limits, self.max_rows)
         for warning in chunk.warnings:
             if warning not in self._warned and len(self._warned) < 100:
                 self._warned.add(warning)

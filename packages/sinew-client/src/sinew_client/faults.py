@@ -12,6 +12,8 @@ UNCOMPUTED = ("busy", "cancelled", "deadline", "shutting_down", "superseded")
 # What will be answered to every observation of this robot: policy, robot or key are not the right ones.
 MISFITS = ("bad_observation", "bad_request", "missing_package", "unauthorized", "unknown_policy")
 
+KINDS, LONGEST_KIND, LONGEST_TEXT = 100, 64, 1000  # of what a server may say: kinds, and characters
+
 
 def kind_of(error: BaseException) -> str:
     """Return the kind of an error that an answer failed with: a server's code, or the name of its type.
@@ -22,7 +24,7 @@ def kind_of(error: BaseException) -> str:
     code = getattr(error, "code", "")
     if isinstance(error, (RequestTimeout, ConnectionLost, LateChunk)) or code in UNCOMPUTED:
         return ""
-    return code if isinstance(code, str) and code else type(error).__name__
+    return code[:LONGEST_KIND] if isinstance(code, str) and code else type(error).__name__
 
 
 class Faults:
@@ -33,8 +35,14 @@ class Faults:
         self.counts: Counter = Counter()
 
     def add(self, kind: str, text: str) -> None:
-        self.first = self.first or text
-        self.counts[kind] += 1
+        self.first = self.first or text[:LONGEST_TEXT]
+        self.counts[kind if kind in self.counts or len(self.counts) < KINDS else "other"] += 1
+
+    def and_those(self, others: Faults) -> Faults:
+        """Return both counts in one."""
+        both = Faults()
+        both.first, both.counts = self.first or others.first, self.counts + others.counts
+        return both
 
     @property
     def total(self) -> int:

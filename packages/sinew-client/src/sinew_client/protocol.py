@@ -32,6 +32,11 @@ OBSERVATION_KEYS = (
     *CONTINUATION_KEYS,
 )
 
+MAX_ROWS, MAX_DIM = (
+    1024,
+    1024,
+)  # of an answer: rows where nobody says what its policy states, numbers of a row
+
 _SCALARS = frozenset(("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS))
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
@@ -208,13 +213,18 @@ def reply_id(payload: bytes) -> int:
 
 
 def accepted(
-    reply, observation: Mapping[str, Any], asked: float, max_age: float | None, limits
+    reply,
+    observation: Mapping[str, Any],
+    asked: float,
+    max_age: float | None,
+    limits,
+    max_rows: int = MAX_ROWS,
 ) -> ActionChunk:
     """Return the chunk of a reply. asked: ``time.perf_counter()`` at the call.
 
     Raises :class:`UnsafeChunk` where it answers an observation older than ``max_age`` seconds, or is out of ``limits``.
     """
-    chunk = decode_chunk(reply, asked)
+    chunk = decode_chunk(reply, asked, max_rows)
     if max_age is not None:
         now, taken = time.perf_counter(), observation.get("time")
         age = now - asked + (0.0 if taken is None else max(0.0, time.time() - (now - asked) - taken))
@@ -225,19 +235,28 @@ def accepted(
     return chunk
 
 
-def decode_chunk(reply, asked: float | None = None) -> ActionChunk:
+def decode_rows(reply, max_rows: int, least: int = 1) -> np.ndarray:
+    """Return the rows of a reply, float32 [least to max_rows, D]. Raises :class:`ClientError`, of which
+    :class:`UnsafeChunk` for rows that must not be executed."""
+    count, horizon, dim = len(reply.actions), reply.horizon, reply.dim  # before they are made into an array
+    if count != horizon * dim or not (least <= horizon and dim >= 1):
+        raise ClientError(f"the reply holds {count} numbers for {horizon} actions of {dim} dimensions")
+    if horizon > max_rows or dim > MAX_DIM:
+        raise UnsafeChunk(
+            f"the reply: expected at most {max_rows} rows of at most {MAX_DIM} numbers, got {horizon} of {dim}"
+        )
+    actions = np.array(reply.actions, dtype=np.float32).reshape(horizon, dim)
+    if not np.isfinite(actions).all():
+        raise UnsafeChunk("the reply holds actions that are not finite")
+    return actions
+
+
+def decode_chunk(reply, asked: float | None = None, max_rows: int = MAX_ROWS) -> ActionChunk:
     """Return the chunk of a reply. asked: ``time.perf_counter()`` at the call. Raises :class:`UnsafeChunk`."""
     if reply.context:
         raise ClientError("the reply holds a context and no actions: this policy answers Client.context")
-    actions = np.array(reply.actions, dtype=np.float32)
-    if actions.size != reply.horizon * reply.dim or not actions.size:
-        raise ClientError(
-            f"the reply holds {actions.size} numbers for {reply.horizon} actions of {reply.dim} dimensions"
-        )
-    if not np.isfinite(actions).all():
-        raise UnsafeChunk("the reply holds actions that are not finite")
     return ActionChunk(
-        actions=actions.reshape(reply.horizon, reply.dim),
+        actions=decode_rows(reply, max_rows),
         timing=decode_timing(reply),
         seed=reply.seed if reply.HasField("seed") else None,
         session=reply.session,

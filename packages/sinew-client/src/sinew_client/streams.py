@@ -56,6 +56,8 @@ class StreamLink:
     ``solver_steps``, ``seed``; for checkpoints whose head has one time for all rows. ``text_tokens``: of each text that
     the policy is to say beside its windows, where it keeps a language head.
 
+    max_rows: nodes of a window at most.
+
     There is no handshake. While nobody listens at the address messages are dropped, and the first one that gets
     through begins the stream, also after the server was restarted. ``sent``, ``dropped``, ``errors`` count;
     ``error`` is the last one. ``faults``: those of them that are errors and not what a busy server says.
@@ -68,7 +70,9 @@ class StreamLink:
         session: str = "",
         api_key: str = "",
         options: Mapping[str, Any] | None = None,
+        max_rows: int = protocol.MAX_ROWS,
     ):
+        self.max_rows = max_rows
         self.address, self._policy = protocol.split_address(address)
         self.rate, self.session = rate, session
         self._api_key, self._options = api_key, dict(options or {})
@@ -146,7 +150,7 @@ class StreamLink:
             except zmq.Again:
                 return found
             try:
-                window = decode_window(payload)
+                window = decode_window(payload, self.max_rows)
             except ClientError as error:
                 self.errors += 1
                 if kind := kind_of(error):
@@ -176,8 +180,9 @@ class StreamLink:
         self._socket.send(end.SerializeToString(), zmq.NOBLOCK)
 
 
-def decode_window(payload: bytes) -> StreamWindow:
-    """Return the window of a pushed message. Raises ServerError for an error, ClientError for anything else."""
+def decode_window(payload: bytes, max_rows: int = protocol.MAX_ROWS) -> StreamWindow:
+    """Return the window of a pushed message. Raises ServerError for an error, ClientError for anything else, also for
+    more than ``max_rows`` nodes."""
     reply = schema.PredictResponse()
     try:
         reply.ParseFromString(payload)
@@ -186,15 +191,12 @@ def decode_window(payload: bytes) -> StreamWindow:
     protocol.raise_error(reply)
     if not reply.HasField("window"):
         raise ClientError("the message is not a window of a stream")
-    rows = np.array(reply.actions, dtype=np.float32)
-    if not reply.dim or rows.size != reply.horizon * reply.dim:
-        raise ClientError(f"a window holds {rows.size} numbers for {reply.horizon} nodes of {reply.dim}")
-    about = reply.window
-    if not (np.isfinite(rows).all() and np.isfinite([about.sample_time, about.frame_time]).all()):
-        raise UnsafeChunk("a window holds numbers that are not finite")
+    rows, about = protocol.decode_rows(reply, max_rows, least=0), reply.window
+    if not np.isfinite([about.sample_time, about.frame_time]).all():
+        raise UnsafeChunk("a window holds times that are not finite")
     return StreamWindow(
         step=about.step,
-        rows=rows.reshape(reply.horizon, reply.dim),
+        rows=rows,
         sample_time=about.sample_time,
         frame_time=about.frame_time,
         prefix_age_ms=about.prefix_age_ms,

@@ -18,10 +18,13 @@ import numpy as np
 from sinew_client.control.motion import Motion
 from sinew_client.control.replan import disagreement
 from sinew_client.control.requester import Call, Requester
+from sinew_client.control.safety import checked_rows
 from sinew_client.errors import ClientError
 from sinew_client.faults import Faults
 
 logger = logging.getLogger(__name__)
+
+SET_BACK_S = 10.0  # frames that come out of order are younger than that
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,9 @@ class Assist:
         )  # time and state of the frame that it was sent
         self._followed: _Followed | None = None  # the far policy's chunk
         self._last: _Followed | None = None  # what was returned last
+        self._now = float("-inf")  # of the last observation
         self._draws = 0
+        self._dim = 0  # of the near policy's rows
         self._lock = threading.Lock()
         self.asked: Counter = Counter()  # reason -> requests
         self.failed: Counter = Counter()  # reason -> requests without an answer
@@ -128,10 +133,14 @@ class Assist:
         now = float(observation.get("time") or self._clock())
         state = observation.get("state")
         with self._lock:  # a call that was given up may still be running beside the next one
+            if now < self._now - SET_BACK_S:  # the clock was set back: nothing that was noted has a time
+                self._answered, self._followed, self._last = float("-inf"), None, None
+            self._now = now
             self._poll(now)
             self._draws += 1
             draw = self._draws
-        rows = np.asarray(near(observation, limit), np.float32)
+        rows = checked_rows(near(observation, limit), self._dim)
+        self._dim = rows.shape[1]
         targets = self._motion.targets(rows, state)
         spread = (
             None if self.rule.uncertainty is None else self._spread(near, observation, limit, targets, draw)
@@ -164,9 +173,17 @@ class Assist:
             logger.warning("the far policy did not assist: %s", outcome.reason)
             return
         then, state = self._sent
+        try:
+            rows = checked_rows(outcome.value, self._dim)
+            targets = self._motion.targets(rows, state)
+        except ValueError as error:
+            self.failed[f"the far policy: {error}"] += 1
+            self.faults.add("bad_chunk", f"the far policy: {error}")
+            logger.warning("the far policy did not assist: %s", error)
+            return
         self._answered = now
         self.answered += 1
-        found = _Followed(self._motion.targets(np.asarray(outcome.value, np.float32), state), then)
+        found = _Followed(targets, then)
         if 2 * len(found.rest(now, self.hz)) > len(found.targets):
             self._followed = found
         else:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 
 from sinew_client.control.player import Player, Request
-from sinew_client.control.safety import Guard
+from sinew_client.control.safety import Guard, RowsError, checked_rows
 from sinew_client.faults import Faults
+from sinew_client.protocol import MAX_ROWS
+
+logger = logging.getLogger(__name__)
 
 PAUSED, STARTING, STARVED, LATE = "paused", "no chunk yet", "out of rows", "waiting for a chunk"
 HALTED = "the last chunk expected the robot elsewhere"
+REASONS, OTHER = (
+    100,
+    "other reasons",
+)  # reasons quote what servers say, so there may not be any number of them
 UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
 
 
@@ -41,6 +49,7 @@ class Controller:
     max_age: control steps after its frame beyond which a row is not executed any more; None: a row is valid in its
         own step, however old its frame.
     finish: True executes the rows at hand after a request has failed; False holds at once.
+    dim: numbers of a command; 0: as many as the first chunk has. max_rows: of a chunk. Another one has failed.
 
     Call :meth:`command` exactly once per control step, with steps that grow.
     """
@@ -51,7 +60,10 @@ class Controller:
         guard: Guard | None = None,
         max_age: int | None = None,
         finish: bool = False,
+        dim: int = 0,
+        max_rows: int = MAX_ROWS,
     ):
+        self.dim, self.max_rows = dim, max_rows
         self.player, self.guard, self.max_age, self.finish = player, guard, max_age, finish
         self.paused = False
         self.held: Counter = Counter()  # reason -> control steps
@@ -63,8 +75,7 @@ class Controller:
         self.listeners: list[Callable[[str, dict], None]] = []
         self._fault = ""  # why the robot holds until a chunk arrives
         self._chunk = -1
-        if guard is not None:
-            guard.start(None)
+        self._step: int | None = None  # of the last command
 
     # ------------------------------------------------------------------------- events
 
@@ -79,7 +90,7 @@ class Controller:
         """Go on with a fresh chunk.
 
         position: where the robot is, in the numbers of a command, if known. moved: somebody may have moved it since the
-        last command; without a position the limits then begin with the next one.
+        last command; without a position nothing is sent until :meth:`stands` says one, where limits begin with it.
         """
         self._tell("resume", {"position": position, "moved": moved})
         self.paused, self._fault = False, STARTING
@@ -89,6 +100,24 @@ class Controller:
             else:
                 self.guard.held()
 
+    def wants_position(self, step: int) -> bool:
+        """Return True if a row is due in this step and the limits need to know where the robot is (:meth:`stands`)."""
+        if self.paused or self.guard is None or self.guard.known:
+            return False
+        return self.player.trajectory.at(step) is not None
+
+    def stands(self, position: np.ndarray | None) -> None:
+        """Take note of where the robot is, standing still: in the numbers of a command, NaN where it is not known."""
+        self._tell("stands", {"position": position})
+        if self.guard is not None:
+            self.guard.start(position)
+
+    def stood(self) -> None:
+        """Take note that the robot was held since its last command, by something else than a command."""
+        self._tell("stood", {})
+        if self.guard is not None:
+            self.guard.held()
+
     def wants_chunk(self, step: int) -> bool:
         return not self.paused and self.player.wants_chunk(step)
 
@@ -97,29 +126,38 @@ class Controller:
         self._tell("ask", {"step": step, "frame": frame, "state": state})
         return self.player.ask(step, frame, state)
 
-    def arrived(self, step: int, actions: np.ndarray) -> None:
-        """Take the answer to the request under way. A chunk that is not finite is a fault."""
-        self._tell("arrived", {"step": step, "actions": actions})
-        actions = np.asarray(actions, np.float32)
-        if actions.ndim != 2 or not len(actions):
-            self._broken(step, f"a chunk has shape {list(actions.shape)}")
-        elif not np.all(np.isfinite(actions)):
-            self._broken(step, "a chunk is not finite")
-        else:
-            self.player.accept(actions, step)
-            self._fault, self.unanswered = "", 0
+    def arrived(self, step: int, actions: Any) -> bool:
+        """Take the answer to the request under way; return whether it is a chunk: anything but 1 to ``max_rows`` rows
+        of ``dim`` finite real numbers is a fault, and so is what the motion cannot follow."""
+        try:
+            rows = checked_rows(actions, self.dim, self.max_rows)
+        except RowsError as error:
+            self.broken(step, str(error))
+            return False
+        self._tell("arrived", {"step": step, "actions": rows})
+        try:
+            self.player.accept(rows, step)
+        except Exception as error:
+            logger.exception("a chunk could not be taken")
+            self._break(step, f"a chunk could not be taken: {type(error).__name__}: {error}")
+            return False
+        self.dim, self._fault, self.unanswered = rows.shape[1], "", 0
+        return True
 
     def refines(self, step: int) -> bool:
         """Return True if an edge adapter's rows would be taken in this step."""
         return not self.paused and self.player.refines(step)
 
     def refined(self, step: int, rows: np.ndarray, state: np.ndarray | None = None) -> None:
-        """Take an edge adapter's rows, see :meth:`Player.refined`. Rows that are not finite are a fault."""
+        """Take an edge adapter's rows, see :meth:`Player.refined`. What is no chunk is a fault."""
+        try:
+            rows = checked_rows(rows, self.dim, self.max_rows, what="the edge adapter's chunk")
+        except RowsError as error:
+            self.broken(step, str(error))
+            return
         self._tell("refined", {"step": step, "rows": rows, "state": state})
-        if not np.all(np.isfinite(rows)):
-            self._broken(step, "the edge adapter's rows are not finite")
-        elif self.refines(step):
-            self.player.refined(np.asarray(rows, np.float32), step, state)
+        if self.refines(step):
+            self.player.refined(rows, step, state)
 
     def failed(self, step: int, reason: str, kind: str = "") -> None:
         """Give up the request under way, which will not be answered: no server, no network, too late, refused.
@@ -133,14 +171,22 @@ class Controller:
         self._fail(step, reason, drop=not self.finish)
         self.player.delay.reconnected()
 
-    def _broken(self, step: int, reason: str) -> None:
+    def broken(self, step: int, reason: str) -> None:
+        """Take note of an answer that no robot may be sent: hold until a good one."""
+        self._tell("bad_chunk", {"step": step, "reason": reason})
+        self._break(step, reason)
+
+    def _break(self, step: int, reason: str) -> None:
         self.faults.add("bad_chunk", reason)
         self._fail(step, reason, drop=True)
 
-    def fault(self, step: int, reason: str) -> None:
-        """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so."""
-        self._tell("fault", {"step": step, "reason": reason})
+    def fault(self, step: int, reason: str, moved: bool = False) -> None:
+        """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so. moved: it may be elsewhere
+        now, as at the beginning of another episode."""
+        self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         self._fail(step, reason, drop=True)
+        if moved and self.guard is not None:
+            self.guard.start(None)
 
     def _fail(self, step: int, reason: str, drop: bool) -> None:
         self.player.failed()
@@ -155,7 +201,10 @@ class Controller:
 
         Raises ValueError for a step that has had its command.
         """
+        if self.guard is not None and self._step is not None and step > self._step + 1:
+            self.guard.skipped()
         found = self._command(step, state)
+        self._step = step
         if found.row is None:
             self._hold(found)
         else:
@@ -184,7 +233,12 @@ class Controller:
             self.player.restart(step)
             self._fault = f"rows are older than {self.max_age} steps"
             return Command(step, None, self._fault)
-        row = self.player.motion.command(node.row, state)
+        try:
+            row = self.player.motion.command(node.row, state)
+        except ValueError as error:  # the state has another width than before
+            self.player.restart(step)
+            self._fault = str(error)
+            return Command(step, None, self._fault)
         seam, self._chunk = self._chunk not in (-1, node.chunk), node.chunk
         if self.guard is None:
             return Command(step, row, "", (), age, node.chunk, node.index, seam)
@@ -196,7 +250,8 @@ class Controller:
         return Command(step, verdict.row, "", verdict.clipped, age, node.chunk, node.index, seam)
 
     def _hold(self, found: Command) -> None:
-        self.held[found.reason] += 1
+        known = found.reason in self.held or len(self.held) < REASONS
+        self.held[found.reason if known else OTHER] += 1
         if self.guard is not None:
             self.guard.held()
 

@@ -174,7 +174,13 @@ def _apply(controller: Controller, event: dict[str, Any]) -> Command | None:
     elif kind == "failed":
         controller.failed(event["step"], event["reason"], event.get("kind", ""))
     elif kind == "fault":
-        controller.fault(event["step"], event["reason"])
+        controller.fault(event["step"], event["reason"], event.get("moved", False))
+    elif kind == "bad_chunk":
+        controller.broken(event["step"], event["reason"])
+    elif kind == "stands":
+        controller.stands(_array(event["position"]))
+    elif kind == "stood":
+        controller.stood()
     elif kind == "pause":
         controller.pause()
     elif kind == "resume":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import Any, Callable, Mapping, Protocol
 
@@ -17,14 +18,26 @@ from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, cadence
 from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
+from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
 from sinew_client.faults import MISFITS
 
 logger = logging.getLogger(__name__)
 
 
+AHEAD_S = 0.1  # by which a frame's time may be later than the clock says
+
+OTHER_CLOCK = "the newest frame's time is not of this clock (time.monotonic): "
+
+
 class Robot(Protocol):
-    """The three methods that a robot has. Every method is called from one thread and should return within a period."""
+    """The three methods that a robot has. Each is called from one thread, should return within a period, and is not
+    called before the one before has returned, but for ``hold``.
+
+    A robot that cannot be held from another thread while ``observe`` or ``act`` blocks, such as one with a bus that is
+    read in ``observe`` and not locked, says so with an attribute ``concurrent_hold`` = False: it then has no command
+    and no hold for as long as they block.
+    """
 
     def observe(self) -> Mapping[str, Any]:
         """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; ``time``, seconds of the loop's clock
@@ -35,7 +48,9 @@ class Robot(Protocol):
         """Send one command, float32 [D] in the policy's units."""
 
     def hold(self) -> None:
-        """Stay where you are: repeat the last position, or zero velocity, as the robot needs it."""
+        """Stay where you are: repeat the last position, or zero velocity, as the robot needs it. May be called from
+        another thread (:class:`~sinew_client.control.watchdog.Watchdog`) while ``observe`` or ``act`` has not returned
+        for two periods; never beside another ``hold``, and no command is sent before it has returned."""
 
 
 class Blind(Exception):  # noqa: N818 - what the robot is
@@ -54,6 +69,11 @@ class Loop:
     watch: called after every control step with the command; must be quick. adapter: refines chunks in every control
     step; the settings' ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused
     for what it is, and ask again: of a robot whose instruction or cameras come later.
+
+    While it runs a watchdog holds the robot where the loop is late by two periods, unless the settings or the robot say
+    that it must not (``Settings.watchdog``, ``Robot.concurrent_hold``).
+
+    Raises :class:`SettingsError` for limits of velocity or acceleration that nothing says where to begin with.
     """
 
     def __init__(
@@ -72,11 +92,14 @@ class Loop:
             raise SettingsError(
                 f"refine: expected an adapter's max_age with one, else 0, got {settings.refine}"
             )
+        settings.check_start(dim)
         self.robot, self.settings, self.prompt = robot, settings, prompt
         self.controller: Controller = settings.controller(dim)
+        self._dim = dim
         self._edge = None if adapter is None else Refinement(adapter, self.controller)
         self.requester = Requester(connect, settings.deadline)
         self.pace = pace or Pace(settings.period / settings.substeps)
+        self.watchdog = watchdog_of(robot, self.pace.period, settings.watchdog, self.pace.real)
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
         self.steps = 0
         self._watch, self._hold_refused = watch, hold_refused
@@ -124,7 +147,12 @@ class Loop:
 
     def report(self) -> Cadence:
         return cadence(
-            self.controller, self.pace, self.steps, self.requester.failures, self.settings.substeps
+            self.controller,
+            self.pace,
+            self.steps,
+            self.requester.failures,
+            self.settings.substeps,
+            self.watchdog,
         )
 
     # ------------------------------------------------------------------------- the loop
@@ -136,8 +164,9 @@ class Loop:
         refused for what it is: the robot has not moved, and the next one would fare no better.
         """
         try:
-            while not self._ended.is_set() and (steps is None or self.steps < steps):
-                self.tick(self.pace.next())
+            with self.watchdog:
+                while not self._ended.is_set() and (steps is None or self.steps < steps):
+                    self.tick(self.pace.next())
         except Stopped as end:
             logger.info("the robot has ended the run: %s", end)
         finally:
@@ -151,9 +180,14 @@ class Loop:
     def tick(self, number: int) -> None:
         """Do what is due in one tick of the pace: a control step, or a point between two."""
         step, part = divmod(number, self.settings.substeps)
-        if self._command is None or step > self._command.step:
+        fresh = self._command is None or step > self._command.step
+        if fresh:
             if self._command is not None and self._command.row is not None:
                 self._last = self._command.row
+            self._prepare(step)
+        if self.watchdog.claim():
+            self.controller.stood()
+        if fresh or self._command is None:
             self._command = self._step(step)
         command = self._command
         if command.row is None:
@@ -162,8 +196,10 @@ class Loop:
             self.robot.act(command.row)
         else:
             self.robot.act(interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
+        self.watchdog.sent()
 
-    def _step(self, step: int) -> Command:
+    def _prepare(self, step: int) -> None:
+        """Do all that may take its time before a control step's command: look, ask, take what has come."""
         now = self.pace.now()
         with self._lock:
             wishes, self._wishes = self._wishes, []
@@ -177,7 +213,13 @@ class Loop:
             seen = self._ask(step, now)
         if self._edge is not None and seen is not None:
             self._refine(self._edge, step, seen)
+        if self.controller.wants_position(step) and (seen or self._observe(step, now)) is not None:
+            self.controller.stands(self._measured(self._state))
+
+    def _step(self, step: int) -> Command:
         command = self.controller.command(step, self._state)
+        if self._last is None and command.row is not None:
+            self._last = self._from()
         self.steps += 1
         self._log(command)
         if self._watch is not None:
@@ -200,10 +242,8 @@ class Loop:
             self.controller.failed(step, outcome.reason, outcome.kind)
             if outcome.kind in MISFITS and not (self.controller.player.chunks or self._hold_refused):
                 raise Refused(outcome.reason)
-        else:
-            if self._edge is not None:
-                self._edge.arrived(outcome.value)
-            self.controller.arrived(step, outcome.value)
+        elif self.controller.arrived(step, outcome.value) and self._edge is not None:
+            self._edge.arrived(outcome.value)
 
     def _observe(self, step: int, now: float) -> dict[str, Any] | None:
         """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
@@ -214,15 +254,15 @@ class Loop:
             self.controller.fault(step, str(reason))
             return None
         self._state = np.asarray(seen["state"], np.float32)
-        seen["time"] = taken = float(seen.get("time") or now)
-        age = now - taken
-        if age > self.settings.stale:
+        given = seen.get("time") or None
+        seen["time"] = now if given is None else float_of(given)
+        age = 0.0 if given is None else self.pace.now() - seen["time"]  # after a look that took its time
+        reason = frame_fault(age, self.settings.stale)
+        if not reason and not np.all(np.isfinite(self._state)):
+            reason = "the state is not finite"
+        if reason:
             self.requester.cancel()
-            self.controller.fault(step, f"the newest frame is older than {self.settings.stale:g} s")
-            return None
-        if not np.all(np.isfinite(self._state)):
-            self.requester.cancel()
-            self.controller.fault(step, "the state is not finite")
+            self.controller.fault(step, reason)
             return None
         return seen
 
@@ -265,7 +305,8 @@ class Loop:
 
     def _restart(self, reason: str, prompt: str) -> None:
         self.requester.cancel()
-        self.controller.fault(0 if self._command is None else self._command.step + 1, reason)
+        self.controller.fault(0 if self._command is None else self._command.step + 1, reason, moved=True)
+        self._last = None
         if prompt:
             self._instruct(prompt)
 
@@ -291,4 +332,32 @@ class Loop:
             state = np.asarray(self.robot.observe()["state"], np.float32)
         except Blind:
             return None
-        return self.controller.player.motion.position(state)
+        return self._measured(state)
+
+    def _measured(self, state: np.ndarray) -> np.ndarray:
+        """Return where a robot of this state is in the numbers of a command, NaN where it does not say so."""
+        return self.controller.player.motion.position(state, self._dim)
+
+    def _from(self) -> np.ndarray | None:
+        """Return what the command of this step moves from, if known: points between are on the way from there."""
+        guard = self.controller.guard
+        if guard is None or guard.before is None or not np.all(np.isfinite(guard.before)):
+            return None
+        return guard.before
+
+
+def float_of(value: Any) -> float:
+    """Return a number as float, NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def frame_fault(age: float, stale: float) -> str:
+    """Return why a frame of this age, in seconds, may not be acted on; "" if it may."""
+    if not math.isfinite(age):
+        return OTHER_CLOCK + f"{age} s old"
+    if age < -AHEAD_S:
+        return OTHER_CLOCK + f"{-age:.3g} s ahead of it"
+    return f"the newest frame is older than {stale:g} s" if age > stale else ""

@@ -42,9 +42,17 @@ class Motion:
         """Return the largest difference of two targets [D], in units of an action."""
         return float(np.abs(np.asarray(target, np.float64) - other).max())
 
-    def position(self, state: np.ndarray) -> np.ndarray | None:
-        """Return where the robot is in the numbers of a command; None where the state does not say so."""
-        return None
+    def position(self, state: np.ndarray, dim: int) -> np.ndarray:
+        """Return where the robot is in the ``dim`` numbers of a command; NaN where the state does not say so."""
+        return np.full(dim, np.nan, np.float32)
+
+    def still(self, dim: int) -> np.ndarray:
+        """Return the command of a robot that stands still, float [dim]; NaN where that is the last one repeated."""
+        return np.full(dim, np.nan)
+
+    def placed(self, dim: int) -> np.ndarray:
+        """Return of which numbers of a command a state tells where the robot is, bool [dim]."""
+        return np.zeros(dim, bool)
 
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the state after ``targets`` [d, D] were executed (VLASH: the state that the policy acts in)."""
@@ -56,8 +64,11 @@ class Motion:
 class Absolute(Motion):
     """Rows are targets in the same numbers as the state, such as joint positions."""
 
-    def position(self, state: np.ndarray) -> np.ndarray | None:
-        return np.asarray(state, np.float32)
+    def position(self, state: np.ndarray, dim: int) -> np.ndarray:
+        return np.asarray(state, np.float32) if len(state) == dim else super().position(state, dim)
+
+    def placed(self, dim: int) -> np.ndarray:
+        return np.ones(dim, bool)
 
     def roll(self, state: np.ndarray, targets: np.ndarray) -> np.ndarray:
         if len(targets) and targets.shape[1] != len(state):
@@ -100,6 +111,15 @@ class _Columns(Motion):
 class Relative(_Columns):
     """Rows relative to the state at the chunk's frame, of a robot that takes absolute targets."""
 
+    def position(self, state: np.ndarray, dim: int) -> np.ndarray:
+        found = super().position(state, dim)
+        if max(self.action) < dim and max(self.state) < len(state):
+            found[list(self.action)] = self._at(state)
+        return found
+
+    def placed(self, dim: int) -> np.ndarray:
+        return np.isin(np.arange(dim), self.action)
+
     def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
         moved = np.array(rows, np.float32)
         moved[:, list(self.action)] += self._at(state)
@@ -124,6 +144,9 @@ class Offsets(_Columns):
     low: float = -np.inf
     high: float = np.inf
     holds = "zero"
+
+    def still(self, dim: int) -> np.ndarray:
+        return np.where(np.isin(np.arange(dim), self.action), 0.0, np.nan)
 
     def targets(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
         moved = np.array(rows, np.float32)

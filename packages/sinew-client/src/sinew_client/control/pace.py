@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from typing import Callable
+
+logger = logging.getLogger(__name__)
 
 KEPT = 100_000  # latenesses of ticks that are remembered
 
@@ -14,7 +17,8 @@ class Pace:
 
     late: ticks that began more than half a period after they were due. skipped: ticks that were not begun at all,
     because a whole period had passed; their number is left out, so the number of a tick tells the time.
-    now, sleep: a clock in seconds that never jumps, and what waits on it.
+    now, sleep: a clock in seconds, and what waits on it. A clock that is set back, as that of a machine that was
+    restored, moves the ticks with it: the next one is due at most a period later. set_back: how often that happened.
     """
 
     def __init__(
@@ -24,20 +28,26 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.period, self.now, self._sleep = period, now, sleep
-        self.late = self.skipped = self.ticks = 0
+        self.late = self.skipped = self.ticks = self.set_back = 0
         self.lateness: deque[float] = deque(maxlen=KEPT)  # seconds after a tick was due
         self._start: float | None = None
         self._number = -1
+        self._seen = float("-inf")  # the latest time
+
+    @property
+    def real(self) -> bool:
+        """Return True if its clock is the machine's."""
+        return self.now is time.monotonic
 
     def next(self) -> int:
         """Wait for the next tick and return its number, which counts periods since the first one."""
         if self._start is None:
             self._start = self.now()
         self._number += 1
-        wait = self.due(self._number) - self.now()
+        wait = self._wait()
         while wait > 0:  # a sleep may end early
-            self._sleep(wait)
-            wait = self.due(self._number) - self.now()
+            self._sleep(min(wait, self.period))
+            wait = self._wait()
         behind = -wait
         if behind >= self.period:
             missed = int(behind / self.period)
@@ -53,3 +63,14 @@ class Pace:
         """Return when a tick is due, in seconds of the clock."""
         assert self._start is not None, "no tick has begun"
         return self._start + number * self.period
+
+    def _wait(self) -> float:
+        """Return the seconds until the next tick is due, less than none where it is late."""
+        now = self.now()
+        if now < self._seen:
+            assert self._start is not None
+            logger.warning("the clock was set back by %.3f s; the ticks go on", self._seen - now)
+            self._start -= self._seen - now
+            self.set_back += 1
+        self._seen = now
+        return self.due(self._number) - now

@@ -12,6 +12,7 @@ from sinew_client.modules import load_named
 logger = logging.getLogger(__name__)
 
 SLOWEST, FASTEST = 0.01, 10.0  # Hz
+LONGEST = 4096  # characters of an instruction
 Plan = Callable[
     [str, Mapping[str, Any]], "str | None"
 ]  # (instruction, newest observation) -> another one, or None
@@ -22,8 +23,8 @@ class Planner:
 
     plan: gets the instruction and the newest observation ({"images", "state"}; "said", the last text of the policy's
         own language head, where one was asked for), and returns another instruction, or None to leave it. One that
-        takes longer than its period is called again when it is done; one that raises is logged, and the instruction
-        stays.
+        takes longer than its period is called again when it is done; one that raises, whatever it is, or answers with
+        more than 4,096 characters or what UTF-8 cannot say, is logged, and the instruction stays.
     look: returns instruction and observation; None while there is nothing to see.
     """
 
@@ -55,13 +56,17 @@ class Planner:
         self.calls += 1
         try:
             answer = self._plan(*found)
-        except Exception:
+            if not isinstance(answer, str) or not answer.strip() or answer == found[0]:
+                return
+            if len(answer) > LONGEST:
+                raise ClientError(f"planner: expected at most {LONGEST} characters, got {len(answer)}")
+            answer.encode()
+            self._say(answer)
+        except BaseException:
             self.failures += 1
             logger.exception("the planner failed; the instruction stays")
-            return
-        if isinstance(answer, str) and answer.strip() and answer != found[0]:
+        else:
             self.changes += 1
-            self._say(answer)
 
     def _run(self) -> None:
         while not self._end.wait(self._period):

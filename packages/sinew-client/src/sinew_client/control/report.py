@@ -10,6 +10,7 @@ import numpy as np
 
 from sinew_client.control.controller import Controller
 from sinew_client.control.pace import Pace
+from sinew_client.control.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Cadence:
     steps: control steps; executed: with a row. skipped: periods that passed without a tick. failed_requests: those
     without an answer that could be executed, of which ``faults`` are errors (:class:`~sinew_client.faults.Faults`) and
     the others were late or lost; unanswered: how many of them came after the last chunk. request_ms: what the last
-    requests took, in control steps, as the next one is planned for.
+    requests took, in control steps, as the next one is planned for. watchdog: True if one watched the loop;
+    watchdog_holds: holds that it gave, and longest_gap_ms: between two of all commands and holds.
     """
 
     hz: float
@@ -40,6 +42,9 @@ class Cadence:
     faults: dict[str, Any] = field(default_factory=dict)
     unanswered: int = 0
     request_ms: float = 0.0
+    watchdog: bool = False
+    watchdog_holds: int = 0
+    longest_gap_ms: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,6 +55,7 @@ class Cadence:
             ("control rate", f"{self.rate_hz:.2f} Hz of {self.hz:g} over {self.seconds:.1f} s"),
             ("late ticks", f"{self.late} of {self.steps}, {self.skipped} periods skipped"),
             ("tick lateness", _spread(self.jitter_ms)),
+            ("longest gap", gap(self.longest_gap_ms, self.watchdog, self.watchdog_holds)),
             ("chunk age", _spread(self.age_ms)),
             ("chunks", f"{self.chunks}, {rate(self.chunks, self.seconds)}; {self._failed()}"),
             ("a request takes", f"{self.request_ms:.0f} ms{hz(self.request_ms)}"),
@@ -69,7 +75,9 @@ class Cadence:
         return f"{self.failed_requests} requests failed, {errors} errors"
 
 
-def cadence(controller: Controller, pace: Pace, steps: int, failed: int, substeps: int = 1) -> Cadence:
+def cadence(
+    controller: Controller, pace: Pace, steps: int, failed: int, substeps: int, watchdog: Watchdog
+) -> Cadence:
     """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer."""
     span = (pace.ticks + pace.skipped) * pace.period
     period = pace.period * substeps
@@ -92,7 +100,16 @@ def cadence(controller: Controller, pace: Pace, steps: int, failed: int, substep
         faults=controller.faults.to_dict(),
         unanswered=controller.unanswered,
         request_ms=round(1e3 * period * controller.player.delay.steps, 3),
+        watchdog=watchdog.active,
+        watchdog_holds=watchdog.holds,
+        longest_gap_ms=round(1e3 * watchdog.longest, 3),
     )
+
+
+def gap(milliseconds: float, watched: bool, holds: int) -> str:
+    """Return the longest gap between two commands or holds in words."""
+    by = f"{holds} holds by the watchdog" if watched else "no watchdog"
+    return f"{milliseconds:.3g} ms between two commands or holds, {by}"
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:

@@ -14,7 +14,9 @@ from sinew_client.faults import kind_of
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT, LONGEST_WAIT = 0.05, 0.5  # seconds between a failure and the next attempt
-ABANDONED = 4  # calls that may hang beyond their deadline before no new one is begun
+ABANDONED = 4  # calls that may hang beyond their deadline before no new one is begun for a while
+FIRST_PATIENCE, LONGEST_PATIENCE = 10.0, 600.0  # seconds after which a call that hangs is given up for good
+LONGEST_REASON = 400  # characters
 
 Call = Callable[[Mapping[str, Any], float], Any]  # (observation, seconds) -> what a chunk is for the caller
 
@@ -39,7 +41,11 @@ class Requester:
     deadline: seconds; a request without an answer by then has failed. The call gets the same number as its limit,
         and one that does not keep it is left behind on its thread.
 
-    All times are seconds of one clock that the caller reads (monotonic), so nothing here waits or measures.
+    Calls that hang are forgotten one by one, the first 10 s after it was left behind, each later one after twice as
+    long, so that whatever a call did another one follows, and threads do not pile up.
+
+    All times are seconds of one clock that the caller reads (monotonic), so nothing here waits or measures. A clock
+    that is set back moves what was noted with it.
     """
 
     def __init__(self, connect: Callable[[], Call], deadline: float):
@@ -48,7 +54,9 @@ class Requester:
         self._answer: SimpleQueue | None = None
         self._sent = 0.0
         self._wait, self._not_before = FIRST_WAIT, float("-inf")
-        self._hanging, self._lock = 0, threading.Lock()
+        self._hanging: dict[_Worker, float] = {}  # those left behind, and when
+        self._patience, self._lock = FIRST_PATIENCE, threading.Lock()
+        self._now = float("-inf")  # the latest time
         self.failures = 0
 
     @property
@@ -57,19 +65,25 @@ class Requester:
 
     def ready(self, now: float) -> bool:
         """Return True if a request may be sent now: none is under way, and the last failure is long enough ago."""
-        return not self.busy and now >= self._not_before and self._hanging < ABANDONED
+        self._look(now)
+        return not self.busy and now >= self._not_before and self._free(now)
 
     def submit(self, observation: Mapping[str, Any], now: float) -> None:
         """Send a request. Raises RuntimeError when one is under way."""
         if self.busy:
             raise RuntimeError("a request is under way")
-        if self._worker is None:
-            self._worker = _Worker(self._connect, self._left)
+        self._look(now)
         self._answer, self._sent = SimpleQueue(), now
-        self._worker.put(observation, self.deadline, self._answer)
+        try:
+            if self._worker is None:
+                self._worker = _Worker(self._connect, self._left)
+            self._worker.put(observation, self.deadline, self._answer)
+        except (RuntimeError, MemoryError) as error:  # no thread to be had
+            self._answer.put(_failed(error))
 
     def poll(self, now: float) -> Outcome | None:
         """Return how the request ended, once; None while it is under way or when there is none."""
+        self._look(now)
         if self._answer is None:
             return None
         if not self._answer.empty():
@@ -85,7 +99,7 @@ class Requester:
             self._not_before = now + self._wait
             self._wait = min(2 * self._wait, LONGEST_WAIT)
         else:
-            self._wait = FIRST_WAIT
+            self._wait, self._patience = FIRST_WAIT, FIRST_PATIENCE
         return outcome
 
     def cancel(self) -> None:
@@ -103,16 +117,38 @@ class Requester:
 
     def _abandon(self) -> None:
         """Leave the worker to its call: a later request gets a new connection on a new thread."""
-        assert self._worker is not None
         self._answer = None
+        if self._worker is None:  # there was no thread to be had
+            return
         with self._lock:
-            self._hanging += 1
+            self._hanging[self._worker] = self._now
         self._worker.end()
         self._worker = None
 
     def _left(self, worker: _Worker) -> None:
         with self._lock:
-            self._hanging = max(0, self._hanging - 1)
+            self._hanging.pop(worker, None)
+
+    def _free(self, now: float) -> bool:
+        """Return True if another call may hang; forget one that does so for too long."""
+        with self._lock:
+            if len(self._hanging) < ABANDONED:
+                return True
+            first = min(self._hanging, key=lambda worker: self._hanging[worker])
+            if now - self._hanging[first] < self._patience:
+                return False
+            del self._hanging[first]
+        logger.warning("a call that hangs for more than %g s is given up for good", self._patience)
+        self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+        return True
+
+    def _look(self, now: float) -> None:
+        """Note the time; one that was set back takes along what was noted before."""
+        back, self._now = self._now - now, now
+        if back > 0:
+            self._sent, self._not_before = self._sent - back, self._not_before - back
+            with self._lock:
+                self._hanging = {worker: at - back for worker, at in self._hanging.items()}
 
 
 class _Worker:
@@ -132,30 +168,38 @@ class _Worker:
 
     def _run(self) -> None:
         call: Call | None = None
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                break
-            observation, deadline, answer = job
-            try:
-                call = call or self._connect()
-                outcome = Outcome(call(observation, deadline))
-            except Exception as error:  # noqa: BLE001 - the robot holds, whatever a call raises
-                outcome = _failed(error)
-            if outcome.reason:
-                _close(call)
-                call = None
-            answer.put(outcome)
-        _close(call)
-        self._left(self)
+        try:
+            while True:
+                job = self._jobs.get()
+                if job is None:
+                    break
+                observation, deadline, answer = job
+                try:
+                    call = call or self._connect()
+                    outcome = Outcome(call(observation, deadline))
+                except BaseException as error:  # noqa: BLE001 - the robot holds, whatever a call raises
+                    outcome = _failed(error)
+                if outcome.reason:
+                    _close(call)
+                    call = None
+                answer.put(outcome)
+            _close(call)
+        finally:
+            self._left(self)
 
 
-def _failed(error: Exception) -> Outcome:
+def _failed(error: BaseException) -> Outcome:
     """Return the end of a request that raised. What was raised on purpose is said once, by who holds for it."""
     kind = kind_of(error)
-    if hasattr(error, "code") and not isinstance(error, ClientError):  # of a policy in this process
-        return Outcome(reason=str(error), kind=kind)
-    reason = f"{type(error).__name__}: {error}"
+    try:
+        said = str(error)[:LONGEST_REASON]
+    except Exception:  # noqa: BLE001 - it is the error's own
+        said = "(its text cannot be made)"
+    if hasattr(error, "code") and not isinstance(
+        error, (ClientError, SystemExit)
+    ):  # of a policy in this process
+        return Outcome(reason=said or kind or type(error).__name__, kind=kind)
+    reason = f"{type(error).__name__}: {said}"
     if isinstance(error, ClientError):
         return Outcome(reason=reason, kind=kind)
     logger.error("the request failed", exc_info=error)
@@ -167,5 +211,5 @@ def _close(call: Call | None) -> None:
     if close is not None:
         try:
             close()
-        except Exception:
+        except BaseException:
             logger.debug("closing a connection failed", exc_info=True)

@@ -51,7 +51,11 @@ class LeRobotArm:
     robot: has ``action_features``, ``observation_features``, ``get_observation`` and ``send_action`` (LeRobot 0.4).
     cameras: camera of the policy -> camera of the robot; the same names where absent. Holding sends the last action
     again, before the first one the present position. motion: what commands are measured from, where their names say it.
+    Its bus is read while it observes and takes one caller at a time, so it is not held meanwhile; servos keep their
+    goal.
     """
+
+    concurrent_hold = False
 
     def __init__(self, robot: Any, policy: Mapping[str, Any], cameras: Mapping[str, str] | None = None):
         self.robot, self._cameras = robot, dict(cameras or {})

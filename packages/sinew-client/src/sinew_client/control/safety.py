@@ -11,26 +11,58 @@ from typing import Any, Mapping
 import numpy as np
 
 from sinew_client.errors import ClientError
+from sinew_client.protocol import MAX_ROWS
 
-_NAMES = ("low", "high", "velocity", "acceleration")
+_NAMES = ("low", "high", "velocity", "acceleration", "still")
+UNPLACED = "where the robot is is not known, from which its limits of velocity and acceleration begin"
 
 
 class LimitsError(ClientError, ValueError):
     """A limit is missing, has the wrong length or contradicts another one; the message names the field."""
 
 
+class RowsError(ClientError, ValueError):
+    """Rows that no robot may be sent; the message says what was expected."""
+
+    code = "bad_chunk"
+
+
+def checked_rows(
+    given: Any, dim: int, most: int = MAX_ROWS, least: int = 1, what: str = "a chunk"
+) -> np.ndarray:
+    """Return rows as float32 [least to most, dim]; dim 0 is any width. Raises :class:`RowsError` for anything but
+    finite real numbers of that shape, without a look at more of them than that."""
+    try:
+        rows = np.asarray(given)
+    except Exception as error:
+        raise RowsError(f"{what}: expected numbers, got {type(given).__name__}") from error
+    if rows.dtype.kind not in "fiu":
+        raise RowsError(f"{what}: expected real numbers, got {rows.dtype}")
+    fits = rows.ndim == 2 and least <= len(rows) <= most and 0 < rows.shape[1] == (dim or rows.shape[1])
+    if not fits:
+        width = f"{dim} numbers" if dim else "numbers"
+        raise RowsError(f"{what}: expected {least} to {most} rows of {width}, got shape {list(rows.shape)}")
+    with np.errstate(over="ignore"):  # what float32 cannot say is not finite
+        rows = np.asarray(rows, np.float32)
+    if not np.all(np.isfinite(rows)):
+        raise RowsError(f"{what} is not finite")
+    return rows
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of each number of a command, in its own units, seconds and float64 [D]; infinite where there is no limit.
 
-    low, high: range of a command. velocity: per second. acceleration: per second squared.
-    when: "clip" sends the nearest allowed command and counts it, "hold" holds instead.
+    low, high: range of a command. velocity: per second. acceleration: per second squared. still: the command of a robot
+    that stands still where its number is one for itself, such as 0 of a velocity; NaN where holding repeats the last
+    command. when: "clip" sends the nearest allowed command and counts it, "hold" holds instead.
     """
 
     low: np.ndarray
     high: np.ndarray
     velocity: np.ndarray
     acceleration: np.ndarray
+    still: np.ndarray
     names: tuple[str, ...] = ()
     when: str = "clip"
 
@@ -45,10 +77,17 @@ class Limits:
         for name in ("velocity", "acceleration"):
             if np.any(getattr(self, name) <= 0):
                 raise LimitsError(f"limits.{name}: expected numbers above 0, got {getattr(self, name).min()}")
+        if np.any((self.still < self.low) | (self.still > self.high)):
+            raise LimitsError(f"limits.still: expected numbers from low to high, got {self.still.tolist()}")
 
     @property
     def dim(self) -> int:
         return len(self.low)
+
+    @property
+    def paced(self) -> np.ndarray:
+        """Return which numbers have a limit of velocity or acceleration, bool [D]."""
+        return np.isfinite(self.velocity) | np.isfinite(self.acceleration)
 
     def name(self, joint: int) -> str:
         return self.names[joint] if joint < len(self.names) else str(joint)
@@ -66,6 +105,7 @@ class Limits:
         vectors = [
             _vector(given.get(name), dim, f"{where}.{name}", -1 if name == "low" else 1) for name in _NAMES
         ]
+        vectors[-1] = np.where(np.isinf(vectors[-1]), np.nan, vectors[-1])
         names = tuple(str(name) for name in given.get("names") or ())
         if names and len(names) != dim:
             raise LimitsError(f"{where}.names: expected {dim}, got {len(names)}")
@@ -99,7 +139,7 @@ class Limits:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that :meth:`parse` takes; None where there is no limit."""
         vectors = {
-            name: [None if math.isinf(x) else float(x) for x in getattr(self, name)] for name in _NAMES
+            name: [float(x) if math.isfinite(x) else None for x in getattr(self, name)] for name in _NAMES
         }
         return {**vectors, "names": list(self.names), "when": self.when}
 
@@ -147,31 +187,54 @@ class Guard:
     robot near the end of its range is slowed early enough to stop there within its acceleration. Holding (repeating
     the last command) is always allowed, whatever the acceleration: a stop comes first. A range counts as commands can
     say it, its ends rounded to float32.
+
+    Velocity and acceleration are those of the commands as they are sent, float32, from where the robot stands on
+    (:meth:`start`); until that is known, nothing may be sent. Range and velocity hold to the bit; a robot may slow down
+    by less than one float32 step more than its acceleration allows, where no number in between can be sent. One that
+    stands out of its range is led back to it, never further out.
+    still: float [D], as of :class:`Limits`, where those say nothing.
     """
 
-    def __init__(self, limits: Limits | None, period: float):
+    def __init__(self, limits: Limits | None, period: float, still: np.ndarray | None = None):
         self.limits, self.period = limits, period
         if limits is not None:  # commands are float32: a limit of 0.1 is what 0.1 is in a command
-            self._low, self._high = (
-                end.astype(np.float32).astype(np.float64) for end in (limits.low, limits.high)
-            )
-        self._last: np.ndarray | None = None  # float64 [D]
+            self._low, self._high = (_sent(end) for end in (limits.low, limits.high))
+            other = np.full(limits.dim, np.nan) if still is None else still
+            self._still = _sent(np.where(np.isnan(limits.still), other, limits.still))
+        self._last = np.zeros(0)  # float64 [D], numbers of float32; NaN where it is not known
         self._step = np.zeros(0)  # what the last command moved by
+        self.before: np.ndarray | None = None  # float32 [D], what the last command moved from; NaN: not known
+        self.start(None)
+
+    @property
+    def known(self) -> bool:
+        """Return True if all is known that the limits need of where the robot is."""
+        return self.limits is None or not np.any(np.isnan(self._last) & self.limits.paced)
 
     def start(self, position: np.ndarray | None) -> None:
-        """Begin where the robot is, standing still. None: unknown, the first command is taken as it comes."""
-        fits = position is not None and (self.limits is None or np.shape(position) == (self.limits.dim,))
-        known = fits and np.all(np.isfinite(position))
-        self._last = np.array(position, np.float64) if known else None  # never where it was before
+        """Begin where the robot is, standing still. position: float [D], NaN where it is not known; None: nowhere."""
+        if self.limits is None:
+            return
+        fits = position is not None and np.shape(position) == (self.limits.dim,)
+        at = _sent(np.asarray(position)) if fits else np.full(self.limits.dim, np.nan)
+        self._last = np.where(np.isfinite(at), at, np.nan)  # never where it was before
         self.held()
 
     def held(self) -> None:
-        """Note that the robot repeats its last command."""
-        self._step = np.zeros(0 if self._last is None else len(self._last))
+        """Note that the robot holds: it repeats its last command, or stands ``still``."""
+        if self.limits is not None:
+            self._last = np.where(np.isnan(self._still), self._last, self._still)
+            self.skipped()
+
+    def skipped(self) -> None:
+        """Note that the robot has been sent nothing for a while: its last command still stands."""
+        self._step = np.zeros(len(self._last))
 
     def check(self, row: np.ndarray) -> Verdict:
         """Return what may be sent in place of ``row`` float [D], and remember it as sent."""
-        wanted = np.asarray(row, np.float64)
+        with np.errstate(over="ignore"):
+            row = np.asarray(row, np.float32)
+        wanted = row.astype(np.float64)
         if not np.all(np.isfinite(wanted)):
             return Verdict(None, "a command is not finite")
         if self.limits is None:
@@ -180,30 +243,46 @@ class Guard:
             return Verdict(
                 None, f"a command has shape {list(wanted.shape)}, the limits have {self.limits.dim} numbers"
             )
-        allowed, clipped = self._allowed(wanted, self.limits)
+        if not self.known:
+            return Verdict(None, UNPLACED)
+        last = np.where(np.isnan(self._last), wanted, self._last)  # where only a range is limited
+        allowed, clipped = self._allowed(wanted, last, self.limits)
         if clipped and self.limits.when == "hold":
             return Verdict(None, "beyond {}".format(", ".join(clipped)), clipped)
-        before = allowed if self._last is None else self._last
-        self._step, self._last = allowed - before, allowed
+        self.before = self._last.astype(np.float32)
+        self._last = allowed.astype(np.float64)
+        self._step = self._last - last
         # A command that was not touched goes out bit for bit.
-        return Verdict(row if not clipped else allowed.astype(np.float32), "", clipped)
+        return Verdict(allowed if clipped else row, "", clipped)
 
-    def _allowed(self, wanted: np.ndarray, limits: Limits) -> tuple[np.ndarray, tuple[str, ...]]:
+    def _allowed(
+        self, wanted: np.ndarray, last: np.ndarray, limits: Limits
+    ) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Return the nearest command that may be sent, float32 [D], and which limits changed it."""
         inside = np.clip(wanted, self._low, self._high)
-        hits = [("range", inside != wanted)]
-        if self._last is None:
-            return inside, _named(hits, limits)
+        move = inside - last
         fastest = limits.velocity * self.period
         push = limits.acceleration * self.period**2  # how much a step may differ from the one before
-        move = inside - self._last
-        slow = np.clip(move, -fastest, fastest)
-        hits.append(("velocity", slow != move))
-        smooth = np.clip(slow, self._step - push, self._step + push)
-        smooth = np.minimum(smooth, np.maximum(_braking(self._high - self._last, push), self._step - push))
-        smooth = np.maximum(smooth, np.minimum(-_braking(self._last - self._low, push), self._step + push))
-        hits.append(("acceleration", smooth != slow))
+        # The furthest up and down: not beyond what can be braked before the end, if that can still be had.
+        up = np.maximum(_braking(self._high - last, push), self._step - push)
+        up = np.minimum(np.minimum(fastest, self._step + push), up)
+        down = np.minimum(-_braking(last - self._low, push), self._step + push)
+        down = np.maximum(np.maximum(-fastest, self._step - push), down)
+        slow, smooth = np.clip(move, -fastest, fastest), np.clip(move, down, up)
+        hits = [("range", inside != wanted), ("velocity", slow != move), ("acceleration", smooth != slow)]
         # Where nothing was limited the command is the one that was wanted, without the rounding of a detour.
-        return np.where(smooth == move, inside, self._last + smooth), _named(hits, limits)
+        sent = np.where(smooth == move, inside, last + smooth).astype(np.float32)
+        went = sent.astype(np.float64) - last
+        sent = np.where((went > 0) & (went > up), np.nextafter(sent, np.float32(-np.inf)), sent)
+        sent = np.where((went < 0) & (went < down), np.nextafter(sent, np.float32(np.inf)), sent)
+        ends = (np.minimum(self._low, last), np.maximum(self._high, last))
+        return np.clip(sent, *(end.astype(np.float32) for end in ends)), _named(hits, limits)
+
+
+def _sent(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers as a command says them, in float64."""
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float32).astype(np.float64)
 
 
 def _braking(distance: np.ndarray, push: np.ndarray) -> np.ndarray:

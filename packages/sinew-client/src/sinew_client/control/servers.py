@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sinew_client.client import Client
+from sinew_client.protocol import MAX_ROWS
 
 
 class Servers:
@@ -15,18 +16,24 @@ class Servers:
     once and not with every new connection.
 
     addresses: as :class:`Client` takes them. without: fields of an observation that stay here, such as a ``time`` of
-    another clock than the server's.
+    another clock than the server's. max_rows: of an answer, as of :class:`Client`.
     """
 
-    def __init__(self, addresses: str | Sequence[str], api_key: str = "", without: Sequence[str] = ()):
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        api_key: str = "",
+        without: Sequence[str] = (),
+        max_rows: int = MAX_ROWS,
+    ):
         self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
-        self._key, self._without = api_key, tuple(without)
+        self._key, self._without, self._max_rows = api_key, tuple(without), max_rows
 
     def __call__(self) -> Call:
         return Call(self)
 
     def client(self) -> Client:
-        return Client(self.addresses, api_key=self._key)
+        return Client(self.addresses, api_key=self._key, max_rows=self._max_rows)
 
     def left_at(self, place: int) -> None:
         """Begin with this address from now on, and try the ones before it last."""

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Mapping
 
+import numpy as np
+
 from sinew_client.control.controller import Controller
 from sinew_client.control.defaults import HANDOVER, REPLAN, Choice, choose
 from sinew_client.control.handover import parse_handover
@@ -14,6 +16,9 @@ from sinew_client.control.player import Player
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.safety import Guard, Limits
 from sinew_client.errors import ClientError
+from sinew_client.protocol import MAX_ROWS
+
+LARGEST_CHUNK = 8192  # rows, as bundles have them
 
 
 class SettingsError(ClientError, ValueError):
@@ -39,6 +44,9 @@ class Settings:
         Real-time chunking as trained then never commits to more: the robot stands still for the rest of the delay.
     substeps: commands per control step, for actuators that want a higher rate.
     refine: control steps after its frame up to which an edge adapter refines a chunk; 0: there is none.
+    chunk_size: rows of the policy's chunks, as it states them: more are not taken; 0: not known, then
+        :data:`~sinew_client.protocol.MAX_ROWS`.
+    watchdog: hold the robot from another thread while its loop is late, as where ``observe`` blocks (:class:`Loop`).
     """
 
     hz: float
@@ -54,6 +62,8 @@ class Settings:
     substeps: int = 1
     committed_rows: int = 0
     refine: int = 0
+    chunk_size: int = 0
+    watchdog: bool = True
 
     def __post_init__(self) -> None:
         for name in ("hz", "deadline", "stale", "max_age"):
@@ -66,6 +76,8 @@ class Settings:
             raise SettingsError(f"committed_rows: expected 0 or more, got {self.committed_rows}")
         if self.refine < 0:
             raise SettingsError(f"refine: expected 0 or more control steps, got {self.refine}")
+        if not 0 <= self.chunk_size <= LARGEST_CHUNK:
+            raise SettingsError(f"chunk_size: expected 0 to {LARGEST_CHUNK} rows, got {self.chunk_size}")
 
     @property
     def period(self) -> float:
@@ -108,7 +120,13 @@ class Settings:
             )
         limits = Limits.parse(self.limits, dim) if self.limits is not None else None
         max_age = None if self.max_age is None else int(self.max_age * self.hz)
-        return Controller(player, Guard(limits, self.period), max_age, self.finish)
+        guard = Guard(limits, self.period, player.motion.still(dim))
+        return Controller(player, guard, max_age, self.finish, dim, self.chunk_size or MAX_ROWS)
+
+    def check_start(self, dim: int) -> None:
+        """Raise :class:`SettingsError` where limits of velocity or acceleration have nothing to begin with."""
+        if self.limits is not None:
+            check_start(Limits.parse(self.limits, dim), self.parse_motion())
 
     def parse_motion(self) -> Motion:
         try:
@@ -118,3 +136,16 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_start(limits: Limits, motion: Motion) -> None:
+    """Raise :class:`SettingsError` where nothing says from where limits of velocity or acceleration count: the first
+    command would not be limited."""
+    known = motion.placed(limits.dim) | ~np.isnan(motion.still(limits.dim)) | ~np.isnan(limits.still)
+    missing = [limits.name(int(joint)) for joint in np.flatnonzero(limits.paced & ~known)]
+    if missing:
+        raise SettingsError(
+            "limits.velocity, limits.acceleration: expected a motion that says where the robot is before its first"
+            ' command ({"kind": "absolute"}: where its state says), or limits.still, the command of a robot that stands'
+            f" still (0 of velocities and offsets), got neither for {', '.join(missing)}"
+        )
