@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,25 @@ def test_records_become_episodes_of_one_rate(tmp_path: Path) -> None:
     assert found[0][1].images["front"].max() == 1
     with pytest.raises(SinewError, match="came 10 times a second, got 15"):
         list(episodes(read_records(tmp_path), 15))
+
+
+def test_one_episode_is_in_memory(tmp_path: Path) -> None:
+    """Ten requests a second for an hour are more than any machine has; the episodes were all held at once."""
+    frame = np.zeros((600, 600, 3), np.uint8)
+    recorder = Recorder(tmp_path)
+    for number in range(24):
+        seen = Observation(
+            images={"front": frame}, state=np.zeros(2), seed=0, time=number // 3 * 9 + number % 3 / 10
+        )
+        recorder.put("native", "s", seen, ActionChunk(np.zeros((4, 2), np.float32), seed=0))
+    recorder.close()
+    tracemalloc.start()
+    assert sum(1 for _ in episodes(read_records(tmp_path), 10)) == 8
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (
+        peak < 12 * frame.nbytes
+    )  # of 24: an episode has 3, and the one before is still in its reader's hands
 
 
 def test_the_verb_takes_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
