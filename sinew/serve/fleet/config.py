@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from sinew_client.given import read_yaml
 
 from sinew.core import MissingPackageError, SinewError
 from sinew.serve.policies import DEFAULT, check_name
@@ -78,15 +79,13 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(path: Path) -> FleetConfig:
     """Return what a file says. Raises SinewError with the field that is wrong."""
     try:
-        import yaml
+        found = read_yaml(path)
     except ModuleNotFoundError:
         raise MissingPackageError("sinew fleet", "yaml") from None
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SinewError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SinewError(f"{path}: not YAML: {str(error)[:300]}") from None
+        raise SinewError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SinewError(f"{path}: not YAML: {error}") from None
     return parse(found, str(path))
 
 
@@ -94,5 +93,5 @@ def parse(found: Any, what: str = "fleet") -> FleetConfig:
     """Return the configuration in plain maps and lists. Raises SinewError with the field that is wrong."""
     try:
         return msgspec.convert(found, FleetConfig)
-    except msgspec.ValidationError as error:
-        raise SinewError(f"{what}: {error}") from None
+    except (ValueError, OverflowError, RecursionError) as error:  # msgspec's are ValueErrors
+        raise SinewError(f"{what}: {error!s:.300}") from None

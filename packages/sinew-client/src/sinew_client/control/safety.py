@@ -11,7 +11,9 @@ from typing import Any, Mapping
 import numpy as np
 
 from sinew_client.errors import ClientError
+from sinew_client.given import named, read_text, shown
 
+MAX_DIM = 8192  # numbers in a command
 _NAMES = ("low", "high", "velocity", "acceleration")
 
 
@@ -36,7 +38,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.when not in ("clip", "hold"):
-            raise LimitsError(f"limits.when: expected clip or hold, got {self.when!r}")
+            raise LimitsError(f"limits.when: expected clip or hold, got {shown(self.when)}")
         if np.any(self.low > self.high):
             joint = int(np.argmax(self.low > self.high))
             raise LimitsError(
@@ -59,23 +61,31 @@ class Limits:
 
         dim: numbers in a command. Raises :class:`LimitsError`.
         """
+        if not 1 <= dim <= MAX_DIM:
+            raise LimitsError(f"{where}: expected 1 to {MAX_DIM} numbers in a command, got {dim}")
         known = {*_NAMES, "names", "when"}
         for key in given:
             if key not in known:
-                raise LimitsError("{}.{}: unknown; known are {}".format(where, key, ", ".join(sorted(known))))
+                raise LimitsError(
+                    "{}.{}: unknown; known are {}".format(where, named(key), ", ".join(sorted(known)))
+                )
         vectors = [
             _vector(given.get(name), dim, f"{where}.{name}", -1 if name == "low" else 1) for name in _NAMES
         ]
-        names = tuple(str(name) for name in given.get("names") or ())
+        names = given.get("names") or ()
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise LimitsError(
+                f"{where}.names: expected texts, one per number of a command, got {shown(names)}"
+            )
         if names and len(names) != dim:
             raise LimitsError(f"{where}.names: expected {dim}, got {len(names)}")
-        return cls(*vectors, names, str(given.get("when", "clip")))
+        return cls(*vectors, tuple(names), given.get("when", "clip"))
 
     @classmethod
     def read(cls, path: Path, dim: int) -> Limits:
         """Return the limits of a ``.toml`` or ``.json`` file, from its table ``limits`` or its top level."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
             given = _toml(text) if path.suffix == ".toml" else json.loads(text)
         except (OSError, ValueError, RecursionError) as error:
             raise LimitsError(f"{path}: {error}") from error
@@ -106,12 +116,15 @@ class Limits:
 
 def _vector(value: Any, dim: int, field: str, sign: int) -> np.ndarray:
     values: list[Any] = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * dim
+    kinds = (int, float, np.integer, np.floating, type(None))
     if len(values) != dim:
         raise LimitsError(f"{field}: expected {dim} numbers, one per number of a command, got {len(values)}")
     try:
+        if not all(isinstance(x, kinds) and not isinstance(x, bool) for x in values):
+            raise TypeError("no number")
         vector = np.array([sign * math.inf if x is None else float(x) for x in values], np.float64)
-    except (TypeError, ValueError) as error:
-        raise LimitsError(f"{field}: expected numbers, got {value!r}") from error
+    except (TypeError, OverflowError) as error:  # a whole number of 400 digits is no float
+        raise LimitsError(f"{field}: expected numbers, got {shown(value)}") from error
     if np.isnan(vector).any():
         raise LimitsError(f"{field}: expected numbers, got NaN")
     return vector
