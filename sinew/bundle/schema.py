@@ -294,7 +294,15 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Raise :class:`BundleError` for a value that is not believable, or does not agree with another."""
+        """Raise :class:`BundleError` for a value of another kind than its field, that is not believable, or does not
+        agree with another."""
+        import msgspec
+
+        for (
+            part,
+            kind,
+        ) in _PARTS.items():  # of a converter, who may have taken a value as a checkpoint gave it
+            from_builtins(msgspec.to_builtins(getattr(self, part)), kind, f"sinew.{part}")
         for problem in problems(self):
             raise BundleError(f"sinew.{problem}")
 

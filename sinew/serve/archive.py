@@ -91,27 +91,28 @@ class Archive:
             raise self._no(error) from error
 
     def _checked(self) -> dict[str, zipfile.ZipInfo]:
-        """Return the entries by the names of their arrays, all of which may be read."""
+        """Return the entries by the names of their arrays, all of which may be read. Raises ValueError."""
         infos = [info for info in self._zip.infolist() if info.filename.endswith(".npy")]
         if len(infos) > MAX_ARRAYS:
-            raise SinewError(f"{self.path}: expected at most {MAX_ARRAYS} arrays, got {len(infos)}")
+            raise ValueError(f"expected at most {MAX_ARRAYS} arrays, got {len(infos)}")
         found: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
             name = info.filename.removesuffix(".npy")
             if name in found:
-                raise SinewError(f"{self.path}: {name!r:.80}: expected once, got it twice")
+                raise ValueError(f"{name!r:.80}: expected once, got twice")
             if info.compress_type not in METHODS:
-                raise SinewError(
-                    f"{self.path}: {name!r:.80}: expected stored or deflated bytes, got method {info.compress_type}"
+                raise ValueError(
+                    f"{name!r:.80}: expected stored or deflated, got method {info.compress_type}"
                 )
             found[name] = info
         total = sum(info.file_size for info in infos)
         if total > MAX_BYTES:
-            raise SinewError(f"{self.path}: expected at most {MAX_BYTES} bytes of arrays, got {total}")
+            raise ValueError(f"expected at most {MAX_BYTES} bytes of arrays, got {total}")
         return found
 
     def _no(self, error: BaseException) -> SinewError:
-        return SinewError(f"{self.path}: not a record ({type(error).__name__}: {error!s:.200})")
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        return SinewError(f"{self.path}: not a record ({kind}{error!s:.200})")
 
 
 class _Stepwise:

@@ -50,8 +50,16 @@ class Entry:
         self.home, self.key = home, home.name
         try:
             self.record = msgspec.json.decode((home / RECORD).read_bytes(), type=Record)
-        except (OSError, msgspec.DecodeError) as error:
-            raise SinewError(f"{home / RECORD}: expected the record of a conversion, got {error}") from None
+        except (OSError, ValueError, RecursionError, OverflowError) as error:  # msgspec's are ValueErrors
+            raise SinewError(
+                f"{home / RECORD}: expected the record of a conversion, got {error!s:.300}"
+            ) from None
+        for field, text in (
+            ("bundle", self.record.bundle),
+            *(("outside", each.name) for each in self.record.outside),
+        ):
+            if "\0" in text:
+                raise SinewError(f"{home / RECORD}: {field}: expected the name of a file, got {text!r:.80}")
         if Path(self.record.bundle).name != self.record.bundle:
             raise SinewError(f"{home / RECORD}: bundle: expected the name of a file, got a path")
 
