@@ -340,7 +340,10 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
 
     try:
         record = msgspec.convert(raw, kind, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # msgspec's are ValueErrors, so are those of half a character
         raise BundleError(f"{where}: {error}") from None
     unknown = _unknown_field(raw, msgspec.to_builtins(record))
     if unknown:

@@ -121,7 +121,9 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
         made = kind(name=name, **given)
     except TypeError as error:
         raise SinewError(f"{name}: {error}") from None
-    numbers = list(made.peak.values()) if isinstance(made, Hardware) and isinstance(made.peak, dict) else []
+    if isinstance(made, Hardware) and not isinstance(made.peak, dict):
+        raise SinewError(f"{name}: peak: expected a table of formats, got {type(made.peak).__name__}")
+    numbers = list(made.peak.values()) if isinstance(made, Hardware) else []
     fields = ("bandwidth", "memory_gib") if isinstance(made, Hardware) else ("upload", "download")
     numbers += [getattr(made, each) for each in fields]
     if not numbers or not all(isinstance(n, (int, float)) and n > 0 for n in numbers):

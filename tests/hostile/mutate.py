@@ -92,7 +92,7 @@ def mutate_record(record: Any, rng: random.Random, times: int) -> Any:
 def mutate_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
     """Return bytes with some of the first ``within`` flipped, set, cut out or doubled, or the end cut off."""
     raw = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 4, 8))):
+    for _ in range(rng.choice((1, 1, 2, 4, 8)) if raw else 0):
         place = rng.randrange(max(min(within, len(raw)), 1))
         choice = rng.random()
         if choice < 0.35:
@@ -109,6 +109,11 @@ def mutate_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
         if not raw:
             break
     return bytes(raw)
+
+
+def spliced(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """Return the beginning of one text and the end of another."""
+    return data[: rng.randrange(len(data) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 def dumps(record: Any) -> str:

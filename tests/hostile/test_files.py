@@ -362,6 +362,7 @@ def test_panics_while_serving_are_errors_of_the_prompt(smolvla_bundle, golden, t
         ({"mean": (float("nan"), 0.5, 0.5)}, "numbers that are not finite"),
         ({"mean": ("a", 0.5, 0.5)}, r"Expected `float`, got `str` - at `\$.image.mean\[0\]`"),
         ({"std": (None, 0.5, 0.5)}, "Expected `float`, got `null`"),
+        ({"interpolation": "\ud800"}, "surrogates not allowed"),
     ],
 )
 def test_pixels_that_no_picture_has(smolvla_bundle, tmp_path, changes, message):

@@ -18,6 +18,7 @@ from sinew_ros.contract import ContractError
 from sinew_ros.contract import read as read_contract
 
 from sinew.core import SinewError
+from sinew.perf.hardware import hardware
 from sinew.serve.fleet.config import read as read_fleet
 from tests import processes
 
@@ -205,6 +206,14 @@ def test_limits_of_a_width_that_no_robot_has() -> None:
     for dim in (10**12, 0):
         with pytest.raises(LimitsError, match="expected 1 to 8192 numbers in a command"):
             Limits.from_metadata({"action": {"dim": dim, "limits": {"low": 0}}})
+    for action in (
+        {"limits": {"low": 0}},
+        {"dim": float("inf"), "limits": {"low": 0}},
+        {"dim": 2, "limits": [1]},
+        5,
+    ):
+        with pytest.raises(LimitsError, match="action: expected its dim and its limits as a table"):
+            Limits.from_metadata({"action": action})
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
@@ -333,3 +342,9 @@ def test_a_good_journal_is_repeated(tmp_path: Path) -> None:
 def test_metadata(text: str, said: str) -> None:
     with pytest.raises(ClientError, match=said):
         decode_metadata(schema.PredictResponse(metadata=text))
+
+
+def test_machines_of_other_kinds(tmp_path: Path) -> None:
+    (tmp_path / "h.toml").write_text("[a]\npeak = 5\nbandwidth = 1\nmemory_gib = 1\n")
+    with pytest.raises(SinewError, match="a: peak: expected a table of formats, got int"):
+        hardware(tmp_path / "h.toml")

@@ -234,7 +234,7 @@ def _rows(name: str, value: Any) -> None:
     if len(value) > MAX_DIM:
         raise ValueError(f"{name}: expected at most {MAX_DIM} rows, got {len(value)}")
     try:
-        np.array(value, np.float32)
+        np.array(value, np.float64)
     except ValueError:
         raise ValueError(f"{name}: expected rows of as many numbers each, got {shown(value)}") from None
 

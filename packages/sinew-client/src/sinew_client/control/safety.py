@@ -97,14 +97,17 @@ class Limits:
 
     @classmethod
     def from_metadata(cls, policy: Mapping[str, Any]) -> Limits | None:
-        """Return the limits that a server states for its policy's actions (``action.limits``), or None."""
+        """Return the limits that a server states for its policy's actions (``action.limits``), or None.
+
+        Raises :class:`LimitsError`.
+        """
         action = policy.get("action") or {}
-        given = action.get("limits")
-        return (
-            cls.parse({"names": action.get("names"), **given}, int(action["dim"]), "action.limits")
-            if given
-            else None
-        )
+        given = action.get("limits") if isinstance(action, dict) else action
+        if not given:
+            return None
+        if not isinstance(given, dict) or not isinstance(action.get("dim"), int):
+            raise LimitsError(f"action: expected its dim and its limits as a table, got {shown(action)}")
+        return cls.parse({"names": action.get("names"), **given}, action["dim"], "action.limits")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that :meth:`parse` takes; None where there is no limit."""
