@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -44,7 +44,8 @@ class Archive:
         except OSError as error:
             raise SinewError(f"{path}: {error.strerror or error}") from error
         try:
-            self._zip = zipfile.ZipFile(_Stepwise(self._file))  # type: ignore[arg-type] - reads and seeks alone
+            stepwise: Any = _Stepwise(self._file)
+            self._zip = zipfile.ZipFile(stepwise)
             self._infos = self._checked()
         except NOT_READ as error:
             self._file.close()
@@ -77,6 +78,7 @@ class Archive:
         info = self._infos[name]
         try:
             data = memoryview(bytearray(info.file_size))
+            member: Any
             with self._zip.open(info) as member:
                 at = 0
                 while at < len(data):

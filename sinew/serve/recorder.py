@@ -163,6 +163,9 @@ def read_record(path: Path) -> Record:
             raise SinewError("state: expected numbers, got nothing")
     except SinewError as error:
         raise SinewError(f"{path}: not a record ({error})") from None
+    beside: dict[str, Any] = {
+        name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN
+    }
     observation = Observation(
         images={name[7:]: frame for name, frame in arrays.items() if name.startswith("images/")},
         state=arrays["state"],
@@ -170,7 +173,7 @@ def read_record(path: Path) -> Record:
         tokens=arrays.get("tokens"),
         previous=arrays.get("previous"),
         seed=meta["seed"],
-        **{name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN},
+        **beside,
     )
     said = meta.get("server", {})
     try:
