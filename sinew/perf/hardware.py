@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sinew_client.given import read_text
+
 from sinew.core import SinewError
 from sinew.perf.operators import BITS
 
@@ -102,8 +104,8 @@ def _table(kind: type[Entry], name: str, extra: Path | None) -> dict[str, Entry]
     raw = dict(_packaged(name))
     if extra is not None:
         try:
-            raw |= tomllib.loads(extra.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raw |= tomllib.loads(read_text(extra))
+        except (OSError, ValueError, RecursionError) as error:  # tomllib's are ValueErrors
             raise SinewError(f"{extra}: {error}") from None
     return {key: _entry(kind, key, values) for key, values in raw.items()}
 

@@ -6,6 +6,7 @@ the bytes that are there (:mod:`sinew.serve.decode.npy`): a file of 2 MB can say
 
 from __future__ import annotations
 
+import os
 import struct
 import zipfile
 import zlib
@@ -22,6 +23,7 @@ from sinew.serve.decode.npy import load_npy
 MAX_ARRAYS = 64  # of one file
 MAX_BYTES = 256 << 20  # of all arrays of one file
 STEP = 1 << 18  # bytes that are read or unpacked at once; the directory of 64 arrays is far smaller
+DENSEST = 1032  # bytes that deflate makes of one, at most
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # LZMA takes as much memory as the file says
 
 # RuntimeError: encrypted; NotImplementedError, one of its kinds: versions of zip that Python does not read.
@@ -46,6 +48,7 @@ class Archive:
         try:
             stepwise: Any = _Stepwise(self._file)
             self._zip = zipfile.ZipFile(stepwise)
+            self._size = os.fstat(self._file.fileno()).st_size
             self._infos = self._checked()
         except NOT_READ as error:
             self._file.close()
@@ -106,7 +109,11 @@ class Archive:
                 raise ValueError(
                     f"{name!r:.80}: expected stored or deflated, got method {info.compress_type}"
                 )
+            if info.file_size > DENSEST * info.compress_size + STEP:
+                raise ValueError(f"{name!r:.80}: {info.compress_size} bytes cannot become {info.file_size}")
             found[name] = info
+        if sum(info.compress_size for info in infos) > self._size:
+            raise ValueError(f"expected arrays of at most {self._size} bytes as they are packed")
         total = sum(info.file_size for info in infos)
         if total > MAX_BYTES:
             raise ValueError(f"expected at most {MAX_BYTES} bytes of arrays, got {total}")

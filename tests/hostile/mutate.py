@@ -21,6 +21,7 @@ NASTY: tuple[Any, ...] = (
     1 << 31,
     1 << 62,
     10**30,
+    10**400,
     0.0,
     -1.0,
     0.5,
@@ -83,7 +84,8 @@ def mutate_record(record: Any, rng: random.Random, times: int) -> Any:
         elif choice < 0.28 and isinstance(holder, dict):
             holder[rng.choice(("surprise", "", "dtype", "use_cache2"))] = copy.deepcopy(rng.choice(NASTY))
         elif choice < 0.4 and isinstance(holder[last], int | float) and not isinstance(holder[last], bool):
-            holder[last] = holder[last] * rng.choice((-1, 0, 2, 3, 1000, 0.5, 1 << 20))
+            factor = rng.choice((-1, 0, 2, 3, 1000, 0.5, 1 << 20))
+            holder[last] = holder[last] * (int(factor) if abs(holder[last]) > 1e300 else factor)
         else:
             holder[last] = copy.deepcopy(rng.choice(NASTY))
     return out

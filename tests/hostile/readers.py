@@ -212,6 +212,27 @@ YAML_PIECES = (
 )
 
 
+LIMITS_OF_PYTHON = (
+    *(
+        b"[" * 3000,
+        b'{"a":' * 3000,
+        b"9" * 5000,
+        b"0x" + b"f" * 5000,
+        b"1e999",
+        b'"\\ud800"',
+        b"\0",
+        b"\xed\xa0\x80",
+    ),
+    *(
+        b" = 0x" + b"f" * 5000 + b"\n",
+        b"\nx = " + b"[" * 3000,
+        b": 0x" + b"f" * 5000,
+        b"\n" * 5000,
+        b"a" * 20_000,
+    ),
+)
+
+
 class Text:
     """A reader of one text file, which is written anew for each input."""
 
@@ -226,6 +247,9 @@ class Text:
             data = mutate_bytes(data, rng, len(data))
         elif rng.random() < 0.2:
             data = spliced(rng, data, rng.choice(self._good))
+        if rng.random() < 0.05:
+            at = rng.randrange(len(data) + 1)
+            data = data[:at] + rng.choice(LIMITS_OF_PYTHON) + data[at:]
         self._file.write_bytes(data)
         gave(data)
         return self._read(self._file)

@@ -424,6 +424,9 @@ def test_records_of_the_cache(tmp_path, change, said):
     }
     (tmp_path / "source.json").write_text(json.dumps(record))
     assert "No such file" in (Entry(tmp_path).damage() or "")
+    outside = [{"name": "x" * 5000, "bytes": 1, "sha256": "a"}]  # a name that no file can have
+    (tmp_path / "source.json").write_text(json.dumps(record | {"outside": outside}))
+    assert Entry(tmp_path).stale() is None
     (tmp_path / "source.json").write_text(json.dumps(record | change))
     with pytest.raises(SinewError, match=said):
         Entry(tmp_path).damage()

@@ -88,7 +88,7 @@ def bombs() -> dict[str, tuple[bytes, str]]:
     """Name -> (the file, what is said of it)."""
     frame = 6 * GIB
     shape = (frame // 3 // (1 << 15), 1 << 15, 3)
-    small = zeros(header("|u1", (1 << 23,)), 8 << 20)
+    small = plain(npy(np.zeros(1 << 23, np.uint8)))
     images = {f"images/{number}": small for number in range(33)}
     return {
         "one array": (
@@ -108,6 +108,10 @@ def bombs() -> dict[str, tuple[bytes, str]]:
         "a lying directory": (
             archive(record(state=(zeros(header("|u1", (frame,)), frame)[0], 200, 0))),
             "not a record",
+        ),
+        "a promise": (
+            archive(record(state=(plain(bytes(99))[0], 200 << 20, 0))),
+            "bytes cannot become 209715200",
         ),
         "LZMA": (archive(record(), zipfile.ZIP_LZMA), "got method 14"),
         "many rows": (

@@ -17,6 +17,7 @@ from sinew_client.protocol import decode_metadata, schema
 from sinew_ros.contract import ContractError
 from sinew_ros.contract import read as read_contract
 
+from sinew.cli.settings import File
 from sinew.core import SinewError
 from sinew.perf.hardware import hardware
 from sinew.serve.fleet.config import read as read_fleet
@@ -345,6 +346,25 @@ def test_metadata(text: str, said: str) -> None:
 
 
 def test_machines_of_other_kinds(tmp_path: Path) -> None:
-    (tmp_path / "h.toml").write_text("[a]\npeak = 5\nbandwidth = 1\nmemory_gib = 1\n")
-    with pytest.raises(SinewError, match="a: peak: expected a table of formats, got int"):
-        hardware(tmp_path / "h.toml")
+    for text, said in (
+        ("[a]\npeak = 5\nbandwidth = 1\nmemory_gib = 1\n", "a: peak: expected a table of formats, got int"),
+        ("a = " + "9" * 5000, "limit"),
+        ("a = " + "[" * 5000, "recursion"),
+    ):
+        (tmp_path / "h.toml").write_text(text)
+        with pytest.raises(SinewError, match=said):
+            hardware(tmp_path / "h.toml")
+
+
+def test_a_config_of_numbers_that_python_does_not_write(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("serve = 0x" + "f" * 5000)
+    with pytest.raises(SinewError, match=r"expected a table \[serve\], got a number of 20000 bits"):
+        File.read(tmp_path / "c.toml", ("serve",))
+
+
+def test_a_fleet_names_files(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text('policies: {default: {source: "a\\0b"}}')
+    with pytest.raises(
+        SinewError, match=r"policies.default.source: expected a file or a name, got 'a\\x00b'"
+    ):
+        read_fleet(tmp_path / "f.yaml")

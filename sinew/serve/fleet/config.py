@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from sinew_client.given import read_yaml
+from sinew_client.given import read_yaml, shown
 
 from sinew.core import MissingPackageError, SinewError
 from sinew.serve.policies import DEFAULT, check_name
@@ -69,6 +69,10 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"policies: expected one with the name {DEFAULT}")
         for name, policy in self.policies.items():
             check_name(name)
+            if "\0" in policy.source:
+                raise ValueError(
+                    f"policies.{name}.source: expected a file or a name, got {shown(policy.source)}"
+                )
             bounds = policy.replicas
             if isinstance(bounds, Replicas) and bounds.min > bounds.max:
                 raise ValueError(

@@ -6,6 +6,7 @@ hangs, takes memory out of proportion to the file, or prints what it was given a
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import contextmanager
@@ -24,10 +25,10 @@ def opened(path: Path) -> Iterator[Any]:
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
     except ValueError as error:  # a NUL
-        raise OSError(str(error)) from None
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
     with os.fdopen(number, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("expected a regular file")
+            raise OSError(errno.EINVAL, "expected a regular file", str(path))
         yield file
 
 
