@@ -114,10 +114,10 @@ def image_rules(image: ImageRecipe) -> dict[str, bool]:
     return {
         "processing.image: sides out of range": 1 <= image.height <= MAX_SIZE
         and 1 <= image.width <= MAX_SIZE,
-        "processing.image: numbers that are not finite, or a zero std": all(
+        "processing.image: numbers that are not finite, or a std that is not above 0": all(
             map(math.isfinite, (image.pad_value, *image.mean, *image.std))
         )
-        and all(image.std),
+        and all(std > 0 for std in image.std),
         "processing.image: mean and std are not three numbers per group": len(image.mean) in (3, 6, 9, 12)
         and len(image.mean) == len(image.std),
         "processing.image: a step's size, area or quality is out of range": all(

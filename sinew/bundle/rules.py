@@ -23,6 +23,7 @@ MAX_PIXELS = (
 )  # of all views that the model reads, or of all frames that cameras are said to give, times 4
 MAX_NOISE = 1 << 22
 WORDS = "printable, without quotes, backticks and backslashes"
+MAX_UNITS = 1e9  # of a state or an action, in whatever unit: encoders and micrometres stay below
 PAIRS = {"min_max": ("min", "max"), "quantiles": ("q01", "q99"), "quantile10": ("q10", "q90")}
 
 
@@ -87,17 +88,40 @@ def range_notes(processing: Processing) -> list[str]:
     found = []
     for where, recipe, what in normalizations(processing):
         low, high = (recipe.stats.get(name, ()) for name in PAIRS.get(recipe.mode, ("", "")))
-        flat = [i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a == b]
         if turned := sum(a > b for a, b in zip(low, high, strict=False)):
             found.append(f"{where}: {turned} ranges are upside down, which turns these values around")
-        if recipe.mode == "mean_std":
-            flat = [i for i, value in enumerate(recipe.stats.get("std", ())) if value == 0]
-        if flat:
+        if flat := _flat(recipe):
             effect = "is magnified wherever it differs from training"
             if what == "action" or recipe.convention == "gr00t":  # which reads zero there
                 effect = "is always the same"
             found.append(f"{where}: value {', '.join(map(str, flat))} did not vary in training and {effect}")
     return found
+
+
+def odd_statistics(processing: Processing) -> list[str]:
+    """Return a sentence for statistics that a file may have and that no robot can be meant by: actions that are always
+    the same, and numbers beyond those of any unit."""
+    found = []
+    actions = [recipe for _where, recipe, what in normalizations(processing) if what == "action"]
+    sizes = [max(map(len, recipe.stats.values()), default=0) for recipe in actions]
+    if sum(sizes) and all(len(_flat(recipe)) == size for recipe, size in zip(actions, sizes, strict=True)):
+        found.append("processing.action: no value varied in training, so every chunk is the same")
+    for where, recipe, what in normalizations(processing):
+        largest = max((abs(value) for values in recipe.stats.values() for value in values), default=0.0)
+        if recipe.mode != "identity" and largest > MAX_UNITS:
+            effect = (
+                "limits of actions follow from them" if what == "action" else "every state is alike to them"
+            )
+            found.append(f"{where}: statistics up to {largest:g}, expected at most {MAX_UNITS:g}; {effect}")
+    return found
+
+
+def _flat(recipe: Normalization) -> list[int]:
+    """Return the values that did not vary in training."""
+    if recipe.mode == "mean_std":
+        return [i for i, value in enumerate(recipe.stats.get("std", ())) if value == 0]
+    low, high = (recipe.stats.get(name, ()) for name in PAIRS.get(recipe.mode, ("", "")))
+    return [i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a == b]
 
 
 def _moves(spec: PolicySpec) -> bool:

@@ -294,7 +294,15 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Raise :class:`BundleError` for a value that is not believable, or does not agree with another."""
+        """Raise :class:`BundleError` for a value of another kind than its field, that is not believable, or does not
+        agree with another."""
+        import msgspec
+
+        for (
+            part,
+            kind,
+        ) in _PARTS.items():  # of a converter, who may have taken a value as a checkpoint gave it
+            from_builtins(msgspec.to_builtins(getattr(self, part)), kind, f"sinew.{part}")
         for problem in problems(self):
             raise BundleError(f"sinew.{problem}")
 
@@ -332,7 +340,10 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
 
     try:
         record = msgspec.convert(raw, kind, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # msgspec's are ValueErrors, so are those of half a character
         raise BundleError(f"{where}: {error}") from None
     unknown = _unknown_field(raw, msgspec.to_builtins(record))
     if unknown:

@@ -105,8 +105,10 @@ class File:
     @classmethod
     def read(cls, path: Path, verbs: Iterable[str]) -> File:
         """Read a TOML file. Raises :class:`SinewError`."""
+        from sinew_client.given import read_text, shown
+
         try:
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
+            found = tomllib.loads(read_text(path))
         except (OSError, ValueError, RecursionError) as error:
             words = error.strerror if isinstance(error, OSError) else error
             raise SinewError(f"--config {path}: expected a TOML file, got {words}") from None
@@ -115,7 +117,7 @@ class File:
             if name not in verbs:
                 raise SinewError(f"{path}: {name}: expected a table of a verb{did_you_mean(name, verbs)}")
             if not isinstance(table, dict):
-                raise SinewError(f"{path}: {name}: expected a table [{name}], got {table!r}")
+                raise SinewError(f"{path}: {name}: expected a table [{name}], got {shown(table)}")
         return cls(path, found)
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -163,7 +163,13 @@ def _checked(number: int, head: Any) -> tuple[str, list[int]]:
     if isinstance(head, list) and len(head) == 2:
         kind, shape = head
         whole = isinstance(shape, list) and all(type(each) is int and 0 <= each <= LIMIT for each in shape)
-        if kind in _SIZES and whole and len(shape) <= 8 and math.prod(shape) <= LIMIT:
+        if (
+            isinstance(kind, str)
+            and kind in _SIZES
+            and whole
+            and len(shape) <= 8
+            and math.prod(shape) <= LIMIT
+        ):
             return kind, shape
     raise SinewError(f"context: tensor {number}: expected a form and a shape, got {str(head)[:80]}")
 

@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sinew_client.given import read_text
+
 from sinew.core import SinewError
 from sinew.perf.operators import BITS
 
@@ -102,8 +104,8 @@ def _table(kind: type[Entry], name: str, extra: Path | None) -> dict[str, Entry]
     raw = dict(_packaged(name))
     if extra is not None:
         try:
-            raw |= tomllib.loads(extra.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raw |= tomllib.loads(read_text(extra))
+        except (OSError, ValueError, RecursionError) as error:  # tomllib's are ValueErrors
             raise SinewError(f"{extra}: {error}") from None
     return {key: _entry(kind, key, values) for key, values in raw.items()}
 
@@ -121,7 +123,9 @@ def _entry(kind: type[Entry], name: str, values: Any) -> Entry:
         made = kind(name=name, **given)
     except TypeError as error:
         raise SinewError(f"{name}: {error}") from None
-    numbers = list(made.peak.values()) if isinstance(made, Hardware) and isinstance(made.peak, dict) else []
+    if isinstance(made, Hardware) and not isinstance(made.peak, dict):
+        raise SinewError(f"{name}: peak: expected a table of formats, got {type(made.peak).__name__}")
+    numbers = list(made.peak.values()) if isinstance(made, Hardware) else []
     fields = ("bandwidth", "memory_gib") if isinstance(made, Hardware) else ("upload", "download")
     numbers += [getattr(made, each) for each in fields]
     if not numbers or not all(isinstance(n, (int, float)) and n > 0 for n in numbers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +61,7 @@ def check_continuation(observation: Observation, spec: PolicySpec) -> None:
             raise ObservationError(name, f"one of {', '.join(known)}", repr(given[name]))
     beta = given["beta"]
     if beta is not None and (
-        not isinstance(beta, (int, float, np.integer, np.floating))
-        or not math.isfinite(beta)
-        or not 0 <= beta <= MAX_BETA
+        not isinstance(beta, (int, float, np.integer, np.floating)) or not 0 <= beta <= MAX_BETA
     ):
         raise ObservationError("beta", f"a number from 0 to {MAX_BETA:g}", repr(beta))
     if kind_of(observation, spec) == "trained":

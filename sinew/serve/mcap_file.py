@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from sinew.core import MissingPackageError, SinewError, VectorSpec
 from sinew.serve.recorder import Record
 
+MAX_TOPICS = 1000  # a recording has one for each camera, and three; the format ends at 65,535
 NUMBER, TEXT = {"type": "number"}, {"type": "string"}
 VECTOR = {
     "type": "object",
@@ -55,7 +57,8 @@ def write_mcap(
     ``/camera/NAME`` are pictures (PNG), ``/state`` and ``/action`` vectors by joint, ``/request`` the rest:
     instruction, session, seed, milliseconds, error. With ``hz`` every row of a chunk is a message at the time when
     it would be executed; else the first row alone. state, action: names of joints, from the policy's bundle. Raises
-    :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already.
+    :class:`MissingPackageError` without mcap, and :class:`SinewError` for a file that is there already, or for
+    records of more cameras than a viewer can show. Numbers that are not finite are left out, as JSON has none of them.
     """
     try:
         from mcap.writer import Writer
@@ -76,6 +79,10 @@ def write_mcap(
                 topic: str, schema: str, shape: Mapping[str, Any], when: int, message: Mapping[str, Any]
             ) -> None:
                 if topic not in channels:
+                    if len(channels) >= MAX_TOPICS:
+                        raise SinewError(
+                            f"records: expected at most {MAX_TOPICS} topics, got more, up to {topic}"
+                        )
                     number = writer.register_schema(schema, "jsonschema", json.dumps(shape).encode())
                     channels[topic] = writer.register_channel(topic, "json", number)
                 data = json.dumps(message, allow_nan=False).encode()
@@ -124,7 +131,11 @@ def _write(
         "sinew.Request",
         REQUEST,
         when,
-        {name: value for name, value in request.items() if value is not None},
+        {
+            name: value
+            for name, value in request.items()
+            if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+        },
     )
 
 
@@ -132,7 +143,7 @@ def _picture(camera: str, frame: np.ndarray, when: int) -> dict[str, Any]:
     from PIL import Image
 
     if frame.dtype != np.uint8:
-        frame = (frame * 255).round().clip(0, 255).astype(np.uint8)
+        frame = np.nan_to_num(frame * 255.0).round().clip(0, 255).astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(frame)).save(file, "PNG", compress_level=1)
     return {

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from weakref import WeakSet
 
 from sinew import __version__
+from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
 from sinew.processing.limits import unit_sizes
 from sinew.serve import arithmetic
@@ -94,6 +95,8 @@ def stand(
         logger.info("computing with %d threads (%s)", policy.threads, policy.threads_reason)
         limits = bounds.action_limits, bounds.action_margin, bounds.state_margin, bounds.max_age
         safety = Safety(policy.processor, *limits)
+        for note in odd_statistics(policy.processor.recipe):
+            logger.warning("%s", note)
         about["policy"]["action"]["limits"] = safety.limits()
         processor = policy.processor
         about["policy"]["action"]["scale"] = unit_sizes(

@@ -9,23 +9,28 @@ numpy reads it without pickle.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from sinew import scratch
+from sinew.bundle.image_recipe import MAX_SIZE
 from sinew.core import Observation, SinewError
 from sinew.serve import arithmetic
+from sinew.serve.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.serve.backlog import Backlog, Entry
+from sinew.serve.decode.frames import MAX_SIDE
 
-MAX_NAME = 256  # bytes of a camera's name in a file
+MAX_NAME = 256  # characters of a camera's name in a file
+MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
+MAX_NUMBERS = 1 << 20  # of actions, noise, tokens or previous
 _CONTINUATION = ("delay", "horizon", "rtc", "schedule", "beta")  # older records have none of these
 _PLAIN = ("prompt", "solver_steps", "session", "time", *_CONTINUATION)
 _ARRAYS = ("noise", "tokens", "previous")
@@ -44,6 +49,26 @@ class Record:
     error: str
     meta: dict[str, Any]
     server: dict[str, Any]
+
+
+class _Meta(msgspec.Struct):
+    """The kinds of what ``meta`` says. recorded: seconds since the epoch, which MCAP counts in nanoseconds."""
+
+    recorded: Annotated[float, msgspec.Meta(ge=0, le=9e9)]
+    wire: str
+    prompt: str
+    session: str
+    solver_steps: int | None
+    seed: int | None
+    time: float | None
+    error: str = ""
+    total_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    delay: int | None = None
+    horizon: int | None = None
+    rtc: str | None = None
+    schedule: str | None = None
+    beta: float | None = None
+    server: dict[str, Any] = {}
 
 
 class Recorder(Backlog):
@@ -88,9 +113,16 @@ class Recorder(Backlog):
         else:
             arrays["actions"] = outcome.actions
             meta |= {"seed": outcome.seed, "total_ms": outcome.timing.total_ms}
+        for name, array in arrays.items():  # what could not be read again is not written
+            check_array(name, np.asarray(array))
         arrays["meta"] = np.array(json.dumps(meta))
         if strange := [name for name, each in arrays.items() if np.asarray(each).dtype.hasobject]:
             raise ValueError(f"{strange[0]}: expected numbers or text")
+        total = sum(np.asarray(array).nbytes for array in arrays.values())
+        if len(arrays) > MAX_ARRAYS or total > MAX_BYTES or arrays["meta"].nbytes > 4 * MAX_META:
+            raise SinewError(
+                f"record: expected at most {MAX_ARRAYS} arrays of {MAX_BYTES} bytes, got {total}"
+            )
         part, path, held = self._claim()
         try:
             with part.open("wb") as file:
@@ -132,28 +164,79 @@ def read_records(directory: Path) -> Iterator[Record]:
     return (read_record(path) for path in paths)  # the folder is looked at now, its files one by one
 
 
-_NO_RECORD = (  # RuntimeError: encrypted; NotImplementedError, one of its kinds: methods and versions of zip
-    *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error),
-)
-
-
 def read_record(path: Path) -> Record:
+    """Return what a file of ``--record`` holds. Raises :class:`SinewError` for a file that is none."""
+    with Archive(path) as archive:
+        meta = read_meta(archive)
+        arrays = {name: archive.read(name) for name in archive.names if name != "meta"}
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        meta = json.loads(str(arrays["meta"]))
-        observation = Observation(
-            images={name[7:]: frame for name, frame in arrays.items() if name.startswith("images/")},
-            state=arrays["state"],
-            noise=arrays.get("noise"),
-            tokens=arrays.get("tokens"),
-            previous=arrays.get("previous"),
-            seed=meta["seed"],
-            **{name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN},
-        )
-        error, said = meta.get("error", ""), dict(meta.get("server", {}))
+        for name, array in arrays.items():
+            check_array(name, array)
+        if "state" not in arrays:
+            raise SinewError("state: expected numbers, got nothing")
+    except SinewError as error:
+        raise SinewError(f"{path}: not a record ({error})") from None
+    beside: dict[str, Any] = {
+        name: meta.get(name) if name in _CONTINUATION else meta[name] for name in _PLAIN
+    }
+    observation = Observation(
+        images={name[7:]: frame for name, frame in arrays.items() if name.startswith("images/")},
+        state=arrays["state"],
+        noise=arrays.get("noise"),
+        tokens=arrays.get("tokens"),
+        previous=arrays.get("previous"),
+        seed=meta["seed"],
+        **beside,
+    )
+    said = meta.get("server", {})
+    try:
         server = arithmetic.kept(said) if said else {}
-        return Record(path, meta["wire"], observation, arrays.get("actions"), error, meta, server)
-    except _NO_RECORD as error:
-        raise SinewError(f"{path}: not a record ({type(error).__name__}: {error})") from error
+    except ValueError as error:
+        raise SinewError(f"{path}: not a record (server.{error})") from None
+    return Record(path, meta["wire"], observation, arrays.get("actions"), meta.get("error", ""), meta, server)
+
+
+def read_meta(archive: Archive) -> dict[str, Any]:
+    """Return the text part of a record, its fields of the kinds that ``_Meta`` says. Raises :class:`SinewError`."""
+    array = archive.read("meta")
+    if array.dtype.kind != "U" or array.shape or array.nbytes > 4 * MAX_META:
+        raise SinewError(
+            f"{archive.path}: not a record (meta: expected one text of at most {MAX_META} characters, got {array.dtype}"
+            f" {list(array.shape)})"
+        )
+    try:
+        meta: dict[str, Any] = json.loads(str(array))
+        checked = msgspec.convert(meta, _Meta)
+        json.dumps(
+            meta, ensure_ascii=False
+        ).encode()  # lone surrogates are no text, and end whoever prints them
+        for field, value in (("recorded", checked.recorded), ("total_ms", checked.total_ms)):
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{field}: expected a finite number, got {value}")
+    except (ValueError, RecursionError, OverflowError) as error:  # msgspec's are ValueErrors
+        raise SinewError(f"{archive.path}: not a record (meta: {error!s:.300})") from None
+    return meta
+
+
+def check_array(name: str, array: np.ndarray) -> None:
+    """Refuse an array of a record that no policy and no request can have. Raises :class:`SinewError`."""
+    shape = array.shape
+    if name.startswith("images/"):
+        sized = len(shape) == 3 and shape[2] == 3 and all(1 <= side <= MAX_SIDE for side in shape[:2])
+        if not sized or (array.dtype != np.uint8 and array.dtype.kind != "f"):
+            raise _misfit(name, f"uint8 or float [height, width, 3], sides from 1 to {MAX_SIDE}", array)
+        if not 7 < len(name) <= 7 + MAX_NAME:
+            raise SinewError(f"{name[:80]}: expected a camera's name of 1 to {MAX_NAME} characters")
+    elif name == "state":
+        if len(shape) != 1 or shape[0] > MAX_SIZE or array.dtype.kind not in "biuf":
+            raise _misfit(name, f"at most {MAX_SIZE} numbers", array)
+    elif array.size > MAX_NUMBERS or array.dtype.kind not in "biuf":
+        raise _misfit(name, f"at most {MAX_NUMBERS} numbers", array)
+    elif name == "actions" and (
+        len(shape) != 2 or not array.size or shape[0] > MAX_SIZE or not np.isfinite(array).all()
+    ):
+        raise _misfit(name, f"finite numbers [H, D], H at most {MAX_SIZE}", array)
+
+
+def _misfit(name: str, expected: str, array: np.ndarray) -> SinewError:
+    return SinewError(f"{name[:80]}: expected {expected}, got {array.dtype} {list(array.shape)}")

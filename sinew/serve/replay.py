@@ -6,9 +6,7 @@ wire without a GPU, weights or torch. Observations are checked as the policy wou
 
 from __future__ import annotations
 
-import json
 import threading
-import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +29,14 @@ from sinew.core import (
     did_you_mean,
 )
 from sinew.processing import Processor
-from sinew.serve.recorder import read_record
+from sinew.serve.archive import Archive
+from sinew.serve.recorder import check_array, read_meta, read_record
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
+MAX_BYTES = (
+    1 << 30
+)  # of all actions, which are kept: 50 x 26 numbers, ten times a second, for over five hours
+MAX_MS = 3.6e6  # of one recorded inference
 MATCHED = "the request's session, then the order of requests; other sessions get the first recorded one"
 
 
@@ -212,6 +215,7 @@ def _read(folder: Path) -> tuple[dict[str, list[Answer]], int, Path]:
         raise SinewError(f"{folder}: no records (*.npz) there; `sinew serve --record` writes them")
     sessions: dict[str, list[Answer]] = {}
     left_out, first, shape = 0, None, None
+    kept = 0
     for path in paths:
         found = _answer(path)
         if found is None:
@@ -224,6 +228,11 @@ def _read(folder: Path) -> tuple[dict[str, list[Answer]], int, Path]:
                 f"{path}: actions: expected {list(shape)} as before, got {list(answer.actions.shape)}"
             )
         first = first or path
+        kept += answer.actions.nbytes
+        if kept > MAX_BYTES:
+            raise SinewError(
+                f"{folder}: expected at most {MAX_BYTES} bytes of actions, got more, up to {path.name}"
+            )
         sessions.setdefault(session, []).append(answer)
     if first is None:
         raise SinewError(f"{folder}: expected a record with actions, got {left_out} of errors")
@@ -232,22 +241,20 @@ def _read(folder: Path) -> tuple[dict[str, list[Answer]], int, Path]:
 
 def _answer(path: Path) -> tuple[str, Answer] | None:
     """The session and the answer of a record, without reading its frames; None for one of an error."""
+    with Archive(path) as archive:
+        meta = read_meta(archive)
+        if "actions" not in archive:
+            return None
+        actions = archive.read("actions")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            meta = json.loads(str(file["meta"]))
-            if "actions" not in file.files:
-                return None
-            actions = np.asarray(file["actions"], np.float32)
-        session, seed, total_ms = meta["session"], meta["seed"], float(meta.get("total_ms", 0.0))
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise SinewError(f"{path}: not a record ({type(error).__name__}: {error})") from error
-    if actions.ndim != 2 or not actions.size or not np.isfinite(actions).all():
-        raise SinewError(f"{path}: actions: expected finite numbers [H, D], got {list(actions.shape)}")
-    if not isinstance(session, str) or not 0 <= total_ms < 3.6e6:
-        raise SinewError(
-            f"{path}: expected a session's name and milliseconds, got {session!r} and {total_ms}"
-        )
-    return session, Answer(actions, seed if isinstance(seed, int) else None, total_ms)
+        check_array("actions", actions)
+    except SinewError as error:
+        raise SinewError(f"{path}: {error}") from None
+    actions = np.asarray(actions, np.float32)
+    total_ms = float(meta.get("total_ms") or 0.0)
+    if total_ms >= MAX_MS:
+        raise SinewError(f"{path}: total_ms: expected fewer than {MAX_MS:g}, got {total_ms:g}")
+    return meta["session"], Answer(actions, meta["seed"], total_ms)
 
 
 def _spec(folder: Path, first: Path) -> PolicySpec:

@@ -7,6 +7,7 @@ appears whole, by renaming a folder; of two processes that want the same one, on
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import time
@@ -50,8 +51,16 @@ class Entry:
         self.home, self.key = home, home.name
         try:
             self.record = msgspec.json.decode((home / RECORD).read_bytes(), type=Record)
-        except (OSError, msgspec.DecodeError) as error:
-            raise SinewError(f"{home / RECORD}: expected the record of a conversion, got {error}") from None
+        except (OSError, ValueError, RecursionError, OverflowError) as error:  # msgspec's are ValueErrors
+            raise SinewError(
+                f"{home / RECORD}: expected the record of a conversion, got {error!s:.300}"
+            ) from None
+        for field, text in (
+            ("bundle", self.record.bundle),
+            *(("outside", each.name) for each in self.record.outside),
+        ):
+            if "\0" in text:
+                raise SinewError(f"{home / RECORD}: {field}: expected the name of a file, got {text!r:.80}")
         if Path(self.record.bundle).name != self.record.bundle:
             raise SinewError(f"{home / RECORD}: bundle: expected the name of a file, got a path")
 
@@ -88,8 +97,12 @@ class Entry:
 
     def stale(self) -> str | None:
         """Return why a file outside of the source's folder makes the entry old, or None; one that is gone does not."""
-        there = [file for file in self.record.outside if Path(file.name).is_file()]
-        now = digests([Path(file.name) for file in there], self.home)
+        # Not Path.is_file, which raises for a name that is too long for any file.
+        there = [file for file in self.record.outside if os.path.isfile(file.name)]  # noqa: PTH113
+        try:
+            now = digests([Path(file.name) for file in there], self.home)
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
         return next(
             (f"{old.name} has changed" for old, new in zip(there, now, strict=True) if old != new), None
         )

@@ -57,7 +57,9 @@ def test_what_is_no_context_is_refused():
     context = made()
     data = pack(context, "int8")
     other = context._replace(keys=context.keys[:1])
+    strange = msgpack.packb([[["fp32"], [1, 2, 3, 8]], *[None] * 4])
     for bytes_, template, words in (
+        (len(strange).to_bytes(4, "little") + strange, context, "expected a form and a shape"),
         (data[:-1], context, "bytes"),
         (data + b"x", context, "bytes"),
         (b"", context, "header"),

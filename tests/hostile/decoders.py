@@ -30,7 +30,6 @@ from sinew.serve.decode.pickle.machine import load as load_pickle
 from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, http, openpi
 from sinew.serve.wires.groot.codec import GrootCodec
-from sinew.serve.wires.groot.names import Names
 from sinew.serve.wires.lerobot.keys import agree
 from sinew.serve.wires.lerobot.keys import observation as lerobot_observation
 from sinew.serve.wires.lerobot.types import RemotePolicyConfig, read_observation, read_policy_config
@@ -79,7 +78,7 @@ def targets() -> dict[str, tuple[bytes, Callable[[bytes], object]]]:
     """Return name -> (a good message, what reads it)."""
     native, groot = NativeCodec(), GrootCodec()
     native.bind(lone(SPEC, 2, 2))
-    groot.names = Names.of(SPEC)
+    groot.bind(lone(SPEC, 2, 2))
 
     def read_native(data: bytes) -> object:
         header = native.peek(memoryview(data))
@@ -200,7 +199,7 @@ def values() -> dict[str, Callable[[random.Random], object]]:
     policy = load(PEN, engine="eager", threads=1)
     spec, processor = policy.spec, policy.processor
     safety, codec = Safety(processor), GrootCodec()
-    codec.names = Names.of(spec)
+    codec.bind(lone(spec, spec.state.dim, spec.action.dim))
     frames = {each.name: np.zeros((48, 64, 3), np.uint8) for each in spec.cameras}
     state = [0.0] * spec.state.dim
     beside = {"seed": 1, "solver_steps": 1, "session": "a", "time": 12.5, "deadline_ms": 5.0}

@@ -1,10 +1,11 @@
 """The long form of the fuzzers: ``make fuzz``, or
 
-    python -m tests.hostile.fuzz --decoders 50000 --sockets 20000 --files 5000 --seed 1
+    python -m tests.hostile.fuzz --decoders 50000 --sockets 20000 --readers 20000 --files 5000 --seed 1
 
 A million inputs take about an hour of one core. Every input ends in a value or in an error of this project; what
-does not is printed with the number that makes it again (``--only NAME --first NUMBER --decoders 1``), and the exit
-code is 1. The table has the processor's time of the slowest input, and the memory of the greediest at its peak.
+does not is printed with the number that makes it again (``--only NAME --first NUMBER --decoders 1``), and so is what
+computes for ten seconds or takes memory out of proportion to its size; the exit code is 1 then. The table has the
+processor's time of the slowest input, and the memory of the greediest at its peak.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pathlib import Path
 import torch
 
 from tests.cases import golden_cases
-from tests.hostile import decoders, files, sockets
-from tests.hostile.meter import HEAD, Kind, measure
+from tests.hostile import decoders, files, readers, sockets
+from tests.hostile.meter import HEAD, Kind, gave, guard, measure
 from tests.hostile.mutate import mutate_bytes
 
 
@@ -33,6 +34,9 @@ def main() -> int:
     )
     parser.add_argument("--decoders", type=int, default=1000, help="inputs of each decoder")
     parser.add_argument("--sockets", type=int, default=1000, help="inputs of each wire")
+    parser.add_argument(
+        "--readers", type=int, default=1000, help="inputs of each reader of texts and small files"
+    )
     parser.add_argument("--files", type=int, default=200, help="inputs of each kind of file")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
@@ -41,6 +45,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
+    guard()
     found: list[Kind] = []
     print(HEAD, flush=True)
 
@@ -54,21 +59,26 @@ def main() -> int:
             found.append(measure(name, one, numbers, expected))
             print(found[-1].row(), flush=True)
 
+    if given.readers:
+        with tempfile.TemporaryDirectory() as work:
+            for name, prepare in readers.targets(Path(work)).items():
+                if not given.only or name in given.only:
+                    go(name, prepare(), given.readers, readers.EXPECTED)
     if given.decoders:
         for name, (good, read) in decoders.targets().items():
             read(good)
             go(name, partial(_mutated, good, read), given.decoders, decoders.EXPECTED)
         for name, value in decoders.values().items():
             go(name, value, given.decoders, decoders.EXPECTED)
-    if given.sockets:
-        with sockets.server() as cases:
-            for name, case in cases.items():
-                go(name, case, given.sockets, ())
     if given.files:
         with tempfile.TemporaryDirectory() as work:
             for name, make in files.makers(golden_cases(), Path(work)).items():
                 if not given.only or name in given.only:
                     go(name, make(), given.files, files.EXPECTED)
+    if given.sockets:
+        with sockets.server() as cases:
+            for name, case in cases.items():
+                go(name, case, given.sockets, ())
     total = sum(each.inputs for each in found)
     bad = sum(each.bad for each in found)
     print(f"{total:,} inputs, {bad} unexpected, {sum(each.seconds for each in found):.0f} s")
@@ -77,6 +87,7 @@ def main() -> int:
 
 def _mutated(good: bytes, read: files.Case, rng: random.Random) -> None:
     changed = decoders.mutate(rng, good) if rng.random() < 0.7 else mutate_bytes(good, rng, len(good))
+    gave(changed)
     read(changed)  # type: ignore[arg-type]
 
 

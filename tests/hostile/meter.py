@@ -1,16 +1,47 @@
-"""Runs one input after the other and keeps what they cost: seconds of the processor, and memory at its peak."""
+"""Runs one input after the other and keeps what they cost: seconds of the processor, and memory at its peak.
+
+An input that computes for longer than ``SLOW_S``, or takes more memory than ``ROOM`` and ``FACTOR`` times its own size,
+is a finding whatever it ends in; one that computes for ``ENDLESS_S`` is ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 
 PEAK = b"5"  # resets the peak of resident memory, see proc(5)
-SLOW_S = 10.0  # an input that computes for longer is a finding
+SLOW_S = 10.0
+ENDLESS_S = 60.0
+ROOM, FACTOR = 64 << 20, 300  # bytes, and bytes for each byte of an input that says its size
+WHOLE = 768 << 20  # bytes where an input is a whole checkpoint or bundle
+SPARE = (
+    8 << 30
+)  # bytes of address space beyond what is there at the beginning; what asks for more gets a MemoryError
+_given = [-1]
+
+
+class EndlessError(BaseException):
+    """An input that does not end."""
+
+
+def gave(data: Sized) -> None:
+    """Say of what size the present input is."""
+    _given[0] = len(data)
+
+
+def guard() -> None:
+    """Bound the address space of this process, so that a finding does not end others."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    most = pages * resource.getpagesize() + SPARE
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 class Memory:
@@ -23,6 +54,11 @@ class Memory:
             OSError
         ):  # not allowed everywhere; peaks are those of all inputs before, then
             self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the peak is that of one input."""
+        return self._clear is not None
 
     def now(self) -> int:
         return self._read(b"VmRSS:")
@@ -50,6 +86,7 @@ class Kind:
     refused: int = 0
     unexpected: Counter[str] = field(default_factory=Counter)
     slow: int = 0  # beside what else they did
+    large: int = 0
     slowest: tuple[float, int] = (0.0, -1)  # seconds of the processor, number
     largest: tuple[int, int] = (0, -1)  # bytes, number
     seconds: float = 0.0
@@ -61,7 +98,7 @@ class Kind:
 
     @property
     def bad(self) -> int:
-        return self.unexpected.total() + self.slow
+        return self.unexpected.total() + self.slow + self.large
 
     def row(self) -> str:
         """Return a row of the table."""
@@ -85,7 +122,23 @@ def measure(
     kind = Kind(name)
     memory = Memory()
     begun, before = time.perf_counter(), memory.now()
+    with _ended():
+        _run(kind, case, numbers, expected, memory)
+    kind.seconds, kind.grown = time.perf_counter() - begun, memory.now() - before
+    return kind
+
+
+def _run(
+    kind: Kind,
+    case: Callable[[int], object],
+    numbers: range,
+    expected: tuple[type[BaseException], ...],
+    memory: Memory,
+) -> None:
     for number in numbers:
+        _given[0] = -1
+        if threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_VIRTUAL, ENDLESS_S)
         here = memory.reset()
         start = time.process_time()
         try:
@@ -102,9 +155,29 @@ def measure(
             kind.slow += 1
             print(f"  {kind.name}, number {number}: {seconds:.0f} s of the processor", flush=True)
         kind.slowest = max(kind.slowest, (seconds, number))
-        kind.largest = max(kind.largest, (memory.peak() - here, number))
-    kind.seconds, kind.grown = time.perf_counter() - begun, memory.now() - before
-    return kind
+        taken, most = memory.peak() - here, WHOLE if _given[0] < 0 else ROOM + FACTOR * _given[0]
+        if taken > most and memory.exact:
+            kind.large += 1
+            print(f"  {kind.name}, number {number}: {taken >> 20} MiB for {_given[0]} bytes", flush=True)
+        kind.largest = max(kind.largest, (taken, number))
+
+
+@contextlib.contextmanager
+def _ended() -> Iterator[None]:
+    """Raise EndlessError in what computes for ``ENDLESS_S``; on the main thread alone, where Python takes signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_number: int, _frame: object) -> None:
+        raise EndlessError(f"more than {ENDLESS_S:g} s of the processor")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _tell(kind: Kind, number: int, text: str) -> None:

@@ -21,6 +21,7 @@ NASTY: tuple[Any, ...] = (
     1 << 31,
     1 << 62,
     10**30,
+    10**400,
     0.0,
     -1.0,
     0.5,
@@ -83,7 +84,8 @@ def mutate_record(record: Any, rng: random.Random, times: int) -> Any:
         elif choice < 0.28 and isinstance(holder, dict):
             holder[rng.choice(("surprise", "", "dtype", "use_cache2"))] = copy.deepcopy(rng.choice(NASTY))
         elif choice < 0.4 and isinstance(holder[last], int | float) and not isinstance(holder[last], bool):
-            holder[last] = holder[last] * rng.choice((-1, 0, 2, 3, 1000, 0.5, 1 << 20))
+            factor = rng.choice((-1, 0, 2, 3, 1000, 0.5, 1 << 20))
+            holder[last] = holder[last] * (int(factor) if abs(holder[last]) > 1e300 else factor)
         else:
             holder[last] = copy.deepcopy(rng.choice(NASTY))
     return out
@@ -92,7 +94,7 @@ def mutate_record(record: Any, rng: random.Random, times: int) -> Any:
 def mutate_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
     """Return bytes with some of the first ``within`` flipped, set, cut out or doubled, or the end cut off."""
     raw = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 4, 8))):
+    for _ in range(rng.choice((1, 1, 2, 4, 8)) if raw else 0):
         place = rng.randrange(max(min(within, len(raw)), 1))
         choice = rng.random()
         if choice < 0.35:
@@ -109,6 +111,11 @@ def mutate_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
         if not raw:
             break
     return bytes(raw)
+
+
+def spliced(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """Return the beginning of one text and the end of another."""
+    return data[: rng.randrange(len(data) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 def dumps(record: Any) -> str:

@@ -34,7 +34,11 @@ from sinew.eval.report import card as cards
 from sinew.policy import load
 from sinew.processing import Processor
 from sinew.processing.tokenizer import open_tokenizer
+from sinew.serve.lane import Lane
+from sinew.serve.opening import Given, stand
 from sinew.serve.recorder import read_record
+from sinew.serve.supervise import Supervisor
+from sinew.sources.cache import Entry
 from tests import processes
 from tests.bundle.test_bundle import sources
 from tests.hostile import files
@@ -414,3 +418,84 @@ def test_panics_while_serving_are_errors_of_the_prompt(smolvla_bundle, golden, t
     with pytest.raises(SinewError, match="prompt: expected text that the tokenizer takes"):
         policy.infer(replace(observation, prompt="z" * 60 + "!"))
     policy.infer(observation)
+
+
+# ----------------------------------------------------------------------------- what others wrote
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"std": (0.5, -0.5, 0.5)}, "a std that is not above 0"),
+        ({"std": (0.0, 0.5, 0.5)}, "a std that is not above 0"),
+        ({"mean": (float("nan"), 0.5, 0.5)}, "numbers that are not finite"),
+        ({"mean": ("a", 0.5, 0.5)}, r"Expected `float`, got `str` - at `\$.image.mean\[0\]`"),
+        ({"std": (None, 0.5, 0.5)}, "Expected `float`, got `null`"),
+        ({"interpolation": "\ud800"}, "surrogates not allowed"),
+    ],
+)
+def test_pixels_that_no_picture_has(smolvla_bundle, tmp_path, changes, message):
+    """A negative std turned frames around without a word; a text of a checkpoint was a TypeError."""
+    manifest = Bundle(smolvla_bundle(CASE)).manifest
+    image = replace(manifest.processing.image, **changes)
+    with pytest.raises(BundleError, match=message):
+        replace(manifest, processing=replace(manifest.processing, image=image)).check()
+
+
+def test_a_checkpoint_whose_values_have_other_kinds(golden, tmp_path):
+    """Of GR00T: the mean of its frames, as a text, is read as it is and refused where the bundle is made."""
+    for folder in ("checkpoint", "vlm"):
+        shutil.copytree(golden / "groot-n17" / folder, tmp_path / folder, copy_function=shutil.copyfile)
+    file = tmp_path / "vlm" / "preprocessor_config.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"image_mean": ["a", 0.5, 0.5]}))
+    _case, root, options = files.FAMILIES["checkpoints of GR00T"][0]
+    with pytest.raises(ConvertError, match="Expected `float`, got `str`"):
+        convert(tmp_path / root, tmp_path / "o.gguf", **{**options, "vlm": tmp_path / "vlm"})
+
+
+@pytest.mark.parametrize(
+    ("stats", "said"),
+    [
+        ({"std": [0.0] * 6}, "processing.action: no value varied in training, so every chunk is the same"),
+        ({"std": [1e30] * 6}, "processing.action: statistics up to 1e+30, expected at most 1e+09"),
+        ({"std": [0.0] + [1.0] * 5}, None),
+    ],
+)
+def test_statistics_that_no_robot_has_are_told_at_serve(checkpoint, caplog, stats, said):
+    good = {"mean": [0.0] * 6, "std": [1.0] * 6}
+    file = checkpoint.parent / "stats.json"
+    file.write_text(json.dumps({"observation.state": good, "action": good | stats}))
+    policy = load(convert(checkpoint, checkpoint.parent / "out.gguf", stats=file), threads=1)
+    supervisor = Supervisor(lambda: None)
+    stand(policy, Given(), supervisor, Lane()).scheduler.stop()
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert (
+        any(said in each for each in warnings) if said else not any("processing" in each for each in warnings)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bundle": "a\0b.gguf"}, "bundle: expected the name of a file"),
+        ({"bundle": "\ud800.gguf"}, "expected the record of a conversion"),
+        ({"mtime_ns": 5000 * [[]]}, "expected the record of a conversion"),
+    ],
+)
+def test_records_of_the_cache(tmp_path, change, said):
+    record = {
+        **dict.fromkeys(("source", "name", "architecture", "bundle", "made", "converter"), "a"),
+        **{key: [] for key in ("files", "outside", "notes")},
+        "bytes": 1,
+        "mtime_ns": 1,
+        "seconds": 1.0,
+    }
+    (tmp_path / "source.json").write_text(json.dumps(record))
+    assert "No such file" in (Entry(tmp_path).damage() or "")
+    outside = [{"name": "x" * 5000, "bytes": 1, "sha256": "a"}]  # a name that no file can have
+    (tmp_path / "source.json").write_text(json.dumps(record | {"outside": outside}))
+    assert Entry(tmp_path).stale() is None
+    (tmp_path / "source.json").write_text(json.dumps(record | change))
+    with pytest.raises(SinewError, match=said):
+        Entry(tmp_path).damage()

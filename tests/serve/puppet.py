@@ -129,6 +129,7 @@ def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, 
     scheduler: Any = SimpleNamespace(policy=policy)
     standing = Standing(scheduler, spec, {}, safety, state_dim, action_dim)
     return SimpleNamespace(
+        spec=spec,
         supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
         policies=Policies(standing),
         check_session=lambda _name: None,

@@ -103,7 +103,7 @@ def test_a_configuration_names_what_is_wrong(tmp_path):
         with pytest.raises(SinewError, match="not YAML"):
             read(file)
     file.write_text("#" * (1 << 20) + "\n")
-    with pytest.raises(SinewError, match="at most 1048576 bytes"):
+    with pytest.raises(SinewError, match="at most 262144 bytes"):
         read(file)
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(SinewError, match="expected a regular file, got a FIFO"):

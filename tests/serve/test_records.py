@@ -99,7 +99,8 @@ def test_files_that_are_no_records(tmp_path):
     np.savez(tmp_path / "c.npz", state=np.zeros(6))
     np.savez(tmp_path / "d.npz", meta=np.array("[1]"), state=np.zeros(6))
     np.savez(tmp_path / "e.npz", meta=np.array([{"a": 1}], dtype=object), state=np.zeros(6))
-    meta = {"wire": "native", "seed": 1, "prompt": "", "solver_steps": None, "session": "", "time": None}
+    meta = {"recorded": 1.0, "wire": "native", "seed": 1, "prompt": "", "session": ""}
+    meta |= {"solver_steps": None, "time": None}
     for name, said in (("f", ["fp32"]), ("g", {"precision": ["fp32"]}), ("h", {"precision": {"all": 32}})):
         text = np.array(json.dumps(meta | {"server": said}))
         np.savez(tmp_path / f"{name}.npz", meta=text, state=np.zeros(6))

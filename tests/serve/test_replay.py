@@ -32,6 +32,9 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 WIRES = ("native", "openpi", "http", "groot", "lerobot")
 FRAMES = {name: np.full((32, 48, 3), 7, np.uint8) for name in ("camera1", "camera2")}
 STATE = np.zeros(6, np.float32)
+META = {"recorded": 1.0, "wire": "native", "prompt": "", "session": "a"} | dict.fromkeys(
+    ("seed", "solver_steps", "time")
+)
 SAID = "this is a replay of records: the actions were recorded, nothing was computed"
 
 
@@ -146,7 +149,7 @@ def test_files_that_are_no_records(tmp_path: Path) -> None:
         Replay(tmp_path)
     np.savez(
         folder / "99999999.npz",
-        meta=np.array(json.dumps({"session": "a", "seed": 1})),
+        meta=np.array(json.dumps(META)),
         actions=np.ones((2, 6)),
     )
     with pytest.raises(SinewError, match=r"actions: expected \[4, 6\] as before, got \[2, 6\]"):

@@ -12,6 +12,7 @@ import numpy as np
 from sinew_client import ClientError
 from sinew_client.control import Settings
 from sinew_client.control.defaults import stated
+from sinew_client.given import named, read_yaml, shown
 
 IMAGE, COMPRESSED = "sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"
 JOINT_STATE, ARRAY = "sensor_msgs/msg/JointState", "std_msgs/msg/Float64MultiArray"
@@ -120,12 +121,10 @@ class Contract:
 
 def read(path: Path) -> Contract:
     """Return the contract of a YAML file. Raises :class:`ContractError`."""
-    import yaml
-
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ContractError(f"{path}: {' '.join(str(error).split())}") from error
+        given = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ContractError(f"{path}: {error}") from error
     return parse(given)
 
 
@@ -176,8 +175,8 @@ def _settings(hz: float, limits: Any, control: _Fields, stale: float) -> Setting
     motion, substeps = control.get("motion", None), control.get("substeps", 1)
     if motion is not None:
         _Fields("control.motion", motion)
-    if not isinstance(substeps, int):
-        raise ContractError(f"control.substeps: expected a whole number, got {substeps!r}")
+    if isinstance(substeps, bool) or not isinstance(substeps, int):
+        raise ContractError(f"control.substeps: expected a whole number, got {shown(substeps)}")
     control.end()
     return Settings(hz, limits=limits, motion=motion, substeps=substeps, stale=stale, **given)
 
@@ -192,7 +191,9 @@ def _consistent(contract: Contract) -> None:
         *(("action", each) for each in contract.outputs),
     ):
         if part.topic in taken and where != "state":
-            raise ContractError(f"{where}.topic: {part.topic} is the topic of {taken[part.topic]} already")
+            raise ContractError(
+                f"{where}.topic: {named(part.topic)} is the topic of {taken[part.topic]} already"
+            )
         taken[part.topic] = where
     if any(each.type == TRAJECTORY for each in contract.outputs):
         if contract.settings.substeps > 1:
@@ -302,10 +303,10 @@ class _Fields:
         if not isinstance(given, Mapping):
             kind = "nothing" if given is None else type(given).__name__
             raise ContractError(f"{where}: expected a mapping, got {kind}")
-        self.where, self.given, self._taken = where, given, set()
+        self.where, self.given, self._taken = named(where), given, set()
 
     def _name(self, key: str) -> str:
-        return key if self.where == "contract" else f"{self.where}.{key}"
+        return named(key) if self.where == "contract" else f"{self.where}.{named(key)}"
 
     def get(self, key: str, *default: Any) -> Any:
         self._taken.add(key)
@@ -318,7 +319,7 @@ class _Fields:
     def left(self) -> list[str]:
         for key in self.given:
             if not isinstance(key, str) or not key:
-                raise ContractError(f"{self.where}: expected names, got {key!r}")
+                raise ContractError(f"{self.where}: expected names, got {shown(key)}")
         return [key for key in self.given if key not in self._taken]
 
     def end(self) -> None:
@@ -331,32 +332,36 @@ class _Fields:
     def text(self, key: str, *default: str) -> str:
         value = self.get(key, *default)
         if not isinstance(value, str) or (not value and not default):
-            raise ContractError(f"{self._name(key)}: expected a text, got {value!r}")
+            raise ContractError(f"{self._name(key)}: expected a text, got {shown(value)}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self.get(key)
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(each, str) and each for each in values):
-            raise ContractError(f"{self._name(key)}: expected an address or a list of them, got {value!r}")
+            raise ContractError(
+                f"{self._name(key)}: expected an address or a list of them, got {shown(value)}"
+            )
         return tuple(values)
 
     def choice(self, key: str, known: tuple[str, ...], *default: str) -> str:
         value = self.text(key, *default)
         if value not in known:
-            raise ContractError("{}: expected {}, got {}".format(self._name(key), " or ".join(known), value))
+            raise ContractError(
+                "{}: expected {}, got {}".format(self._name(key), " or ".join(known), named(value))
+            )
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ContractError(f"{self._name(key)}: expected true or false, got {value!r}")
+            raise ContractError(f"{self._name(key)}: expected true or false, got {shown(value)}")
         return value
 
     def number(self, key: str, *default: float) -> float:
         value = self.get(key, *default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
-            raise ContractError(f"{self._name(key)}: expected a number above 0, got {value!r}")
+            raise ContractError(f"{self._name(key)}: expected a number above 0, got {shown(value)}")
         return float(value)
 
     def rate(self) -> float | None:
@@ -365,16 +370,19 @@ class _Fields:
     def joints(self) -> tuple[str, ...]:
         value = self.get("joints")
         if not isinstance(value, list) or not value or not all(isinstance(x, str) and x for x in value):
-            raise ContractError(f"{self._name('joints')}: expected a list of names, got {value!r}")
+            raise ContractError(f"{self._name('joints')}: expected a list of names, got {shown(value)}")
         if len(set(value)) < len(value):
             twice = next(x for x in value if value.count(x) > 1)
-            raise ContractError(f"{self._name('joints')}: {twice} is there twice")
+            raise ContractError(f"{self._name('joints')}: {named(twice)} is there twice")
         return tuple(value)
 
     def vector(self, key: str, default: float, size: int) -> np.ndarray:
         value = self.get(key, default)
         values = value if isinstance(value, list) else [value] * size
-        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values)
-        if not numbers or len(values) != size or not np.all(np.isfinite(values)):
-            raise ContractError(f"{self._name(key)}: expected a number or {size} of them, got {value!r}")
+        # Compared as they are: a whole number of 400 digits is no float, and isfinite() knows no such number.
+        numbers = all(
+            isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < 1e30 for x in values
+        )
+        if not numbers or len(values) != size:
+            raise ContractError(f"{self._name(key)}: expected a number or {size} of them, got {shown(value)}")
         return np.array(values, np.float64)

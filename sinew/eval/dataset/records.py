@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from sinew.core import SinewError
 from sinew.eval.dataset.writer import Frame
 from sinew.serve import record_parts as parts
-from sinew.serve.recorder import Record
+from sinew.serve.recorder import Record, read_record
 
 GAP = 2.5  # periods without a request that end an episode
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What tells episodes apart; the frames stay on the disk until their episode is written."""
+
+    path: Path
+    when: float
+    prompt: str
 
 
 def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
@@ -21,24 +32,25 @@ def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
     A longer pause than 2.5 periods begins another episode, so does another instruction. The action of a frame is the
     first row of the answer; a request that was answered with an error ends an episode, too. Raises
     :class:`SinewError` where the requests did not come at that rate: a data set has one rate, and nothing here
-    invents frames in between.
+    invents frames in between. Each record is read twice, so that no more than one episode is in memory.
     """
-    running: dict[str, list[Record]] = defaultdict(list)
+    running: dict[str, list[_Request]] = defaultdict(list)
     steps: list[float] = []
-    found: list[list[Record]] = []
+    found: list[list[_Request]] = []
     for record in records:
         session = running[str(record.observation.session or record.wire)]
+        request = _Request(record.path, _when(record), record.observation.prompt)
         if session:
             before = session[-1]
-            step = (_when(record) - _when(before)) * hz
-            other = record.observation.prompt != before.observation.prompt
+            step = (request.when - before.when) * hz
+            other = request.prompt != before.prompt
             if other or record.actions is None or not 0 < step <= GAP:
                 found.append(session.copy())
                 session.clear()
             else:
                 steps.append(step)
         if record.actions is not None:
-            session.append(record)
+            session.append(request)
     found += running.values()
     if steps and not 0.75 <= float(np.median(steps)) <= 1.25:
         rate = hz / float(np.median(steps))
@@ -49,7 +61,7 @@ def episodes(records: Iterable[Record], hz: float) -> Iterator[list[Frame]]:
         raise SinewError(f"records: no two requests of a session follow each other within {GAP / hz:.3g} s")
     for session in found:
         if len(session) > 1:
-            yield [_frame(record) for record in session]
+            yield [_frame(read_record(request.path)) for request in session]
 
 
 def _when(record: Record) -> float:

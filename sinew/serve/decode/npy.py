@@ -20,9 +20,9 @@ MAX_HEADER = 4096  # bytes; numpy writes 118 for everything that a robot sends
 MAX_EXTENT = 1 << 40  # bytes, with empty axes counted as one
 
 _NUMBER = re.compile(r"[<>|=]?(?:b1|[ui][1248]|f[248])")
-_TEXT = re.compile(r"[<>=]?U[0-9]{1,5}")
+_TEXT = re.compile(r"[<>=]?U[0-9]{1,7}")
 _HEADER = re.compile(
-    r"\{\s*'descr':\s*'([^']{1,8})',\s*'fortran_order':\s*(True|False),\s*"
+    r"\{\s*'descr':\s*'([^']{1,9})',\s*'fortran_order':\s*(True|False),\s*"
     r"'shape':\s*\(((?:\d{1,19}(?:,\s*|(?=\))))*)\),?\s*\}\s*"
 )
 _MAGIC = b"\x93NUMPY"

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from sinew_client.given import read_yaml, shown
 
-from sinew.bundle.files import open_regular
 from sinew.core import MissingPackageError, SinewError
 from sinew.serve.policies import DEFAULT, check_name
 
-MAX_BYTES = 1 << 20  # of the file
 LARGEST = 1e6  # of any number in it
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=LARGEST)]
@@ -75,6 +74,10 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for key in ("source", "engine", "device", "dtype"):
                 if not str(getattr(policy, key)).isprintable():
                     raise ValueError(f"policies.{name}.{key}: expected printable text")
+            if "\0" in policy.source:
+                raise ValueError(
+                    f"policies.{name}.source: expected a file or a name, got {shown(policy.source)}"
+                )
             bounds = policy.replicas
             if isinstance(bounds, Replicas) and bounds.min > bounds.max:
                 raise ValueError(
@@ -85,23 +88,13 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(path: Path) -> FleetConfig:
     """Return what a file says. Raises SinewError with the field that is wrong."""
     try:
-        import yaml
+        found = read_yaml(path)
     except ModuleNotFoundError:
         raise MissingPackageError("sinew fleet", "yaml") from None
-    try:
-        with open_regular(path) as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise SinewError(f"{path}: expected at most {MAX_BYTES} bytes, got more")
-        found = yaml.safe_load(text.decode("utf-8"))
     except OSError as error:
-        raise SinewError(f"{path}: {error.strerror}") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # dates and numbers that are none; brackets without end
-        raise SinewError(f"{path}: not YAML: {str(error)[:300]}") from None
+        raise SinewError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SinewError(f"{path}: not YAML: {error}") from None
     return parse(found, str(path))
 
 
@@ -109,5 +102,5 @@ def parse(found: Any, what: str = "fleet") -> FleetConfig:
     """Return the configuration in plain maps and lists. Raises SinewError with the field that is wrong."""
     try:
         return msgspec.convert(found, FleetConfig)
-    except msgspec.ValidationError as error:
-        raise SinewError(f"{what}: {error}") from None
+    except (ValueError, OverflowError, RecursionError) as error:  # msgspec's are ValueErrors
+        raise SinewError(f"{what}: {error!s:.300}") from None

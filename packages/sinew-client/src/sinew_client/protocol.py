@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from sinew_client import schema
 from sinew_client.errors import ClientError, InvalidObservation, LateChunk, ServerError, UnsafeChunk
+from sinew_client.given import shown
 
 CONTINUATION_KEYS = ("delay", "horizon", "rtc", "schedule", "beta")  # how ``previous`` is continued
 OBSERVATION_KEYS = (
@@ -298,10 +299,14 @@ def check_limits(chunk: ActionChunk, limits) -> None:
 
 
 def decode_metadata(reply) -> dict:
+    """Return what a server says of itself. Raises :class:`ClientError` for what is no object of JSON."""
     try:
-        return json.loads(reply.metadata)
-    except ValueError as error:
+        found = json.loads(reply.metadata)
+    except (ValueError, RecursionError) as error:
         raise ClientError(f"the reply's metadata is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ClientError(f"the reply's metadata: expected an object, got {shown(found)}")
+    return found
 
 
 def _encode_frame(name: str, frame, jpeg_quality: int | None) -> tuple:

@@ -8,18 +8,22 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.motion_fit import MotionFit, MotionWatch
+from sinew_client.control.safety import MAX_DIM
 from sinew_client.control.settings import Settings
 from sinew_client.errors import ClientError
+from sinew_client.given import opened, shown
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = "sinew.control/1"
+MAX_LINE = 1 << 24  # bytes of an event; a chunk of 8,192 rows of 80 numbers
+MAX_STEP = 1 << 53
 
 
 class JournalError(ClientError, ValueError):
@@ -92,7 +96,7 @@ class Repeated:
 def is_journal(path: Path) -> bool:
     """Return True if a file begins as a journal does."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             head = file.read(64)
     except OSError:
         return False
@@ -112,16 +116,18 @@ def repeat(path: Path) -> Repeated:
             if controller is None:
                 if event["event"] != "begin" or event["schema"] != SCHEMA:
                     raise JournalError(f"{path}: line {number}: expected the beginning of a journal")
-                controller = Settings(**event["settings"]).controller(int(event["dim"]))
+                controller = Settings(**event["settings"]).controller(event["dim"])
                 continue
             then = _apply(controller, event)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error}") from error
-        if then is not None:
-            commands, held = commands + 1, held + (then.row is None)
-            now = controller.command(then.step, _array(event["state"]))
-            if not _same(then, now):
-                differences.append(f"step {then.step}: then {_text(then)}, now {_text(now)}")
+            if then is not None:
+                commands, held = commands + 1, held + (then.row is None)
+                now = controller.command(then.step, _array(event["state"]))
+                if not _same(then, now):
+                    differences.append(f"step {then.step}: then {_text(then)}, now {_text(now)}")
+        except JournalError:
+            raise
+        except Exception as error:  # events in an order, or of widths, that no controller has seen
+            raise JournalError(f"{path}: line {number}: {type(error).__name__}: {error!s:.300}") from error
     if controller is None:
         raise JournalError(f"{path}: empty")
     return Repeated(commands, held, differences)
@@ -139,24 +145,130 @@ def watched(path: Path) -> MotionFit | None:
                 return None
             watch.put(event["event"], event)
         return watch.fit()
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, JournalError):
-            raise
-        raise JournalError(f"{path}: {type(error).__name__}: {error}") from error
+    except JournalError:
+        raise
+    except Exception as error:  # events in an order, or of widths, that no controller has seen
+        raise JournalError(f"{path}: {type(error).__name__}: {error!s:.300}") from error
 
 
 def _read(path: Path) -> Iterator[Any]:
+    """Yield the lines of a file with their numbers, each event with the fields that its kind has."""
+    number = 0
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                event = json.loads(line)
+        with opened(path) as file:
+            while line := file.readline(MAX_LINE + 1):
+                number += 1
+                if len(line) > MAX_LINE:
+                    raise JournalError(f"{path}: line {number}: expected at most {MAX_LINE} bytes, got more")
+                event = json.loads(line.decode("utf-8"))
                 if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                     raise ValueError("expected an object with an event")
+                try:
+                    _check(event)
+                except ValueError as error:
+                    raise JournalError(f"{path}: line {number}: {error}") from None
                 yield number, event
+    except JournalError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, JournalError):
-            raise
-        raise JournalError(f"{path}: not a journal ({error})") from error
+        raise JournalError(f"{path}: not a journal ({error!s:.300})") from error
+
+
+def _check(event: dict[str, Any]) -> None:
+    """Refuse an event whose fields are not of the kinds that a controller writes. Raises ValueError that names one."""
+    fields = _FIELDS.get(event["event"], {})
+    given = event
+    if event["event"] == "command":
+        given = event.get("command")  # type: ignore[assignment]
+        if not isinstance(given, dict):
+            raise ValueError(f"command: expected an object, got {shown(given)}")
+        _vector("state", event.get("state"))
+    for name, kind in fields.items():
+        if name not in given and name not in _OPTIONAL:
+            raise ValueError(f"{name}: expected a value, got nothing")
+        if name in given:
+            kind(name, given[name])
+
+
+def _step(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_STEP:
+        raise ValueError(f"{name}: expected a whole number up to {MAX_STEP}, got {shown(value)}")
+
+
+def _dim(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DIM:
+        raise ValueError(f"{name}: expected a whole number from 1 to {MAX_DIM}, got {shown(value)}")
+
+
+def _plain_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: expected a text, got {shown(value)}")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected true or false, got {shown(value)}")
+
+
+def _texts(name: str, value: Any) -> None:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{name}: expected texts, got {shown(value)}")
+
+
+def _object(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected an object, got {shown(value)}")
+
+
+def _vector(name: str, value: Any) -> None:
+    if value is not None and not (
+        isinstance(value, list) and len(value) <= MAX_DIM and all(map(_is_number, value))
+    ):
+        raise ValueError(f"{name}: expected numbers, got {shown(value)}")
+
+
+def _rows(name: str, value: Any) -> None:
+    """Take a chunk of any shape: one that was no chunk is in the journal as well, and what was made of it."""
+    if not isinstance(value, list) or not _are_numbers(value, 4):
+        raise ValueError(f"{name}: expected rows of numbers, got {shown(value)}")
+    if len(value) > MAX_DIM:
+        raise ValueError(f"{name}: expected at most {MAX_DIM} rows, got {len(value)}")
+    try:
+        np.array(value, np.float64)
+    except ValueError:
+        raise ValueError(f"{name}: expected rows of as many numbers each, got {shown(value)}") from None
+
+
+def _are_numbers(value: Any, depth: int) -> bool:
+    if isinstance(value, list):
+        return depth > 0 and all(_are_numbers(each, depth - 1) for each in value)
+    return _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for what is a number of float64; a whole number of 400 digits is none."""
+    return isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e300
+    )
+
+
+_FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
+    "begin": {"schema": _plain_text, "settings": _object, "dim": _dim},
+    "command": {
+        **dict.fromkeys(("step", "age", "chunk", "index"), _step),
+        "row": _vector,
+        "reason": _plain_text,
+        "clipped": _texts,
+        "seam": _flag,
+    },
+    "ask": {"step": _step, "frame": _step, "state": _vector},
+    "arrived": {"step": _step, "actions": _rows},
+    "refined": {"step": _step, "rows": _rows, "state": _vector},
+    "failed": {"step": _step, "reason": _plain_text, "kind": _plain_text},
+    "fault": {"step": _step, "reason": _plain_text},
+    "resume": {"position": _vector, "moved": _flag},
+}
+_OPTIONAL = ("kind", "moved")  # older journals lack them
 
 
 def _apply(controller: Controller, event: dict[str, Any]) -> Command | None:

@@ -12,6 +12,8 @@ from typing import Any, Mapping
 
 import numpy as np
 
+from sinew_client.given import shown
+
 
 class Motion:
     """Rows as they come: numbers that the robot takes as they are.
@@ -185,14 +187,14 @@ def parse_motion(values: Mapping[str, Any] | None) -> Motion:
     kind = given.pop("kind", "as is")
     kinds = {"as is": Motion, "absolute": Absolute, "relative": Relative, "offsets": Offsets}
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError("motion.kind: expected one of {}, got {!r}".format(", ".join(kinds), kind))
+        raise ValueError("motion.kind: expected one of {}, got {}".format(", ".join(kinds), shown(kind)))
     try:
         columns = {
             name: tuple(int(i) for i in given.pop(name)) for name in ("action", "state") if name in given
         }
         return kinds[kind](**columns, **given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"motion: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"motion: {error!s:.300}") from error
 
 
 def interpolate(last: np.ndarray | None, row: np.ndarray, part: float) -> np.ndarray:

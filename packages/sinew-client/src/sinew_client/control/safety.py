@@ -11,8 +11,10 @@ from typing import Any, Mapping
 import numpy as np
 
 from sinew_client.errors import ClientError
+from sinew_client.given import named, read_text, shown
 from sinew_client.protocol import MAX_ROWS
 
+MAX_DIM = 8192  # numbers in a command
 _NAMES = ("low", "high", "velocity", "acceleration", "still")
 UNPLACED = "where the robot is is not known, from which its limits of velocity and acceleration begin"
 
@@ -68,7 +70,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.when not in ("clip", "hold"):
-            raise LimitsError(f"limits.when: expected clip or hold, got {self.when!r}")
+            raise LimitsError(f"limits.when: expected clip or hold, got {shown(self.when)}")
         if np.any(self.low > self.high):
             joint = int(np.argmax(self.low > self.high))
             raise LimitsError(
@@ -98,24 +100,32 @@ class Limits:
 
         dim: numbers in a command. Raises :class:`LimitsError`.
         """
+        if not 1 <= dim <= MAX_DIM:
+            raise LimitsError(f"{where}: expected 1 to {MAX_DIM} numbers in a command, got {dim}")
         known = {*_NAMES, "names", "when"}
         for key in given:
             if key not in known:
-                raise LimitsError("{}.{}: unknown; known are {}".format(where, key, ", ".join(sorted(known))))
+                raise LimitsError(
+                    "{}.{}: unknown; known are {}".format(where, named(key), ", ".join(sorted(known)))
+                )
         vectors = [
             _vector(given.get(name), dim, f"{where}.{name}", -1 if name == "low" else 1) for name in _NAMES
         ]
         vectors[-1] = np.where(np.isinf(vectors[-1]), np.nan, vectors[-1])
-        names = tuple(str(name) for name in given.get("names") or ())
+        names = given.get("names") or ()
+        if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+            raise LimitsError(
+                f"{where}.names: expected texts, one per number of a command, got {shown(names)}"
+            )
         if names and len(names) != dim:
             raise LimitsError(f"{where}.names: expected {dim}, got {len(names)}")
-        return cls(*vectors, names, str(given.get("when", "clip")))
+        return cls(*vectors, tuple(names), given.get("when", "clip"))
 
     @classmethod
     def read(cls, path: Path, dim: int) -> Limits:
         """Return the limits of a ``.toml`` or ``.json`` file, from its table ``limits`` or its top level."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
             given = _toml(text) if path.suffix == ".toml" else json.loads(text)
         except (OSError, ValueError, RecursionError) as error:
             raise LimitsError(f"{path}: {error}") from error
@@ -127,14 +137,17 @@ class Limits:
 
     @classmethod
     def from_metadata(cls, policy: Mapping[str, Any]) -> Limits | None:
-        """Return the limits that a server states for its policy's actions (``action.limits``), or None."""
+        """Return the limits that a server states for its policy's actions (``action.limits``), or None.
+
+        Raises :class:`LimitsError`.
+        """
         action = policy.get("action") or {}
-        given = action.get("limits")
-        return (
-            cls.parse({"names": action.get("names"), **given}, int(action["dim"]), "action.limits")
-            if given
-            else None
-        )
+        given = action.get("limits") if isinstance(action, dict) else action
+        if not given:
+            return None
+        if not isinstance(given, dict) or not isinstance(action.get("dim"), int):
+            raise LimitsError(f"action: expected its dim and its limits as a table, got {shown(action)}")
+        return cls.parse({"names": action.get("names"), **given}, action["dim"], "action.limits")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that :meth:`parse` takes; None where there is no limit."""
@@ -146,12 +159,15 @@ class Limits:
 
 def _vector(value: Any, dim: int, field: str, sign: int) -> np.ndarray:
     values: list[Any] = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * dim
+    kinds = (int, float, np.integer, np.floating, type(None))
     if len(values) != dim:
         raise LimitsError(f"{field}: expected {dim} numbers, one per number of a command, got {len(values)}")
     try:
+        if not all(isinstance(x, kinds) and not isinstance(x, bool) for x in values):
+            raise TypeError("no number")
         vector = np.array([sign * math.inf if x is None else float(x) for x in values], np.float64)
-    except (TypeError, ValueError) as error:
-        raise LimitsError(f"{field}: expected numbers, got {value!r}") from error
+    except (TypeError, OverflowError) as error:  # a whole number of 400 digits is no float
+        raise LimitsError(f"{field}: expected numbers, got {shown(value)}") from error
     if np.isnan(vector).any():
         raise LimitsError(f"{field}: expected numbers, got NaN")
     return vector

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any, Mapping
 
 import numpy as np
@@ -16,9 +16,16 @@ from sinew_client.control.player import Player
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.safety import Guard, Limits
 from sinew_client.errors import ClientError
+from sinew_client.given import shown
 from sinew_client.protocol import MAX_ROWS
 
 LARGEST_CHUNK = 8192  # rows, as bundles have them
+_KINDS: Mapping[str, tuple] = {
+    **dict.fromkeys(("handover", "replan"), (str,)),
+    **dict.fromkeys(("motion", "limits"), (Mapping, type(None))),
+    **dict.fromkeys(("finish", "future", "watchdog"), (bool,)),
+    **dict.fromkeys(("substeps", "committed_rows", "refine", "chunk_size"), (Integral,)),
+}
 
 
 class SettingsError(ClientError, ValueError):
@@ -68,8 +75,15 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("hz", "deadline", "stale", "max_age"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise SettingsError(f"{name}: expected a number above 0, got {value}")
+            if value is None and name == "max_age":
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < 1e30:
+                raise SettingsError(f"{name}: expected a number above 0, got {shown(value)}")
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                words = " or ".join(kind.__name__ for kind in kinds)
+                raise SettingsError(f"{name}: expected {words}, got {shown(value)}")
         if not 1 <= self.substeps <= 100:
             raise SettingsError(f"substeps: expected 1 to 100, got {self.substeps}")
         if self.committed_rows < 0:
