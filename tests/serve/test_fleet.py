@@ -106,7 +106,7 @@ def test_a_configuration_names_what_is_wrong(tmp_path):
     with pytest.raises(SinewError, match="at most 262144 bytes"):
         read(file)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(SinewError, match="expected a regular file, got a FIFO"):
+    with pytest.raises(SinewError, match="expected a regular file"):
         read(tmp_path / "fifo")
     with pytest.raises(SinewError, match="No such file"):
         read(tmp_path / "none.yaml")
