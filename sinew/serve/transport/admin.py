@@ -25,12 +25,15 @@ def add(service: Service, guarded: Callable[[Handler], Handler], router: web.Url
         _admit(request)
         _arrived, body = await read_body(request)
         try:
-            source = json.loads(body)["source"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            asked = json.loads(body)
+            source, accept = asked["source"], asked.get("accept", [])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RequestError('expected {"source": "what sinew serve takes"}') from None
+        if not isinstance(accept, list) or not all(isinstance(each, str) for each in accept):
+            raise RequestError('accept: expected a list of names, such as ["units"]')
         if not isinstance(source, str) or not source or "\0" in source:
             raise RequestError(f"source: expected text, got {type(source).__name__}")
-        return await run(service.swapper.load, request.match_info["policy"], source)
+        return await run(service.swapper.load, request.match_info["policy"], source, accept)
 
     async def unload(request: web.Request) -> web.StreamResponse:
         _admit(request)
@@ -44,7 +47,7 @@ def add(service: Service, guarded: Callable[[Handler], Handler], router: web.Url
         if service.swapper is None:
             raise RequestError("this server does not exchange its policies")
 
-    async def run(change: Callable[..., dict[str, Any]], *given: str) -> web.StreamResponse:
+    async def run(change: Callable[..., dict[str, Any]], *given: Any) -> web.StreamResponse:
         try:
             done = await asyncio.get_running_loop().run_in_executor(None, change, *given)
         except (BundleError, ConvertError) as error:  # of what was asked for, not of what stands
