@@ -6,7 +6,7 @@ threads, so nothing here has a state: the context that a prefix leaves is whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,14 +63,21 @@ class Halves:
 
     @torch.no_grad()
     def solve(
-        self, context: Any, noise: np.ndarray, steps: int, guidance: Guidance | None = None
+        self,
+        context: Any,
+        noise: np.ndarray,
+        steps: int,
+        guidance: Guidance | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> np.ndarray:
-        """Return a whole solution, float32 [H, A] in model units, from noise [H, A]."""
+        """Return a whole solution, float32 [H, A] in model units, from noise [H, A]. after_step: called after each
+        evaluation."""
         x = solve(
             lambda x, moment: self.model.act(x, moment, context),
             torch.from_numpy(noise)[None].to(self.device),
             self.model.solver.steps(steps),
             self._engine.moments(steps),
+            after_step=after_step,
             guidance=guidance,
         )
         return x[0].float().cpu().numpy()
