@@ -1,9 +1,10 @@
 """The two loops of any number of streams: one thread that computes prefixes and one that runs heads.
 
-Each has a pool of compute threads of its own, so that on a CPU a head runs beside a prefix. Streams take turns in both,
-by cost: whose owner has used least comes first, a head run counts its rows times its evaluations and a prefix one. No
-stream is computed more often than its rate, by this machine's clock, whatever is sent. Beside a lane of requests they
-compute while these leave them their share.
+Each has a pool of compute threads of its own, so that on a CPU a head runs beside a prefix. Streams take turns in both
+by cost: whose owner has used least comes first; a head run counts its rows times its evaluations, a prefix one. A run
+that costs a fraction of the one under way does not wait for its end but comes between two of its evaluations. No stream
+is computed more often than its rate, by this machine's clock, whatever is sent. Beside a lane of requests they compute
+while these leave them their share.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # between two looks although nobody has called
 BURST_S = 0.1  # by which samples and frames may come early: a network delivers them in bunches
+QUICK = 4  # so many times as dear is a run that a cheaper one comes between
 READ, RUN = 0, 1  # the slow loop and the fast one
 
 
@@ -92,7 +94,10 @@ class Loops:
         self._streams: dict[Session, _Stream] = {}
         self._spent: tuple[dict[Hashable, float], dict[Hashable, float]] = ({}, {})  # by owner, of each loop
         self._least = [0.0, 0.0]  # what the owner had spent whose turn came last
-        self._busy: list[_Stream | None] = [None, None]
+        self._busy: tuple[list[_Stream], list[_Stream]] = (
+            [],
+            [],
+        )  # in each loop, with those that came between last
         self._news = (threading.Event(), threading.Event())  # for the slow and the fast loop
         self._running: list[threading.Thread] = []
         self._ended = False
@@ -131,7 +136,7 @@ class Loops:
         """Wait until nothing is computed any more for streams that were removed, and nothing here knows them."""
         gone = set(sessions)
         with self._lock:
-            while any(each is not None and each.session in gone for each in self._busy):
+            while any(each.session in gone for busy in self._busy for each in busy):
                 self._lock.wait()
 
     def __len__(self) -> int:
@@ -167,9 +172,9 @@ class Loops:
         """Choose the stream whose turn it is, and return None; or seconds to wait, where it is nobody's."""
         now, wait = self._clock(), IDLE_S
         with self._lock:
-            spent, ready = self._spent[which], []
+            spent, ready, busy = self._spent[which], list[_Stream](), self._busy[which]
             for stream in self._streams.values():
-                if stream.wanted(which):
+                if stream.wanted(which) and (not busy or self._between(stream, busy[-1])):
                     wait = min(wait, left := stream.wait(which, now))
                     if left <= 0:
                         ready.append(stream)
@@ -177,13 +182,22 @@ class Loops:
                 return wait
             for stream in ready:  # who had nothing to do has saved nothing
                 spent[stream.owner] = max(spent.get(stream.owner, 0.0), self._least[which])
-            chosen = self._busy[which] = min(ready, key=lambda each: spent[each.owner])
-            self._least[which] = spent[chosen.owner]
+            chosen = min(ready, key=lambda each: spent[each.owner])
+            if not busy:
+                self._least[which] = spent[chosen.owner]
+            busy.append(chosen)
             spent[chosen.owner] += chosen.session.run_cost if which == RUN else 1.0
             chosen.take(which, now)
             if len(ready) > 1:  # streams of one owner, too, one after the other
                 self._streams[chosen.session] = self._streams.pop(chosen.session)
         return None
+
+    def _between(self, stream: _Stream, running: _Stream) -> bool:
+        """Return True for a stream whose run comes between two evaluations of the one that is under way."""
+        spent = self._spent[RUN]
+        return QUICK * stream.session.run_cost <= running.session.run_cost and spent.get(
+            stream.owner, 0.0
+        ) < spent.get(running.owner, 0.0)
 
     def _work(self, which: int) -> None:
         """Compute for the chosen stream. Nothing but what it makes knows it afterwards."""
@@ -191,16 +205,18 @@ class Loops:
             self._safely(which)
         finally:
             with self._lock:
-                self._busy[which] = None
+                self._busy[which].pop()
                 self._lock.notify_all()
 
     def _safely(self, which: int) -> None:
-        stream = self._busy[which]
-        assert stream is not None
+        stream = self._busy[which][-1]
         turn = stream.turns[which]
 
         def pause() -> None:
             turn.pause()
+            while self._next(RUN) is None:
+                self._work(RUN)
+                turn.begin()  # that was another's time
             if stream.gone:
                 raise CancelledError("the stream has ended")
 
@@ -213,7 +229,6 @@ class Loops:
                     self._news[RUN].set()
             elif (window := stream.session.run(pause)) is not None:
                 stream.listener.window(window)
-            turn.pause()
         except SinewError as error:
             stream.listener.failed(error)
         except Exception as error:  # whatever it is, the other streams go on
@@ -223,6 +238,8 @@ class Loops:
             stream.listener.failed(
                 SinewError(f"internal error ({type(error).__name__}); the log has the details")
             )
+        finally:
+            turn.pause()  # what failed has taken its time, too
 
 
 def _daemon(name: str, run: Callable[[], None]) -> threading.Thread:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -76,11 +76,11 @@ class Robot:
     parser: Parser
     on_end: Callable[[Robot], None]
     heard: float
+    quiet: Quiet
     ended: bool = False
     dropped: int = 0
     size: int = 0  # the connection's account holds nothing for it
     _told: bool = False
-    _quiet: Quiet = field(default_factory=lambda: Quiet(logger))
 
     def window(self, window: Window) -> None:
         """Push one window, an empty one too: it tells how long the way takes. Runs on the fast loop."""
@@ -103,7 +103,7 @@ class Robot:
         """Push an error; the stream goes on with the next frame or sample."""
         if self.ended:
             return
-        self._quiet.warning("a stream failed: %s", printable(error))
+        self.quiet.warning("a stream failed: %s", printable(error))
         self.tell(error)
 
     def tell(self, error: SinewError) -> None:
@@ -140,6 +140,10 @@ class Streams:
         self._service, self._parser, self._clock = service, parser, clock
         self._robots: dict[tuple[int, str], Robot] = {}
         self._lock = threading.Lock()
+        self._failed, self._changes = (
+            Quiet(logger),
+            Quiet(logger),
+        )  # a client may begin a stream with each message
         self.loops = Loops(start=service.supervisor.thread)
         service.policies.watch(self._left)
 
@@ -244,6 +248,7 @@ class Streams:
         robot = Robot(
             session, name, request.policy, settings, standing, asker, envelope,
             None if safety is None else safety.of_windows(), self._parser, self._end, self._clock(),
+            self._failed,
         )  # fmt: skip
         with self._lock:
             self._robots[key] = robot
@@ -252,7 +257,7 @@ class Streams:
         if self._service.policies.get(request.policy) is not standing:  # exchanged since it was looked at
             self._end(robot)
             raise SupersededError(EXCHANGED)
-        logger.info("a stream of %s begins: %s", asker.address, session.label)
+        self._changes.info("a stream of %s begins: %s", asker.address, session.label)
         return robot
 
     def _make_place(self, asker: Asker) -> None:
@@ -292,7 +297,7 @@ class Streams:
         robot.asker.requests.discard(robot)  # type: ignore[arg-type]
         self.loops.remove(robot.session)
         session = robot.session
-        logger.info(
+        self._changes.info(
             "a stream of %s ended: %d of %d frames read, %d runs on %d samples, %d windows not read by the client",
             robot.asker.address, session.prefixes, session.frames, session.runs, session.samples, robot.dropped,
         )  # fmt: skip
