@@ -167,7 +167,7 @@ class Service:
     ) -> tuple[Callable[[Check], Observation], Callable[[Outcome], None]]:
         """Return what decodes the observation, and what takes the outcome: within limits, counted, recorded."""
         seen: list[Observation] = []
-        warnings: list[str] = []
+        warnings = list(standing.changed)
 
         def decode(check: Check) -> Observation:
             observation = inference.decode(PixelBudget(standing.pixels, check))
@@ -177,7 +177,7 @@ class Service:
             return observation
 
         def done(outcome: Outcome) -> None:
-            outcome = _safe(standing.safety, outcome, seen, warnings)
+            outcome = _safe(standing, outcome, seen, warnings)
             seconds = self._account(inference, outcome, deadline)
             for record in self._records.values() if seen else ():
                 record.put(
@@ -238,7 +238,10 @@ class Service:
         Raises UnknownPolicyError.
         """
         more = {"policies": list(self.policies.names)} if self.policies.several else {}
-        return self.policies.get(policy).metadata | more
+        standing = self.policies.get(policy)
+        if standing.changed:
+            more["changed"] = list(standing.changed)
+        return standing.metadata | more
 
     # ------------------------------------------------------------------------- everything else
 
@@ -346,14 +349,14 @@ class Wire(Protocol):
         """A program in lines that runs as it is and asks this server for one chunk, with the field's own client."""
 
 
-def _safe(safety: Safety | None, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:
+def _safe(standing: Standing, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:
     """Return the outcome as it may be sent to a robot."""
-    if safety is None or not isinstance(outcome, ActionChunk) or outcome.context:
+    if not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
     if warnings:
         outcome = replace(outcome, warnings=(*outcome.warnings, *warnings))
     try:
-        return safety.enforce(outcome, seen[0])
+        return outcome if standing.safety is None else standing.safety.enforce(outcome, seen[0])
     except SinewError as error:
         return bare(error)
 

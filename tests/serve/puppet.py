@@ -15,6 +15,7 @@ import numpy as np
 from sinew_client import protocol
 
 from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
+from sinew.serve.lane import Lane
 from sinew.serve.policies import Policies, Standing
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
@@ -90,12 +91,13 @@ def desk(
     queue: int = 64,
     stuck_s: float = 60.0,
     policy: Any = None,
+    lane: Lane | None = None,
     **options: Any,
 ) -> Iterator[SimpleNamespace]:
     """wires: of native, groot, web, evo1. policy: in the puppet's place. Yields puppet, service, scheduler and the
     address of each wire."""
     puppet = policy or Puppet()
-    scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s))
+    scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), lane=lane)
     scheduler.start()
     spec, dims = puppet.spec, {"padded_state_dim": 2, "padded_action_dim": 2}
     service = Service(scheduler, spec, {"policy": spec.to_dict()}, **{**dims, **options})
@@ -126,7 +128,7 @@ def desk(
 
 def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, safety: Any = None) -> Any:
     """Return a service of one policy that computes nothing, for codecs. state_dim, action_dim: padded."""
-    scheduler: Any = SimpleNamespace(policy=policy)
+    scheduler: Any = SimpleNamespace(policy=policy, lane=None)
     standing = Standing(scheduler, spec, {}, safety, state_dim, action_dim)
     return SimpleNamespace(
         spec=spec,
