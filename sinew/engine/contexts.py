@@ -51,37 +51,58 @@ def pack(context: Any, form: str) -> bytes:
     return b"".join([len(head).to_bytes(4, "little"), head, *parts])
 
 
-def unpack(data: bytes, template: Any, device: torch.device) -> Any:
+def unpack(data: bytes, template: Any, device: torch.device, longer: Any = None) -> Any:
     """Return the context in ``data``, in the form of ``template`` (a context of this model, its values do not matter).
 
-    Raises SinewError for bytes that are none, or the context of another model.
+    longer: the same of a prompt of one more token. Axes in which the two differ may be shorter, all by the same number
+    of tokens; all other sizes are the template's. A context of other sizes may well broadcast, and gives other actions
+    without a word. Raises SinewError for bytes that are none, or the context of another model; sizes are compared and
+    added up before memory is taken.
     """
     leaves, tree = pytree.tree_flatten(template)
+    steps = _growth(leaves, leaves if longer is None else pytree.tree_leaves(longer))
     heads, at = _heads(data, len(leaves))
-    found: list[Any] = []
-    for number, (head, leaf) in enumerate(zip(heads, leaves, strict=True)):
+    kinds: list[tuple[str, list[int]] | None] = []
+    missing: int | None = None  # tokens that the prompt has less than the template's
+    for number, (head, leaf, grows) in enumerate(zip(heads, leaves, steps, strict=True)):
         if (head is None) != (leaf is None):
             raise SinewError(f"context: tensor {number}: expected {_told(leaf)}, got {head}")
         if head is None:
-            found.append(None)
+            kinds.append(None)
             continue
         kind, shape = _checked(number, head)
         floats = leaf.is_floating_point()
-        if (
-            (kind in FORMS) != floats
-            or (not floats and _DTYPES[kind] != leaf.dtype)
-            or len(shape) != leaf.ndim
-        ):
+        fits = (
+            (kind in FORMS) == floats and (floats or _DTYPES[kind] == leaf.dtype) and len(shape) == leaf.ndim
+        )
+        for size, whole, step in zip(shape, leaf.shape, grows, strict=False):
+            short = (whole - size) / step if step else None
+            if short is not None and missing is None and short >= 0 and short == int(short):
+                missing = int(short)
+            fits = fits and (size == whole if short is None else short == missing)
+        if not fits:
             raise SinewError(f"context: tensor {number}: expected {_told(leaf)}, got {kind} {shape}")
-        size = _nbytes(kind, shape)
-        if at + size > len(data):
-            raise SinewError(f"context: expected {at + size} bytes or more, got {len(data)}")
-        tensor = _read(kind, shape, memoryview(data)[at : at + size])
-        found.append(tensor.to(device, leaf.dtype))
-        at += size
-    if at != len(data):
-        raise SinewError(f"context: expected {at} bytes, got {len(data)}")
+        kinds.append((kind, shape))
+    size = at + sum(_nbytes(*each) for each in kinds if each is not None)
+    if size != len(data):
+        raise SinewError(f"context: expected {size} bytes, got {len(data)}")
+    found: list[Any] = []
+    for each, leaf in zip(kinds, leaves, strict=True):
+        if each is None:
+            found.append(None)
+            continue
+        end = at + _nbytes(*each)
+        found.append(_read(*each, memoryview(data)[at:end]).to(device, leaf.dtype))
+        at = end
     return pytree.tree_unflatten(found, tree)
+
+
+def _growth(leaves: list[Any], longer: list[Any]) -> list[tuple[int, ...]]:
+    """Return by how much each axis of each tensor grows with a token."""
+    return [
+        () if leaf is None else tuple(more - size for size, more in zip(leaf.shape, other.shape, strict=True))
+        for leaf, other in zip(leaves, longer, strict=True)
+    ]
 
 
 def digest(path: Path) -> str:
@@ -175,4 +196,4 @@ def _checked(number: int, head: Any) -> tuple[str, list[int]]:
 
 
 def _told(leaf: Tensor | None) -> str:
-    return "nothing" if leaf is None else f"{leaf.dtype} of {leaf.ndim} dimensions"
+    return "nothing" if leaf is None else f"{leaf.dtype} {list(leaf.shape)} (fewer with a shorter prompt)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,12 +68,14 @@ class SplitCall:
         self._client.close()
 
 
-def template_of(policy: Policy) -> Any:
-    """Return the shapes of a policy's context, on no device."""
+def template_of(policy: Policy) -> tuple[Any, Any]:
+    """Return the shapes of a policy's context, on no device: of the longest prompt, and of one with a token more."""
     if policy.engine.model is None:
         raise SinewError(f"split: expected engine eager, plan or cpu, got {policy.engine_name}")
     meta = on_meta(policy.engine.model)
-    return Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
+    shapes = Shapes.of(policy.manifest)
+    longer = replace(shapes, tokens=shapes.tokens + 1)
+    return Inputs.example(meta, shapes).read(meta), Inputs.example(meta, longer).read(meta)
 
 
 class SplitPolicy:
@@ -116,8 +118,13 @@ class SplitPolicy:
             timeout=timeout,
         )
         arrived = time.perf_counter()
-        context = unpack(data, self._template, policy.engine.device)
-        (solution,) = policy.engine.solve(context, prepared.noise[None], prepared.steps)
+        template, longer = self._template
+        context = unpack(data, template, policy.engine.device, longer)
+        try:
+            (solution,) = policy.engine.solve(context, prepared.noise[None], prepared.steps)
+        except (RuntimeError, ValueError, ArithmeticError, IndexError) as error:
+            words = (str(error).splitlines() or [""])[0][:200]
+            raise SinewError(f"split: the head cannot use the server's context ({words})") from error
         actions = policy.processor.finish(solution, prepared.state)
         done = time.perf_counter()
         self.last = Trip(len(data), 1e3 * (arrived - asked), timing.server_ms, 1e3 * (done - arrived))

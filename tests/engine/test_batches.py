@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +12,9 @@ import torch
 
 from sinew.core import Observation, SinewError
 from sinew.engine.contexts import FORMS, unpack
-from sinew.engine.example import Inputs, Shapes
-from sinew.engine.plan.cost import on_meta
 from sinew.policy import Policy, load
 from sinew.processing import batch_key
+from sinew.stream.split import template_of
 
 BOUND = 1e-5  # of the largest action, float32: products over more rows sum in another order (docs/fleet.md)
 BUNDLES = {
@@ -154,15 +152,14 @@ def test_a_head_elsewhere_computes_what_the_policy_does(request: pytest.FixtureR
     action: random weights are no kinder than trained ones."""
     policy = load(bundle_of(request, case), engine="eager", threads=1)
     prepared = policy.prepare(observations(policy, 1)[0])
-    meta = on_meta(policy.engine.model)
-    template: Any = Inputs.example(meta, Shapes.of(policy.manifest)).read(meta)
+    template, longer = template_of(policy)
     wanted = policy.run(prepared).actions
     largest = np.abs(wanted).max()
     if policy.facts.chooses_tokens:
         with pytest.raises(SinewError, match="expected fp32 for .*, whose head chooses tokens, got int8"):
             policy.read_context(prepared, "int8")
     for form in ("fp32",) if policy.facts.chooses_tokens else FORMS:
-        context = unpack(policy.read_context(prepared, form), template, torch.device("cpu"))
+        context = unpack(policy.read_context(prepared, form), template, torch.device("cpu"), longer)
         (solved,) = policy.engine.solve(context, prepared.noise[None], prepared.steps)
         found = policy.processor.finish(solved, prepared.state)
         off = np.abs(found - wanted).max() / largest

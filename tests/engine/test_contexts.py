@@ -65,13 +65,40 @@ def test_what_is_no_context_is_refused():
         (b"", context, "header"),
         (data, other, "expected 4 tensors, as this model's, got 5"),
         (data, context._replace(spare=context.mask), "tensor 3: expected torch.bool"),
-        (data, context._replace(last=context.mask), "expected torch.bool of 2 dimensions, got int8"),
+        (data, context._replace(last=context.mask), r"expected torch.bool \[1, 2\].*, got int8"),
         (pack(context._replace(last=context.last * float("inf")), "fp32"), context, "finite"),
     ):
         with pytest.raises(SinewError, match=words):
             unpack(bytes_, template, CPU)
     with pytest.raises(SinewError, match="expected tensors, got str"):
         pack([context.mask, "text"], "fp32")
+
+
+def test_sizes_are_those_of_the_model_or_of_a_shorter_prompt():
+    """Broadcasting takes many other sizes, and gives other actions without a word."""
+
+    def of(tokens: int) -> Made:
+        keys = [torch.randn(1, 2, tokens, 8), torch.randn(1, 2, 3 + tokens, 8)]
+        return Made(keys, torch.ones(1, tokens, dtype=torch.bool), None, torch.randn(1, 4))
+
+    template, longer = of(6), of(7)
+    for tokens in (6, 5, 1):
+        back = unpack(pack(of(tokens), "fp32"), template, CPU, longer)
+        assert back.keys[1].shape == (1, 2, 3 + tokens, 8)
+    refused = 0
+    right = of(4)
+    for number, leaf in enumerate([*right.keys, right.mask, right.last]):
+        for axis, size in enumerate(leaf.shape):
+            for other in {0, 1, 2, size - 1, size + 1, 2 * size} - {size}:
+                changed = leaf.new_zeros([*leaf.shape[:axis], other, *leaf.shape[axis + 1 :]])
+                leaves = [*right.keys, right.mask, right.last]
+                leaves[number] = changed
+                with pytest.raises(SinewError, match=r"context: tensor \d: expected torch"):
+                    unpack(pack(Made(leaves[:2], leaves[2], None, leaves[3]), "fp32"), template, CPU, longer)
+                refused += 1
+    assert refused > 40
+    with pytest.raises(SinewError, match="context: tensor 0"):  # a longer prompt than the model takes
+        unpack(pack(of(8), "fp32"), template, CPU, longer)
 
 
 @settings(max_examples=80, deadline=None)
