@@ -27,7 +27,7 @@ from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.engine import ON_CPU
 from sinew.engine.plan.plan import Plan
 from sinew.layers.lowbit import dequantize
-from sinew.layers.quantized import QuantizedLinear
+from sinew.layers.stores.codes import codes_of
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.presets.published import PUBLISHED
@@ -47,7 +47,7 @@ def models(layers: int) -> tuple[Model, Model, Shapes]:
     for name, parameter in ternary.named_parameters():
         module, _, part = name.rpartition(".")
         layer = ternary.get_submodule(module)
-        if not (isinstance(layer, QuantizedLinear) and part in ("weight", "scale")):
+        if not (codes_of(layer) and part in ("weight", "scale")):
             near = 1.0 if "norm" in name else 0.0
             state[name] = wide[name] = near + 0.02 * torch.randn(parameter.shape)
         elif part == "weight":

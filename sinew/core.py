@@ -129,6 +129,11 @@ def dtype_word(text: str) -> str:
     return word
 
 
+def upcast_text(kind: str) -> str:
+    """Return the name, for reports, of float32 arithmetic on weights of precision ``kind``."""
+    return f"fp32 ({kind} weights)"
+
+
 # ----------------------------------------------------------------------------- specification
 
 

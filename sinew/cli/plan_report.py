@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sinew.cli import terminal
+from sinew.core import upcast_text
 
 if TYPE_CHECKING:
     from sinew.bundle import Bundle
@@ -30,13 +31,13 @@ def plan_record(bundle: Bundle, dtype: str | None = None) -> dict[str, Any]:
     from sinew.engine.plan.cost import savings
     from sinew.engine.plan.engine import ON_CPU
     from sinew.engine.plan.plan import REWRITES, Plan
-    from sinew.engine.storage import upcast_text
+    from sinew.engine.stores import Storage
     from sinew.processing import Processor
 
     manifest = bundle.manifest
     spec, image = manifest.spec, manifest.processing.image
     chosen, storage, reason = choose_precision(bundle, dtype, "cpu", BACKENDS["plan"])
-    model = load_model(bundle, torch.device("meta"), chosen, upcast=bool(storage))
+    model = load_model(bundle, torch.device("meta"), chosen, Storage(half=bool(storage)))
     prompt = Processor(manifest).prompter.encode(PROMPT, np.zeros(spec.state.dim, np.float32))
     shapes = Shapes(len(spec.cameras), image.height, image.width, len(prompt), spec.solver_steps)
     plan = Plan.of(model)

@@ -17,8 +17,8 @@ from sinew.bundle.quant import FORMATS, SCALE, WEIGHT, Format, quantize
 from sinew.bundle.schema import from_builtins
 from sinew.bundle.writer import FileSlice
 from sinew.core import BundleError, SinewError
+from sinew.layers.linear import width_of
 from sinew.layers.lowbit import dequantize
-from sinew.layers.quantized import width_of
 from sinew.models import build_on_meta, model_class
 
 STORED = {

@@ -9,9 +9,9 @@ from pathlib import Path
 from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
-from sinew.core import SinewError, dtype_word
+from sinew.core import SinewError, dtype_word, upcast_text
 from sinew.engine.backend import BACKENDS, Backend, Options, followers, installed, recipe
-from sinew.engine.storage import half_storage, upcast_text
+from sinew.engine.storage import half_storage
 from sinew.hints import option
 
 ASKED = "asked for"

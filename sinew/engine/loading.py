@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sinew import machine
 from sinew.bundle import Bundle
-from sinew.bundle.quant import SCALE, WEIGHT
 from sinew.bundle.schema import from_builtins
-from sinew.core import DTYPES, BundleError, SinewError, dtype_word
+from sinew.core import BundleError, SinewError, dtype_word
 from sinew.engine.backend import Options
 from sinew.engine.cpu.library import extension
-from sinew.engine.lowbit import KEPT, check_codes, place, widen
-from sinew.layers.quantized import QuantizedLinear, width_of
-from sinew.layers.tables import is_token_table, keep_stored
-from sinew.layers.upcast import HALF, upcast_layer
+from sinew.engine.stores import Placement, Storage
+from sinew.layers.linear import hold
+from sinew.layers.stores.codes import Codes
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import Model
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
 
 def say_widened(bundle: Bundle, model: Model, engine: str) -> None:
     """Warn of low-bit weights that became wide ones; those that the architecture wants so (ternary) did not."""
-    widened = {
-        kind for name, kind in bundle.lowbit.items() if not isinstance(model.get_submodule(name), KEPT)
-    }
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in bundle.lowbit}
+    widened = {kind for name, kind in bundle.lowbit.items() if not layers[name].store.coded}
     if widened:
         kinds = ", ".join(sorted(widened))
         log.warning("engine %s widens weights stored as %s; engine cpu computes on them", engine, kinds)
@@ -84,26 +78,32 @@ def load_model(
     bundle: Bundle,
     device: torch.device,
     dtype: str,
-    lowbit: bool = False,
-    upcast: bool = False,
-    tables: bool = False,
+    storage: Storage = Storage(),  # noqa: B008 - frozen
 ) -> Model:
-    """Return the bundle's architecture with its weights; parameters are views of the memory map where they can be.
-
-    lowbit: compute on low-bit weights as they are stored, which needs float32 around them; else they are widened.
-    upcast: compute in float32 throughout, and leave matrices in half precision where ``dtype`` or the bundle has them
-    so; "fp32" then means the numbers of float32 without its copies.
-    tables: leave token tables as they are stored, in the host's memory; rows become ``dtype`` as they are read, with
-    the same bits. Graphs that are recorded on a device need theirs there.
-    """
+    """Return the bundle's architecture with its weights in precision ``dtype``, but for what stays as ``storage`` says;
+    parameters are views of the memory map where they can be."""
     manifest = bundle.manifest
     cls = model_class(manifest.architecture)
     config: Any = from_builtins(manifest.config, cls.config_type, f"{bundle.path}: sinew.config")
     model = build_on_meta(manifest.architecture, config)
-    shapes, widened = place(model, bundle, keep=lowbit, tables=tables)
-    if problems := misfit(model, shapes):
+    placement = Placement(bundle, model, device, dtype_word(dtype), storage)
+    stores = placement.stores()
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, store in stores.items():
+        hold(modules[name], store)
+    if problems := misfit(model, placement.shapes(stores)):
         raise BundleError(f"{bundle.path}: {problems}")
-    spec, processing = manifest.spec, manifest.processing
+    check_agreement(bundle, model)
+    model.solver = manifest.spec.solver
+    if device.type == "cpu" and any(isinstance(store, Codes) for store in stores.values()):
+        extension()
+    model.load_state_dict(placement.state(stores), strict=True, assign=True)
+    return model
+
+
+def check_agreement(bundle: Bundle, model: Model) -> None:
+    """Raise :class:`BundleError` where the bundle's records ask of the model what its weights cannot do."""
+    spec, processing = bundle.manifest.spec, bundle.manifest.processing
     if (
         model.noise_shape != (spec.noise_shape[0], processing.padded_action_dim)
         or model.state_size != processing.padded_state_dim
@@ -117,43 +117,8 @@ def load_model(
             f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} cameras, which the weights"
             f" fix, got {len(spec.cameras)}{optional}"
         )
-
     if spec.committed_rows and not model.times_per_row:
         raise BundleError(
             f"{bundle.path}: spec.committed_rows: expected 0 for {spec.architecture}, whose head takes one time for all"
             " rows"
         )
-    model.solver = spec.solver
-    word = dtype_word(dtype)
-    narrow = torch.float32 if word == "native" else getattr(torch, DTYPES[word])
-    state = {}
-    tensors = bundle.tensors("meta" if device.type == "meta" else "cpu")
-    for name in shapes:
-        tensor, module = tensors[name], name.removesuffix(WEIGHT).removesuffix(SCALE)
-        layer = None if module == name else model.get_submodule(module)
-        stored, is_weight = bundle.lowbit.get(module), name.endswith(WEIGHT)
-        if stored is not None and is_weight and layer is not None:
-            k = int(width_of(layer) or 0)
-            if device.type != "meta":
-                check_codes(tensor, stored, f"{bundle.path}: {name}")
-            if module in widened:
-                tensor = widen(tensors, module, stored, k)
-        own = tensor.dtype if stored is None else torch.float32
-        keep_wide = name.split(".")[0] in cls.float32_modules and word != "native"
-        as_stored = word == "native" or (upcast and word == "fp32")
-        target = own if as_stored else torch.float32 if keep_wide else narrow
-        if tables and layer is not None and is_token_table(module, layer):
-            rows = torch.float32 if upcast and target in HALF else target
-            if is_weight and (stored is not None or rows != own or device.type == "cuda"):
-                keep_stored(layer, rows, device)
-            state[name] = tensor
-        elif stored is not None and module not in widened:
-            state[name] = tensor.to(device)
-        else:
-            if upcast and target in HALF and not upcast_layer(model, name):
-                target = torch.float32
-            state[name] = tensor.to(device=device, dtype=target)  # no copy when nothing changes
-    if device.type == "cpu" and any(isinstance(module, QuantizedLinear) for module in model.modules()):
-        extension()
-    model.load_state_dict(state, strict=True, assign=True)
-    return model

@@ -6,10 +6,7 @@ from collections import Counter
 
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import DTYPES
-from sinew.engine.storage import upcast_text
-from sinew.layers.quantized import QuantizedLinear
-from sinew.layers.tables import StoredRows
-from sinew.layers.upcast import UpcastLinear
+from sinew.layers.stores.plain import PLAIN
 from sinew.models.base import Model
 
 WORDS = {long: word for word, long in DTYPES.items()}
@@ -21,18 +18,12 @@ def precision_of(model: Model) -> dict[str, str]:
     Tables that keep their stored form do not count: nothing is computed in it.
     """
     counts: dict[str, Counter[str]] = {part: Counter() for part in COMPONENTS}
-    formats = {name: m.name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    upcast = {name for name, module in model.named_modules() if isinstance(module, UpcastLinear)}
-    tables = {name for name, module in model.named_modules() if isinstance(module, StoredRows)}
+    stores = {name: getattr(module, "store", PLAIN) for name, module in model.named_modules()}
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
-        if module in tables:
-            continue
         long = str(parameter.dtype).removeprefix("torch.")
-        word = formats[module] if part == "weight" and module in formats else WORDS.get(long, long)
-        if module in upcast and word != "fp32":
-            word = upcast_text(word)
-        counts[model.component_of(name)][word] += parameter.numel()
+        if word := stores[module].precision(part, WORDS.get(long, long)):
+            counts[model.component_of(name)][word] += parameter.numel()
     for found in counts.values():
         if any(word.startswith("fp32 (") for word in found):
             del found["fp32"]  # norms and biases: the same arithmetic

@@ -48,8 +48,3 @@ def half_storage(bundle: Bundle, dtype: str, device: str, backend: Backend) -> t
             return "", ""
         reason = f"this CPU has no {' or '.join(words)} products"
     return kind, f"{reason}: weights stay {kind} and become fp32 block by block as they are multiplied"
-
-
-def upcast_text(kind: str) -> str:
-    """Return the name, for reports, of float32 arithmetic on weights of precision ``kind``."""
-    return f"fp32 ({kind} weights)"

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sinew.layers.linear import Embedding
-from sinew.layers.quantized import QuantizedEmbedding
 from sinew.models.base import Context
 
 
@@ -43,8 +42,7 @@ def recorded_rows(model: nn.Module, found: dict[str, np.ndarray]) -> Iterator[No
 
         return hook
 
-    kinds = Embedding, QuantizedEmbedding
-    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, Embedding)]
     handles = [module.register_forward_pre_hook(note(name)) for name, module in tables]
     try:
         yield

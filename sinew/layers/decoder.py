@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from sinew.layers.attention import attend
 from sinew.layers.joints import Joint
-from sinew.layers.linear import Embedding
+from sinew.layers.linear import Embedding, linear_layer
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, Modulation, RMSNorm
-from sinew.layers.quantized import linear_layer
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 

@@ -1,17 +1,20 @@
-"""A linear layer that computes in the precision of its weight.
+"""A linear layer and a table of rows, whose weight lies as their store says (``store.py``).
 
 Published checkpoints mix precisions (bfloat16 language model, float32 projections), so a layer's input
-may arrive in another dtype. Casting here, and only here, keeps models free of dtype bookkeeping.
-``quantized.py`` has the layers whose weights are stored in fewer bits.
+may arrive in another dtype. Casting in a store, and only there, keeps models free of dtype bookkeeping.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from sinew.layers.store import Store
+from sinew.layers.stores.codes import codes
+from sinew.layers.stores.plain import PLAIN
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -24,43 +27,64 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return round(value / step) * step
 
 
-def linear_in_weight(layer: nn.Module) -> bool:
-    """Return True if ``layer`` computes ``x W^T + b`` of its stored weight, so that rewrites may scale or join it.
+def not_linear(layer: nn.Module) -> str | None:
+    """Return why ``layer`` does not compute ``x W^T + b`` of its ``weight`` as it is stored, so that rewrites may not
+    scale or join it; None if it does.
 
     A class says so itself (``linear_in_weight = True`` in its own body). A subclass does not inherit it: one that
     quantises its weight on the fly (ternary layers) gives another result for a scaled or joined weight.
     """
-    return vars(type(layer)).get("linear_in_weight", False)
+    if not vars(type(layer)).get("linear_in_weight", False):
+        return f"{type(layer).__name__} is not linear in its weight"
+    store = getattr(layer, "store", PLAIN)
+    return None if store.joins else f"{store.kind} is not linear in its codes"
 
 
 class Linear(nn.Linear):
-    linear_in_weight = True
+    linear_in_weight = True  # as far as its store's is
+    scale: Tensor | None
+    store: Store
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
+        super().__init__(in_features, out_features, bias, **options)
+        self.register_parameter("scale", None)
+        self.store = PLAIN
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the result."""
-        return self.weight.dtype
+        return self.store.dtype(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(self.weight.dtype)  # some files keep biases wide
-        return F.linear(x.to(self.weight.dtype), self.weight, bias)
+        return self.store.product(self, x, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.store.kind}"
 
 
 class Embedding(nn.Embedding):
     """A table of rows. The indices are integers of the caller's making: never computed in low precision."""
 
+    scale: Tensor | None
+    store: Store
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, **options: Any):
+        super().__init__(num_embeddings, embedding_dim, **options)
+        self.register_parameter("scale", None)
+        self.store = PLAIN
+
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the rows."""
-        return self.weight.dtype
+        return self.store.dtype(self)
 
     def rows(self, ids: tuple[int, ...]) -> Tensor:
         """Return rows [len(ids), C] of constant indices: no tensor of ids, which would be a copy from the host."""
-        return torch.stack([self.weight[i] for i in ids])
+        return self.store.take(self, ids)
 
     def logits(self, h: Tensor) -> Tensor:  # [..., C] -> [..., rows]
         """Return h W^T: a language head that is tied to its table."""
-        return F.linear(h.to(self.weight.dtype), self.weight)
+        return self.store.product(self, h)
 
     def reset_parameters(self) -> None:
         # On meta tensors the normal distribution goes through torch._refs, which imports all of torch._dynamo
@@ -71,4 +95,34 @@ class Embedding(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"row indices must be int64 or int32, got {ids.dtype}")
-        return super().forward(ids)
+        return self.store.take(self, ids)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.store.kind}"
+
+
+def width_of(layer: nn.Module) -> int | None:
+    """Return the length of a row of the layer's weight; None for a kind that has no store. A subclass may compute with
+    its weight whatever it likes, so that is as it was made."""
+    if type(layer) is Linear:
+        return layer.in_features
+    return layer.embedding_dim if type(layer) is Embedding else None
+
+
+def hold(layer: Linear | Embedding, store: Store) -> None:
+    """Let the weight of ``layer`` lie as ``store`` says. Tensors of another form have no values until they are
+    assigned."""
+    layer.store = store
+    for name, tensor in store.form(len(layer.weight), layer.weight.device).items():
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def linear_layer(ternary: bool) -> Any:
+    """Return what makes a linear layer of (in, out, bias): BitNet's, with one scale, or one with plain weights."""
+    return _ternary if ternary else Linear
+
+
+def _ternary(in_features: int, out_features: int, bias: bool = True) -> Linear:
+    layer = Linear(in_features, out_features, bias)
+    hold(layer, codes("ternary", in_features, scales=1))
+    return layer

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.joints import Joint
-from sinew.layers.linear import Embedding
+from sinew.layers.linear import Embedding, linear_layer
 from sinew.layers.norm import LayerNorm
-from sinew.layers.quantized import linear_layer
 from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 

@@ -2,7 +2,7 @@
 
 Weights are counted by name; activations come from the traced lifetimes of every block of memory, as reference counting
 frees them in the eager engine. An engine that fuses more needs less. Of a token table only the rows of a prompt have to
-be in memory, since it stays in the file's map (``sinew/layers/tables.py``); engine cuda holds all of it.
+be in memory, since it stays in the file's map (``sinew/layers/stores/rows.py``); engine cuda holds all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from sinew.bundle.quant import WEIGHT
 from sinew.core import PROMPT_TABLE, SinewError
 from sinew.engine.example import Shapes
-from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from sinew.layers.linear import Embedding, Linear
 from sinew.perf.precision import SMALL_BITS, bits, dtype_name
 from sinew.perf.program import Engine, Program
 from sinew.perf.request import AS_THE_POLICY, LIMITS, Request
@@ -271,16 +271,14 @@ def weights(program: Program, whole_tables: bool = False, embodiments: int = 1) 
             f"embodiments: expected 1, as {program.name} has no weights per robot, got {embodiments}"
         )
     model, readers = program.executed, program.trace.readers()
-    tables = nn.Embedding | QuantizedEmbedding
     modules = dict(model.named_modules())
     counts: dict[tuple[str, str], list[int]] = {}
     for name, parameter in model.named_parameters():
         module, _, part = name.rpartition(".")
         component, layer = name.split(".")[0], modules[module]
-        component += " embeddings" if isinstance(layer, tables) else ""
-        if part == "weight" and isinstance(layer, QuantizedLinear | QuantizedEmbedding):
-            width = layer.in_features if isinstance(layer, QuantizedLinear) else layer.embedding_dim
-            dtype, count, nbytes = layer.name, len(parameter) * width, parameter.nbytes
+        component += " embeddings" if isinstance(layer, nn.Embedding) else ""
+        if part == "weight" and isinstance(layer, Linear | Embedding) and layer.store.coded:
+            dtype, count, nbytes = layer.store.kind, math.prod(layer.store.size(layer)), parameter.nbytes
         else:
             dtype = _format(program, name, dtype_name(parameter.dtype), readers)
             count = parameter.numel()

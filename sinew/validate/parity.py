@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sinew.core import Observation
+from sinew.core import Observation, upcast_text
 from sinew.engine.engine import Trace
-from sinew.engine.storage import upcast_text
 from sinew.policy import Policy
 
 STAGES = ("vision", "prefix", "head", "actions")

@@ -18,10 +18,11 @@ from sinew.engine.choose import choose
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.loading import load_model
 from sinew.engine.plan.cost import on_meta
-from sinew.layers import upcast
-from sinew.layers.linear import Embedding, Linear
-from sinew.layers.tables import StoredRows
-from sinew.layers.upcast import UpcastLinear, product
+from sinew.layers.linear import Linear
+from sinew.layers.stores import half
+from sinew.layers.stores.half import HALF, product
+from sinew.layers.stores.plain import PLAIN
+from sinew.layers.stores.rows import Rows
 from tests.engines import trace_one
 from tests.golden import Golden, assert_parity, relative_l2
 
@@ -38,18 +39,18 @@ def all_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "half_units", lambda dtype: "a test")
 
 
-@pytest.mark.parametrize("dtype", upcast.HALF)
+@pytest.mark.parametrize("dtype", half.DTYPES)
 @pytest.mark.parametrize(("rows", "count", "width"), [(1, 7, 5), (3, 64, 40), (50, 33, 24)])
 def test_products_of_blocks_are_those_of_the_whole(monkeypatch, dtype, rows, count, width) -> None:
     """A block of a few rows, the last one shorter; the layer's bias and the gradient of its input."""
-    monkeypatch.setattr(upcast, "BLOCK", 4 * width)
-    monkeypatch.setattr(upcast, "ROWS", 2)
+    monkeypatch.setattr(half, "BLOCK", 4 * width)
+    monkeypatch.setattr(half, "ROWS", 2)
     torch.manual_seed(0)
     x, weight = torch.randn(2, rows, width), torch.randn(count, width).to(dtype)
     layer = Linear(width, count)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.bias.requires_grad_(False)
-    layer.__class__ = UpcastLinear
+    layer.store = HALF
     wanted = F.linear(x, weight.float(), layer.bias)
     torch.testing.assert_close(layer(x), wanted, rtol=1e-6, atol=1e-5)
     assert layer(x).dtype == layer.dtype == torch.float32
@@ -65,11 +66,11 @@ def test_products_of_blocks_are_those_of_the_whole(monkeypatch, dtype, rows, cou
 
 
 def test_copies_are_bounded_by_a_block(monkeypatch) -> None:
-    monkeypatch.setattr(upcast, "BLOCK", 64)
-    monkeypatch.setattr(upcast, "ROWS", 1)
-    monkeypatch.setattr(upcast, "_scratch", upcast.threading.local())
+    monkeypatch.setattr(half, "BLOCK", 64)
+    monkeypatch.setattr(half, "ROWS", 1)
+    monkeypatch.setattr(half, "_scratch", half.threading.local())
     product(torch.ones(2, 16), torch.ones(40, 16, dtype=torch.bfloat16))
-    assert upcast._scratch.tensor.numel() == 64
+    assert half._scratch.tensor.numel() == 64
 
 
 @pytest.mark.parametrize("engine", ["eager", "plan"])
@@ -106,9 +107,9 @@ def test_token_tables_stay_in_the_file(golden, smolvla_bundle, all_units, tmp_pa
     whole = EagerEngine(load_model(bundle, cpu, dtype), cpu)
     table, wide = (each.model.language.embed_tokens for each in (policy.engine, whole))
     assert table.weight.data_ptr() == policy.bundle.tensor("language.embed_tokens.weight").data_ptr()
-    assert type(wide) is Embedding
+    assert wide.store == PLAIN
     assert table.dtype == wide.dtype == wide.weight.dtype
-    assert isinstance(table, StoredRows) == bool(recipe or dtype in ("fp32", "fp16"))
+    assert isinstance(table.store, Rows) == bool(recipe or dtype in ("fp32", "fp16"))
     observation = replace(policy.dummy_observation(), **Golden(golden / "smolvla-bf16-vlm").observation())
     inputs, noise = policy.processor.inputs(observation), np.zeros(whole.model.noise_shape, np.float32)
     found, wanted = (trace_one(engine, inputs, noise, 2) for engine in (policy.engine, whole))
@@ -128,7 +129,7 @@ def test_plan_keeps_what_it_joins_in_half_precision(golden, pi_bundle, no_units,
     got, wanted = (torch.from_numpy(each.infer(observation).actions) for each in (planned, eager))
     assert relative_l2(got, wanted) <= 1e-5
     packed = planned.engine.model.language.layers[0].attn.qkv_proj
-    assert type(packed) is UpcastLinear
+    assert packed.store == HALF
     assert packed.weight.dtype == torch.bfloat16
 
 
@@ -137,7 +138,7 @@ def test_a_cpu_with_half_products_computes_in_them(smolvla_bundle, all_units) ->
         smolvla_bundle("smolvla-bf16-vlm"), "cpu", "native", engine="eager", allow_missing_cameras=True
     )
     assert policy.precision["language"] == "bf16"
-    assert not any(isinstance(module, UpcastLinear) for module in policy.engine.model.modules())
+    assert not any(getattr(module, "store", PLAIN) == HALF for module in policy.engine.model.modules())
 
 
 def test_copies_that_do_not_fit_are_not_made(golden, smolvla_bundle, all_units, monkeypatch) -> None:

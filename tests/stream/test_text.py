@@ -26,7 +26,8 @@ from sinew.core import ConvertError, ObservationError
 from sinew.engine.example import Inputs
 from sinew.layers.linear import Embedding
 from sinew.layers.norm import GemmaRMSNorm
-from sinew.layers.tables import keep_stored
+from sinew.layers.stores.plain import PLAIN
+from sinew.layers.stores.rows import Rows
 from sinew.policy import Policy, load
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.session import Sample
@@ -213,7 +214,7 @@ def test_a_table_that_stays_as_stored_gives_the_same_logits() -> None:
     h = torch.randn(2, 8)
     expected = table.weight.bfloat16().float() @ h.T
     table.bfloat16()
-    keep_stored(table, torch.float32, torch.device("cpu"))
+    table.store = Rows(PLAIN, torch.float32, torch.device("cpu"))
     np.testing.assert_allclose(table.logits(h), expected.T, rtol=1e-5, atol=1e-6)
 
 

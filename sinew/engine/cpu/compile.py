@@ -12,7 +12,7 @@ from sinew.engine.cpu.between import attend, gelu_, silu_times_
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import Outcome, Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
-from sinew.layers.quantized import QuantizedLinear, apart, together
+from sinew.layers.stores.codes import Ternary, apart, codes_of, together
 from sinew.layers.vit import ViTAttention, ViTMLP
 
 
@@ -74,7 +74,8 @@ def _rounded(attention: nn.Module) -> bool:
     """Return True where queries, keys and values are sums of products of rounded numbers: 16 bits are finer than those.
     BitNet's own arithmetic (ternary) keeps attention in floats."""
     layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
-    return all(isinstance(layer, QuantizedLinear) and layer.name != "ternary" for layer in layers)
+    stores = [codes_of(layer) for layer in layers]
+    return all(store is not None and not isinstance(store, Ternary) for store in stores)
 
 
 def _always(_: Any) -> str | None:

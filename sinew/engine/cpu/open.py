@@ -9,9 +9,9 @@ from sinew.engine.backend import Options
 from sinew.engine.cpu.compile import compile_between
 from sinew.engine.cpu.library import extension
 from sinew.engine.loading import load_model, open_device
-from sinew.engine.lowbit import stored_recipe
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
 from sinew.engine.plan.plan import Plan
+from sinew.engine.stores import Storage, stored_recipe
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
     """Return the engine of the rewritten model over low-bit weights as they are stored."""
     where = open_device(options)
     kernels = extension()
-    model = load_model(bundle, where, options.dtype, lowbit=True, upcast=bool(options.storage), tables=True)
+    storage = Storage(lowbit=True, half=bool(options.storage), tables=True)
+    model = load_model(bundle, where, options.dtype, storage)
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
     recipe = stored_recipe(bundle, model)
     engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where, recipe)

@@ -28,7 +28,7 @@ from sinew.engine.onnx.reshapes import constant_targets
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.rewrite import twin
 from sinew.engine.plan.stages import Vision, stages
-from sinew.layers.quantized import QuantizedLinear
+from sinew.layers.stores.codes import codes_of
 
 log = logging.getLogger(__name__)
 OPSET = 20  # the first with GELU as one operator
@@ -59,7 +59,7 @@ def export_graphs(
         import onnxscript  # noqa: F401
     except ImportError:
         raise MissingPackageError("the export", "onnxscript") from None
-    if kept := [name for name, module in plan.model.named_modules() if isinstance(module, QuantizedLinear)]:
+    if kept := [name for name, module in plan.model.named_modules() if codes_of(module)]:
         raise SinewError(
             f"engine onnx: expected plain weights, got ternary ones in {kept[0]} and {len(kept) - 1} more layers, for"
             " which there is no ONNX operator; engines eager, plan, cpu and cuda compute them"

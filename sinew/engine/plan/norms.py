@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sinew.engine.plan.rewrite import Rewrite, Status, loaded_class, verdict
 from sinew.layers.joints import Joint
-from sinew.layers.linear import Linear, linear_in_weight
+from sinew.layers.linear import Linear, not_linear
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm, rms_normalize
 from sinew.models.base import Model
 
@@ -54,8 +54,8 @@ def linears(joint: Joint) -> list[Linear] | str:
         else:
             return f"{loaded_class(reader).__name__} does not say what reads its input"
     for layer in found:
-        if not linear_in_weight(layer):
-            return f"{type(layer).__name__} is not linear in its weight"
+        if why := not_linear(layer):
+            return why
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import Rewrite, Status, become, foreign, joined, linear, verdict
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
-from sinew.layers.linear import Linear, linear_in_weight
+from sinew.layers.linear import Linear, not_linear
 from sinew.layers.rope import Rotation
 from sinew.layers.vit import ViTAttention
 
@@ -66,18 +66,18 @@ class PackedMLP(GatedMLP):
 def pack(layers: Sequence[nn.Module]) -> Linear | str:
     """Return one layer for several with the same input, or why there cannot be one."""
     for layer in layers:
-        if not linear_in_weight(layer):
-            return f"{type(layer).__name__} is not linear in its weight"
+        if why := not_linear(layer):
+            return why
     plain: Sequence[Any] = layers
     if len({(layer.weight.dtype, layer.dtype) for layer in plain}) > 1:
         return MIXED
     weight = joined([layer.weight for layer in plain])
     biases = [layer.bias for layer in plain]
     if all(bias is None for bias in biases):
-        return linear(weight, kind=type(plain[0]))
+        return linear(weight, store=plain[0].store)
     # A fold can have given a bias to some of them only.
     wide = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in plain]
-    return linear(weight, torch.cat(wide), type(plain[0]))
+    return linear(weight, torch.cat(wide), plain[0].store)
 
 
 def _pack_attention(module: Any, only_kv: bool) -> str | None:

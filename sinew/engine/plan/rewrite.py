@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from sinew.layers.linear import Linear
+from sinew.layers.store import Store
+from sinew.layers.stores.plain import PLAIN
 from sinew.models.base import Model
 
 Status = Literal["applied", "built in", "not applicable", "off"]
@@ -94,10 +96,11 @@ def become(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = type(f"{kind.__name__}{cls.__name__}", bases, {}) if len(bases) > 1 else kind
 
 
-def linear(weight: Tensor, bias: Tensor | None = None, kind: type[Linear] = Linear) -> Linear:
-    """Return a linear layer of class ``kind`` over finished tensors; nothing is allocated."""
+def linear(weight: Tensor, bias: Tensor | None = None, store: Store = PLAIN) -> Linear:
+    """Return a linear layer over finished tensors of floats; nothing is allocated."""
     out_size, in_size = weight.shape
-    made = kind(in_size, out_size, bias=bias is not None, device="meta")
+    made = Linear(in_size, out_size, bias=bias is not None, device="meta")
+    made.store = store
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         made.bias = nn.Parameter(bias, requires_grad=False)

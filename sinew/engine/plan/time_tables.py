@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sinew.engine.plan.rewrite import Rewrite, Status, become, linear
-from sinew.layers.linear import Linear, linear_in_weight
+from sinew.layers.linear import Linear, not_linear
 from sinew.models.expert import ExpertModel, per_row
 
 
@@ -53,9 +53,8 @@ def _tabulate(model: Any) -> tuple[Status, str, tuple[str, ...]]:
     if embed is not ExpertModel.embed_actions:
         return "applied", "what the model takes from the time depends on the step alone", ("moment",)
     for layer in (model.action_in_proj, model.action_time_mlp_in):
-        if not linear_in_weight(layer):
-            reason = f"the embedded time alone; {type(layer).__name__} is not linear in its weight"
-            return "applied", reason, ("moment",)
+        if why := not_linear(layer):
+            return "applied", f"the embedded time alone; {why}", ("moment",)
     split_action_time(model)
     reason = "the embedded time and its half of the mixing layer depend on the step alone"
     return "applied", reason, ("action_in_proj", "action_time_mlp_in")

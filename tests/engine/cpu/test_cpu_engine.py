@@ -19,7 +19,8 @@ from sinew.convert.lowbit import lowbit_sources, plan_formats, weight_errors
 from sinew.core import BundleError, SinewError
 from sinew.engine.cpu.library import extension
 from sinew.layers import lowbit
-from sinew.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from sinew.layers.stores.codes import codes_of
+from sinew.layers.stores.rows import Rows
 from sinew.perf.memory import fits
 from sinew.policy import load
 from tests.engines import run_one
@@ -69,9 +70,9 @@ def test_it_computes_on_what_is_stored(case, recipe, tmp_path) -> None:
     rounded = chunk(wide, g)
     assert 1e-7 < distance(chunk(cpu, g), rounded) < 0.25
     assert distance(rounded, chunk(load(path, engine="eager"), g)) > 1e-6
-    kinds = {type(module) for module in cpu.engine.model.modules()}
-    assert {QuantizedLinear, QuantizedEmbedding} <= kinds
-    assert QuantizedLinear not in {type(module) for module in wide.engine.model.modules()}
+    assert any(map(codes_of, cpu.engine.model.modules()))
+    assert cpu.engine.model.language.embed_tokens.store.coded
+    assert not any(map(codes_of, wide.engine.model.modules()))
     kept = {name: kind for name, kind in RECIPES[recipe].items() if kind != "fp32"}
     assert set(cpu.recipe) == set(kept)
     for component, formats in cpu.recipe.items():
@@ -93,7 +94,7 @@ def test_views_inside_a_prompt_of_stored_rows(
     wide, cpu = load(small, engine="eager"), load(small, engine="cpu")
     inputs = wide.processor.inputs(wide.dummy_observation())
     model = cpu.engine.model
-    assert isinstance(model.language.embed_tokens, QuantizedEmbedding)
+    assert model.language.embed_tokens.store.coded
     given = [torch.from_numpy(getattr(inputs, key))[None] for key in ("camera_mask", "tokens", "token_mask")]
     rows = []
     with torch.inference_mode():
@@ -132,7 +133,8 @@ def test_eager_reads_widened_weights(case, tmp_path) -> None:
     state = model.state_dict()
     table = model.language.embed_tokens
     assert {module.removesuffix(SCALE) for module in set(state) - set(Bundle(path).infos)} <= {TABLE}
-    assert type(table) is QuantizedEmbedding
+    assert isinstance(table.store, Rows)
+    assert table.store.coded
     for module, name in small.lowbit.items():
         scale = small.tensor(module + SCALE) if module + SCALE in small.infos else None
         width = Bundle(path).infos[module + WEIGHT].shape[1]

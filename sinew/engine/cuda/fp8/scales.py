@@ -26,7 +26,7 @@ from sinew.core import SinewError
 from sinew.engine.cuda.fp8.linear import Fp8Linear, unfit
 from sinew.engine.cuda.kernels.fp8_quantize import LARGEST, SMALLEST
 from sinew.engine.cuda.tune import tuning
-from sinew.layers.linear import linear_in_weight
+from sinew.layers.linear import not_linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.models.base import Model
 
@@ -69,7 +69,7 @@ def linears(model: Model, components: Iterable[str]) -> dict[str, nn.Linear]:
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and linear_in_weight(module)
+        and not not_linear(module)
         and model.component_of(name) in chosen
         and name.split(".")[0] not in model.float32_modules
         and (model.component_of(name) != "head" or "." in name)

@@ -40,7 +40,7 @@ from sinew.engine.plan.prefix_end import KeyValueLayer
 from sinew.engine.plan.rewrite import Outcome, become, exactly, foreign, left_out, spans, twin
 from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
-from sinew.layers.linear import Linear, linear_in_weight
+from sinew.layers.linear import Linear, not_linear
 from sinew.layers.norm import AdaRMSNorm
 from sinew.layers.vit import LayerScale, VisionTransformer, ViTAttention, ViTLayer, ViTMLP
 from sinew.models.expert import ExpertModel
@@ -93,8 +93,7 @@ def _layer(layer: Any) -> str | None:
 
 def _weights(*layers: nn.Module) -> str | None:
     """Kernels multiply by the weight as it is stored."""
-    whys = (f"{type(m).__name__} is not linear in its weight" for m in layers if not linear_in_weight(m))
-    return next(whys, None)
+    return next(filter(None, map(not_linear, layers)), None)
 
 
 def _last(layer: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay in half precision while the arithmetic is float32.
+"""Weights that stay in half precision while the arithmetic is float32.
 
 For CPUs without half-precision products, where float32 is several times faster, and for policies whose float32 weights
 do not fit the memory. A block of rows becomes float32, which rounds nothing, just before it is multiplied: no more
@@ -8,42 +8,53 @@ than one block of copies exists, and the weights stay in the file's memory map.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from sinew.layers.linear import Linear
+from sinew.core import upcast_text
+from sinew.layers.store import Held
+from sinew.layers.stores.plain import Plain
 
-HALF = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 BLOCK = 1 << 20  # weights, 4 MiB in float32: they stay in the last cache between the copy and the product
 ROWS = 256  # of a block at least, because each product packs all of x
 _scratch = threading.local()
 
 
-class UpcastLinear(Linear):
-    """``x W^T + b`` in float32 of a weight in half precision."""
+@dataclass(frozen=True)
+class Half(Plain):
+    """Products in float32 of a weight in half precision."""
 
-    linear_in_weight = True
+    kind = "half"
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the result."""
+    def dtype(self, held: Held) -> torch.dtype:
         return torch.float32
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> float32 [..., N]
-        bias = None if self.bias is None else self.bias.float()
+    def product(self, held: Held, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        bias = None if bias is None else bias.float()
         if x.device.type != "cpu":  # shapes alone, on the meta device
-            return F.linear(x.float(), self.weight.float(), bias)
+            return F.linear(x.float(), held.weight.float(), bias)
         rows = x.float().reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and rows.requires_grad:
-            out = _Product.apply(rows, self.weight)
+            out = _Product.apply(rows, held.weight)
         else:
-            out = product(rows, self.weight)
+            out = product(rows, held.weight)
         if bias is not None:
             out = out + bias if out.requires_grad else out.add_(bias)
         return out.view(*x.shape[:-1], -1)
+
+    def take(self, held: Held, ids: Tensor | tuple[int, ...]) -> Tensor:
+        return super().take(held, ids).float()
+
+    def precision(self, part: str, word: str) -> str:
+        return word if word == "fp32" else upcast_text(word)
+
+
+HALF = Half()
 
 
 class _Product(torch.autograd.Function):
@@ -80,15 +91,3 @@ def _buffer(size: int) -> Tensor:
         with torch.inference_mode(False):  # or only inference mode could write to it later
             found = _scratch.tensor = torch.empty(size)
     return found
-
-
-def upcast_layer(model: nn.Module, name: str) -> bool:
-    """Let the layer whose weight is the parameter ``name`` compute in float32 of a weight in half precision.
-
-    Returns whether it can.
-    """
-    module, _, part = name.rpartition(".")
-    layer = model.get_submodule(module) if part == "weight" else None
-    if type(layer) is Linear:
-        layer.__class__ = UpcastLinear
-    return isinstance(layer, UpcastLinear)
