@@ -11,6 +11,7 @@ from sinew import __version__
 from sinew.policy import Policy
 from sinew.processing.limits import unit_sizes
 from sinew.serve import arithmetic
+from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.lane import Lane
 from sinew.serve.policies import Standing
 from sinew.serve.replay import Replay
@@ -107,6 +108,7 @@ def stand(
         policy.padded_state_dim,
         policy.padded_action_dim,
         None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
+        Wiring.of(policy.manifest) if isinstance(policy, Policy) else None,
     )
 
 
