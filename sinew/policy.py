@@ -19,6 +19,7 @@ from sinew.bundle import Bundle
 from sinew.bundle.files import watch
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rename import rename_cameras
+from sinew.bundle.seen import renamed
 from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationError, SinewError
 from sinew.engine.backend import BACKENDS
 from sinew.engine.choose import ASKED, choose
@@ -88,7 +89,8 @@ class Policy:
     ):
         self.bundle = bundle
         self.spec = rename_cameras(bundle.manifest.spec, rename or {})
-        self.manifest = replace(bundle.manifest, spec=self.spec)
+        own = bundle.manifest
+        self.manifest = replace(own, spec=self.spec, seen=renamed(own.seen, own.spec, self.spec))
         self.choice = choose(
             bundle,
             engine,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sinew.bundle.image_recipe import MAX_SIZE, image_rules
+from sinew.bundle.seen import seen_problems
 from sinew.core import MotionSpec
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def problems(manifest: Manifest) -> Iterator[str]:
     yield from (problem for problem, fine in rules.items() if not fine)
     for where, recipe, _ in normalizations(manifest.processing):
         yield from (f"{where}: {problem}" for problem in statistics_problems(recipe))
+    if manifest.seen is not None:
+        yield from seen_problems(manifest.seen, manifest.spec)
     found = manifest.quantization
     if found is not None:
         numbers = (found.error, found.error_max, *found.scales.values())

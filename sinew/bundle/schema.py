@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rules import problems
+from sinew.bundle.seen import Seen
 from sinew.bundle.upgrade import READS, upgraded
 from sinew.core import BundleError, PolicySpec
 
@@ -29,7 +30,8 @@ KEY_ARCHITECTURE = "general.architecture"
 KEY_NAME = "general.name"
 KEY_ALIGNMENT = "general.alignment"
 KEY_VERSION = "sinew.format_version"
-KEY_QUANTIZATION = "sinew.quantization"  # the only part that may be absent
+KEY_QUANTIZATION = "sinew.quantization"  # may be absent, and so may
+KEY_SEEN = "sinew.seen"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
 
 T = TypeVar("T")
@@ -246,6 +248,7 @@ class Manifest:
     tokenizer: str  # the whole tokenizer.json
     precision: dict[str, str] = field(default_factory=dict)  # component -> storage type, e.g. "BF16"
     quantization: Quantization | None = None
+    seen: Seen | None = None  # None where nobody gathered it
 
     def to_metadata(self) -> dict[str, str | int]:
         """GGUF key-value pairs (``general.architecture`` and alignment belong to the writer)."""
@@ -256,6 +259,8 @@ class Manifest:
         }
         if self.quantization is not None:
             record[KEY_QUANTIZATION] = to_json(self.quantization)
+        if self.seen is not None:
+            record[KEY_SEEN] = to_json(self.seen)
         return {**record, KEY_TOKENIZER: self.tokenizer}
 
     @classmethod
@@ -273,7 +278,7 @@ class Manifest:
                 f"bundle format {version} is not supported (this version reads {READS[0]} to {READS[-1]})"
             )
         known = {f"sinew.{part}" for part in _PARTS} | {KEY_VERSION, KEY_QUANTIZATION, KEY_TOKENIZER}
-        known |= {KEY_HEADER, KEY_TENSORS}
+        known |= {KEY_SEEN, KEY_HEADER, KEY_TENSORS}
         if unknown := [key for key in metadata if key not in known and not key.startswith("general.")]:
             raise BundleError(f"unknown key {unknown[0]!r} (damaged, or written by a newer version?)")
         decoded = {
@@ -281,9 +286,9 @@ class Manifest:
             for part, kind in _PARTS.items()
         }
         decoded["config"] = upgraded(decoded["config"], version)
-        if KEY_QUANTIZATION in metadata:
-            text = _text(metadata, KEY_QUANTIZATION)
-            decoded["quantization"] = from_json(text, Quantization, KEY_QUANTIZATION)
+        for key, kind in ((KEY_QUANTIZATION, Quantization), (KEY_SEEN, Seen)):
+            if key in metadata:
+                decoded[key.removeprefix("sinew.")] = from_json(_text(metadata, key), kind, key)
         manifest = cls(
             architecture=_text(metadata, KEY_ARCHITECTURE),
             name=_text(metadata, KEY_NAME),

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
@@ -25,6 +25,9 @@ from sinew.bundle.files import open_regular
 from sinew.bundle.hashes import BLANK, KEY_HEADER, KEY_TENSORS, header_hash
 from sinew.bundle.schema import ALIGNMENT, Manifest
 from sinew.core import BundleError
+
+if TYPE_CHECKING:
+    from sinew.bundle.reader import Bundle
 
 MAX_TENSOR_NAME = 63  # ggml keeps names in 64 bytes with a terminator
 COPY_BLOCK = 1 << 20  # stays in the cache between the read and the write
@@ -123,6 +126,18 @@ def write_bundle(
         with open(partial, "r+b") as out:
             out.write(header)
         os.replace(partial, path)
+
+
+def rewrite(bundle: Bundle, manifest: Manifest, out: Path) -> None:
+    """Write the tensors of ``bundle``, byte for byte and in their order, under the header of ``manifest``."""
+    tensors = [
+        TensorSource(
+            info.name, info.shape, info.type, info.nbytes, FileSlice(bundle.path, info.offset, info.nbytes)
+        )
+        for info in sorted(bundle.infos.values(), key=lambda info: info.offset)
+    ]
+    manifest.check()
+    write_bundle(out, lambda: manifest, tensors)
 
 
 def _place_of_hash(header: bytes | bytearray) -> int:

@@ -67,6 +67,7 @@ def convert(
         force: overwrite an existing file.
     """
     from sinew.bundle.rename import parse_renames, rename_cameras
+    from sinew.bundle.seen import renamed
     from sinew.convert import Options, read
     from sinew.convert.options import parse_motion, parse_settings
     from sinew.core import ConvertError
@@ -97,7 +98,8 @@ def convert(
     if renames:
         said = (f"camera {new} is the checkpoint's {old}" for new, old in renames.items())
         spec = rename_cameras(conversion.spec, renames)
-        conversion = replace(conversion, spec=spec, notes=(*conversion.notes, *said))
+        seen = renamed(conversion.seen, conversion.spec, spec)
+        conversion = replace(conversion, spec=spec, seen=seen, notes=(*conversion.notes, *said))
     columns = ("converting", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with terminal.bars(*columns) as bars:
         task = bars.add_task("", total=conversion.nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 from rich.markup import escape
 from rich.table import Table
 
@@ -30,6 +30,12 @@ def doctor(
     /,
     *,
     verify: Annotated[bool, Parameter(negative="")] = False,
+    observe: str | None = None,
+    robot_options: str | None = None,
+    cameras: Annotated[list[str] | None, Parameter(negative="")] = None,
+    seconds: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=600))] = 3.0,
+    learn: Path | None = None,
+    out: Path | None = None,
     runs: Runs = RUNS,
 ) -> int:
     """Check the installation and this machine.
@@ -37,7 +43,32 @@ def doctor(
     Args:
         bundle: also load this bundle, folder of `sinew export`, checkpoint or name of the hub, and run it once.
         verify: read all of the bundle and compare every tensor with the hash that was written with it.
+        observe: look at this robot (as of `sinew run --robot`), which is not commanded, or at a folder of `sinew serve
+            --record`, and say what is wired otherwise than in the training data; nothing else is checked then.
+        robot_options: of --observe, as of `sinew run`.
+        cameras: of --observe, POLICY=ROBOT, as of `sinew run`; repeatable.
+        seconds: of --observe.
+        learn: a folder of `sinew serve --record`, of the right robot: write the bundle once more to --out with what its
+            cameras and joints look like, which --observe compares with.
+        out: of --learn.
     """
+    if observe is not None or learn is not None:
+        from sinew.cli import doctor_observe as wiring
+
+        if bundle is None:
+            raise SinewError(
+                "--observe, --learn: expected a policy, as in `sinew doctor POLICY --observe ROBOT`"
+            )
+        if verify or runs != RUNS or (observe is not None and learn is not None):
+            raise SinewError(
+                "--observe, --learn: expected one of them, without --verify and flags of engines"
+            )
+        if observe is not None:
+            return wiring.observe(bundle, observe, robot_options, cameras, seconds)
+        if out is None:
+            raise SinewError("--learn: expected --out, the bundle to write")
+        assert learn is not None
+        return wiring.learn(bundle, learn, out)
     from sinew import checks
     from sinew.sources import resolve
 

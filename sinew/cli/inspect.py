@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.bundle.gguf_file import TensorInfo
     from sinew.bundle.schema import Quantization
+    from sinew.bundle.seen import Seen
 
 
 def inspect(
@@ -149,6 +150,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "language head": _lm_head(bundle),
         "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
         "quantised": _quantised(manifest.quantization),
+        "seen": _seen(manifest.seen),
         "hashes": _hashes(bundle.hashes),
         "compat": manifest.processing.compat or "-",
         "converted": f"by {source.converter} from {source.format}",
@@ -176,6 +178,13 @@ def _lm_head(bundle: Bundle) -> str:
 
 def _hashes(found: dict[str, str] | None) -> str:
     return "none" if found is None else f"SHA-256 of the header (checked) and of {len(found)} tensors"
+
+
+def _seen(found: Seen | None) -> str:
+    if found is None:
+        return "nothing of how its cameras and joints look"
+    parts = [*(f"camera {name}" for name in found.cameras), *(["state"] if found.state else [])]
+    return f"{', '.join(parts)} in {found.frames} frames: {found.source}"
 
 
 def _quantised(found: Quantization | None) -> str:

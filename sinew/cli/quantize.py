@@ -319,12 +319,6 @@ def measure(
 
 def write(bundle: Bundle, record: Quantization, out: Path) -> None:
     """The bundle's tensors, byte for byte, under a header with the recipe."""
-    from sinew.bundle import TensorSource, write_bundle
-    from sinew.bundle.writer import FileSlice
+    from sinew.bundle.writer import rewrite
 
-    tensors = [
-        TensorSource(t.name, t.shape, t.type, t.nbytes, FileSlice(bundle.path, t.offset, t.nbytes))
-        for t in sorted(bundle.infos.values(), key=lambda info: info.offset)
-    ]
-    manifest = replace(bundle.manifest, quantization=record)
-    write_bundle(out, lambda: manifest, tensors)
+    rewrite(bundle, replace(bundle.manifest, quantization=record), out)

@@ -80,8 +80,8 @@ def run(
         target: address of a server (tcp://host:port; tcp://A,tcp://B turns to the next one where one fails), or what is
             loaded here: a bundle, a folder of `sinew export`,
             a checkpoint or training run, a name of the hub.
-        robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold; the current folder is searched
-            first) or lerobot:TYPE.
+        robot: dry (no hardware), blocks, pen or egg (embedded tasks), gym:ENV, module:Class (methods observe, act,
+            hold; the current folder is searched first) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
         cameras: POLICY=ROBOT, which of the robot's cameras is which of the policy's; repeatable.
         prompt: the instruction, of all episodes; if absent, of gym:ENV each episode's own, else the policy's.

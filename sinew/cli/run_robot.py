@@ -17,6 +17,9 @@ from sinew.eval.report.stats import wilson
 Opened = tuple[Any, str, "float | None"]
 
 
+EMBEDDED = {name: f"gym:sinew/{name.capitalize()}-v0" for name in ("blocks", "pen", "egg")}
+
+
 def robot_opener(
     text: str, options: str | None, cameras: list[str] | None, episodes: int | None
 ) -> Callable[[dict[str, Any]], Opened]:
@@ -25,6 +28,7 @@ def robot_opener(
     What can be wrong without a policy is said here, before one is loaded.
     """
     given, pairs = json_object("--robot-options", options) or {}, _pairs(cameras)
+    text = EMBEDDED.get(text, text)
     kind, _, rest = text.partition(":")
     if episodes is not None and kind != "gym":
         raise SinewError("--episodes: belongs to --robot gym:ENV")
@@ -48,7 +52,9 @@ def robot_opener(
     if rest:
         find_class(text)
         return lambda _policy: (open_class(text, given, pairs), "", None)
-    raise SinewError(f"--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE, got {text!r}")
+    raise SinewError(
+        f"--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE, got {text!r}"
+    )
 
 
 def _pairs(texts: list[str] | None) -> dict[str, str]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
-from sinew.convert.families.lerobot_folder import resolve
+from sinew.convert.families.lerobot_folder import read_dataset, resolve
+from sinew.convert.families.lerobot_stats import seen_in
 from sinew.convert.options import COMPAT, Options, parse_motion
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
@@ -122,6 +123,11 @@ def _read(path: Path, options: Options) -> Conversion:
     try:
         conversion = family.read(path, options.for_family(family, path))
         notes = (*conversion.notes, *range_notes(conversion.processing))
+        if options.dataset is not None and (file := read_dataset(options.dataset).stats) is not None:
+            try:
+                conversion = replace(conversion, seen=seen_in(file, conversion.spec))
+            except ConvertError as error:  # the policy runs without
+                notes = (*notes, f"what its cameras and joints looked like was not taken: {error}")
     except SinewError:
         raise
     except MALFORMED as error:

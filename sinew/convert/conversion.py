@@ -18,6 +18,7 @@ from sinew.bundle.files import open_regular
 from sinew.bundle.quant import BY_TYPE
 from sinew.bundle.reader import TORCH_DTYPES
 from sinew.bundle.schema import Manifest, Processing, Provenance, SourceFile
+from sinew.bundle.seen import Seen
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.options import Options
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
@@ -45,6 +46,7 @@ class Conversion:
     dead: tuple[str, ...] = ()
     sources: list[Path] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    seen: Seen | None = None
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -91,6 +93,7 @@ class Conversion:
                     ),
                     tokenizer=self.tokenizer,
                     precision=_precision(kept),
+                    seen=self.seen,
                 )
 
             try:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sinew.bundle import Bundle
     from sinew.engine.engine import Engine
 
+AUTO = "auto"  # in place of a name: the first that fits
 LOWBIT = frozenset({"int8", "int8-rows", "q8_0", "q4_0"})  # precisions that weights are stored in
 # Of speed, where they run (docs/engines.md); the last one runs everywhere.
 ORDER = ("cuda", "cpu", "onnx", "plan", "eager")

@@ -10,12 +10,11 @@ from sinew import machine
 from sinew.bundle import Bundle
 from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError, dtype_word, upcast_text
-from sinew.engine.backend import BACKENDS, Backend, Options, followers, installed, recipe
+from sinew.engine.backend import AUTO, BACKENDS, Backend, Options, followers, installed, recipe
 from sinew.engine.storage import half_storage
 from sinew.hints import option
 
 ASKED = "asked for"
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from sinew_client.control import Adapter, Settings, choose, parse_rule
 from sinew_client.control.defaults import HANDOVER, REPLAN
 
 from sinew.core import SinewError, dtype_word
-from sinew.engine.backend import BACKENDS
-from sinew.engine.choose import AUTO
+from sinew.engine.backend import AUTO, BACKENDS
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _LATENCY = re.compile(

@@ -12,6 +12,7 @@ from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
 from sinew.processing.limits import unit_sizes
 from sinew.serve import arithmetic
+from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.lane import Lane
 from sinew.serve.policies import Standing
 from sinew.serve.replay import Replay
@@ -110,6 +111,7 @@ def stand(
         policy.padded_state_dim,
         policy.padded_action_dim,
         None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
+        wiring=Wiring.of(policy.manifest) if isinstance(policy, Policy) else None,
     )
 
 

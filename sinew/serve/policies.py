@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinew.core import PolicySpec, RequestError, SinewError, did_you_mean
+from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.decode.frames import pixel_limit
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -32,7 +33,7 @@ class Standing:
     None: none. padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
     max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
     changed: what is another than that of the policy whose place it took, a sentence each; robots are told with each
-    answer.
+    answer. wiring: looks at robots for the dashboard; None: the bundle does not know how they should look.
     """
 
     scheduler: Scheduler
@@ -43,6 +44,7 @@ class Standing:
     padded_action_dim: int = 0
     max_pixels: int | None = None
     changed: tuple[str, ...] = ()
+    wiring: Wiring | None = None
 
     @property
     def pixels(self) -> int:

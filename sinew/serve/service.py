@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.backlog import Backlog
-from sinew.serve.dashboard.feed import Feed
+from sinew.serve.dashboard.feed import BY_HAND, Feed
+from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import DEFAULT, Policies, Standing
@@ -74,8 +75,8 @@ class Inference:
 class Service:
     """The policies for all wires. Every method may be called from any thread.
 
-    scheduler, spec, metadata, padded_state_dim, padded_action_dim, max_pixels, safety: of the first policy, as of
-    :class:`Standing`. More are put into ``policies``.
+    scheduler, spec, metadata, padded_state_dim, padded_action_dim, max_pixels, safety, wiring: of the first policy, as
+    of :class:`Standing`. More are put into ``policies``.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
     recorder, rerun: take what was asked and answered. feed: what the dashboard shows, of the first policy.
     """
@@ -94,11 +95,21 @@ class Service:
         rerun: Backlog | None = None,
         max_pixels: int | None = None,
         safety: Safety | None = None,
+        wiring: Wiring | None = None,
         feed: Feed | None = None,
     ):
         self.supervisor = scheduler.supervisor
         self.policies = Policies(
-            Standing(scheduler, spec, metadata, safety, padded_state_dim, padded_action_dim, max_pixels)
+            Standing(
+                scheduler,
+                spec,
+                metadata,
+                safety,
+                padded_state_dim,
+                padded_action_dim,
+                max_pixels,
+                wiring=wiring,
+            )
         )
         self.deadline_ms = deadline_ms
         self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
@@ -121,6 +132,7 @@ class Service:
             padded_action_dim=standing.padded_action_dim,
             max_pixels=standing.max_pixels,
             safety=standing.safety,
+            wiring=standing.wiring,
             **options,
         )
 
@@ -228,6 +240,11 @@ class Service:
         return self.policies.get().spec
 
     @property
+    def wiring(self) -> Wiring | None:
+        """Return what looks at the robots of the first policy, where its bundle knows how they should look."""
+        return self.policies.get().wiring
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """Return what the server says about itself and the first policy."""
         return self.about()
@@ -329,6 +346,9 @@ class Service:
             asked = seen[0] if seen else None
             client, session = inference.client, inference.session
             self.feed.put(inference.wire, client, session, asked, outcome, seconds, limit)
+            answered = isinstance(outcome, ActionChunk) and session != BY_HAND
+            if self.feed.viewers and answered and asked is not None and (wiring := self.wiring) is not None:
+                wiring.put(inference.wire, client, session, asked)
         self.metrics.count()
 
 

@@ -232,7 +232,7 @@ def test_a_robot_that_was_held_all_the_time_is_no_success(said: Any, monkeypatch
     status, report, text = said("run", "blocks", *DRY, "--max-age", "0.000001", "--seconds", "2")
     assert (status, report["executed"], report["faults"]["total"]) == (EXIT_FAULTS, 0, 0)
     assert "the robot was held all the time and never got a command" in text
-    monkeypatch.setattr(Session, "run", lambda _: None)
+    monkeypatch.setattr(Session, "run", lambda _session, _pause: None)
     status, report, text = said("stream", "blocks", *DRY, "--seconds", "2")
     assert (status, report["executed"], report["errors"]) == (EXIT_FAULTS, 0, 0)
     assert "never got a command: no window yet" in text

@@ -119,7 +119,10 @@ def test_a_run_ends_with_the_motion_of_its_offsets(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--robot", "toaster"), "--robot: expected dry, gym:ENV, module:Class or lerobot:TYPE"),
+        (
+            ("--robot", "toaster"),
+            "--robot: expected dry, blocks, pen, egg, gym:ENV, module:Class or lerobot:TYPE",
+        ),
         (("--robot", "no.such:Arm"), "robot no.such:Arm: no module 'no'; searched "),
         (("--robot", "builtins:list"), "expected the methods observe, act and hold; observe is missing"),
         (("--robot", "lerobot:so101_follower"), "lerobot"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sinew.bundle import Bundle
+from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.families.lerobot_steps import relative_dims
 from sinew.core import ConvertError
@@ -347,6 +348,35 @@ def test_a_data_set_gives_names_rate_and_missing_statistics(checkpoint, dataset)
     assert manifest.processing.action.stats["std"] == (2.0,) * 6
     assert any("those of --dataset" in note for note in manifest.provenance.notes)
     assert {"meta/info.json", "meta/stats.json"} <= {source.name for source in manifest.provenance.sources}
+
+
+def test_a_data_set_says_what_its_cameras_and_joints_looked_like(checkpoint, dataset):
+    assert (
+        Bundle(run(checkpoint, dataset=dataset)).manifest.seen is None
+    )  # its table has neither range nor cameras
+    stats = dataset / "meta" / "stats.json"
+    table = json.loads(stats.read_text())
+    camera = Bundle(run(checkpoint)).manifest.spec.cameras[0].name
+    table["observation.state"] |= {"min": [-3.0] * 6, "max": [4.0] * 6, "count": [70]}
+    pixels = {"mean": [[[0.5]], [[0.4]], [[0.2]]], "std": [[[0.1]]] * 3}
+    stats.write_text(
+        json.dumps({**table, f"observation.images.{camera}": pixels, "observation.images.side": pixels})
+    )
+    seen = Bundle(run(checkpoint, dataset=dataset)).manifest.seen
+    assert (seen.frames, list(seen.cameras), seen.state.low) == (70, [camera], (-3.0,) * 6)
+    assert seen.cameras[camera].mean == pytest.approx((127.5, 102.0, 51.0))
+    assert not seen.cameras[camera].thumbnail
+    out = checkpoint.parent / "named.gguf"
+    assert (
+        main(["convert", str(checkpoint), str(out), "--dataset", str(dataset), "--rename", f"eye={camera}"])
+        == 0
+    )
+    assert list(Bundle(out).manifest.seen.cameras) == ["eye"]
+    for broken in ({"mean": [0.5], "std": [0.1]}, {"mean": [7.0] * 3, "std": [0.1] * 3}, {"mean": [0.5] * 3}):
+        stats.write_text(json.dumps({f"observation.images.{camera}": broken}))
+        manifest = Bundle(run(checkpoint, dataset=dataset)).manifest
+        assert manifest.seen is None
+        assert any("was not taken" in note and "stats.json: " in note for note in manifest.provenance.notes)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 READ_BOTH = """
 import sys, resource
+sys.path.insert(0, "packages/sinew_ros")  # not installed
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 from pathlib import Path
 from sinew_client import ClientError
@@ -364,7 +365,5 @@ def test_a_config_of_numbers_that_python_does_not_write(tmp_path: Path) -> None:
 
 def test_a_fleet_names_files(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text('policies: {default: {source: "a\\0b"}}')
-    with pytest.raises(
-        SinewError, match=r"policies.default.source: expected a file or a name, got 'a\\x00b'"
-    ):
+    with pytest.raises(SinewError, match=r"policies.default.source: expected printable text"):
         read_fleet(tmp_path / "f.yaml")

@@ -143,6 +143,8 @@ def readme(walk: Walk) -> None:
     assert len(chunk.result["actions"]) == 50, chunk
     walk.type("sinew bench policy.gguf")
     assert walk.type("sinew doctor policy.gguf").result["ok"]
+    my_robot(walk, ("camera1", "camera2"), 6)
+    walk.type("sinew doctor policy.gguf --observe my_robot:Arm", status=1, says=("one colour",))
     assert walk.type("sinew validate policy.gguf").result["passed"]
     walk.type("sinew perf run policy.gguf --hardware h200")
     walk.type("sinew quantize policy.gguf --recipe vision=int8,language=int8 --out small.gguf")
@@ -177,6 +179,7 @@ def adding_a_model(walk: Walk) -> None:
 def control(walk: Walk) -> None:
     blocks(walk)
     my_robot(walk, ("front", "wrist"), 4)
+    walk.type("sinew doctor policy.gguf --observe my_robot:Arm", status=1, says=("one colour",))
     walk.write("arm.toml", "[limits]\nlow = -1\nhigh = 1\nvelocity = 20\nstill = 0\n")
     with walk.server("sinew serve policy.gguf"):
         drove(
@@ -302,6 +305,10 @@ def fleet(walk: Walk) -> None:
     ):
         walk.type(
             """curl -H "X-API-Key: $(cat key)" -X PUT -d '{"source": "c.gguf"}' http://127.0.0.1:8000/v1/policies/b""",
+            says=('"name": *"b"',),
+        )
+        walk.type(
+            """curl -H "X-API-Key: $(cat key)" -X PUT -d '{"source": "c.gguf", "accept": ["units", "control_hz"]}' http://127.0.0.1:8000/v1/policies/b""",
             says=('"name": *"b"',),
         )
         walk.type('curl -H "X-API-Key: $(cat key)" -X DELETE http://127.0.0.1:8000/v1/policies/b')
@@ -544,6 +551,27 @@ def wires(walk: Walk) -> None:
         walk.run(f"SINEW_API_KEY=$(cat key.txt) sinew client {NATIVE} --requests 3")
 
 
+def wiring(walk: Walk) -> None:
+    blocks(walk)
+    my_robot(walk, ("front", "wrist"), 4)
+    grey = walk.type("sinew doctor policy.gguf --observe my_robot:Arm", status=1)
+    assert {check["kind"] for check in grey.result["checks"]} >= {"one colour"}, grey
+    walk.leaves(
+        "sinew doctor policy.gguf --observe lerobot:so101_follower --robot-options"
+        """ '{"port": "/dev/ttyACM0"}' --seconds 5""",
+        ARM,
+    )
+    with walk.server("sinew serve policy.gguf --record records/"):
+        won(walk.run(f"sinew run {NATIVE} --robot gym:sinew/Blocks-v0 --episodes 5"), 4, of=5)
+    right = walk.type("sinew doctor policy.gguf --observe records/")
+    assert right.result["ok"], right
+    swapped = walk.type(
+        "sinew doctor blocks --observe blocks --cameras front=wrist --cameras wrist=front", status=1
+    )
+    assert [check["kind"] for check in swapped.result["checks"]][:2] == ["swapped", "swapped"], swapped
+    walk.run("sinew doctor policy.gguf --learn records/ --out policy-seen.gguf")
+
+
 STORIES: dict[str, Story] = {
     "README.md": readme,
     "docs/adding-a-model.md": adding_a_model,
@@ -565,6 +593,7 @@ STORIES: dict[str, Story] = {
     "docs/tutorial-quantise.md": tutorial_quantise,
     "docs/wires-lerobot.md": wires_lerobot,
     "docs/wires.md": wires,
+    "docs/wiring.md": wiring,
     "packages/lerobot_policy_sinew/README.md": plugin,
     "packages/sinew-client/README.md": client,
     "packages/sinew_ros/README.md": ros,

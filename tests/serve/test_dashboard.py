@@ -102,7 +102,7 @@ def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tup
     written = news.encoded
     monkeypatch.setattr(news, "encoded", lambda name, record: encoded.append(name) or written(name, record))
     policies = SimpleNamespace(stats=lambda: {"waiting": 0, "running": busy})
-    service = SimpleNamespace(feed=feed, policies=policies, health=dict)
+    service = SimpleNamespace(feed=feed, policies=policies, health=dict, wiring=None)
     return News(service), encoded  # type: ignore[arg-type]
 
 

@@ -92,6 +92,7 @@ class Broadcast:
             if not self._outboxes:
                 self._task.cancel()
                 self._task = None
+                self._left()
 
     def end(self) -> None:
         """Let all viewers go."""
@@ -132,6 +133,9 @@ class Broadcast:
     def _patience(self) -> float:
         """Return seconds until there is something to tell although nothing was answered."""
         return 3600.0
+
+    def _left(self) -> None:
+        """Do what is to be done when the last viewer has gone."""
 
     # ------------------------------------------------------------------------- when
 
@@ -180,6 +184,8 @@ class News(Broadcast):
         if now >= self._health[0] + HEALTH_S:
             service = self._service
             found = {"memory_bytes": _resident(), "viewers": service.feed.viewers, "host": self._host.look()}
+            if (wiring := service.wiring) is not None:
+                found["wiring"] = wiring.report()
             self._health = now, encoded("health", service.health() | found)
         return self._health[1]
 
@@ -201,6 +207,10 @@ class News(Broadcast):
 
     def _newest(self) -> int:
         return self._feed.newest
+
+    def _left(self) -> None:
+        if (wiring := self._service.wiring) is not None:
+            wiring.forget()
 
     def _patience(self) -> float:
         return self._health[0] + HEALTH_S - time.monotonic()

@@ -104,6 +104,7 @@ const HEARD = {
     if (health.status === "ok") say(`running for ${Math.round(health.uptime_s)} s: ${counts}${memory}`, "good");
     else say(`${health.status}: ${health.problems.join("; ")}`, "bad");
     if (health.host) host(health.host);
+    wiring(health.wiring || []);
   },
   answers(answers) {
     for (const answer of answers) {
@@ -309,6 +310,14 @@ function sessions() {
     for (const cell of [row.wire, row.client, row.session, rate, row.answers, row.missed, row.refused, row.prompt]) line.append(element("td", String(cell)));
     return line;
   }));
+}
+
+// What looks wired otherwise than in the training data, a line per robot.
+function wiring(robots) {
+  const lines = robots.map(({ wire, client, session: name, findings }) =>
+    `${[wire, client, name].filter(Boolean).join(" ")}: ${findings.map((each) => `${each.subject} ${each.level}: ${each.seen}`).join("; ")}`);
+  if ([...$("wiring").children].map((line) => line.textContent).join("\n") === lines.join("\n")) return;
+  $("wiring").replaceChildren(...lines.map((line) => element("li", line)));
 }
 
 function card({ server, policy, deadline_ms: deadline }) {

@@ -1,0 +1,152 @@
+"""Some seconds of a robot that is looked at and not moved, or of what a server recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sinew_client.control import Blind, Stopped
+
+from sinew.bundle.schema import Manifest
+from sinew.bundle.seen import Seen
+from sinew.checks.wiring import CANNOT_TELL, WRONG, Finding, Watch, findings, misfit
+from sinew.core import SinewError
+from sinew.processing import Processor
+from sinew.processing.thumbnails import Gathering
+from sinew.serve import record_parts as parts
+from sinew.serve.recorder import Record, read_records
+
+PATIENCE_S = 5.0  # for one look
+HZ = 10.0  # looks a second where the policy states no rate
+MAX_LOOKS = 1000
+
+
+def live(
+    robot: Any, manifest: Manifest, seconds: float, patience: float = PATIENCE_S
+) -> tuple[int, list[Finding]]:
+    """Look at a robot for so many seconds, and return the number of looks and what was found. Calls ``observe`` alone.
+
+    patience: seconds after which a look that has not returned ends it; it goes on in a thread that nobody waits for.
+    """
+    watch, processor = Watch(), Processor(manifest)
+    first: list[Finding] = []
+    rate = manifest.spec.control_hz or HZ
+    beat, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def look() -> None:
+        until = time.monotonic() + seconds
+        while not over.is_set() and watch.looks + sum(watch.faults.values()) < MAX_LOOKS:
+            started = time.monotonic()
+            try:
+                seen = robot.observe()
+                now = time.monotonic()
+                if not isinstance(seen, Mapping):
+                    raise TypeError(f"expected a mapping with images and state, got {type(seen).__name__}")
+                if over.is_set():
+                    return
+                if not watch.looks and (refused := misfit(processor, seen)) is not None:
+                    first.append(refused)
+                watch.add(seen, now, now - started)
+            except Stopped:
+                break
+            except Exception as error:  # noqa: BLE001 - whatever a driver raises is what is looked for
+                watch.fault(
+                    str(error) if isinstance(error, Blind) else f"{type(error).__name__}: {error}"[:300]
+                )
+            beat.set()
+            if time.monotonic() >= until:
+                break
+            over.wait(max(0.0, started + 1 / rate - time.monotonic()))
+        ended.set()
+        beat.set()
+
+    threading.Thread(target=look, name="sinew-observe", daemon=True).start()
+    while not ended.is_set():
+        if not beat.wait(patience):
+            over.set()
+            text = f"`observe` has not returned after {patience:g} s (look {watch.looks + 1})"
+            advice = "a read without a time-out, of a camera or bus that is not there?"
+            return watch.looks, [Finding("robot", WRONG, "blocks", text, "a look", advice), *first]
+        beat.clear()
+    return watch.looks, first + findings(watch, manifest, manifest.spec.control_hz)
+
+
+def recorded(folder: Path, manifest: Manifest) -> tuple[int, list[Finding]]:
+    """Return the number of records and what was found, session by session, in what ``sinew serve --record`` wrote."""
+    processor, watches, first, count = Processor(manifest), dict[str, Watch](), list[Finding](), 0
+    for record in read_records(folder):
+        count += 1
+        name = str(record.observation.session or record.wire)
+        seen: dict[str, Any] = {"images": record.observation.images, "state": record.observation.state}
+        if (when := record.observation.time) is not None:
+            seen["time"] = when
+        watch = watches.setdefault(name, Watch())
+        if not watch.looks and (refused := misfit(processor, seen)) is not None:
+            first.append(refused)
+        watch.add(seen)
+    found = first
+    untold = dict[tuple[str, str], Finding]()
+    for name, watch in watches.items():
+        for each in findings(watch, manifest):
+            if each.level == CANNOT_TELL:
+                untold.setdefault((each.subject, each.seen), each)
+            elif len(watches) == 1:
+                found.append(each)
+            else:
+                found.append(_in_session(each, name))
+    return count, found + list(untold.values())
+
+
+def _in_session(found: Finding, session: str) -> Finding:
+    shown = session if session.isprintable() and len(session) <= 64 else repr(session[:64])
+    return Finding(
+        f"{found.subject} of session {shown}",
+        found.level,
+        found.kind,
+        found.seen,
+        found.expected,
+        found.advice,
+    )
+
+
+def learnt(folder: Path, manifest: Manifest) -> Seen:
+    """Return what the records of the right robot say of its cameras and joints. Raises :class:`SinewError`."""
+    gathering, names, dim = (
+        Gathering(),
+        {camera.name for camera in manifest.spec.cameras},
+        manifest.spec.state.dim,
+    )
+    for record in read_records(folder):
+        gathering.add(_frames(record, names), _numbers(record, dim))
+    return gathering.seen(f"{gathering.frames} recorded requests")
+
+
+def _frames(record: Record, names: set[str]) -> Mapping[str, np.ndarray]:
+    strange = [name for name in record.observation.images if name not in names]
+    if strange:
+        raise SinewError(f"{record.path}: expected frames of {', '.join(sorted(names))}, got {strange[0]!r}")
+    return {name: parts.pixels(record, name) for name in record.observation.images}
+
+
+def _numbers(record: Record, dim: int) -> np.ndarray:
+    found = parts.numbers(record)
+    if found.shape != (dim,) or not np.isfinite(found).all():
+        raise SinewError(f"{record.path}: state: expected {dim} finite numbers, got {list(found.shape)}")
+    return found
+
+
+@contextlib.contextmanager
+def closing(robot: Any) -> Iterator[Any]:
+    """Close a robot at the end, where it can be closed; one that blocks is not waited for."""
+    try:
+        yield robot
+    finally:
+        if callable(close := getattr(robot, "close", None)):
+            ending = threading.Thread(target=close, name="sinew-close", daemon=True)
+            ending.start()
+            ending.join(PATIENCE_S)

@@ -1,0 +1,94 @@
+"""What a program can see of a wrongly wired robot: `sinew doctor POLICY --observe ROBOT`, and the dashboard.
+
+A robot's frames and states are compared with what a bundle knows of its training data (``sinew.seen``, else the
+statistics of the normalisation). No robot is commanded by anything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sinew.bundle.schema import Manifest
+from sinew.bundle.seen import Seen
+from sinew.checks.wiring.cameras import Cameras
+from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
+from sinew.checks.wiring.joints import Joints
+from sinew.checks.wiring.watch import Watch
+from sinew.core import PolicySpec, SinewError
+from sinew.processing import Processor
+from sinew.processing.given import observation as as_given
+
+__all__ = ["CANNOT_TELL", "LOOKS_WRONG", "WRONG", "Finding", "Watch", "findings", "misfit"]
+
+ORDER = (WRONG, LOOKS_WRONG, CANNOT_TELL)
+SHAPE = 0.1  # of the aspect ratio
+NOTHING = Seen("nothing", 0)
+
+
+def misfit(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
+    """Return why the policy would refuse an observation; None where it takes it."""
+    try:
+        known = {key: seen[key] for key in ("images", "state") if key in seen}
+        given = {"prompt": "look", **known}
+        processor.check(as_given(given, processor.spec))
+    except SinewError as error:
+        names = ", ".join(camera.name for camera in processor.spec.cameras)
+        shown = seen.get("images")
+        cameras = ", ".join(map(str, shown)) if isinstance(shown, Mapping) else "none"
+        return Finding(
+            "robot",
+            WRONG,
+            "refused",
+            f"the policy refuses what it shows: {error}",
+            f"cameras {names} (the robot has {cameras or 'none'}) and {processor.spec.state.dim} numbers of state",
+            "--cameras POLICY=ROBOT says which camera is which",
+        )
+    return None
+
+
+def findings(watch: Watch, manifest: Manifest, hz: float | None = None) -> list[Finding]:
+    """Return what looks wrong about what was seen, then what cannot be told. hz: looks that are wanted each second."""
+    spec, seen = manifest.spec, manifest.seen or NOTHING
+    names, cameras, joints = [each.name for each in spec.cameras], Cameras(seen), Joints.of(manifest)
+    lit = {name: sum(each.mean) / 3 for name, each in seen.cameras.items()}
+    runs = {name: each.still for name, each in seen.cameras.items() if each.still}
+    found = [
+        Finding(
+            "robot", WRONG, "raises", f"{count} of {count + watch.looks} looks failed: {text}", "observations"
+        )
+        for text, count in watch.faults.items()
+    ]
+    found += [
+        Finding(f"camera {name}", WRONG, "no frame", what, "uint8, or floats in [0, 1], [height, width, 3]")
+        for name, what in watch.odd.items()
+    ]
+    found += (
+        watch.pictures(names, cameras, lit)
+        + watch.numbers(joints)
+        + watch.still(joints, runs)
+        + watch.clock(hz)
+    )
+    found += cameras.undecided(names) + _shapes(watch, spec)
+    found += joints.undecided() if spec.state.dim else []
+    return sorted(found, key=lambda each: ORDER.index(each.level))
+
+
+def _shapes(watch: Watch, spec: PolicySpec) -> list[Finding]:
+    """Return the cameras whose frames have another aspect ratio than the bundle states."""
+    found = []
+    for camera in spec.cameras:
+        height, width = (
+            shown.size if (shown := watch.cameras.get(camera.name)) else (camera.height, camera.width)
+        )
+        if abs(width * camera.height / (height * camera.width) - 1) > SHAPE:
+            found.append(
+                Finding(
+                    f"camera {camera.name}",
+                    CANNOT_TELL,
+                    "shape",
+                    f"frames of {height}x{width}, and {camera.height}x{camera.width} in the bundle: another part of the"
+                    " scene, or the same one squeezed?",
+                )
+            )
+    return found

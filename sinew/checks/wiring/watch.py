@@ -1,0 +1,258 @@
+"""What a robot showed over some looks: sums of its frames, its states, and when they came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sinew.checks.wiring.cameras import Cameras
+from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
+from sinew.checks.wiring.joints import Joints
+from sinew.processing.thumbnails import imprint, is_frame, thumbnail
+
+ENOUGH = 10  # looks from which on "it never changed" says something
+DARK = 6.0  # of 255, on average: black
+LIT = 20.0  # of 255: the training data were not black
+FLAT = 2.0  # of 255 between the darkest and the lightest pixel that was looked at: one colour everywhere
+STALE_S = 0.5  # as of `sinew run --stale`
+AHEAD_S = 0.1
+MAX_STATES = 20_000
+UINT8 = "frames in 0..1 that became uint8 lose everything: (frame * 255).astype(np.uint8)"
+
+
+@dataclass
+class Shown:
+    """One camera. sums: of thumbnails, RGB. low, high: of its pixels. changes: looks unlike the one before."""
+
+    sums: np.ndarray = field(default_factory=lambda: np.zeros((8, 8, 3)))
+    looks: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    changes: int = 0
+    whole: bool = True  # numbers, and no fractions
+    size: tuple[int, int] = (0, 0)  # height and width of the last frame
+    last: int | None = None
+
+    def add(self, frame: np.ndarray, exact: bool = True) -> None:
+        """Add a frame, uint8, or floats in [0, 1], [height, width, 3]. exact: see whether any bit changed."""
+        cells = thumbnail(frame)
+        self.sums += cells
+        self.looks += 1
+        self.whole = self.whole and frame.dtype.kind == "u"
+        self.size = frame.shape[0], frame.shape[1]
+        pixels = frame[:: max(1, frame.shape[0] // 64), :: max(1, frame.shape[1] // 64)]
+        unit = 255.0 if frame.dtype.kind == "f" else 1.0
+        self.low = min(self.low, unit * float(pixels.min()))
+        self.high = max(self.high, unit * float(pixels.max()))
+        if not exact:
+            return
+        now = imprint(frame)
+        self.changes += self.last is not None and now != self.last
+        self.last = now
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Return the mean thumbnail, RGB [8, 8, 3], 0 to 255."""
+        return self.sums / max(self.looks, 1)
+
+
+@dataclass
+class Watch:
+    """times: what a robot says when its frame was taken. ages: seconds since then, where the clock is known. took:
+    seconds of each look. faults: what `observe` raised, in words, and how often."""
+
+    cameras: dict[str, Shown] = field(default_factory=dict)
+    states: list[np.ndarray] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    ages: list[float] = field(default_factory=list)
+    took: list[float] = field(default_factory=list)
+    faults: dict[str, int] = field(default_factory=dict)
+    odd: dict[str, str] = field(
+        default_factory=dict
+    )  # camera -> what its frames are, where they are no frames
+    looks: int = 0
+    exact: bool = True  # see what never changes, which takes a look at every bit
+
+    def add(self, seen: Mapping[str, Any], now: float | None = None, took: float | None = None) -> None:
+        """Add an observation with ``images``, ``state`` and perhaps ``time``. now: of the same clock, if known."""
+        self.looks += 1
+        images = seen.get("images")
+        for name, given in images.items() if isinstance(images, Mapping) else ():
+            frame = np.asarray(given)
+            if is_frame(frame) and (frame.dtype == np.uint8 or frame.dtype.kind == "f"):
+                self.cameras.setdefault(str(name), Shown()).add(frame, self.exact)
+            else:
+                self.odd[str(name)] = f"{frame.dtype} {list(frame.shape)}"
+        state = np.asarray(seen.get("state", ()))
+        if state.dtype.kind in "fiu" and len(self.states) < MAX_STATES:
+            self.states.append(state.astype(np.float64).reshape(-1))
+        taken = seen.get("time")
+        if isinstance(taken, int | float) and not isinstance(taken, bool):
+            self.times.append(float(taken))
+            if now is not None:
+                self.ages.append(now - float(taken))
+        if took is not None:
+            self.took.append(took)
+
+    def fault(self, text: str) -> None:
+        """Count what a look ended with."""
+        self.faults[text] = self.faults.get(text, 0) + 1
+
+    def state(self, dim: int) -> np.ndarray:
+        """Return the states of ``dim`` finite numbers, [n, dim]."""
+        fine = [each for each in self.states if each.shape == (dim,) and np.isfinite(each).all()]
+        return np.stack(fine) if fine else np.zeros((0, dim))
+
+    # ------------------------------------------------------------------------- findings
+
+    def pictures(self, names: Sequence[str], cameras: Cameras, lit: Mapping[str, float]) -> list[Finding]:
+        """Return what looks wrong about the frames of the cameras ``names``. lit: camera -> the mean of its pixels in
+        training, where it is known."""
+        found, usable = [], {}
+        for name in names:
+            if (shown := self.cameras.get(name)) is None:
+                continue
+            if (blind := _blind(name, shown, lit.get(name, math.inf))) is not None:
+                found.append(blind)
+            else:
+                usable[name] = shown.mean
+        return found + cameras.findings(usable)
+
+    def numbers(self, joints: Joints) -> list[Finding]:
+        """Return what looks wrong about the states."""
+        bad = sum(not np.isfinite(each).all() for each in self.states)
+        found = []
+        if bad:
+            text = f"not finite in {bad} of {len(self.states)} looks"
+            found.append(
+                Finding("state", WRONG, "not finite", text, "finite numbers", "is the bus read in time?")
+            )
+        return found + joints.findings(self.state(len(joints.mean)))
+
+    def still(self, joints: Joints, runs: Mapping[str, int]) -> list[Finding]:
+        """Return the cameras and joints that never changed although others did. runs: camera -> the longest run of
+        equal frames in training, where it is known."""
+        if self.looks < ENOUGH or not self.exact:
+            return []
+        states = self.state(len(joints.mean))
+        span = np.ptp(joints.steps(states), axis=0) / joints.std if len(states) >= ENOUGH else np.zeros(0)
+        moved = [name for name, shown in self.cameras.items() if shown.changes >= ENOUGH]
+        motion = bool((span > 1).any())
+        frozen = [
+            name
+            for name, shown in self.cameras.items()
+            if shown.looks >= ENOUGH + 2 * runs.get(name, ENOUGH) and not shown.changes
+        ]
+        found = []
+        for name in frozen if moved or motion else ():
+            why = (
+                f"camera {moved[0]} changed {self.cameras[moved[0]].changes} times"
+                if moved
+                else "the robot moved"
+            )
+            found.append(
+                Finding(
+                    f"camera {name}",
+                    LOOKS_WRONG,
+                    "frozen",
+                    f"the same frame to the bit in {self.cameras[name].looks} looks, while {why}",
+                    "frames that change",
+                    "is the camera's thread still reading?",
+                )
+            )
+        if frozen and not moved and not motion:
+            text = (
+                f"whether {', '.join(frozen)} is frozen: nothing of the robot changed in {self.looks} looks"
+            )
+            advice = "move something in front of it; a real camera's noise changes every frame"
+            found.append(Finding("cameras", CANNOT_TELL, "frozen", text, advice=advice))
+        if len(span) >= 2 and (span > 1).sum() >= max(1, len(span) - 1):
+            found += [
+                Finding(
+                    f"state.{joints.names[i]}",
+                    LOOKS_WRONG,
+                    "never moves",
+                    f"the same number to the bit in {len(states)} looks, while all others moved",
+                    f"a joint that moves: standard deviation {joints.std[i]:.2g} in training",
+                    "is this joint read at all?",
+                )
+                for i in np.flatnonzero(span == 0)
+                if len(states) >= 3 * ENOUGH
+            ]
+        return found
+
+    def clock(self, hz: float | None) -> list[Finding]:
+        """Return what looks wrong about times, and about how fast the robot can be looked at."""
+        found = []
+        times = np.array(self.times)
+        if len(times) and not np.isfinite(times).all():
+            found.append(
+                Finding("time", WRONG, "not finite", "time is not finite", "seconds of time.monotonic()")
+            )
+        elif self.ages:
+            age = float(np.median(self.ages))
+            if age < -AHEAD_S:
+                found.append(
+                    Finding(
+                        "time",
+                        WRONG,
+                        "another clock",
+                        f"frames are from {-age:.3g} s in the future: another clock (Unix time?)",
+                        "seconds of time.monotonic() of the newest frame",
+                        "give time.monotonic() at the exposure, or leave `time` out",
+                    )
+                )
+            elif age > STALE_S:
+                found.append(
+                    Finding(
+                        "time",
+                        LOOKS_WRONG,
+                        "stale",
+                        f"frames are {age:.3g} s old",
+                        f"at most {STALE_S:g} s; `sinew run` holds beyond (--stale)",
+                        "read the newest frame instead of the oldest of a buffer",
+                    )
+                )
+        if len(times) >= ENOUGH and np.isfinite(times).all() and np.ptp(times) == 0:
+            text = f"the same time in {len(times)} looks"
+            found.append(Finding("time", LOOKS_WRONG, "stands still", text, "the time of the newest frame"))
+        if self.took and hz:
+            took = float(np.median(self.took))
+            if took > 1 / hz:
+                found.append(
+                    Finding(
+                        "rate",
+                        LOOKS_WRONG,
+                        "slow",
+                        f"a look takes {1e3 * took:.3g} ms, so {1 / took:.3g} a second",
+                        f"{hz:g} a second, the control rate of the policy",
+                        "read cameras in threads of their own and return their newest frames",
+                    )
+                )
+        return found
+
+
+def _blind(name: str, shown: Shown, lit: float) -> Finding | None:
+    """Return what is wrong with a camera that shows nothing."""
+    subject, mean = f"camera {name}", float(shown.mean.mean())
+    usual = f"; {lit:.3g} in training" if math.isfinite(lit) else ""
+    if shown.whole and shown.high <= 1:
+        kind, seen = (
+            ("black", "black") if shown.high == 0 else ("0..1 as uint8", "uint8 with no value above 1")
+        )
+        return Finding(
+            subject, WRONG, kind, f"{seen} in {shown.looks} looks{usual}", "pixels from 0 to 255", UINT8
+        )
+    if mean < DARK and lit > LIT:
+        text = f"black: {mean:.3g} of 255 on average{usual}"
+        return Finding(subject, LOOKS_WRONG, "black", text, "a picture", f"cap, exposure, light? Or {UINT8}")
+    if shown.high - shown.low <= FLAT and lit > LIT:
+        text = f"one colour everywhere ({mean:.3g} of 255){usual}"
+        return Finding(
+            subject, LOOKS_WRONG, "one colour", text, "a picture", "is it plugged in, and its cap off?"
+        )
+    return None

@@ -1,0 +1,110 @@
+"""``sinew doctor POLICY --observe ROBOT`` and ``--learn RECORDS``: is a robot wired as in the training data?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+from sinew_client import ClientError
+
+from sinew import progress
+from sinew.cli import terminal
+from sinew.core import SinewError
+
+if TYPE_CHECKING:
+    from sinew.bundle.schema import Manifest
+    from sinew.checks.wiring import Finding
+
+MARKS = {
+    "wrong": "[bold red]wrong[/]",
+    "looks wrong": "[red]looks wrong[/]",
+    "cannot tell": "[yellow]cannot tell[/]",
+}
+
+
+def observe(policy: Path, robot: str, options: str | None, cameras: list[str] | None, seconds: float) -> int:
+    """Look at a robot, or at a folder of records, and print what looks wrong. Exit code 1 if something does."""
+    from sinew.checks import observe as looking
+    from sinew.checks.wiring import CANNOT_TELL
+    from sinew.policy import open_bundle
+
+    manifest = open_bundle(policy).manifest
+    if records(robot):
+        if options is not None or cameras:
+            raise SinewError("--robot-options, --cameras: expected none with records, which are as they are")
+        with progress.task(f"reading {robot}"):
+            looks, found = looking.recorded(Path(robot), manifest)
+        what = f"{looks} records of {robot}"
+    else:
+        looks, found = _live(robot, options, cameras, manifest, seconds)
+        what = f"{robot}: {looks} looks in {seconds:g} s; it was not commanded"
+    wrong = sum(each.level != CANNOT_TELL for each in found)
+    _print(found)
+    console = terminal.console(markup=False)
+    compared = manifest.seen.source if manifest.seen else "the statistics of its normalisation alone"
+    console.print(f"{what}; {manifest.spec.name} was trained with: {compared}", soft_wrap=True)
+    console.print(f"{wrong} wrong, {len(found) - wrong} that nothing here can tell", soft_wrap=True)
+    checks = [asdict(each.check()) | asdict(each) for each in found]
+    terminal.emit({"ok": not wrong, "observed": robot, "looks": looks, "checks": checks})
+    return 1 if wrong else 0
+
+
+def records(robot: str) -> bool:
+    """Return whether what is to be looked at is a folder of records, and no robot."""
+    return Path(robot).is_dir()
+
+
+def _live(
+    robot: str, options: str | None, cameras: list[str] | None, manifest: Manifest, seconds: float
+) -> tuple[int, list[Finding]]:
+    from sinew.checks import observe as looking
+    from sinew.cli.run_robot import robot_opener
+
+    opener = robot_opener(robot, options, cameras, None)
+    try:
+        with (
+            looking.closing(opener(manifest.spec.to_dict())[0]) as machine,
+            progress.task(f"looking at {robot}"),
+        ):
+            return looking.live(machine, manifest, seconds)
+    except ClientError as error:
+        raise SinewError(str(error)) from error
+
+
+def _print(found: list[Finding]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column("level", no_wrap=True)
+    table.add_column("subject", no_wrap=True, style="bold")
+    table.add_column("detail", overflow="fold")
+    for each in found:
+        expected = f"; expected {each.expected}" if each.expected else ""
+        advice = f"\n→ {escape(each.advice)}" if each.advice else ""
+        table.add_row(MARKS[each.level], escape(each.subject), escape(each.seen + expected) + advice)
+    if found:
+        terminal.console().print(table)
+
+
+def learn(policy: Path, folder: Path, out: Path) -> int:
+    """Write the policy's bundle once more, with what the records of the right robot show of its cameras and joints."""
+    from sinew.bundle.writer import rewrite
+    from sinew.checks.observe import learnt
+    from sinew.policy import open_bundle
+    from sinew.sources import resolve
+
+    source = resolve(policy)
+    if source.is_dir() or out.resolve() == source.resolve():
+        raise SinewError(
+            f"--out {out}: expected another file than the bundle that is read, and a bundle, no folder"
+        )
+    bundle = open_bundle(source)
+    with progress.task(f"reading {folder}"):
+        seen = learnt(folder, bundle.manifest)
+    rewrite(bundle, replace(bundle.manifest, seen=seen), out)
+    terminal.console(markup=False).print(
+        f"{out}: {seen.source}, cameras {', '.join(seen.cameras)}", soft_wrap=True
+    )
+    terminal.emit({"ok": True, "out": str(out), "frames": seen.frames, "cameras": list(seen.cameras)})
+    return 0
