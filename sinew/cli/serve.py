@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sinew.serve.fleet.remote import RemotePolicy
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
-    from sinew.serve.service import Wire
+    from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,6 @@ def _load_and_run(
     supervisor = Supervisor(bounds.stuck_s)
     begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
     try:
-        from sinew.serve.dashboard.feed import Feed
         from sinew.serve.lane import Lane
         from sinew.serve.opening import stand
         from sinew.serve.service import Service
@@ -254,12 +253,11 @@ def _load_and_run(
             recorder.describe(policy.spec)
         lane = Lane()
         standing = stand(policy, bounds, supervisor, lane, begun)
-        service = Service.of(
+        service = Service(
             standing,
             api_key=api_key,
             deadline_ms=deadline_ms,
             **recorders,
-            feed=Feed(policy.image_recipe),
         )
         if change is not None:
             service.swapper = change(service, supervisor, lane, begun)
@@ -282,7 +280,7 @@ def _load_and_run(
 
 def ready_text(
     policy: Policy | Replay | RemotePolicy,
-    wires: Sequence[Wire],
+    wires: Sequence[Listener],
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
@@ -300,7 +298,7 @@ def ready_text(
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
         *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
     ]
-    pages = [page for wire in wires if (page := getattr(wire, "dashboard", ""))]
+    pages = [page for wire in wires if (page := wire.dashboard)]
     lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
@@ -328,7 +326,7 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
 
 
-def warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> None:
+def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:
     if not key:
         logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
     plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]

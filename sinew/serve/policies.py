@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sinew.bundle.schema import ImageRecipe
 from sinew.core import PolicySpec, RequestError, SinewError, did_you_mean
 from sinew.serve.decode.frames import pixel_limit
 from sinew.serve.safety import Safety
@@ -31,6 +32,7 @@ class Standing:
     metadata: what the server says about itself and the policy, ready for JSON. safety: limits of states and actions;
     None: none. padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
     max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
+    image: the policy's resize, for those who show what it sees; None: unknown here.
     """
 
     scheduler: Scheduler
@@ -40,6 +42,7 @@ class Standing:
     padded_state_dim: int = 0
     padded_action_dim: int = 0
     max_pixels: int | None = None
+    image: ImageRecipe | None = None
 
     @property
     def pixels(self) -> int:

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.backlog import Backlog
-from sinew.serve.dashboard.feed import Feed
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
-from sinew.serve.policies import DEFAULT, Policies, Standing
+from sinew.serve.policies import Policies, Standing
 from sinew.serve.quiet import Quiet
 from sinew.serve.request import Check, Job, Outcome, ShuttingDownError, bare
 from sinew.serve.safety import Safety
@@ -71,58 +70,39 @@ class Inference:
     policy: str = ""
 
 
+# Follows the answers. Takes the request, its observation if it was decoded, what became of it, seconds since it came,
+# and how many of them it had.
+Listener = Callable[[Inference, Observation | None, Outcome, float, float | None], None]
+
+
 class Service:
     """The policies for all wires. Every method may be called from any thread.
 
-    scheduler, spec, metadata, padded_state_dim, padded_action_dim, max_pixels, safety: of the first policy, as of
-    :class:`Standing`. More are put into ``policies``.
+    first: what requests get that name no policy. More are put into ``policies``.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
-    recorder, rerun: take what was asked and answered. feed: what the dashboard shows, of the first policy.
+    recorder, rerun: take what was asked and answered.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        spec: PolicySpec,
-        metadata: dict[str, Any],
+        first: Standing,
         *,
-        padded_state_dim: int = 0,
-        padded_action_dim: int = 0,
         api_key: str = "",
         deadline_ms: float | None = None,
         recorder: Backlog | None = None,
         rerun: Backlog | None = None,
-        max_pixels: int | None = None,
-        safety: Safety | None = None,
-        feed: Feed | None = None,
     ):
-        self.supervisor = scheduler.supervisor
-        self.policies = Policies(
-            Standing(scheduler, spec, metadata, safety, padded_state_dim, padded_action_dim, max_pixels)
-        )
+        self.supervisor = first.scheduler.supervisor
+        self.policies = Policies(first)
         self.deadline_ms = deadline_ms
         self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
-        self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), metadata)
-        self.feed = feed or Feed()
+        self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), first.metadata)
+        self._listeners: tuple[Listener, ...] = ()
         self._quiet: dict[str, Quiet] = {}
         self._api_key = api_key
         self._records = {n: r for n, r in (("recorder", recorder), ("rerun", rerun)) if r is not None}
         self._started = time.monotonic()
         self._stopping = False
-
-    @classmethod
-    def of(cls, standing: Standing, **options: Any) -> Service:
-        """Return the service whose first policy is ``standing``. options: of the constructor, beside what that says."""
-        return cls(
-            standing.scheduler,
-            standing.spec,
-            standing.metadata,
-            padded_state_dim=standing.padded_state_dim,
-            padded_action_dim=standing.padded_action_dim,
-            max_pixels=standing.max_pixels,
-            safety=standing.safety,
-            **options,
-        )
 
     # ------------------------------------------------------------------------- inference
 
@@ -275,6 +255,11 @@ class Service:
         for scheduler in self.policies.schedulers:
             scheduler.expire()
 
+    def subscribe(self, listener: Listener) -> None:
+        """Call ``listener`` with whatever is answered or refused from now on, after its reply and on the thread that
+        sent it: it must not block."""
+        self._listeners += (listener,)
+
     def stopping(self) -> None:
         """From now on ``health`` says so."""
         self._stopping = True
@@ -320,30 +305,11 @@ class Service:
         seconds: float,
         seen: Sequence[Observation] = (),
     ) -> None:
-        """Tell the metrics, and the dashboard if it shows this policy. A robot's reply is sent before that."""
-        if inference.policy in ("", DEFAULT):
-            limit = None if deadline is None else deadline - inference.arrived
-            asked = seen[0] if seen else None
-            client, session = inference.client, inference.session
-            self.feed.put(inference.wire, client, session, asked, outcome, seconds, limit)
+        """Tell the listeners and the metrics. A robot's reply is sent before that."""
+        limit = None if deadline is None else deadline - inference.arrived
+        for listener in self._listeners:
+            listener(inference, seen[0] if seen else None, outcome, seconds, limit)
         self.metrics.count()
-
-
-class Wire(Protocol):
-    """One protocol on one address. The constructor claims the address (AddressError if it is taken), so that a
-    mistake shows before the model is loaded; until ``start`` clients wait."""
-
-    name: str
-    address: str  # what a client connects to, with its scheme
-
-    def start(self, service: Service) -> None:
-        """Begin to answer, on threads of the wire's own. Returns at once."""
-
-    def stop(self) -> None:
-        """Hand over the answers that are there, close and free the port. Also when never started."""
-
-    def guide(self, spec: PolicySpec) -> Sequence[str]:
-        """A program in lines that runs as it is and asks this server for one chunk, with the field's own client."""
 
 
 def _safe(safety: Safety | None, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:

@@ -21,6 +21,7 @@ from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import ZeroMQWire
+from sinew.serve.wires import open_wires
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.native import NativeCodec
 
@@ -90,6 +91,9 @@ def desk(
     queue: int = 64,
     stuck_s: float = 60.0,
     policy: Any = None,
+    safety: Any = None,
+    padded_state_dim: int = 2,
+    padded_action_dim: int = 2,
     **options: Any,
 ) -> Iterator[SimpleNamespace]:
     """wires: of native, groot, web, evo1. policy: in the puppet's place. Yields puppet, service, scheduler and the
@@ -97,15 +101,14 @@ def desk(
     puppet = policy or Puppet()
     scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s))
     scheduler.start()
-    spec, dims = puppet.spec, {"padded_state_dim": 2, "padded_action_dim": 2}
-    service = Service(scheduler, spec, {"policy": spec.to_dict()}, **{**dims, **options})
+    about = {"policy": puppet.spec.to_dict()}
+    dims = padded_state_dim, padded_action_dim
+    service = Service(Standing(scheduler, puppet.spec, about, safety, *dims), **options)
     opened: dict[str, Any] = {}
     for name in wires:
         if name in ("web", "evo1"):
-            from sinew.serve.transport.web import WebServer
-
             names = ("openpi", "http") if name == "web" else (name,)
-            opened[name] = WebServer(names, listen or Listen())
+            (opened[name],) = open_wires(dict.fromkeys(names, 0), listen or Listen())
         else:
             codec = NativeCodec() if name == "native" else GrootCodec()
             opened[name] = ZeroMQWire(codec, listen or Listen())

@@ -103,7 +103,7 @@ def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tup
     monkeypatch.setattr(news, "encoded", lambda name, record: encoded.append(name) or written(name, record))
     policies = SimpleNamespace(stats=lambda: {"waiting": 0, "running": busy})
     service = SimpleNamespace(feed=feed, policies=policies, health=dict)
-    return News(service), encoded  # type: ignore[arg-type]
+    return News(service, feed), encoded  # type: ignore[arg-type]
 
 
 async def spin() -> None:
@@ -166,9 +166,10 @@ def test_the_dashboard_is_told_after_the_reply() -> None:
     seen = Observation(images={}, state=np.zeros(2), prompt="go")
     with (
         puppets(()) as found,
-        (feed := found.service.feed).viewer(),
+        (feed := Feed()).viewer(),
         feed.bell(lambda: happened.append("shown")),
     ):
+        feed.follow(found.service)
         found.service.submit(Inference("native", lambda _: seen), lambda _: happened.append("replied"))
         until(lambda: "shown" in happened)
     assert happened == ["replied", "shown"]
@@ -220,14 +221,14 @@ def test_a_deadline_without_an_end_ends_no_viewer() -> None:
             "state": np.zeros(2),
             "prompt": "go",
         }
-        until(lambda: at.service.feed.viewers)
+        until(lambda: at.opened["web"].page.feed.viewers)
         for deadline, shown in ((float("inf"), None), (1e38, pytest.approx(1e38)), (5e4, 5e4)):
             with Client(at.native, timeout=WAIT_S) as client:
                 client.infer({**observation, "deadline_ms": deadline})
             assert next(said)["deadline_ms"] == shown
         # an answer that cannot be written, whatever the reason, is left out
-        put(at.service.feed, seen=None, seconds=float("nan"))
-        put(at.service.feed, seen=None, seconds=0.001)
+        put(at.opened["web"].page.feed, seen=None, seconds=float("nan"))
+        put(at.opened["web"].page.feed, seen=None, seconds=0.001)
         assert next(said)["ms"] == 1.0
         connection.close()
 

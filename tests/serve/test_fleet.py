@@ -222,7 +222,7 @@ def gateway(policy: RemotePolicy, workers: int) -> Iterator[SimpleNamespace]:
     scheduler = Scheduler(policy, supervisor=supervisor, workers=workers)
     supervisor.watch(policy.problem)
     scheduler.start()
-    service = Service(scheduler, SPEC, policy.about.metadata, padded_state_dim=2, padded_action_dim=2)
+    service = Service(Standing(scheduler, SPEC, policy.about.metadata, None, 2, 2))
     wire = ZeroMQWire(NativeCodec(), Listen())
     wire.start(service)
     try:

@@ -24,6 +24,7 @@ from sinew.core import ActionChunk, Observation
 from sinew.policy import Policy, load
 from sinew.processing import Prepared
 from sinew.serve.metrics import MAX_SESSIONS, Metrics
+from sinew.serve.policies import Standing
 from sinew.serve.request import Job
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Inference, Service
@@ -68,14 +69,9 @@ def desk(policy: Policy, **options) -> Iterator[SimpleNamespace]:
     gate = Gate(policy)
     scheduler = Scheduler(gate, queue_size=4, per_client=4)
     scheduler.start()
-    service = Service(
-        scheduler,
-        policy.spec,
-        {"policy": policy.spec.to_dict()},
-        padded_state_dim=policy.padded_state_dim,
-        padded_action_dim=policy.padded_action_dim,
-        **options,
-    )
+    about = {"policy": policy.spec.to_dict()}
+    dims = policy.padded_state_dim, policy.padded_action_dim
+    service = Service(Standing(scheduler, policy.spec, about, None, *dims), **options)
     wires = [ZeroMQWire(codec, Listen()) for codec in (NativeCodec(), GrootCodec())]
     for wire in wires:
         wire.start(service)

@@ -251,7 +251,7 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
     supervisor, lane, begun = Supervisor(), Lane(), WeakSet()
     found = stand(loader(bundle, options, 1)(), Bounds(), supervisor, lane, begun)
-    service = Service(found.scheduler, found.spec, found.metadata, safety=found.safety)
+    service = Service(found)
     swapper = changer(bundle, options, 1, Bounds(), None)(service, supervisor, lane, begun)
     gone = [weakref.ref(found.scheduler.policy)]
     del found

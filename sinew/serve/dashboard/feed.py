@@ -22,6 +22,8 @@ from sinew import machine
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing.image import prepare_frame
+from sinew.serve.policies import DEFAULT
+from sinew.serve.service import Inference, Service
 
 VIEWERS = 8  # at once; each is a connection and a few kilobytes
 KEPT = 256  # answers between two looks of the viewers
@@ -97,6 +99,7 @@ class Feed:
 
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
+        self._following = False
         self._lock = threading.Lock()
         self._viewers = {"answers": 0, "pictures": 0}
         self._number = 0
@@ -106,6 +109,26 @@ class Feed:
         self._making = threading.Lock()  # several viewers ask for the same pictures at once
         self._share = SHARE * machine.cores().logical
         self._bells: tuple[Callable[[], None], ...] = ()
+
+    def follow(self, service: Service) -> None:
+        """Keep what the service's first policy answers from now on. A second call, of another page, changes nothing."""
+        with self._lock:
+            following, self._following = self._following, True
+        if not following:
+            self.image = service.policies.get().image
+            service.subscribe(self._hear)
+
+    def _hear(
+        self,
+        inference: Inference,
+        observation: Observation | None,
+        outcome: ActionChunk | SinewError,
+        seconds: float,
+        deadline_s: float | None,
+    ) -> None:
+        if inference.policy in ("", DEFAULT):
+            wire, client, session = inference.wire, inference.client, inference.session
+            self.put(wire, client, session, observation, outcome, seconds, deadline_s)
 
     @contextlib.contextmanager
     def bell(self, ring: Callable[[], None]) -> Iterator[None]:

@@ -66,17 +66,14 @@ class Broadcast:
 
     behind = BEHIND
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, feed: Feed):
         self._service = service
+        self._feed = feed
         self._outboxes: set[Outbox] = set()
         self._task: asyncio.Task[None] | None = None
         self._listening = False
         self._rung = asyncio.Event()
         self._quiet = Quiet(logger)
-
-    @property
-    def _feed(self) -> Feed:
-        return self._service.feed
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Outbox]:
@@ -169,8 +166,8 @@ class Broadcast:
 class News(Broadcast):
     """``answers``, and ``health`` now and then."""
 
-    def __init__(self, service: Service):
-        super().__init__(service)
+    def __init__(self, service: Service, feed: Feed):
+        super().__init__(service, feed)
         self._host = Host()
         self._health: tuple[float, bytes] = (float("-inf"), b"")
 
@@ -179,7 +176,7 @@ class News(Broadcast):
         now = time.monotonic()
         if now >= self._health[0] + HEALTH_S:
             service = self._service
-            found = {"memory_bytes": _resident(), "viewers": service.feed.viewers, "host": self._host.look()}
+            found = {"memory_bytes": _resident(), "viewers": self._feed.viewers, "host": self._host.look()}
             self._health = now, encoded("health", service.health() | found)
         return self._health[1]
 

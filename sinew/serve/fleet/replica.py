@@ -77,7 +77,7 @@ class Replica:
         self._about = About(
             standing.spec, standing.metadata, standing.padded_state_dim, standing.padded_action_dim
         )
-        self._service = Service.of(standing)
+        self._service = Service(standing)
         self._inference_ms = 0.0
 
     async def about(self) -> About:

@@ -47,6 +47,8 @@ class ZeroMQWire:
     is closed.
     """
 
+    dashboard = ""  # no browser speaks ZeroMQ
+
     def __init__(self, codec: Codec, listen: Listen):
         self.codec = codec
         self.name = codec.name

@@ -58,6 +58,7 @@ class LeRobotWire:
     """Claims its port when created, on an event loop and thread of its own; requests wait until :meth:`start`."""
 
     name = NAME
+    dashboard = ""
 
     def __init__(self, listen: Listen, memory: Path | None = None):
         """memory: the file in which agreements outlive this process; one of the user's, by port, if None."""
