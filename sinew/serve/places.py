@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 from sinew.core import BusyError
-from sinew.serve.request import Job
+from sinew.serve.request import Request
 
 
 class Places:
-    """size: jobs that may wait. per_client: of one client. ``count``: that do."""
+    """size: requests that may wait. per_client: of one client. ``count``: that do."""
 
     def __init__(self, size: int, per_client: int):
         self.size, self.per_client = size, per_client
         self.count = 0
-        self._waiting: dict[Hashable, list[Job]] = {}  # by client
-        self._newest: dict[Hashable, Job] = {}  # the waiting job of each session that has one
+        self._waiting: dict[Hashable, list[Request]] = {}  # by client
+        self._newest: dict[Hashable, Request] = {}  # the waiting request of each session that has one
 
-    def __iter__(self) -> Iterator[Job]:
-        return (job for jobs in self._waiting.values() for job in jobs)
+    def __iter__(self) -> Iterator[Request]:
+        return (request for requests in self._waiting.values() for request in requests)
 
-    def newest(self, session: Hashable | None) -> Job | None:
-        """Return the waiting job of a session, which a newer one replaces."""
+    def newest(self, session: Hashable | None) -> Request | None:
+        """Return the waiting request of a session, which a newer one replaces."""
         return None if session is None else self._newest.get(session)
 
-    def room(self, client: Hashable | None) -> Job | None:
-        """Return the job that has to go for a new one of this client, None while there is room. Raises BusyError."""
+    def room(self, client: Hashable | None) -> Request | None:
+        """Return the request that goes for a new one of this client, None while there is room. Raises BusyError."""
         mine = len(self._waiting.get(client, ()))
         if client is not None and mine >= self.per_client:
             raise BusyError(f"{mine} requests of this client wait, and no client may have more")
@@ -36,23 +36,23 @@ class Places:
             raise BusyError(f"the queue is full: {self.count} requests wait")
         return most[-1]
 
-    def enter(self, job: Job) -> None:
-        """Count a job in."""
-        if job.session is not None:
-            self._newest[job.session] = job
-        self._waiting.setdefault(job.client, []).append(job)
+    def enter(self, request: Request) -> None:
+        """Count a request in."""
+        if request.episode is not None:
+            self._newest[request.episode] = request
+        self._waiting.setdefault(request.connection, []).append(request)
         self.count += 1
 
-    def leave(self, job: Job) -> bool:
-        """Count a job out; False if it was not among those that wait."""
-        if not job.waiting:
+    def leave(self, request: Request) -> bool:
+        """Count a request out; False if it was not among those that wait."""
+        if not request.waiting:
             return False
-        job.waiting = False
+        request.waiting = False
         self.count -= 1
-        jobs = self._waiting[job.client]
-        jobs.remove(job)
-        if not jobs:
-            del self._waiting[job.client]
-        if self._newest.get(job.session) is job:
-            del self._newest[job.session]
+        requests = self._waiting[request.connection]
+        requests.remove(request)
+        if not requests:
+            del self._waiting[request.connection]
+        if self._newest.get(request.episode) is request:
+            del self._newest[request.episode]
         return True

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,9 @@ import numpy as np
 from sinew_client import protocol
 
 from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
+from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.policies import Policies, Standing
+from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
@@ -137,6 +139,20 @@ def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, 
         policies=Policies(standing),
         check_session=lambda _name: None,
     )
+
+
+def enqueue(
+    scheduler: Scheduler,
+    decode: Callable[[PixelBudget], Observation],
+    on_done: Callable[[Outcome], None],
+    *,
+    client: Hashable | None = None,
+    session: str = "",
+    deadline: float | None = None,
+) -> Request:
+    """Give a scheduler a request that comes from no wire."""
+    made = Request("", decode, session=session, connection=client, deadline=deadline)
+    return scheduler.submit(made, on_done)
 
 
 def until(condition: Callable[[], Any], what: str = "it to happen") -> Any:

@@ -35,7 +35,7 @@ from sinew.serve.dashboard import feed as feeds
 from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
 from sinew.serve.dashboard.news import News
-from sinew.serve.service import Inference
+from sinew.serve.request import Request
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
 from tests.serve import browser
@@ -170,7 +170,7 @@ def test_the_dashboard_is_told_after_the_reply() -> None:
         feed.bell(lambda: happened.append("shown")),
     ):
         feed.follow(found.service)
-        found.service.submit(Inference("native", lambda _: seen), lambda _: happened.append("replied"))
+        found.service.submit(Request("native", lambda _: seen), lambda _: happened.append("replied"))
         until(lambda: "shown" in happened)
     assert happened == ["replied", "shown"]
 

@@ -28,11 +28,11 @@ from sinew.core import ActionChunk, CameraSpec, Observation, SinewError
 from sinew.serve.batching import Batcher
 from sinew.serve.lane import Lane
 from sinew.serve.policies import Standing
-from sinew.serve.request import Job, Outcome
+from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.wires import openpi
 from sinew.serve.wires.native import NativeCodec
-from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, Puppet, desk, lone, until
+from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, Puppet, desk, enqueue, lone, until
 
 
 class Second(Puppet):
@@ -178,9 +178,9 @@ class Walk(Puppet):
         return ActionChunk(np.zeros((3, 2), np.float32))
 
 
-def put(scheduler: Scheduler, prompt: str, outcomes: list[Outcome], **options: Any) -> Job:
+def put(scheduler: Scheduler, prompt: str, outcomes: list[Outcome], **options: Any) -> Request:
     found = Observation(images={}, state=np.zeros(2), prompt=prompt)
-    return scheduler.submit(lambda _check: found, outcomes.append, **options)
+    return enqueue(scheduler, lambda _check: found, outcomes.append, **options)
 
 
 @contextlib.contextmanager
@@ -291,8 +291,8 @@ def test_a_batch_breaks_no_deadline_of_another_policy():
     for size, seconds in {1: 1.0, 2: 1.5, 3: 1.75, 4: 2.0}.items():
         made.costs.learn("kind", size, seconds)
 
-    def job(kind: str, deadline: float | None = None) -> Job:
-        found = Job(lambda check: None, lambda outcome: None, deadline=deadline)  # type: ignore[arg-type,return-value]
+    def job(kind: str, deadline: float | None = None) -> Request:
+        found = Request("", lambda budget: None, deadline=deadline)  # type: ignore[arg-type,return-value]
         found.kind = kind
         return found
 

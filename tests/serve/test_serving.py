@@ -25,9 +25,9 @@ from sinew.policy import Policy, load
 from sinew.processing import Prepared
 from sinew.serve.metrics import MAX_SESSIONS, Metrics
 from sinew.serve.policies import Standing
-from sinew.serve.request import Job
+from sinew.serve.request import Request
 from sinew.serve.scheduler import Scheduler
-from sinew.serve.service import Inference, Service
+from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import ZeroMQWire
 from sinew.serve.wires.groot.codec import GrootCodec
@@ -302,7 +302,7 @@ def test_nothing_is_kept_of_a_request(served):
     """Frames are megabytes: they must go with the answer, and not when the garbage collector comes round."""
 
     def alive() -> int:
-        return sum(type(each) in (Job, Inference) for each in gc.get_objects())
+        return sum(type(each) is Request for each in gc.get_objects())
 
     gc.collect()
     gc.disable()

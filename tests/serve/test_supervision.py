@@ -31,7 +31,7 @@ from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
 from sinew.serve.turns import Turns
 from tests.serve.groot_client import decode_npy, encode_npy
-from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, request, until
+from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, enqueue, request, until
 from tests.serve.test_bounded_work import body, post
 from tests.serve.test_server import raw_socket
 
@@ -61,12 +61,14 @@ def test_no_exception_ends_the_decode_threads(kind):
 
     with desk() as at:
         outcomes: list = []
-        at.scheduler.submit(
-            lambda _check: Observation(images={}, state=np.zeros(2), prompt="hang"), outcomes.append
+        enqueue(
+            at.scheduler,
+            lambda _check: Observation(images={}, state=np.zeros(2), prompt="hang"),
+            outcomes.append,
         )
         until(lambda: at.scheduler.stats()["running"])
         for _ in range(5):
-            at.scheduler.submit(decode, outcomes.append)
+            enqueue(at.scheduler, decode, outcomes.append)
         until(lambda: len(outcomes) == 5)
         at.puppet.release.set()
         with client(at) as robot:
@@ -238,11 +240,11 @@ def test_decoding_ends_when_nobody_waits():
     """Row 3: neither leaving nor a deadline ended the decoding of a picture."""
     begun, ended = threading.Event(), []
 
-    def decode(check):
+    def decode(budget):
         begun.set()
         try:
             while True:
-                check()
+                budget.check()
                 time.sleep(0.001)
         except SinewError as error:
             ended.append(error.code)
@@ -250,11 +252,11 @@ def test_decoding_ends_when_nobody_waits():
 
     with desk() as at:
         outcomes: list = []
-        job = at.scheduler.submit(decode, outcomes.append)
+        job = enqueue(at.scheduler, decode, outcomes.append)
         assert begun.wait(WAIT_S)
         at.scheduler.cancel(job)
         until(lambda: ended == ["cancelled"])
-        at.scheduler.submit(decode, outcomes.append, deadline=time.perf_counter() + 0.05)
+        enqueue(at.scheduler, decode, outcomes.append, deadline=time.perf_counter() + 0.05)
         until(lambda: ended == ["cancelled", "deadline"])
         until(lambda: len(outcomes) == 2)
         assert isinstance(outcomes[1], DeadlineError)
@@ -330,8 +332,11 @@ def test_a_full_queue_has_a_place_for_who_has_none():
 
     def ask(name: str, who: str, prompt: str = "go") -> None:
         observation = Observation(images={}, state=np.zeros(2), prompt=prompt)
-        scheduler.submit(
-            lambda _check: observation, lambda outcome: outcomes.update({name: outcome}), client=who
+        enqueue(
+            scheduler,
+            lambda _check: observation,
+            lambda outcome: outcomes.update({name: outcome}),
+            client=who,
         )
 
     try:

@@ -23,7 +23,8 @@ from sinew.bundle.schema import ImageRecipe
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing.image import prepare_frame
 from sinew.serve.policies import DEFAULT
-from sinew.serve.service import Inference, Service
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 
 VIEWERS = 8  # at once; each is a connection and a few kilobytes
 KEPT = 256  # answers between two looks of the viewers
@@ -118,17 +119,11 @@ class Feed:
             self.image = service.policies.get().image
             service.subscribe(self._hear)
 
-    def _hear(
-        self,
-        inference: Inference,
-        observation: Observation | None,
-        outcome: ActionChunk | SinewError,
-        seconds: float,
-        deadline_s: float | None,
-    ) -> None:
-        if inference.policy in ("", DEFAULT):
-            wire, client, session = inference.wire, inference.client, inference.session
-            self.put(wire, client, session, observation, outcome, seconds, deadline_s)
+    def _hear(self, request: Request, outcome: ActionChunk | SinewError, seconds: float) -> None:
+        if request.policy in ("", DEFAULT):
+            wire, client, session, seen = request.wire, request.client, request.session, request.observation
+            limit = None if request.deadline is None else request.deadline - request.arrived
+            self.put(wire, client, session, seen, outcome, seconds, limit)
 
     @contextlib.contextmanager
     def bell(self, ring: Callable[[], None]) -> Iterator[None]:

@@ -14,7 +14,8 @@ from sinew.serve.fleet.config import PolicyConfig
 from sinew.serve.fleet.scaling import INFERENCE, TARGET
 from sinew.serve.lane import Lane
 from sinew.serve.opening import Given, stand
-from sinew.serve.service import Inference, Service
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 
 MIX = 0.1  # weight of the newest inference in the mean that replicas report
@@ -90,7 +91,7 @@ class Replica:
         try:
             # Robots took their turns where their requests came from; here each is a connection of its own.
             chunk = await self._service.infer(
-                Inference("ray", lambda _budget: observation, connection=object(), arrived=begun)
+                Request("ray", lambda _budget: observation, connection=object(), arrived=begun)
             )
         except SinewError as error:
             return Refusal.of(error)

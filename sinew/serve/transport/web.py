@@ -23,7 +23,8 @@ from sinew.core import PolicySpec, RequestError, SinewError
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
 from sinew.serve.quiet import Quiet
-from sinew.serve.service import Inference, Service
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 from sinew.serve.transport.connections import Connection, Connections, connection_of
 from sinew.serve.transport.errors import JSON, error_answer
 from sinew.serve.transport.ledger import HELD_REQUESTS
@@ -331,7 +332,7 @@ class WebServer:
             return dialect.reset()
         decode = partial(dialect.observation, message, service.policies.get(policy).spec)
         chunk = await service.infer(
-            Inference(
+            Request(
                 dialect.name,
                 decode,
                 client,

@@ -9,7 +9,8 @@ from functools import partial
 from aiohttp import web
 
 from sinew.core import PolicySpec, RequestError
-from sinew.serve.service import Inference, Service
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 from sinew.serve.transport import admin
 from sinew.serve.transport.connections import connection_of
 from sinew.serve.transport.routes import POLICIES, Guard, read_body
@@ -50,7 +51,7 @@ class Actions:
                     f"policy: expected {policy}, as in the address, got {message.policy[:80]!r}"
                 )
             spec = self._service.policies.get(policy).spec
-        inference = Inference(
+        asked = Request(
             "http",
             partial(http.observation, message, spec),
             request.remote or "",
@@ -61,7 +62,7 @@ class Actions:
             owner=request.remote or "",
             policy=policy,
         )
-        chunk = await self._service.infer(inference)
+        chunk = await self._service.infer(asked)
         answer = http.answer(chunk, 1e3 * (time.perf_counter() - arrived), kind)
         return web.Response(body=answer, content_type=kind)
 
@@ -73,7 +74,7 @@ class Actions:
             act = http.read_act(body)
             del body
             spec = self._service.policies.get(policy).spec
-        inference = Inference(
+        asked = Request(
             "http",
             partial(http.act_observation, act, spec),
             request.remote or "",
@@ -81,7 +82,7 @@ class Actions:
             connection=connection_of(request),
             policy=policy,
         )
-        chunk = await self._service.infer(inference)
+        chunk = await self._service.infer(asked)
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
 
 
