@@ -83,7 +83,7 @@ bench: $(READY) ## time the demo's policy, stage by stage
 	$(BIN)/sinew demo --full-size --out build/full-size --prepare
 	$(BIN)/sinew bench build/full-size/policy.gguf
 
-soak: $(READY) ## ten robots beside attackers for ten minutes, on the native wire; then the long fault injections
+soak: $(READY) ## ten robots and two streams beside attackers for ten minutes; then the long fault injections
 	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 	$(BIN)/python -m pytest -q tests/serve/test_faults.py --faults-rounds 10
 

@@ -1,16 +1,23 @@
-"""A server under attack for a long time: ten robots at 10 Hz beside a flooder, a slow reader and a keyless parser.
+"""A server under attack for a long time: robots that ask and robots on streams beside everything that is not kind.
 
     python -m benchmarks.soak --minutes 10        # or: make soak
 
-One ``sinew serve`` with a key, and beside its robots, each a process with ``sinew_client``:
+One ``sinew serve`` with a key, and beside its robots, each a process with ``sinew_client``, ten that ask at 10 Hz and
+two on streams of 60 nodes a second:
 
 * a flooder with the key, which sends requests as fast as the connection takes them,
 * a slow reader with the key, which asks for metadata and never reads an answer,
 * four strangers without a key, which send messages of as many fields as a parser would look at,
+* hogs: eight streams of 100 solver steps that send frames and samples as fast as they are taken,
+* a liar: streams whose times are no numbers, lie ahead or go back, and whose settings change with each message,
+* three viewers of the dashboard, of events and of frames,
+* an exchange of the policy every twenty seconds, for one whose actions are 10 more, and back,
 * and every ten seconds a message without end, a bomb of a picture and thirty connections that say nothing.
 
-The robots check that every answer is theirs (the observation's seed comes back) and count what is lost. The same robots
-run alone first, for a comparison. The last line is JSON. The exit code is 1 if a robot lost an answer.
+Each answer is compared with that of the same observation in process, and with what stood when it was asked for: an
+answer or a window of a policy that was exchanged before is wrong. Three rounds: the robots that ask alone, the same
+beside the hogs (what a stream may cost others), and all of it. The last line is JSON. The exit code is 1 if a robot
+lost an answer or got a wrong one.
 """
 
 from __future__ import annotations
@@ -24,8 +31,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,53 +43,216 @@ import numpy as np
 import zmq
 from PIL import Image
 from sinew_client import Client, ClientError, ServerError, protocol
+from sinew_client.streams import StreamLink
 
 from benchmarks.wires import BUNDLE, statistics
 from sinew import machine
-from sinew.bundle import Bundle
+from sinew.bundle import Bundle, write_bundle
+from sinew.convert.lowbit import lowbit_sources
 
 KEY = "soak"
 PERIOD_S = 10.0  # between two rounds of the occasional attacks
+EXCHANGE_S = 20.0  # between two exchanges
+SHIFT = 10.0  # of the actions of the policy that is exchanged for
+SEEDS = 16  # observations of each robot, whose answers are known
+STREAM_HZ = 60.0  # of the bundle's rows
+CLOSE = 1e-3  # of an answer to the known one
 
 
-def observation(seed: int) -> dict[str, Any]:
-    """An observation of the bundle's shapes."""
+def observation(seed: int, steps: int = 1) -> dict[str, Any]:
+    """An observation of the bundle's shapes. steps: of the solver."""
     spec = Bundle(BUNDLE).manifest.spec
     return {
         "images": {each.name: np.zeros((each.height, each.width, 3), np.uint8) for each in spec.cameras},
         "state": np.zeros(spec.state.dim),
         "prompt": "swing it up",
-        "solver_steps": 1,
+        "solver_steps": steps,
         "seed": seed,
     }
+
+
+def shifted(out: Path) -> Path:
+    """Write the bundle with ``SHIFT`` more in every action."""
+    bundle = Bundle(BUNDLE)
+    processing = bundle.manifest.processing
+    mean = tuple(each + SHIFT for each in processing.action.stats["mean"])
+    action = replace(processing.action, stats={**processing.action.stats, "mean": mean})
+    manifest = replace(bundle.manifest, processing=replace(processing, action=action))
+    write_bundle(out, lambda: manifest, lowbit_sources(bundle, {}))
+    return out
+
+
+def known_answers(robots: int, steps: int) -> np.ndarray:
+    """Return the actions of every robot's observations, float32 [robots, SEEDS, H, D]."""
+    import sinew
+
+    policy = sinew.load(BUNDLE, engine="plan", threads=1)
+    return np.array(
+        [
+            [policy.infer(observation(robot * SEEDS + k, steps)).actions for k in range(SEEDS)]
+            for robot in range(robots)
+        ]
+    )
+
+
+class Exchanges:
+    """Which policy stood when, as :func:`exchanger` writes it down: lines of when it began, when it was done, and 0 or
+    1 for the policy that stands since."""
+
+    def __init__(self, log: Path):
+        self.changes = [
+            (float(begun), float(done), int(which))
+            for begun, done, which in (line.split() for line in log.read_text().splitlines())
+        ]
+
+    def allowed(self, asked: float, answered: float) -> set[int]:
+        """Return the policies that may have answered what was asked then."""
+        found, last = set[int](), 0
+        for begun, done, which in self.changes:
+            if done <= asked:
+                last = which
+            elif begun < answered:
+                found.add(which)
+        return found | {last}
 
 
 # ----------------------------------------------------------------------------- the parts, each a process
 
 
-def robot(address: str, seconds: float, number: int, hertz: float) -> dict[str, Any]:
+def robot(given: argparse.Namespace) -> dict[str, Any]:
     """Ask at a steady rate; what took longer than a period makes the robot skip moments, not hurry."""
-    sent = observation(0)
+    known = np.load(given.known)[given.number]
+    sent = observation(0, given.steps)
     latencies: list[float] = []
+    answers: list[tuple[float, float, int]] = []
     lost: dict[str, int] = {}
-    wrong = skipped = 0
-    end, tick = time.monotonic() + seconds, time.monotonic()
-    with Client(address, timeout=10.0, api_key=KEY) as client:
+    wrong = skipped = count = 0
+    end, tick = time.monotonic() + given.seconds, time.monotonic()
+    with Client(given.address, timeout=10.0, api_key=KEY) as client:
         while time.monotonic() < end:
-            sent["seed"] = seed = number * 1_000_000 + len(latencies) + sum(lost.values())
+            count += 1
+            sent["seed"] = seed = given.number * SEEDS + count % SEEDS
+            asked = time.monotonic()
             begin = time.perf_counter()
             try:
-                wrong += client.infer(sent).seed != seed
+                chunk = client.infer(sent)
                 latencies.append(1e3 * (time.perf_counter() - begin))
+                far = [np.abs(chunk.actions - known[count % SEEDS] - SHIFT * k).max() for k in (0, 1)]
+                wrong += int(chunk.seed != seed or min(far) > CLOSE)
+                answers.append((asked, time.monotonic(), int(np.argmin(far))))
             except ClientError as error:
                 name = error.code if isinstance(error, ServerError) else type(error).__name__
                 lost[name] = lost.get(name, 0) + 1
-            tick += 1 / hertz
+            tick += 1 / given.hertz
             while tick < time.monotonic():
-                tick += 1 / hertz
+                tick += 1 / given.hertz
                 skipped += 1
             time.sleep(max(0.0, tick - time.monotonic()))
-    return {"latencies": latencies, "lost": lost, "wrong": wrong, "skipped": skipped}
+    exchanges = Exchanges(given.exchanges)
+    old = sum(which not in exchanges.allowed(asked, answered) for asked, answered, which in answers)
+    return {"latencies": latencies, "lost": lost, "wrong": wrong, "old": old, "skipped": skipped}
+
+
+def streamer(given: argparse.Namespace) -> dict[str, Any]:
+    """Stream samples at the bundle's rate and a frame with every fourth; look at what comes back.
+
+    latencies: from a sample to its window. lost: runs of the server whose window never came. silent: the longest time
+    without a window.
+    """
+    images = observation(0)["images"]
+    link = StreamLink(given.address, STREAM_HZ, f"robot-{given.number}", KEY, {"solver_steps": 1})
+    sent: dict[int, float] = {}
+    latencies: list[float] = []
+    windows: list[tuple[float, float, int]] = []
+    lost = wrong = last = tick = 0
+    silent, heard = 0.0, time.monotonic()
+    begun = heard
+    while (now := time.monotonic()) < begun + given.seconds:
+        for window in link.windows():
+            silent, heard = max(silent, now - heard), now
+            lost += max(0, window.run - last - 1)
+            last = window.run
+            asked = sent.get(window.request_id)
+            wrong += int(asked is None or (len(window.rows) > 0 and window.rows.shape[1] != 1))
+            if asked is None or not len(window.rows):
+                continue
+            latencies.append(1e3 * (now - asked))
+            windows.append((asked, now, int(np.median(window.rows) > SHIFT / 2)))
+        moment = now - begun
+        if link.send([0.0], moment, 1, None if tick % 4 else images, moment, "swing it up"):
+            sent[link.sent] = now
+        tick += 1
+        time.sleep(max(0.0, begun + tick / STREAM_HZ - time.monotonic()))
+    silent = max(silent, time.monotonic() - heard)
+    link.close()
+    exchanges = Exchanges(given.exchanges)
+    old = sum(which not in exchanges.allowed(asked, came) for asked, came, which in windows)
+    return {
+        "latencies": latencies, "lost": {"window": lost} if lost else {}, "wrong": wrong, "old": old,
+        "errors": dict(link.faults.counts), "error": link.error, "silent_s": round(silent, 2),
+    }  # fmt: skip
+
+
+def hogs(address: str, seconds: float) -> None:
+    images = observation(0)["images"]
+    links = [StreamLink(address, STREAM_HZ, "", KEY, {"solver_steps": 100}) for _ in range(4)]
+    begun = time.monotonic()
+    while (now := time.monotonic() - begun) < seconds:
+        for link in links:
+            for link.session in ("a", "b"):  # two streams of one connection
+                link.send([0.0], now, 1, images, now, "swing it up")
+            link.windows()
+        time.sleep(1 / STREAM_HZ)
+
+
+def liar(address: str, seconds: float) -> None:
+    images = observation(0)["images"]
+    dice = np.random.default_rng(0)
+    links = [StreamLink(address, STREAM_HZ, f"liar-{number}", KEY) for number in range(2)]
+    begun = time.monotonic()
+    while (now := time.monotonic() - begun) < seconds:
+        for link in links:
+            moment = float(dice.choice([now, now - 1, now + 1e6, -1.0, np.nan, np.inf, 1e308]))
+            frame = float(dice.choice([moment, now, -1e6, np.nan, 1e308]))
+            link.rate = float(dice.choice([STREAM_HZ, 1000.0, 0.5, np.nan]))
+            link.send([0.0], moment, int(dice.integers(5000)), images, frame, "swing it up")
+        time.sleep(1 / STREAM_HZ)  # and reads nothing
+
+
+def viewers(web: str, seconds: float) -> None:
+    """Look at the dashboard: two at events, one at frames."""
+
+    def look(path: str) -> None:
+        while True:
+            request = urllib.request.Request(f"{web}{path}", headers={"X-API-Key": KEY})
+            with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=60) as news:
+                while news.read1(1 << 16):
+                    pass
+            time.sleep(1)
+
+    for path in ("/v1/events", "/v1/events", "/v1/frames"):
+        threading.Thread(target=look, args=(path,), daemon=True).start()
+    time.sleep(seconds)
+
+
+def exchanger(web: str, seconds: float, sources: Sequence[Path], log: Path) -> None:
+    """Exchange the policy in turns, and write down when; ends with the first policy in place."""
+    which, end = 0, time.monotonic() + seconds - EXCHANGE_S
+    while time.monotonic() < end or which:
+        time.sleep(EXCHANGE_S / 2)
+        begun = time.monotonic()
+        request = urllib.request.Request(
+            f"{web}/v1/policies/default",
+            json.dumps({"source": str(sources[1 - which])}).encode(),
+            {"X-API-Key": KEY},
+            method="PUT",
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
+        which = 1 - which
+        with log.open("a") as out:
+            out.write(f"{begun} {time.monotonic()} {which}\n")
+        time.sleep(EXCHANGE_S / 2)
 
 
 def flooder(address: str, seconds: float) -> None:
@@ -139,7 +312,13 @@ def occasional(address: str, seconds: float) -> None:
             each.close()
 
 
-PARTS = {"flooder": flooder, "slow_reader": slow_reader, "stranger": stranger, "occasional": occasional}
+PARTS: dict[str, Callable[[str, float], None]] = {
+    "flooder": flooder, "slow_reader": slow_reader, "stranger": stranger, "occasional": occasional,
+    "hogs": hogs, "liar": liar, "viewers": viewers,
+}  # fmt: skip
+WEB = ("viewers", "exchanger")  # parts that go to the http port
+ATTACK = ("flooder", "slow_reader", *["stranger"] * 4, "occasional", "hogs", "liar", "viewers", "exchanger")
+ROUNDS = {"alone": (), "beside streams": ("hogs",), "attacked": ATTACK}
 
 
 @contextlib.contextmanager
@@ -176,29 +355,65 @@ def memory_mib(process: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-def run(address: str, server: int, seconds: float, robots: int, hertz: float, attack: bool) -> dict[str, Any]:
-    """One round; the server's memory is looked at meanwhile."""
-    me = [sys.executable, "-m", "benchmarks.soak", "--address", address, "--seconds", str(seconds)]
-    attackers = ["flooder", "slow_reader", *["stranger"] * 4, "occasional"] if attack else []
-    hostile = [subprocess.Popen([*me, "--part", name]) for name in attackers]
-    asking = [
-        subprocess.Popen(
-            [*me, "--part", "robot", "--number", str(number), "--hertz", str(hertz)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(robots)
-    ]
-    begun = time.monotonic()
-    memory = [(0.0, memory_mib(server))]
-    while (left := begun + seconds - time.monotonic()) > 0:
-        time.sleep(min(5.0, max(0.1, left)))
-        memory.append((time.monotonic() - begun, memory_mib(server)))
-    found = [json.loads(each.communicate(timeout=seconds + 120)[0]) for each in asking]
-    for each in hostile:
-        each.kill()
-        each.wait()
-    latencies = np.concatenate([each["latencies"] for each in found])
+class Soak:
+    """The programs of one server. addresses: its native and its http one. folder: for what they tell one another."""
+
+    def __init__(self, given: argparse.Namespace, addresses: Sequence[str], server: int, folder: Path):
+        self._given, self._server, self._folder = given, server, folder
+        self._native, self._web = addresses
+        self._known, self._other = folder / "known.npy", shifted(folder / "other.gguf")
+        np.save(self._known, known_answers(given.robots, given.steps))
+
+    def run(self, name: str, seconds: float) -> dict[str, Any]:
+        """Play one round; the server's memory is looked at meanwhile."""
+        given, log = self._given, self._folder / f"exchanges-{name}"
+        log.touch()
+        parts = ROUNDS[name]
+        hostile = [
+            self._begin(part, seconds, log, "--address", self._web if part in WEB else self._native)
+            for part in parts
+        ]
+        asked = [("robot", n) for n in range(given.robots)]
+        asked += [("streamer", n) for n in range(given.streams if name == "attacked" else 0)]
+        asking = [
+            self._begin(part, seconds, log, "--address", self._native, "--number", str(number))
+            for part, number in asked
+        ]
+        begun = time.monotonic()
+        memory = [(0.0, memory_mib(self._server))]
+        while (left := begun + seconds - time.monotonic()) > 0:
+            time.sleep(min(5.0, max(0.1, left)))
+            memory.append((time.monotonic() - begun, memory_mib(self._server)))
+        found = [json.loads(each.communicate(timeout=seconds + 120)[0]) for each in asking]
+        for each in hostile:
+            each.kill()
+            each.wait()
+        kinds = [part for part, _ in asked]
+        return {
+            **summed([each for part, each in zip(kinds, found, strict=True) if part == "robot"]),
+            "skipped": sum(each.get("skipped", 0) for each in found),
+            "exchanges": len(Exchanges(log).changes),
+            "streams": summed([each for part, each in zip(kinds, found, strict=True) if part == "streamer"]),
+            "streams_each": [
+                {name: value for name, value in each.items() if name != "latencies"}
+                for part, each in zip(kinds, found, strict=True)
+                if part == "streamer"
+            ],
+            "memory_mib": by_minute(memory),
+            "memory_slope_mib_per_minute": round(slope(memory), 3),
+        }
+
+    def _begin(self, part: str, seconds: float, log: Path, *more: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "benchmarks.soak", "--part", part, "--seconds", str(seconds), *more]
+        command += ["--known", str(self._known), "--other", str(self._other), "--exchanges", str(log)]
+        command += ["--hertz", str(self._given.hertz), "--steps", str(self._given.steps)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def summed(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counts of several robots as one. old: answers of a policy that was exchanged before they were asked
+    for."""
+    latencies = np.concatenate([each["latencies"] for each in found]) if found else np.zeros(0)
     lost: dict[str, int] = {}
     for each in found:
         for name, count in each["lost"].items():
@@ -207,10 +422,8 @@ def run(address: str, server: int, seconds: float, robots: int, hertz: float, at
         "answers": len(latencies),
         "lost": lost,
         "wrong": sum(each["wrong"] for each in found),
-        "skipped": sum(each["skipped"] for each in found),
-        "latency_ms": statistics(latencies),
-        "memory_mib": by_minute(memory),
-        "memory_slope_mib_per_minute": round(slope(memory), 3),
+        "old": sum(each["old"] for each in found),
+        "latency_ms": statistics(latencies) if len(latencies) else {},
     }
 
 
@@ -231,18 +444,30 @@ def slope(memory: list[tuple[float, float]]) -> float:
 def table(rounds: dict[str, dict[str, Any]]) -> str:
     """Return the rounds side by side."""
     lines = [
-        "| robots | answers | lost | wrong | moments skipped | p50 | p99 | max | memory by minute, MiB | slope |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| robots | answers | lost | wrong | old | skipped | p50 | p99 | max | memory by minute, MiB | slope |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in rounds.items():
-        latency = found["latency_ms"]
         memory = " ".join(f"{mib:.0f}" for mib in found["memory_mib"])
-        lines.append(
-            f"| {name} | {found['answers']:,} | {sum(found['lost'].values())} | {found['wrong']}"
-            f" | {found['skipped']:,} | {latency['p50']:.0f} ms | {latency['p99']:.0f} ms | {latency['max']:.0f} ms"
-            f" | {memory} | {found['memory_slope_mib_per_minute']:+.2f} MiB/min |"
-        )
+        for who, each in ((name, found), (f"{name}, windows", found["streams"])):
+            if not (latency := each["latency_ms"]):
+                continue
+            lines.append(
+                f"| {who} | {each['answers']:,} | {sum(each['lost'].values())} | {each['wrong']} | {each['old']}"
+                f" | {each.get('skipped', 0):,} | {latency['p50']:.1f} ms | {latency['p99']:.0f} ms"
+                f" | {latency['max']:.0f} ms | {memory} | {found['memory_slope_mib_per_minute']:+.2f} MiB/min |"
+            )
     return "\n".join(lines)
+
+
+def part(given: argparse.Namespace) -> None:
+    """Be one of the programs."""
+    if given.part in ("robot", "streamer"):
+        print(json.dumps({"robot": robot, "streamer": streamer}[given.part](given)))
+    elif given.part == "exchanger":
+        exchanger(given.address, given.seconds, (BUNDLE, given.other), given.exchanges)
+    else:
+        PARTS[given.part](given.address, given.seconds)
 
 
 def main() -> int:
@@ -250,41 +475,35 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--alone", type=float, default=1.0, help="minutes of the robots without the others")
+    parser.add_argument("--alone", type=float, default=1.0, help="minutes of the two rounds before")
     parser.add_argument("--robots", type=int, default=10)
+    parser.add_argument("--streams", type=int, default=2, help="robots on streams")
     parser.add_argument("--hertz", type=float, default=10.0)
-    parser.add_argument("--part", choices=("robot", *PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=1, help="of the solver, in the robots' requests")
+    parser.add_argument("--part", choices=("robot", "streamer", "exchanger", *PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    for name in ("--known", "--other", "--exchanges"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.part == "robot":
-        print(json.dumps(robot(given.address, given.seconds, given.number, given.hertz)))
-        return 0
     if given.part:
-        PARTS[given.part](given.address, given.seconds)
+        part(given)
         return 0
+    minutes = {"alone": given.alone, "beside streams": given.alone, "attacked": given.minutes}
     with tempfile.TemporaryDirectory() as folder:
-        key = Path(folder) / "key"
+        key, log = Path(folder) / "key", Path(folder) / "log"
         key.write_text(KEY)
-        log = Path(folder) / "log"
-        with serving(log, BUNDLE, "--wire", "native:0", "--threads", 1, "--api-key-file", key) as (
-            address,
-            process,
-        ):
-            rounds = {
-                name: run(address, process, 60 * minutes, given.robots, given.hertz, attack)
-                for name, minutes, attack in (
-                    ("alone", given.alone, False),
-                    ("attacked", given.minutes, True),
-                )
-            }
-            with Client(address, timeout=30, api_key=KEY) as client:
+        wires = ("--wire", "native:0", "--wire", "http:0", "--engine", "plan", "--threads", 1)
+        with serving(log, BUNDLE, *wires, "--api-key-file", key) as (addresses, process):
+            soak = Soak(given, addresses.split(), process, Path(folder))
+            rounds = {name: soak.run(name, 60 * lasts) for name, lasts in minutes.items() if lasts}
+            with Client(addresses.split()[0], timeout=30, api_key=KEY) as client:
                 health = client.health()
     print(table(rounds))
     print(f"health afterwards: {health['status']}")
     result = {
-        "schema": "sinew.benchmark.soak/1",
+        "schema": "sinew.benchmark.soak/2",
         "minutes": given.minutes,
         "robots": given.robots,
         "hertz": given.hertz,
@@ -294,8 +513,13 @@ def main() -> int:
         **rounds,
     }
     print(json.dumps(result))
-    attacked = rounds["attacked"]
-    return int(bool(attacked["lost"] or attacked["wrong"] or health["status"] != "ok"))
+    bad = [
+        each[kind]
+        for found in rounds.values()
+        for each in (found, found["streams"])
+        for kind in ("lost", "wrong", "old")
+    ]
+    return int(any(bad) or health["status"] != "ok")
 
 
 if __name__ == "__main__":

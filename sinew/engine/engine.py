@@ -44,15 +44,20 @@ class Trace:
 class Watch:
     """Follows one run: times its stages, stops it between two of them, and keeps what they computed.
 
-    cancel: ends the run with :class:`CancelledError` when it is set. trace: gets what the stages of a single
+    cancel: ends the run with :class:`CancelledError` when it is set. between: called between two stages; what it raises
+    ends the run. trace: gets what the stages of a single
     observation computed. apart: asks an engine that runs all stages as one for each of them.
     """
 
     def __init__(
-        self, cancel: threading.Event | None = None, trace: Trace | None = None, apart: bool = False
+        self,
+        cancel: threading.Event | None = None,
+        trace: Trace | None = None,
+        apart: bool = False,
+        between: Callable[[], None] | None = None,
     ):
         self.trace, self.apart = trace, apart or trace is not None
-        self._cancel = cancel
+        self._cancel, self._between = cancel, between
         self._laps: dict[str, list[float]] = {}
         self._begun = time.perf_counter()
 
@@ -60,8 +65,11 @@ class Watch:
         """End a stage ("vision", "prefix", "step"), after the device has caught up."""
         now = time.perf_counter()
         self._laps.setdefault(stage, []).append(1e3 * (now - self._begun))
-        self._begun = now
         self.check()
+        if self._between is not None:
+            self._between()
+            now = time.perf_counter()
+        self._begun = now
 
     def begin(self) -> None:
         """Count the next stage's time from now on."""

@@ -1,11 +1,18 @@
-"""One place for computing, shared by the schedulers of several policies: they take turns, one inference at a time."""
+"""One place for computing, shared by the schedulers of several policies: they take turns, one inference at a time.
+
+Streams compute beside it, on threads of their own, and take turns with what is inside by time (:class:`Beside`).
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+SHARE = 0.5  # of the time while a request is inside or waits, that streams may compute, all of them together
+CREDIT_S = 0.02  # of it that they may save up
 
 Waiting = Callable[[], Sequence[Any]]  # the jobs of a scheduler that are ready, in the order of their turns
 
@@ -14,9 +21,16 @@ class Lane:
     """Lets threads in one at a time, in the order in which they asked. A context manager; not reentrant.
 
     A scheduler asks once for each inference, so that policies take turns, as connections do inside each of them.
+    clock: seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since: float | None = (
+            None  # when the first of those inside and waiting came; None: nobody is there
+        )
+        self._used = 0.0  # seconds of streams since then
+        self.yielding = 0  # threads of streams that wait for their share
         self._changed = threading.Condition()
         self._line: deque[object] = deque()  # who is inside stands first
         self._members: dict[object, Waiting] = {}
@@ -25,18 +39,41 @@ class Lane:
         place = object()
         with self._changed:
             self._line.append(place)
+            if self._since is None:
+                self._since, self._used = self._clock(), 0.0
             try:
                 while self._line[0] is not place:
                     self._changed.wait()
             except BaseException:  # the thread is ended from outside: the others go on
                 self._line.remove(place)
-                self._changed.notify_all()
+                self._left()
                 raise
 
     def __exit__(self, *_exc_info: object) -> None:
         with self._changed:
             self._line.popleft()
-            self._changed.notify_all()
+            self._left()
+
+    def _left(self) -> None:
+        """Tell the others, with the lock held. What streams owe is forgotten when nobody is inside any more."""
+        if not self._line:
+            self._since = None
+        self._changed.notify_all()
+
+    def used(self, begun: float | None) -> float:
+        """Count what a stream has computed since ``begun``, None: nothing, and return when it may go on: at once where
+        no request is there, else when requests have had their share of the time."""
+        with self._changed:
+            now = self._clock()
+            if self._since is not None:
+                self._used = max(self._used, SHARE * (now - self._since) - CREDIT_S)
+                self._used += 0.0 if begun is None else now - max(begun, self._since)
+            self.yielding += 1
+            while self._since is not None and (left := self._used / SHARE - (now - self._since)) > 0:
+                self._changed.wait(left)
+                now = self._clock()
+            self.yielding -= 1
+            return now
 
     def join(self, member: object, waiting: Waiting) -> None:
         """Let the others know what waits at ``member``."""
@@ -53,3 +90,19 @@ class Lane:
         with self._changed:
             others = [waiting for each, waiting in self._members.items() if each is not member]
         return [jobs[0] for waiting in others if (jobs := waiting())]
+
+
+class Beside:
+    """One thread that computes in pieces beside a lane. ``begin`` comes before the first piece, ``pause`` after each:
+    they wait for the share that streams have. None in the lane's place: nobody is to be waited for."""
+
+    def __init__(self, lane: Lane | None) -> None:
+        self._lane, self._begun = lane, 0.0
+
+    def begin(self) -> None:
+        if self._lane is not None:
+            self._begun = self._lane.used(None)
+
+    def pause(self) -> None:
+        if self._lane is not None:
+            self._begun = self._lane.used(self._begun)

@@ -110,7 +110,7 @@ def stand(
         policy.padded_state_dim,
         policy.padded_action_dim,
         None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
-        policy.image_recipe,
+        image=policy.image_recipe,
     )
 
 

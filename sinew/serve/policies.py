@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Standing:
     metadata: what the server says about itself and the policy, ready for JSON. safety: limits of states and actions;
     None: none. padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
     max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
+    changed: what is another than that of the policy whose place it took, a sentence each; robots are told with each
+    answer.
     image: the policy's resize, for those who show what it sees; None: unknown here.
     """
 
@@ -42,6 +44,7 @@ class Standing:
     padded_state_dim: int = 0
     padded_action_dim: int = 0
     max_pixels: int | None = None
+    changed: tuple[str, ...] = ()
     image: ImageRecipe | None = None
 
     @property
@@ -61,6 +64,12 @@ class Policies:
         self._standing = {DEFAULT: first}
         self._leaving: list[Scheduler] = []
         self._past: dict[str, int] = {}  # counts of those that have ended
+        self._watching: list[Callable[[Scheduler], None]] = []
+
+    def watch(self, left: Callable[[Scheduler], None]) -> None:
+        """Call ``left`` with each scheduler that gets no more requests, on the thread that changes it, before ``put``
+        and ``take`` return."""
+        self._watching.append(left)
 
     def get(self, name: str = "") -> Standing:
         """Return the policy of a name, "" for the first one. Raises UnknownPolicyError."""
@@ -79,7 +88,8 @@ class Policies:
     @property
     def several(self) -> bool:
         """Return True if there is more to say than what stands in the first place."""
-        return len(self._standing) > 1 or hasattr(self.get().scheduler.policy, "state")
+        first = self.get()
+        return len(self._standing) > 1 or bool(first.changed) or hasattr(first.scheduler.policy, "state")
 
     def put(self, name: str, standing: Standing) -> Scheduler | None:
         """Give a name's requests from now on to ``standing``. Return the scheduler that stood there, to be drained, if
@@ -90,6 +100,7 @@ class Policies:
             if old is None or old.scheduler is standing.scheduler:
                 return None
             self._leaving.append(old.scheduler)
+        self._tell(old.scheduler)
         return old.scheduler
 
     def take(self, name: str) -> Scheduler:
@@ -103,7 +114,12 @@ class Policies:
                 )
             self._standing = {each: found for each, found in self._standing.items() if each != name}
             self._leaving.append(scheduler)
+        self._tell(scheduler)
         return scheduler
+
+    def _tell(self, scheduler: Scheduler) -> None:
+        for left in self._watching:
+            left(scheduler)
 
     def retired(self, scheduler: Scheduler) -> None:
         """Note that a scheduler has answered its last; its counts stay."""
@@ -130,7 +146,12 @@ class Policies:
     def describe(self) -> dict[str, Any]:
         """Return what runs under each name, with its counts, ready for JSON."""
         return {
-            name: {"policy": each.spec.name, **each.scheduler.stats(), **_state(each.scheduler.policy)}
+            name: {
+                "policy": each.spec.name,
+                **each.scheduler.stats(),
+                **_state(each.scheduler.policy),
+                **({"changed": each.changed} if each.changed else {}),
+            }
             for name, each in self._standing.items()
         }
 

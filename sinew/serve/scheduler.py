@@ -69,7 +69,7 @@ class Scheduler:
         costs = None if self.batcher is None else self.batcher.costs
         self._computer = Computer(policy, self._raise_if_abandoned, self._presentable, costs)
         self.policy = policy
-        self._lane, self._workers = lane, workers
+        self.lane, self._workers = lane, workers
         self.supervisor = supervisor or Supervisor()
         self._quiet = Quiet(logger)
         self._received: Turns[Request] = Turns()
@@ -101,8 +101,8 @@ class Scheduler:
             pass
         if self._warm_up_error is not None:
             raise self._warm_up_error
-        if self._lane is not None:
-            self._lane.join(self, self._ready.order)
+        if self.lane is not None:
+            self.lane.join(self, self._ready.order)
 
     def submit(self, request: Request, on_done: Callable[[Outcome], None]) -> Request:
         """Queue a request, and return it. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error:
@@ -179,8 +179,8 @@ class Scheduler:
 
     def unwatch(self) -> None:
         """Take what this scheduler and its policy say of themselves out of the server's health."""
-        if self._lane is not None:
-            self._lane.leave(self)
+        if self.lane is not None:
+            self.lane.leave(self)
         for check in (self._problem, getattr(self.policy, "problem", None)):
             if check is not None:
                 self.supervisor.forget(check)
@@ -253,7 +253,7 @@ class Scheduler:
         if self._warm_up_error is not None:
             return
         while (request := self._ready.get()) is not None:
-            with self._lane or contextlib.nullcontext():
+            with self.lane or contextlib.nullcontext():
                 # What was first may have been replaced while others computed; its successor has the place in the lane.
                 requests: list[Request] = []
                 while request is not None and not self._begin(request, requests):
@@ -315,7 +315,7 @@ class Scheduler:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return [self._presentable(error)]
         if self.batcher is not None and first.kind is not None:
-            beside = [] if self._lane is None else self._lane.beside(self)
+            beside = [] if self.lane is None else self.lane.beside(self)
             for request in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
                 if self._begin(request, requests):
                     self._ready.took(request.connection)

@@ -92,6 +92,7 @@ class Service:
                 request.deployment = deployment = self.policies.get(request.policy)
                 if (stuck := deployment.scheduler.stuck()) is not None:
                     raise UnhealthyError(stuck)
+                request.warnings = list(deployment.changed)
                 try:
                     deployment.scheduler.submit(request, partial(self._answer, request, on_done))
                 except ShuttingDownError:  # or was the policy exchanged meanwhile?
@@ -163,7 +164,10 @@ class Service:
         Raises UnknownPolicyError.
         """
         more = {"policies": list(self.policies.names)} if self.policies.several else {}
-        return self.policies.get(policy).metadata | more
+        standing = self.policies.get(policy)
+        if standing.changed:
+            more["changed"] = list(standing.changed)
+        return standing.metadata | more
 
     # ------------------------------------------------------------------------- everything else
 
@@ -251,14 +255,13 @@ class Service:
 
 def _safe(request: Request, outcome: Outcome) -> Outcome:
     """Return the outcome as it may be sent to a robot."""
-    safety = None if request.deployment is None else request.deployment.safety
-    seen = request.observation
-    if safety is None or seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
+    deployment, seen = request.deployment, request.observation
+    if deployment is None or seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
     if request.warnings:
         outcome = replace(outcome, warnings=(*outcome.warnings, *request.warnings))
     try:
-        return safety.enforce(outcome, seen)
+        return outcome if deployment.safety is None else deployment.safety.enforce(outcome, seen)
     except SinewError as error:
         return bare(error)
 

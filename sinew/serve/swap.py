@@ -11,11 +11,11 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sinew.core import BusyError, PolicySpec, RequestError
+from sinew.core import BusyError, PolicySpec, RequestError, VectorSpec
 from sinew.serve.policies import DEFAULT, Standing, check_name
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
@@ -61,11 +61,14 @@ class Swapper:
         self._service, self._open, self._need = service, open, need
         self._first, self._budget, self._why = source, budget, why
         self._needs: dict[str, Need] = {}  # by name; the first one's is computed when it is wanted
+        self._forms = Forms()
         self._changing = threading.Lock()
 
-    def load(self, name: str, source: str) -> dict[str, Any]:
-        """Give a name's requests to ``source``, and return when what stood there before has answered its last.
+    def load(self, name: str, source: str, accept: Sequence[str] = ()) -> dict[str, Any]:
+        """Give a name's requests to ``source``, and return when what stood there before has answered its last and its
+        streams have ended, which begin anew with their next samples.
 
+        accept: what may be another than that of the policy whose place it takes (:func:`form`); robots are told.
         Raises BusyError during another change, RequestError for a name that cannot be one, for a policy beyond the
         budget or of another form than the one whose place it takes, and what opening it raises; what stands goes on.
         """
@@ -76,21 +79,29 @@ class Swapper:
             self._check_budget(need)
             found = self._open(source)
             loaded = time.perf_counter()
+            changed: tuple[str, ...] = ()
             if name in self._service.policies.names:
                 try:
-                    check_form(self._service.policies.get(name).spec, found.spec)
+                    changed = self._forms.check(
+                        name, self._service.policies.get(name).spec, found.spec, accept
+                    )
                 except RequestError:
                     found.scheduler.drain()
                     raise
+            found = replace(found, changed=changed)
+            self._forms.put(name, found.spec)
             self._drain(self._service.policies.put(name, found))
             self._needs[name] = need
-        took = {
+        took: dict[str, Any] = {
             "name": name,
             "policy": found.spec.name,
             "memory_mib": round(need.total / 2**20, 1),
             "load_s": round(loaded - begun, 3),
             "drain_s": round(time.perf_counter() - loaded, 3),
+            **({"changed": changed} if changed else {}),
         }
+        if changed:
+            logger.warning("the policy %s is of another form, as was asked for: %s", name, "; ".join(changed))
         logger.info("the policy %s is %s: %s", name, source, took)
         return took
 
@@ -103,6 +114,7 @@ class Swapper:
             begun = time.perf_counter()
             self._drain(self._service.policies.take(name))
             self._needs.pop(name, None)
+            self._forms.forget(name)
         took = {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
         logger.info("the policy %s is unloaded: %s", name, took)
         return took
@@ -145,18 +157,98 @@ def _only(lock: threading.Lock) -> Iterator[None]:
         lock.release()
 
 
-def check_form(old: PolicySpec, new: PolicySpec) -> None:
-    """Raise RequestError unless robots of the old policy can go on with the new one: they know its cameras and widths,
-    and hold rows of its chunks."""
-    for name, a, b in (
-        ("cameras", [each.name for each in old.cameras], [each.name for each in new.cameras]),
-        ("state", old.state.dim, new.state.dim),
-        ("action", old.action.dim, new.action.dim),
-        ("chunk_size", old.chunk_size, new.chunk_size),
-        ("noise", old.noise_shape, new.noise_shape),
-    ):
-        if a != b:
-            raise RequestError(f"source: {name}: expected {a}, as the policy that stands, got {b}")
+def form(spec: PolicySpec) -> dict[str, Any]:
+    """Return what robots of a policy take for granted, by name; what the policy does not state is left out."""
+    found: dict[str, Any] = {
+        "cameras": tuple(each.name for each in spec.cameras),
+        "state.dim": spec.state.dim,
+        "action.dim": spec.action.dim,
+        "chunk_size": spec.chunk_size,
+        "noise": spec.noise_shape,
+        **_vector("state", spec.state),
+        **_vector("action", spec.action),
+        "control_hz": spec.control_hz,
+        "embodiment": spec.embodiment,
+        "motion": None if spec.motion is None else tuple(asdict(spec.motion).items()),
+    }
+    for keys in spec.keys:
+        found[f"keys.{keys.wire}"] = (tuple(sorted(keys.images.items())), keys.state, keys.prompt)
+    return {name: value for name, value in found.items() if value not in (None, "", ())}
+
+
+FORM = (
+    "cameras", "state.dim", "state.names", "state.units", "action.dim", "action.names", "action.units", "chunk_size",
+    "noise", "control_hz", "embodiment", "motion", "keys",
+)  # fmt: skip
+"""What :func:`form` compares. ``accept`` takes these names, and names and units of both vectors at once."""
+_BOTH = {"names": ("state.names", "action.names"), "units": ("state.units", "action.units")}
+
+
+def _vector(name: str, spec: VectorSpec) -> dict[str, Any]:
+    return {f"{name}.names": tuple(spec.names), f"{name}.units": tuple(spec.units)}
+
+
+class Forms:
+    """The forms of the policies that stand, by name. What one of them does not state still holds of those before it:
+    their robots are the same."""
+
+    def __init__(self) -> None:
+        self._stated: dict[str, dict[str, Any]] = {}
+
+    def check(
+        self, name: str, old: PolicySpec, new: PolicySpec, accept: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """Return what is another in ``new``, a sentence each, all of it named in ``accept``. Raises RequestError where
+        robots of the old policy would go on with something that they do not know, and names all of it."""
+        if unknown := [each for each in accept if each not in (*FORM, *_BOTH)]:
+            raise RequestError(
+                f"accept: expected some of {', '.join((*FORM, *_BOTH))}, got {unknown[0][:80]!r}"
+            )
+        accepted = {full for each in accept for full in _BOTH.get(each, (each,))}
+        before, after = self._stated.setdefault(name, form(old)), form(new)
+        differences = {
+            key: f"{key}: expected {_text(before[key])}, as the policy that stands, got {_text(after[key])}"
+            for key in before
+            if key in after and not _same(before[key], after[key])
+        }
+        if refused := [
+            text
+            for key, text in differences.items()
+            if key.partition(".")[0] not in accepted and key not in accepted
+        ]:
+            raise RequestError(
+                f'source: {"; ".join(refused)} (name in "accept" what the robots are prepared for)'
+            )
+        return tuple(differences.values())
+
+    def put(self, name: str, spec: PolicySpec) -> None:
+        """Note what stands now."""
+        self._stated[name] = {**self._stated.get(name, {}), **form(spec)}
+
+    def forget(self, name: str) -> None:
+        """Note that nothing stands there any more."""
+        self._stated.pop(name, None)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Compare two stated values; a text that is empty in either says nothing."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b or (isinstance(a, str) and isinstance(b, str) and not (a and b))
+
+
+def _text(value: Any) -> str:
+    """Return a value as a refusal shows it."""
+    if isinstance(value, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in value):
+        value = dict(value)
+    text = (
+        ", ".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def _mib(size: int) -> str:

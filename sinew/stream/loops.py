@@ -1,6 +1,10 @@
 """The two loops of any number of streams: one thread that computes prefixes and one that runs heads.
 
-Each has a pool of compute threads of its own, so that on a CPU a head runs beside a prefix. Streams take turns in both.
+Each has a pool of compute threads of its own, so that on a CPU a head runs beside a prefix. Streams take turns in both
+by cost: whose owner has used least comes first; a head run counts its rows times its evaluations, a prefix one. A run
+that costs a fraction of the one under way does not wait for its end but comes between two of its evaluations. No stream
+is computed more often than its rate, by this machine's clock, whatever is sent. Beside a lane of requests they compute
+while these leave them their share.
 """
 
 from __future__ import annotations
@@ -8,16 +12,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from sinew.core import SinewError
+from sinew.core import CancelledError, SinewError
 from sinew.stream.session import Session
 from sinew.stream.windows import Window
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # between two looks although nobody has called
+BURST_S = 0.1  # by which samples and frames may come early: a network delivers them in bunches
+QUICK = 4  # so many times as dear is a run that a cheaper one comes between
+READ, RUN = 0, 1  # the slow loop and the fast one
 
 
 class Listener(Protocol):
@@ -27,9 +35,50 @@ class Listener(Protocol):
     def failed(self, error: SinewError) -> None: ...
 
 
+class Turn(Protocol):
+    """What a thread asks around the pieces of its work: both wait while others have a claim."""
+
+    def begin(self) -> None: ...
+    def pause(self) -> None: ...
+
+
+class _Free:
+    """The turns of one that has the machine to itself."""
+
+    def begin(self) -> None: ...
+    def pause(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One stream. owner: with whom it shares its turns. turns: of the slow and of the fast loop."""
+
+    session: Session
+    listener: Listener
+    owner: Hashable
+    turns: tuple[Turn, Turn]
+    gone: bool = False
+    due: list[float] = field(default_factory=lambda: [0.0, 0.0])  # as if each had come at its time
+
+    def wanted(self, which: int) -> bool:
+        return self.session.wants_run if which == RUN else self.session.wants_prefix
+
+    def wait(self, which: int, now: float) -> float:
+        """Return the seconds until its next turn may come."""
+        return self.due[which] - max(BURST_S, self._period(which)) - now
+
+    def take(self, which: int, now: float) -> None:
+        """Note a turn."""
+        self.due[which] = max(self.due[which], now) + self._period(which)
+
+    def _period(self, which: int) -> float:
+        # A run for each sample, and one for each prefix.
+        return 0.5 / self.session.rate if which == RUN else 1.0 / self.session.rate
+
+
 class Loops:
     """threads: for compute, of the slow and of the fast loop. start: makes a thread of a name and a function; those
-    of a server are kept alive by its supervisor.
+    of a server are kept alive by its supervisor. clock: seconds, by which rates are held.
 
     Threads start with the first stream. A stream that fails is told so, and goes on with its next frame or sample.
     """
@@ -38,29 +87,57 @@ class Loops:
         self,
         threads: tuple[int, int] = (1, 1),
         start: Callable[[str, Callable[[], None]], threading.Thread] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._threads, self._start = threads, start or _daemon
-        self._lock = threading.Lock()
-        self._streams: dict[
-            Session, Listener
-        ] = {}  # a new one at each change: the loops iterate over what they got
+        self._threads, self._start, self._clock = threads, start or _daemon, clock
+        self._lock = threading.Condition()  # guards everything below
+        self._streams: dict[Session, _Stream] = {}
+        self._spent: tuple[dict[Hashable, float], dict[Hashable, float]] = ({}, {})  # by owner, of each loop
+        self._least = [0.0, 0.0]  # what the owner had spent whose turn came last
+        self._busy: tuple[list[_Stream], list[_Stream]] = (
+            [],
+            [],
+        )  # in each loop, with those that came between last
         self._news = (threading.Event(), threading.Event())  # for the slow and the fast loop
         self._running: list[threading.Thread] = []
         self._ended = False
         self._told = ""  # the last error whose traceback is in the log: the next run may well raise it again
 
-    def add(self, session: Session, listener: Listener) -> None:
+    def add(
+        self,
+        session: Session,
+        listener: Listener,
+        owner: Hashable = None,
+        turns: Callable[[], Turn] = _Free,
+    ) -> None:
+        """Take a stream in. owner: streams of one share their turns; None: it has its own. turns: makes those of a
+        thread."""
         with self._lock:
-            self._streams = {**self._streams, session: listener}
+            mine = session if owner is None else owner
+            self._streams[session] = _Stream(session, listener, mine, (turns(), turns()))
             if not self._running and not self._ended:
                 self._running = [
-                    self._start("sinew-prefix", lambda: self._loop(0, self._read)),
-                    self._start("sinew-head", lambda: self._loop(1, self._run)),
+                    self._start("sinew-prefix", lambda: self._loop(READ)),
+                    self._start("sinew-head", lambda: self._loop(RUN)),
                 ]
 
     def remove(self, session: Session) -> None:
+        """Let a stream go; what is being computed for it ends at its next step."""
         with self._lock:
-            self._streams = {each: to for each, to in self._streams.items() if each is not session}
+            if (stream := self._streams.pop(session, None)) is None:
+                return
+            stream.gone = True
+            owners = {each.owner for each in self._streams.values()}
+            for spent in self._spent:
+                if stream.owner not in owners:
+                    spent.pop(stream.owner, None)
+
+    def settle(self, sessions: Iterable[Session]) -> None:
+        """Wait until nothing is computed any more for streams that were removed, and nothing here knows them."""
+        gone = set(sessions)
+        with self._lock:
+            while any(each.session in gone for busy in self._busy for each in busy):
+                self._lock.wait()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -78,43 +155,91 @@ class Loops:
         for thread in self._running:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _loop(self, which: int, work: Callable[[Session, Listener], bool]) -> None:
+    def _loop(self, which: int) -> None:
         import torch
 
         torch.set_num_threads(self._threads[which])  # of this thread's own pool
         news = self._news[which]
         while not self._ended:
             news.clear()  # before the look, so that nothing that comes after it is missed
-            streams = self._streams
-            worked = [self._safely(work, session, listener) for session, listener in streams.items()]
-            if not any(worked):
-                news.wait(IDLE_S)
+            wait = self._next(which)
+            if wait is None:
+                self._work(which)
+            else:
+                news.wait(wait)
 
-    def _read(self, session: Session, _listener: Listener) -> bool:
-        found = session.read()
-        if found:
-            self._news[1].set()
-        return found
+    def _next(self, which: int) -> float | None:
+        """Choose the stream whose turn it is, and return None; or seconds to wait, where it is nobody's."""
+        now, wait = self._clock(), IDLE_S
+        with self._lock:
+            spent, ready, busy = self._spent[which], list[_Stream](), self._busy[which]
+            for stream in self._streams.values():
+                if stream.wanted(which) and (not busy or self._between(stream, busy[-1])):
+                    wait = min(wait, left := stream.wait(which, now))
+                    if left <= 0:
+                        ready.append(stream)
+            if not ready:
+                return wait
+            for stream in ready:  # who had nothing to do has saved nothing
+                spent[stream.owner] = max(spent.get(stream.owner, 0.0), self._least[which])
+            chosen = min(ready, key=lambda each: spent[each.owner])
+            if not busy:
+                self._least[which] = spent[chosen.owner]
+            busy.append(chosen)
+            spent[chosen.owner] += chosen.session.run_cost if which == RUN else 1.0
+            chosen.take(which, now)
+            if len(ready) > 1:  # streams of one owner, too, one after the other
+                self._streams[chosen.session] = self._streams.pop(chosen.session)
+        return None
 
-    def _run(self, session: Session, listener: Listener) -> bool:
-        window = session.run()
-        if window is not None:
-            listener.window(window)
-        return window is not None
+    def _between(self, stream: _Stream, running: _Stream) -> bool:
+        """Return True for a stream whose run comes between two evaluations of the one that is under way."""
+        spent = self._spent[RUN]
+        return QUICK * stream.session.run_cost <= running.session.run_cost and spent.get(
+            stream.owner, 0.0
+        ) < spent.get(running.owner, 0.0)
 
-    def _safely(
-        self, work: Callable[[Session, Listener], bool], session: Session, listener: Listener
-    ) -> bool:
+    def _work(self, which: int) -> None:
+        """Compute for the chosen stream. Nothing but what it makes knows it afterwards."""
         try:
-            return work(session, listener)
+            self._safely(which)
+        finally:
+            with self._lock:
+                self._busy[which].pop()
+                self._lock.notify_all()
+
+    def _safely(self, which: int) -> None:
+        stream = self._busy[which][-1]
+        turn = stream.turns[which]
+
+        def pause() -> None:
+            turn.pause()
+            while self._next(RUN) is None:
+                self._work(RUN)
+                turn.begin()  # that was another's time
+            if stream.gone:
+                raise CancelledError("the stream has ended")
+
+        try:
+            turn.begin()
+            if stream.gone:
+                return
+            if which == READ:
+                if stream.session.read():
+                    self._news[RUN].set()
+            elif (window := stream.session.run(pause)) is not None:
+                stream.listener.window(window)
         except SinewError as error:
-            listener.failed(error)
+            stream.listener.failed(error)
         except Exception as error:  # whatever it is, the other streams go on
             if (text := f"{type(error).__name__}: {error}") != self._told:
                 logger.exception("a stream failed")
                 self._told = text
-            listener.failed(SinewError(f"internal error ({type(error).__name__}); the log has the details"))
-        return True
+            stream.listener.failed(
+                SinewError(f"internal error ({type(error).__name__}); the log has the details")
+            )
+        finally:
+            turn.pause()  # what failed has taken its time, too
 
 
 def _daemon(name: str, run: Callable[[], None]) -> threading.Thread:

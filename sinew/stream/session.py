@@ -29,6 +29,7 @@ Images = Mapping[str, np.ndarray]
 MIN_RATE, MAX_RATE = 0.1, 2000.0  # nodes per second
 MAX_TIME = 1e9  # seconds of a robot's clock
 AHEAD_S = 0.1  # of a frame before its sample: a robot may read camera and joints in any order
+OLDEST_S = 10.0  # of a frame at the robot's first tick
 INTERPOLATIONS = ("linear", "hold")
 GUIDANCE = (*RTC[:3], "none")
 
@@ -157,27 +158,43 @@ class Session:
     def push_frame(self, images: Images | Callable[[], Images], taken: float) -> None:
         """Take a frame that was exposed at ``taken``, seconds of the robot's clock. images: or what decodes them,
         which is called by the slow loop if nothing newer comes before it. Raises ObservationError for a moment that
-        is none, or later than the newest sample by more than 0.1 s."""
+        is none, more than 10 s before the robot's clock began, or, by more than 0.1 s, later than the newest sample or
+        earlier than the newest frame."""
         newest = MAX_TIME if self._sample is None else self._sample.time + AHEAD_S
-        if not -MAX_TIME < taken <= newest:  # NaN too
+        oldest = -OLDEST_S if self._frame is None else max(-OLDEST_S, self._frame.time - AHEAD_S)
+        if not oldest <= taken <= newest:  # NaN too
             raise ObservationError(
-                "frame_time", f"seconds of the robot's clock, {newest:g} at the latest", f"{taken:g}"
+                "frame_time",
+                f"seconds of the robot's clock, from {oldest:g}, as times do not go back, to {newest:g}",
+                f"{taken:g}",
             )
         self.frames += 1
         self._frame = _Frame(images if callable(images) else lambda: images, taken)
 
     def push_sample(self, sample: Sample) -> None:
-        """Take a sample. Raises ObservationError for one that is none. A delay beyond ``MAX_DELAY`` counts as that: an
-        answer tells the robot how long the way takes now, and without one its estimate would never fall."""
+        """Take a sample. Raises ObservationError for one that is none, or from before the last one. A delay beyond
+        ``MAX_DELAY`` counts as that: an answer tells the robot how long the way takes now, and without one its estimate
+        would never fall."""
         if not 0 <= sample.time < MAX_TIME:  # NaN too
             raise ObservationError(
                 "time", f"seconds of the robot's clock, from 0 to {MAX_TIME:g}", f"{sample.time:g}"
+            )
+        if self.before(sample.time):
+            assert self._sample is not None
+            raise ObservationError(
+                "time",
+                f"{self._sample.time:g} s of the robot's clock or later, as the samples before",
+                f"{sample.time:g}",
             )
         if sample.delay < 0:
             raise ObservationError("delay", "0 nodes or more", f"{sample.delay}")
         self.policy.processor.state(sample.state)  # refused now and not on the fast loop
         self.samples += 1
         self._sample = replace(sample, delay=min(sample.delay, MAX_DELAY))
+
+    def before(self, time: float) -> bool:
+        """Return True for a moment before the newest sample's: the robot's clock is another one."""
+        return self._sample is not None and time < self._sample.time
 
     def now(self) -> float:
         """Return seconds of this machine's clock, which ``arrived`` is counted on."""
@@ -221,6 +238,16 @@ class Session:
             else self._used[:1] != (prefix,)
         )
 
+    @property
+    def run_cost(self) -> float:
+        """Return the rows times the evaluations of a run of the head on the newest prefix; 0 before there is one."""
+        prefix = self._prefix
+        return (
+            0.0
+            if prefix is None
+            else float(len(prefix.noise) * (1 if self.policy.facts.rolling else prefix.steps))
+        )
+
     def read(self) -> bool:
         """Compute the prefix of the newest frame and swap it in; False where there is nothing new.
 
@@ -259,8 +286,11 @@ class Session:
         self._prefix, self._swapped = prefix, self._clock()
         self.prefixes += 1
 
-    def run(self) -> Window | None:
-        """Run the head once on the newest prefix and sample; None where it would see nothing new."""
+    def run(self, pause: Callable[[], None] | None = None) -> Window | None:
+        """Run the head once on the newest prefix and sample; None where it would see nothing new.
+
+        pause: called after each evaluation of a whole solution; what it raises ends the run.
+        """
         if not self.wants_run:
             return None
         prefix, sample = self._prefix, self._sample
@@ -277,7 +307,9 @@ class Session:
         if isinstance(self._made, Rolling):
             rows = processor.finish(self._made.run(context, origin), state)
         else:
-            solved = self._made.solve(context, prefix.noise, prefix.steps, state, prefix.frame_time, origin)
+            solved = self._made.solve(
+                context, prefix.noise, prefix.steps, state, prefix.frame_time, origin, pause
+            )
             rows = self._made.nodes(processor.finish(solved, state), prefix.frame_time, origin)
             self._made.handed(rows, origin, self.runs)
         now = self._clock()

@@ -6,6 +6,7 @@ Nodes are counted from the start of the robot's clock at the stream's rate: node
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from sinew_client.control import Node, Trajectory
 
 from sinew.core import Observation, SinewError
+from sinew.engine.engine import Watch
 from sinew.processing import Processor
 from sinew.processing.continuation import Continuation, continuation
 from sinew.solvers import Solver
@@ -125,17 +127,25 @@ class Chunks:
         self._handed = Trajectory(HISTORY)
 
     def solve(
-        self, context: Any, noise: np.ndarray, steps: int, state: Any, frame_time: float, origin: int
+        self,
+        context: Any,
+        noise: np.ndarray,
+        steps: int,
+        state: Any,
+        frame_time: float,
+        origin: int,
+        pause: Callable[[], None] | None = None,
     ) -> np.ndarray:
-        """Return a chunk whose frame was exposed at ``frame_time``, float32 [H, A] in model units."""
+        """Return a chunk whose frame was exposed at ``frame_time``, float32 [H, A] in model units. pause: called after
+        each evaluation."""
         options = self._continuation(state, frame_time, origin)
         if options is None:
-            return self._engine.solve(context, noise[None], steps)[0]
+            return self._engine.solve(context, noise[None], steps, watch=Watch(between=pause))[0]
         from sinew.guidance import guide
 
         solver, place = self._processor.spec.solver, self._engine.place
         guidance, started = guide([options], solver, noise[None], place)  # a batch of one
-        return self._engine.solve(context, started, steps, guidance)[0]
+        return self._engine.solve(context, started, steps, guidance, Watch(between=pause))[0]
 
     def nodes(self, rows: np.ndarray, frame_time: float, origin: int) -> np.ndarray:
         """Return the rows of the nodes from ``origin`` on, float32 [K, D], of a chunk [H, D] in world units.

@@ -53,7 +53,7 @@ def two(wires: tuple[str, ...] = ("native",), **options: Any) -> Iterator[Simple
     """A desk with the second policy as ``b``; both take turns."""
     with desk(wires, **options) as at:
         lane = Lane()
-        at.scheduler._lane = lane
+        at.scheduler.lane = lane
         lane.join(at.scheduler, at.scheduler._ready.order)
         at.second = Second()
         scheduler = at.other = Scheduler(at.second, supervisor=at.service.supervisor, lane=lane)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +17,25 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client import ServerError, schema
+from sinew_client import Client, ServerError, schema
 from sinew_client.control import Planner
 from sinew_client.control.pace import Pace
 from sinew_client.control.stream import StreamLoop
 from sinew_client.link import KEEPALIVE
-from sinew_client.streams import StreamLink, decode_window
+from sinew_client.streams import StreamLink, StreamWindow, decode_window
 
+from sinew.bundle import Bundle, write_bundle
+from sinew.convert.lowbit import lowbit_sources
 from sinew.core import SinewError
 from sinew.policy import Policy, load
+from sinew.serve.lane import Lane
+from sinew.serve.opening import Given, stand
+from sinew.serve.policies import DEFAULT, Standing
 from sinew.serve.safety import Safety
+from sinew.serve.swap import Need, Swapper
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import streams
-from tests.serve.puppet import desk, lone, until
+from tests.serve.puppet import WAIT_S, desk, lone, until
 
 FRAME = np.zeros((16, 16, 3), np.uint8)
 RATE = 100.0
@@ -261,9 +270,10 @@ def test_a_frame_that_cannot_be_decoded_is_told(server: SimpleNamespace) -> None
 class Asker:
     """A connection that reads nothing."""
 
-    address, unsent = "10.0.0.1", 0
+    unsent = 0
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "10.0.0.1") -> None:
+        self.address = address
         self.requests: set[Any] = set()
         self.sent: list[bytes] = []
 
@@ -334,6 +344,180 @@ def test_the_places_of_silent_robots_are_given_away(policy: Policy, monkeypatch:
         assert taker.end_silent() == 1
         assert take(taker, late, message())
         assert there() == {late}
+
+
+def test_no_client_keeps_the_others_out(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signature of the defect: two streams on each of four connections left no place for anybody else."""
+    monkeypatch.setattr(streams, "MAX_STREAMS", 4)
+    with serving(policy) as made:
+        hogs = [Asker(), Asker()]
+        for hog, name in ((hogs[0], "a"), (hogs[0], "b"), (hogs[1], "a"), (hogs[1], "b")):
+            assert take(made.streams, hog, message(session=name))
+
+        def held() -> list[str]:
+            return [f"{robot.asker.address} {robot.name}" for robot in made.streams._robots.values()]
+
+        other = Asker("10.0.0.2")
+        assert take(made.streams, other, message())  # an address that had none
+        assert held() == ["10.0.0.1 a", "10.0.0.1 b", "10.0.0.1 a", "10.0.0.2 "]
+        with pytest.raises(ServerError, match="another client had none"):
+            decode_window(hogs[1].sent[-1])
+        with pytest.raises(SinewError, match="this server takes no more"):
+            take(made.streams, hogs[1], message(session="b"))
+        with pytest.raises(SinewError, match="this server takes no more"):
+            take(made.streams, other, message(session="b"))  # it has one
+        near = Asker()
+        assert take(made.streams, near, message())  # a connection that had none, of the address that has most
+        assert held() == ["10.0.0.1 a", "10.0.0.1 a", "10.0.0.2 ", "10.0.0.1 "]
+        with pytest.raises(SinewError, match="this server takes no more"):
+            take(made.streams, Asker(), message())  # each has one by now
+        assert take(made.streams, Asker("10.0.0.3"), message())
+
+
+def test_a_clock_that_goes_back_is_refused_and_the_stream_begins_anew(server: SimpleNamespace) -> None:
+    """One wrong time neither silences a stream nor lets older samples win."""
+    with pytest.raises(
+        ServerError, match=r"time: expected 1e\+08 s of the robot's clock or later"
+    ) as refusal:
+        decode_window(answer(server.native, message(time=1e8), message(time=1.0)))
+    assert refusal.value.code == "bad_observation"
+    until(lambda: not len(server.streams))
+    taker, asker = server.streams, Asker()
+    for time in (2.0, 2.0, 2.5):
+        assert take(taker, asker, message(time=time))
+    (before,) = taker._robots.values()
+    with pytest.raises(SinewError, match="time: expected 2.5 s"):
+        take(taker, asker, message(time=1.0))
+    assert take(taker, asker, message(time=1.1))
+    (after,) = taker._robots.values()
+    assert (before.ended, after.ended, after.session.samples) == (True, False, 1)
+    after.abandon()
+
+
+def test_a_stream_goes_on_with_the_policy_that_takes_its_place(rolling_bundle: Path, tmp_path: Path) -> None:
+    """A signature of the defect: it went on with the old one for as long as it lived, and kept it in memory."""
+    other = shifted(rolling_bundle, tmp_path / "other.gguf", 100.0)
+
+    def stood(source: str) -> Standing:
+        found = load(source, engine="eager", threads=1)
+        return stand(found, Given(), server.service.supervisor, Lane())
+
+    policy = load(rolling_bundle, engine="eager", threads=1)
+    with serving(policy) as server, contextlib.ExitStack() as closing:
+        swapper = Swapper(server.service, stood, lambda _source: Need(1), str(rolling_bundle))
+        link = Noting(server.native, RATE)
+        closing.callback(link.close)
+        loop = robot_loop(link)
+        drive(loop, 5)
+        assert link.seen
+        for source, low in ((other, 50.0), (rolling_bundle, -50.0), (other, 50.0)):
+            gone = weakref.ref(server.service.policies.get().scheduler.policy)
+            swapper.load(DEFAULT, str(source))
+            if gone() is not server.puppet:  # the first one is the desk's
+                assert gone() is None  # although the robot has said nothing since
+            asked = link.sent
+            until(lambda: loop.tick(loop.pace.next()) or max(link.seen) > asked + 5, "new windows")  # noqa: B023
+            new = [rows for number, rows in link.seen.items() if number > asked]
+            assert all(low < rows.min() and rows.max() < low + 100 for rows in new)
+            assert "the policy was exchanged" in link.error
+        assert link.faults.total == 0
+        server.service.policies.get().scheduler.stop()
+
+
+def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: Policy) -> None:
+    with serving(policy) as server, contextlib.ExitStack() as closing:
+        swapper = Swapper(
+            server.service,
+            lambda source: stand(
+                load(source, engine="eager", threads=1), Given(), server.service.supervisor, Lane()
+            ),
+            lambda _source: Need(1),
+            str(rolling_bundle),
+        )
+        swapper.load("b", str(rolling_bundle))
+        link = StreamLink(f"{server.native}/b", RATE)
+        closing.callback(link.close)
+        loop = robot_loop(link)
+        drive(loop, 3)
+        gone = weakref.ref(server.service.policies.get("b").scheduler.policy)
+        swapper.unload("b")
+        assert len(server.streams) == len(server.streams.loops) == 0
+        assert gone() is None
+        until(lambda: loop.tick(loop.pace.next()) or link.faults.counts["unknown_policy"], "a refusal")
+        assert "policy: expected one of default" in link.error
+
+
+class Noting(StreamLink):
+    """A link that keeps the rows of its windows, by the number of the newest sample in them."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.seen: dict[int, np.ndarray] = {}
+
+    def windows(self) -> list[StreamWindow]:
+        found = super().windows()
+        self.seen |= {window.request_id: window.rows for window in found if len(window.rows)}
+        return found
+
+
+def shifted(bundle: Path, out: Path, by: float) -> Path:
+    """Write a bundle again with so much more in every action."""
+    opened = Bundle(bundle)
+    processing = opened.manifest.processing
+    mean = tuple(each + by for each in processing.action.stats["mean"])
+    action = replace(processing.action, stats={**processing.action.stats, "mean": mean})
+    manifest = replace(opened.manifest, processing=replace(processing, action=action))
+    write_bundle(out, lambda: manifest, lowbit_sources(opened, {}))
+    return out
+
+
+def test_requests_leave_streams_a_share_and_have_the_rest(
+    rolling_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time is counted in runs of the head here: each takes one. While a request is computed there is half of its time
+    for streams, whatever they ask for; a signature of the defect is that nothing held them."""
+    ran, release, inside = [0.0], threading.Event(), threading.Event()
+    policy = load(rolling_bundle, engine="eager", threads=1)
+    evaluate = policy.engine.evaluate
+
+    def counted(*given: Any) -> np.ndarray:
+        ran[0] += 1
+        return evaluate(*given)
+
+    def held(prepared: Any, **options: Any) -> Any:
+        inside.set()
+        assert release.wait(WAIT_S)
+        return run(prepared, **options)
+
+    monkeypatch.setattr(policy.engine, "evaluate", counted)
+    lane = Lane(clock=lambda: ran[0])
+    with (
+        serving(policy, lane=lane) as server,
+        Client(server.native, timeout=WAIT_S) as client,
+        contextlib.ExitStack() as closing,
+    ):
+        run, policy.run = policy.run, held  # type: ignore[method-assign]
+        link = StreamLink(server.native, RATE)
+        closing.callback(link.close)
+        closing.callback(release.set)
+        loop = robot_loop(link)
+        drive(loop, 5)
+        asked = {"images": {"front": FRAME}, "state": np.zeros(2), "prompt": "go"}
+        asking = threading.Thread(target=client.infer, args=(asked,))
+        asking.start()
+        assert inside.wait(WAIT_S)
+        before = ran[0]
+        until(lambda: loop.tick(loop.pace.next()) or lane.yielding or ran[0] > before + 5, "streams to wait")
+        assert ran[0] <= before + 2  # the one that ran, and one
+        for passed in (10.0, 10.0):  # the request takes its time, and streams have theirs again
+            before = ran[0] = ran[0] + passed
+            until(lambda: loop.tick(loop.pace.next()) or ran[0] > before, "a run")  # noqa: B023
+            for _ in range(20):
+                loop.tick(loop.pace.next())
+            assert ran[0] <= before + 1  # and not what they did not use before
+        release.set()
+        asking.join(WAIT_S)
+        drive(loop, loop.windows + 5)
 
 
 def test_a_silent_stream_ends_without_a_message_of_anybody(policy: Policy) -> None:

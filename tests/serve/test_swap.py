@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -19,10 +20,20 @@ import numpy as np
 import pytest
 from sinew_client import Client
 
-from sinew.core import ActionChunk, BundleError, BusyError, Observation, RequestError
+from sinew.core import (
+    ActionChunk,
+    BundleError,
+    BusyError,
+    CameraSpec,
+    KeyMap,
+    MotionSpec,
+    Observation,
+    RequestError,
+    VectorSpec,
+)
 from sinew.serve.policies import DEFAULT, Standing
 from sinew.serve.scheduler import Scheduler
-from sinew.serve.swap import Need, Swapper
+from sinew.serve.swap import FORM, Forms, Need, Swapper
 from sinew.serve.transport.admin import _is_loopback
 from sinew.serve.transport.ledger import Ledger
 from tests.serve.puppet import GOOD, SPEC, WAIT_S, Puppet, desk, until
@@ -41,7 +52,7 @@ def exchanging(
     tmp_path: Path, wires=("native",), budget: int | None = None, **options
 ) -> Iterator[SimpleNamespace]:
     """A desk whose policy can be exchanged for the files of ``tmp_path``: their names say which puppet they are."""
-    for name in ("first", "other", "wide"):
+    for name in ("first", "other", "wide", "degrees", "radians"):
         (tmp_path / name).write_bytes(bytes(1 << 20))
     opened: list[Scheduler] = []
     with desk(wires, **options) as at:
@@ -53,8 +64,11 @@ def exchanging(
 
         def open_source(source: str) -> Standing:
             puppet = Puppet() if source == "first" else Other()
-            if source == "wide":
-                puppet.spec = replace(SPEC, chunk_size=9)
+            puppet.spec = {
+                "wide": replace(SPEC, chunk_size=9),
+                "degrees": replace(SPEC, action=VectorSpec(2, units=("deg", "deg")), control_hz=200.0),
+                "radians": replace(SPEC, action=VectorSpec(2, units=("rad", "rad")), control_hz=20.0),
+            }.get(source, SPEC)
             scheduler = Scheduler(puppet, supervisor=at.service.supervisor)
             scheduler.start()
             opened.append(scheduler)
@@ -204,6 +218,109 @@ def test_over_http_with_the_key(tmp_path):
         assert "not unloaded" in ask(at.web, None, "secret", "DELETE")[1]["error"]["message"]
         at.service.swapper = None
         assert "does not exchange" in ask(at.web, good, "secret")[1]["error"]["message"]
+
+
+def test_another_form_is_refused_unless_it_is_asked_for_by_name(tmp_path):
+    """A signature of the defect: degrees for radians at ten times the rate, and robots went on without a word."""
+    with exchanging(tmp_path, ("native", "web"), api_key="secret") as at:
+        put = lambda source, *accept: ask(  # noqa: E731
+            at.web, json.dumps({"source": source, "accept": accept}).encode(), "secret"
+        )
+        assert put("radians")[0] == 200  # the first one states neither
+        status, told = put("degrees")
+        assert status == 400
+        assert told["error"]["message"].startswith(
+            "source: action.units: expected rad, rad, as the policy that stands, got deg, deg;"
+            " control_hz: expected 20, as the policy that stands, got 200 ("
+        )
+        assert put("other")[0] == 200  # states neither, and its robots still take it for radians
+        status, told = put("degrees", "units")
+        assert status == 400
+        assert "units" not in told["error"]["message"]
+        assert "control_hz: expected 20" in told["error"]["message"]
+        for accept, why in (
+            ("units", "a list"),
+            (["speed"], "expected some of cameras, state.dim"),
+            ([3], "a list"),
+        ):
+            body = json.dumps({"source": "degrees", "accept": accept}).encode()
+            assert why in ask(at.web, body, "secret")[1]["error"]["message"]
+        with Client(at.native, api_key="secret") as client:
+            assert client.infer(GOOD).warnings == ()
+            assert "changed" not in client.metadata()
+            status, told = put("degrees", "action.units", "control_hz")
+            changed = [
+                "action.units: expected rad, rad, as the policy that stands, got deg, deg",
+                "control_hz: expected 20, as the policy that stands, got 200",
+            ]
+            assert (status, told["changed"]) == (200, changed)
+            assert list(client.infer(GOOD).warnings) == client.metadata()["changed"] == changed
+            assert client.health()["policies"]["default"]["changed"] == changed
+            assert put("degrees")[0] == 200  # the same again
+            assert client.infer(GOOD).warnings == ()
+
+
+ARM = replace(
+    SPEC,
+    state=VectorSpec(2, ("a", "b"), ("rad", "rad")),
+    action=VectorSpec(2, ("a", "b"), ("rad", "rad")),
+    control_hz=20.0,
+    embodiment="droid",
+    motion=MotionSpec("relative", (0,), (1,)),
+    keys=(KeyMap("openpi", {"image": "front"}, ("joints", "gripper")),),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("cameras", {"cameras": (CameraSpec("wrist", 48, 64),)}),
+        ("state.dim", {"state": VectorSpec(3)}),
+        ("state.names", {"state": VectorSpec(2, ("b", "a"))}),
+        ("state.units", {"state": VectorSpec(2, (), ("deg", "rad"))}),
+        ("action.dim", {"action": VectorSpec(1)}),
+        ("action.names", {"action": VectorSpec(2, ("a", "c"))}),
+        ("action.units", {"action": VectorSpec(2, (), ("", "deg"))}),
+        ("chunk_size", {"chunk_size": 9, "noise_rows": 3}),
+        ("noise", {"noise_dim": 3}),
+        ("control_hz", {"control_hz": 21.0}),
+        ("embodiment", {"embodiment": "aloha"}),
+        ("motion", {"motion": MotionSpec("absolute")}),
+        ("keys", {"keys": (KeyMap("openpi", {"image": "front"}, ("gripper", "joints")),)}),
+    ],
+)
+def test_what_robots_take_for_granted(name, fields):
+    new = replace(ARM, **fields)
+    with pytest.raises(RequestError, match=f"source: {re.escape(name)}[a-z.]*: expected .*, got "):
+        Forms().check("arm", ARM, new)
+    assert len(Forms().check("arm", ARM, new, [name])) == 1
+    assert (
+        len(Forms().check("arm", ARM, new, [name.rpartition(".")[2]] if "dim" not in name else [name])) == 1
+    )
+    assert name.partition(".")[0] in {each.partition(".")[0] for each in FORM}
+
+
+def test_what_one_of_them_does_not_state_is_not_compared():
+    silent = replace(
+        ARM,
+        state=VectorSpec(2),
+        action=VectorSpec(2, (), ("", "rad")),
+        control_hz=None,
+        embodiment="",
+        motion=None,
+        keys=(),
+    )
+    assert Forms().check("arm", ARM, silent) == Forms().check("arm", silent, ARM) == ()
+    assert Forms().check("arm", ARM, replace(ARM, name="newer", architecture="other", solver_steps=4)) == ()
+    forms = Forms()
+    forms.check("arm", ARM, silent)
+    forms.put("arm", silent)
+    with pytest.raises(
+        RequestError, match="embodiment: expected droid, as the policy that stands, got aloha"
+    ):
+        forms.check("arm", silent, replace(silent, embodiment="aloha"))
+    forms.forget("arm")
+    assert forms.check("arm", silent, replace(silent, embodiment="aloha")) == ()
 
 
 def test_loading_takes_as_long_as_it_takes(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 from sinew.bundle.schema import VectorStep
-from sinew.core import ObservationError, SinewError
+from sinew.core import CancelledError, ObservationError, SinewError
 from sinew.policy import Policy, load
 from sinew.stream import LocalLink, Session, StreamSettings
+from sinew.stream.loops import READ, RUN, Loops
 from sinew.stream.session import Sample
 from sinew.stream.windows import Chunks, Rolling
 
@@ -281,17 +283,23 @@ def test_what_cannot_stream_is_refused_by_name(rolls: Policy) -> None:
     for bad, field in (
         (Sample(np.zeros(3), 0.0), "state"),
         (Sample(np.zeros(2), np.nan), "time"),
+        (Sample(np.zeros(2), np.inf), "time"),
         (Sample(np.zeros(2), -1e9), "time"),
         (sample(0.0, delay=-1), "delay"),
     ):
         with pytest.raises(ObservationError, match=f"^{field}: expected"):
             stream.push_sample(bad)
     stream.push_sample(sample(0.0))
-    for taken in (np.nan, np.inf, -1e300, 0.2, 1e7):
+    for taken in (np.nan, np.inf, -np.inf, -1e300, -60.0, 0.2, 1e7):
         with pytest.raises(ObservationError, match="^frame_time: expected"):
             stream.push_frame({"front": FRAME}, taken)
     stream.push_frame({"front": FRAME}, -0.05)  # exposed before the first tick
-    stream.push_frame({"side": FRAME}, 0.0)
+    stream.push_sample(sample(1.0))
+    with pytest.raises(ObservationError, match=r"^time: expected 1 s of the robot's clock or later"):
+        stream.push_sample(sample(0.99))
+    stream.push_frame({"side": FRAME}, 1.0)
+    with pytest.raises(ObservationError, match=r"^frame_time: expected .* from 0.9, as times do not go back"):
+        stream.push_frame({"front": FRAME}, 0.8)
     with pytest.raises(SinewError, match="images.side"):
         stream.read()
     assert not stream.read()  # not again and again
@@ -337,3 +345,140 @@ def test_an_answer_that_is_too_late_still_tells_how_late(
     for step in (39, 40):
         loop.tick(step)
     assert link.delays == [39, 2]
+
+
+def test_a_whole_solution_is_computed_in_pieces_that_can_be_ended(whole: Policy) -> None:
+    """Between two evaluations others have their turn, and a stream that was ended computes no more."""
+    images = {camera.name: np.zeros((8, 8, 3), np.uint8) for camera in whole.spec.cameras}
+    paused: list[int] = []
+
+    def pause() -> None:
+        paused.append(len(paused))
+        if len(paused) == 7:
+            raise CancelledError("the stream has ended")
+
+    stream = Session(whole, StreamSettings(float(whole.spec.control_hz or 0), solver_steps=5, seed=5), "go")
+    assert stream.run_cost == 0
+    for time in (0.0, 0.1):
+        stream.push_sample(Sample(np.zeros(whole.spec.state.dim, np.float32), time))
+        stream.push_frame(images, time)
+        assert stream.read()
+        assert stream.run_cost == 5 * whole.spec.noise_shape[0]
+        if time:
+            with pytest.raises(CancelledError):
+                stream.run(pause)
+        else:
+            assert stream.run(pause) is not None
+            assert len(paused) == 5
+    assert len(paused) == 7
+
+
+class Busy:
+    """A session of which each loop wants something all the time, and that makes nothing."""
+
+    def __init__(self, rate: float, cost: float) -> None:
+        self.rate, self.run_cost = rate, cost
+        self.wants_prefix = self.wants_run = True
+        self.prefixes = self.runs = self.evaluated = 0
+
+    def read(self) -> bool:
+        self.prefixes += 1
+        return True
+
+    def run(self, pause: Callable[[], None]) -> None:
+        self.runs += 1
+        for _ in range(int(self.run_cost)):
+            pause()
+            self.evaluated += 1
+
+
+class Nobody:
+    """A listener."""
+
+    def window(self, window: object) -> None: ...
+    def failed(self, error: SinewError) -> None:
+        raise error
+
+
+def loops_by_hand(*streams: tuple[Busy, str]) -> tuple[Loops, list[float]]:
+    """Loops whose turns a test takes, and their clock."""
+    now = [0.0]
+    made = Loops(start=lambda _name, _run: threading.current_thread(), clock=lambda: now[0])
+    for busy, owner in streams:
+        made.add(busy, Nobody(), owner)  # type: ignore[arg-type]
+    return made, now
+
+
+def turns(loops: Loops, which: int) -> int:
+    """Take all turns that there are now."""
+    count = 0
+    while loops._next(which) is None:
+        loops._work(which)
+        count += 1
+    return count
+
+
+def test_streams_take_turns_by_what_their_runs_cost() -> None:
+    """Seven streams of a hundred steps, on four connections, beside one of a step: each connection gets as much."""
+    hogs = [Busy(1e6, 100.0) for _ in range(7)]
+    robot = Busy(1e6, 1.0)
+    owned = [(hog, f"hog {number // 2}") for number, hog in enumerate(hogs)]
+    loops, _ = loops_by_hand(*owned, (robot, "robot"))
+    while robot.runs < 900:
+        assert loops._next(RUN) is None
+        loops._work(RUN)
+    spent = {"robot": float(robot.runs)}
+    for hog, owner in owned:
+        spent[owner] = spent.get(owner, 0.0) + 100.0 * hog.runs
+    assert max(spent.values()) - min(spent.values()) <= 100.0 + 25.0
+    assert abs(hogs[0].runs - hogs[1].runs) <= 1  # streams of one connection take turns, too
+
+
+def test_a_cheap_run_does_not_wait_for_a_dear_one() -> None:
+    hog, robot, other = Busy(1e6, 100.0), Busy(1e6, 10.0), Busy(1e6, 50.0)
+    robot.wants_run = other.wants_run = False
+    loops, _ = loops_by_hand((hog, "hog"), (robot, "robot"), (other, "other"))
+    ran: list[tuple[str, int]] = []
+
+    def cheap(_pause: object) -> None:
+        ran.append(("robot", hog.evaluated))
+        robot.wants_run = False
+
+    robot.run = cheap  # type: ignore[method-assign,assignment]
+    other.run = lambda pause: ran.append(("other", hog.evaluated))  # type: ignore[method-assign]
+
+    def asked(pause: Callable[[], None]) -> None:
+        for hog.evaluated in range(100):
+            robot.wants_run = hog.evaluated in (40, 60)
+            other.wants_run = hog.evaluated >= 50
+            pause()
+
+    hog.run = asked  # type: ignore[method-assign]
+    assert loops._next(RUN) is None
+    loops._work(RUN)
+    assert ran == [
+        ("robot", 40),
+        ("robot", 60),
+    ]  # and the other costs half as much as what it would interrupt
+    assert loops._next(RUN) is None
+    loops._work(RUN)
+    assert ran[-1] == ("other", 99)
+    assert loops._busy == ([], [])
+
+
+def test_no_stream_is_computed_more_often_than_it_said() -> None:
+    """Whatever is sent: a prefix for each node of its rate at most, and a run for each sample and each prefix."""
+    stream = Busy(10.0, 100.0)
+    loops, now = loops_by_hand((stream, "robot"))
+    counts = []
+    for second in range(5):
+        for tick in range(100):
+            now[0] = second + tick / 100
+            turns(loops, READ)
+            turns(loops, RUN)
+        counts.append((stream.prefixes, stream.runs))
+    rates = np.diff(counts, axis=0)
+    assert rates.max(axis=0).tolist() == [10, 20]
+    assert counts[0][0] <= 12
+    assert counts[0][1] <= 23
+    assert 0.0 < loops._next(RUN) <= 0.05  # type: ignore[operator]  # and the loop sleeps until then

@@ -1,25 +1,30 @@
 """Compiling the kernels with the machine's own compiler, once, into the user's cache.
 
 Each instruction set is a file of its own, compiled with its own flags; which of them runs is decided at run time. What
-was compiled is kept under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``. An image is prepared
-with ``python -m sinew.engine.cpu.build``.
+was compiled is kept under ``$XDG_CACHE_HOME/sinew/cpu/<hash of sources, flags and compiler>``, with its own hash beside
+it: a library that was cut short by a power loss would end every later process with a signal. One that others could have
+written is not loaded. Where there is no such place, the library is compiled for this process alone. An image is
+prepared with ``python -m sinew.engine.cpu.build``.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from sinew import scratch
 
 SOURCES = Path(__file__).parent / "csrc"
-NAME = "lowbit.so"
+NAME, HASH = "lowbit.so", "lowbit.sha256"
 # Sums are rounded as the twin rounds them: nothing may be contracted to a fused multiply-add.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
 FUSED = "-ffp-contract=fast"  # but what stands between products promises no bit
@@ -80,16 +85,101 @@ def _build(compiler: str) -> Built:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     folder = cache() / digest.hexdigest()[:16]
-    if (folder / NAME).is_file():
-        return Built(folder / NAME, f"compiled by {_first_line(version)}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    by = f"compiled by {_first_line(version)}"
+    if is_whole(folder) and not untrusted(folder):
+        return Built(folder / NAME, by)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        problem = untrusted(folder)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    if problem:
+        folder = private()
+        by += f", for this process alone: {problem}"
     with scratch.beside(folder) as made:
         objects, left_out = compile_into(made, compiler, sets)
         _run(compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made / NAME))
-        folder.mkdir(exist_ok=True)
-        os.replace(made / NAME, folder / NAME)  # at once: another process may do the same
+        (made / HASH).write_text(_sha256(made / NAME), encoding="ascii")
+        for name in (NAME, HASH):
+            (made / name).chmod(0o700)  # whatever the umask
+        for name in (
+            NAME,
+            HASH,
+        ):  # each at once, and on the disk before it has its name: another may do the same
+            _flush(made / name)
+            os.replace(made / name, folder / name)
+        _flush(folder)
     without = f", without {', '.join(left_out)}, which it does not know" if left_out else ""
-    return Built(folder / NAME, f"compiled by {_first_line(version)}{without}")
+    return Built(folder / NAME, by + without)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder has a library, as it was written."""
+    try:
+        return (folder / HASH).read_text(encoding="ascii") == _sha256(folder / NAME)
+    except (OSError, ValueError):
+        return False
+
+
+def untrusted(folder: Path) -> str:
+    """Return who else could have written a library that lies in ``folder``, "" if only this user and root could.
+
+    The rule of ssh for its keys, with all folders above: whoever may write to one of them may put another in its place,
+    unless the folder is one of those in which only owners may (as /tmp).
+    """
+    if not hasattr(os, "geteuid"):
+        return ""
+    ours = (0, os.geteuid())
+    for path in (folder / NAME, folder / HASH, folder, *folder.resolve().parents):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        if found.st_uid not in ours:
+            return f"{path} is of another user ({found.st_uid})"
+        above = path not in (folder, folder / NAME, folder / HASH)
+        others = stat.S_IWOTH if _alone_in(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        shared = found.st_mode & others
+        if not stat.S_ISLNK(found.st_mode) and shared and not (above and found.st_mode & stat.S_ISVTX):
+            return f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        if stat.S_ISLNK(found.st_mode) and not above:
+            return f"{path} is a link"
+    return ""
+
+
+def _alone_in(group: int) -> bool:
+    """Return whether a group is this user's own, as many systems give one to each, and let it write."""
+    import grp
+    import pwd
+
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def private() -> Path:
+    """Return a new folder of this process, which goes with it."""
+    parent = Path(tempfile.mkdtemp(prefix="sinew-cpu-"))  # for this user alone
+    atexit.register(shutil.rmtree, parent, ignore_errors=True)
+    folder = parent / "kernels"
+    folder.mkdir()
+    return folder
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Let what is written be on the disk: a name may survive a power loss that its bytes do not."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def compile_into(

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from sinew.serve.policies import DEFAULT, Standing, check_name
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
-from sinew.serve.swap import check_form
+from sinew.serve.swap import Forms
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Fleet:
         self._remotes: dict[str, RemotePolicy] = {}
         self._ended = threading.Event()
         self._changing = threading.Lock()
+        self._forms = Forms()
         self._service: Service | None = None
 
     # ------------------------------------------------------------------------- the cluster
@@ -218,7 +219,7 @@ class Fleet:
         self._service = service
         service.swapper = self
 
-    def load(self, name: str, source: str) -> dict[str, Any]:
+    def load(self, name: str, source: str, accept: Sequence[str] = ()) -> dict[str, Any]:
         """Replace a policy's replicas one after the other by replicas of ``source``, or begin those of a new policy.
 
         Meanwhile both answer. Raises BusyError during another change, RequestError for a policy of another form than
@@ -230,15 +231,18 @@ class Fleet:
         config = msgspec.structs.replace(before or self._configs[DEFAULT], source=source)
         with self._only():
             begun = time.perf_counter()
+            changed: tuple[str, ...] = ()
             if before is not None:
-                check_form(service.policies.get(name).spec, open_bundle(source).manifest.spec)
+                changed = self._forms.check(
+                    name, service.policies.get(name).spec, open_bundle(source).manifest.spec, accept
+                )
             self._configs[name] = config
             try:
                 self._deploy(name, config)
                 if before is None:
                     service.policies.put(name, self._stand(name))
                 else:
-                    self._renew(service, name)
+                    self._renew(service, name, changed)
             except Exception as error:
                 if before is None:
                     del self._configs[name]
@@ -247,7 +251,9 @@ class Fleet:
                     self._configs[name] = before
                     self._deploy(name, before)
                 raise RequestError(f"source: {source} does not run: {str(error)[:300]}") from error
-        took = {"name": name, "policy": service.policies.get(name).spec.name}
+            self._forms.put(name, service.policies.get(name).spec)
+        took: dict[str, Any] = {"name": name, "policy": service.policies.get(name).spec.name}
+        took |= {"changed": changed} if changed else {}
         return took | {"load_s": round(time.perf_counter() - begun, 3)}
 
     def unload(self, name: str) -> dict[str, Any]:
@@ -262,10 +268,11 @@ class Fleet:
             scheduler.drain()
             service.policies.retired(scheduler)
             del self._configs[name], self._remotes[name]
+            self._forms.forget(name)
             self._serve.delete(app_name(name))
         return {"name": name, "drain_s": round(time.perf_counter() - begun, 3)}
 
-    def _renew(self, service: Service, name: str) -> None:
+    def _renew(self, service: Service, name: str, changed: tuple[str, ...]) -> None:
         """Say what the new replicas say of themselves; requests go on through the same scheduler."""
         old = service.policies.get(name)
         handle = self._serve.get_app_handle(app_name(name))
@@ -279,6 +286,7 @@ class Fleet:
                 None,
                 about.padded_state_dim,
                 about.padded_action_dim,
+                changed=changed,
             ),
         )
 

@@ -30,14 +30,17 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
         if len(body) > MAX_BODY:
             raise RequestError(f"expected at most {MAX_BODY} bytes, got {len(body)}")
         try:
-            source = json.loads(body)["source"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            asked = json.loads(body)
+            source, accept = asked["source"], asked.get("accept", [])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RequestError('expected {"source": "what sinew serve takes"}') from None
+        if not isinstance(accept, list) or not all(isinstance(each, str) for each in accept):
+            raise RequestError('accept: expected a list of names, such as ["units"]')
         if not isinstance(source, str) or not source or "\0" in source:
             raise RequestError(f"source: expected text, got {type(source).__name__}")
         if len(source) > MAX_SOURCE:
             raise RequestError(f"source: expected at most {MAX_SOURCE} characters, got {len(source)}")
-        return await run(service.swapper.load, request.match_info["policy"], source)
+        return await run(service.swapper.load, request.match_info["policy"], source, accept)
 
     async def unload(request: web.Request) -> web.StreamResponse:
         _admit(request)
@@ -51,7 +54,7 @@ def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
         if service.swapper is None:
             raise RequestError("this server does not exchange its policies")
 
-    async def run(change: Callable[..., dict[str, Any]], *given: str) -> web.StreamResponse:
+    async def run(change: Callable[..., dict[str, Any]], *given: Any) -> web.StreamResponse:
         try:
             done = await asyncio.get_running_loop().run_in_executor(None, change, *given)
         except (BundleError, ConvertError) as error:  # of what was asked for, not of what stands

@@ -1,8 +1,9 @@
 """Streams on the native wire: samples and frames come in, windows of nodes are pushed back (docs/stream.md).
 
 A stream belongs to a connection and a session's name. It begins with the first message and needs no other: each carries
-all that a server has to know, so a robot goes on with a restarted server without noticing. Bounds: streams of one
-connection and of all, bytes of a message, and windows that a client does not read, which are dropped and not queued.
+all that a server has to know, so a robot goes on with a restarted server without noticing. A stream whose policy is
+exchanged ends, and begins anew with its next sample. Bounds: streams of one connection and of all, bytes of a message,
+and windows that a client does not read, which are dropped and not queued.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,8 +22,12 @@ from sinew_client.schema import PredictResponse
 from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
+from sinew.serve.lane import Beside
+from sinew.serve.policies import Standing
 from sinew.serve.quiet import Quiet
+from sinew.serve.request import SupersededError
 from sinew.serve.safety import Safety
+from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service, printable
 from sinew.stream import Loops, Session, StreamSettings, Window
 from sinew.stream.session import Sample
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAMS = 8  # of a server; each holds two frames at most
+MAX_STREAMS = 8  # of a server; each holds two frames at most. A client that has none gets one of who has most
 PER_CONNECTION = 2
 MAX_MESSAGE = 16 << 20  # bytes of one message with its frames
 MAX_UNREAD = 64 << 10  # bytes of windows that a client has not read; beyond, further ones are dropped
@@ -41,6 +46,7 @@ SPARE_S = (
     2.0  # and without one for so long it gives its place to another robot; a live one sends at every tick
 )
 STREAM, STREAM_END = 4, 5  # of PredictRequest.Kind
+EXCHANGED = "the policy was exchanged, and its streams begin anew with their next samples"
 _ACTIONS = PredictResponse.DESCRIPTOR.fields_by_name["actions"].number
 
 
@@ -56,26 +62,30 @@ class Parser(Protocol):
 
 @dataclass(eq=False)
 class Robot:
-    """One stream: where its windows go. heard: when its last sample came. ``abandon`` is called when the connection
-    ends."""
+    """One stream: where its windows go. standing: its policy. heard: when its last sample came. ``abandon`` is called
+    when the connection ends."""
 
     session: Session
     name: str
     policy: str  # its name
     settings: StreamSettings
+    standing: Standing
     asker: Asker
     envelope: Envelope
     safety: Safety | None
     parser: Parser
     on_end: Callable[[Robot], None]
     heard: float
+    quiet: Quiet
+    ended: bool = False
     dropped: int = 0
     size: int = 0  # the connection's account holds nothing for it
     _told: bool = False
-    _quiet: Quiet = field(default_factory=lambda: Quiet(logger))
 
     def window(self, window: Window) -> None:
         """Push one window, an empty one too: it tells how long the way takes. Runs on the fast loop."""
+        if self.ended:
+            return
         if getattr(self.asker, "unsent", 0) > MAX_UNREAD:
             self.dropped += 1
             return
@@ -91,7 +101,13 @@ class Robot:
 
     def failed(self, error: SinewError) -> None:
         """Push an error; the stream goes on with the next frame or sample."""
-        self._quiet.warning("a stream failed: %s", printable(error))
+        if self.ended:
+            return
+        self.quiet.warning("a stream failed: %s", printable(error))
+        self.tell(error)
+
+    def tell(self, error: SinewError) -> None:
+        """Push an error."""
         if getattr(self.asker, "unsent", 0) <= MAX_UNREAD:
             self.asker.reply([*self.envelope, self.parser.encode_error(None, error)], None)
 
@@ -99,7 +115,8 @@ class Robot:
         self.on_end(self)
 
     def _encode(self, window: Window, chunk: ActionChunk) -> bytes:
-        reply = PredictResponse(request_id=window.tag, session=self.name, warnings=chunk.warnings)
+        warnings = (*chunk.warnings, *self.standing.changed)
+        reply = PredictResponse(request_id=window.tag, session=self.name, warnings=warnings)
         reply.horizon, reply.dim = chunk.actions.shape
         about = reply.window
         about.step, about.run = window.step, window.run
@@ -123,7 +140,12 @@ class Streams:
         self._service, self._parser, self._clock = service, parser, clock
         self._robots: dict[tuple[int, str], Robot] = {}
         self._lock = threading.Lock()
+        self._failed, self._changes = (
+            Quiet(logger),
+            Quiet(logger),
+        )  # a client may begin a stream with each message
         self.loops = Loops(start=service.supervisor.thread)
+        service.policies.watch(self._left)
 
     def __len__(self) -> int:
         return len(self._robots)
@@ -153,6 +175,8 @@ class Streams:
         if robot.safety is not None:
             robot.safety.check(Observation(images={}, state=state))
         session = robot.session
+        if session.before(request.time):  # refused below, and what its robot sends next begins anew
+            self._end(robot)
         delay = request.delay if request.HasField("delay") else 1
         arrived = session.now()
         session.push_sample(Sample(state, request.time, delay, arrived, request.request_id))
@@ -205,11 +229,8 @@ class Streams:
         if robot is not None:
             self._end(robot)
         self._service.check_session(name)
-        if sum(each.asker is asker for each in self._robots.values()) >= PER_CONNECTION:
-            raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
-        if len(self._robots) >= MAX_STREAMS and not self.end_silent(SPARE_S, 1):
-            raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
         standing = self._service.policies.get(request.policy)
+        self._make_place(asker)
         policy: Any = standing.scheduler.policy
         if not hasattr(policy, "processor"):
             engine = policy.describe()["engine"]
@@ -225,23 +246,64 @@ class Streams:
             )
         session = Session(policy, settings, request.prompt)
         robot = Robot(
-            session, name, request.policy, settings, asker, envelope,
+            session, name, request.policy, settings, standing, asker, envelope,
             None if safety is None else safety.of_windows(), self._parser, self._end, self._clock(),
+            self._failed,
         )  # fmt: skip
         with self._lock:
             self._robots[key] = robot
         asker.requests.add(robot)  # type: ignore[arg-type]  # abandoned with the connection, as requests are
-        self.loops.add(session, robot)
-        logger.info("a stream of %s begins: %s", asker.address, session.label)
+        self.loops.add(session, robot, asker, partial(Beside, standing.scheduler.lane))
+        if self._service.policies.get(request.policy) is not standing:  # exchanged since it was looked at
+            self._end(robot)
+            raise SupersededError(EXCHANGED)
+        self._changes.info("a stream of %s begins: %s", asker.address, session.label)
         return robot
+
+    def _make_place(self, asker: Asker) -> None:
+        """Let a stream of this connection in, in place of a silent one or of one of who has most. Raises BusyError."""
+        robots = list(self._robots.values())
+        mine = [each for each in robots if each.asker is asker]
+        if len(mine) >= PER_CONNECTION:
+            raise BusyError(f"{PER_CONNECTION} streams of this connection run, and none may have more")
+        if len(robots) < MAX_STREAMS or self.end_silent(SPARE_S, 1):
+            return
+        near = [each for each in robots if each.asker.address == asker.address]
+        if not near:
+            found = _most(robots, [each.asker.address for each in robots])
+        else:
+            found = [] if mine else _most(near, [id(each.asker) for each in near])
+        if len(found) < 2:
+            raise BusyError(f"{MAX_STREAMS} streams run, and this server takes no more")
+        found[-1].tell(BusyError(f"{MAX_STREAMS} streams run, and another client had none"))
+        self._end(found[-1])
+
+    def _left(self, scheduler: Scheduler) -> None:
+        """End the streams of a policy that was exchanged or unloaded, and wait until nothing of it is computed: its
+        memory is wanted back. On the thread that changes it."""
+        with self._lock:
+            robots = [each for each in self._robots.values() if each.standing.scheduler is scheduler]
+        for robot in robots:
+            self._end(robot)
+            robot.tell(SupersededError(EXCHANGED))
+        self.loops.settle([robot.session for robot in robots])
 
     def _end(self, robot: Robot) -> None:
         with self._lock:
+            if robot.ended:
+                return
+            robot.ended = True
             self._robots = {key: each for key, each in self._robots.items() if each is not robot}
         robot.asker.requests.discard(robot)  # type: ignore[arg-type]
         self.loops.remove(robot.session)
         session = robot.session
-        logger.info(
+        self._changes.info(
             "a stream of %s ended: %d of %d frames read, %d runs on %d samples, %d windows not read by the client",
             robot.asker.address, session.prefixes, session.frames, session.runs, session.samples, robot.dropped,
         )  # fmt: skip
+
+
+def _most(robots: Sequence[Robot], owners: Sequence[Hashable]) -> list[Robot]:
+    """Return the streams of the owner that has most, oldest first."""
+    most = max(owners, key=owners.count, default=None)
+    return [robot for robot, owner in zip(robots, owners, strict=True) if owner == most]

@@ -1,0 +1,167 @@
+"""The compiled library in its cache: damaged, planted, on a disk that is full or may not be written to."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sinew.engine.cpu import build
+from tests import processes
+
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+SHOW = "from sinew.engine.cpu.library import extension as e; print(e().kernels, '|', e().reason)"
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user"
+)
+NOBODY = 65534
+
+
+# The machine's compiler takes ten seconds of CPU, and is tested by all the others: this one remembers what it made.
+REMEMBERS = """#!/bin/sh
+case "$*" in *--version*) exec "{compiler}" --version;; esac
+for last; do :; done
+case "$*" in *-shared*) exec cp "{library}" "$last";; esac
+: > "$last"
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    made = build.build()
+    assert made.path is not None, made.reason
+    folder = tmp_path_factory.mktemp("compiler")
+    kept = Path(shutil.copy(made.path, folder / "kept.so"))
+    kept.chmod(0o755)
+    for above in (folder, *folder.parents[:2]):
+        above.chmod(above.stat().st_mode | 0o055)  # for another user
+    program = folder / "c++"
+    program.write_text(REMEMBERS.format(compiler=build.find_compiler(), library=kept))
+    program.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", str(program))
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """A cache with the library."""
+    (tmp_path / "cache").mkdir()
+    assert "twin" not in shown(tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def shown(cache: Path, **options: object) -> str:
+    """Return what a new process says of its kernels."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW],
+        cwd=processes.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def library(cache: Path) -> Path:
+    (found,) = (cache / "sinew" / "cpu").glob(f"*/{build.NAME}")
+    return found
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flipped(path: Path) -> None:
+    data, chance = bytearray(path.read_bytes()), random.Random(0)
+    for _ in range(200):
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def without_hash(path: Path) -> None:
+    (path.parent / build.HASH).unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, without_hash], ids=lambda each: each.__name__)
+def test_what_was_damaged_is_compiled_again(cache: Path, damage: Callable[[Path], None]) -> None:
+    """Of a file that was cut short, whoever maps it dies by SIGBUS, at each start and for ever."""
+    kept = library(cache)
+    before = kept.read_bytes()
+    damage(kept)
+    assert shown(cache).startswith(shown(cache).split("|")[0])
+    assert kept.read_bytes() == before
+    assert build.is_whole(kept.parent)
+
+
+@needs_root
+def test_what_another_user_may_have_written_is_not_loaded(cache: Path) -> None:
+    kept = library(cache)
+    for path, mode, uid in ((kept, 0o700, NOBODY), (kept.parent, 0o777, 0), (kept.parent.parent, 0o777, 0)):
+        before = path.stat()
+        os.chown(path, uid, -1)
+        path.chmod(mode)
+        said = shown(cache)
+        assert "twin" not in said
+        assert "for this process alone" in said
+        assert f"{path} is of another user ({NOBODY})" in said or f"{path} may be written by others" in said
+        os.chown(path, before.st_uid, -1)
+        path.chmod(before.st_mode)
+    assert "for this process alone" not in shown(cache)
+
+
+@needs_root
+@pytest.mark.skipif(not os.access("/", os.X_OK), reason="needs interpreters that everybody may run")
+def test_a_home_that_may_not_be_written_to_costs_a_compilation_and_no_speed(tmp_path: Path) -> None:
+    """As of a service, or of `make elsewhere`."""
+    tmp_path.chmod(0o755)
+    home, scratch = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir(0o555)
+    scratch.mkdir()
+    os.chown(scratch, NOBODY, NOBODY)
+    for above in tmp_path.parents[:2]:
+        above.chmod(above.stat().st_mode | 0o055)
+    environment = {k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"}
+    environment |= {"HOME": str(home), "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", SHOW]
+    may = subprocess.run([sys.executable, "-c", ""], user=NOBODY, group=NOBODY, extra_groups=[], check=False)
+    if may.returncode:
+        pytest.skip("this interpreter is root's alone")
+    done = subprocess.run(
+        command,
+        cwd=processes.ROOT,
+        env=environment,
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.startswith("twin")
+    assert "for this process alone" in done.stdout
+    assert "Permission denied" in done.stdout
+    assert list(scratch.iterdir()) == []
+
+
+def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHOW], cwd=processes.ROOT, env=environment, stdout=-1, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all(not text.startswith("twin") for text in said), said
+    assert build.is_whole(library(tmp_path).parent)
