@@ -305,6 +305,9 @@ class Policy:
         """Return why this policy computes observations one at a time, "" if it can compute several at once."""
         return self.facts.unbatched
 
+    def reset(self, session: str = "") -> None:
+        """Do nothing: no answer depends on those before it."""
+
     def problem(self) -> str | None:
         """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""
         for file in self._files:

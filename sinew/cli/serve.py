@@ -242,8 +242,8 @@ def _load_and_run(
     supervisor = Supervisor(bounds.stuck_s)
     begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
     try:
+        from sinew.serve.deploy import deploy
         from sinew.serve.lane import Lane
-        from sinew.serve.opening import stand
         from sinew.serve.service import Service
 
         addresses = ", ".join(wire.address for wire in process.wires)
@@ -252,9 +252,9 @@ def _load_and_run(
         for recorder in recorders.values():
             recorder.describe(policy.spec)
         lane = Lane()
-        standing = stand(policy, bounds, supervisor, lane, begun)
+        deployment = deploy(policy, bounds, supervisor, lane, begun)
         service = Service(
-            standing,
+            deployment,
             api_key=api_key,
             deadline_ms=deadline_ms,
             **recorders,
@@ -268,7 +268,7 @@ def _load_and_run(
 
             add(service, contexts, lane, begun)
         ready = ready_text(policy, tuple(process.wires), more)
-        del policy, standing  # the service has them, until they are exchanged
+        del policy, deployment  # the service has them, until they are exchanged
         with hints.read_by("client"):
             return process.run(service, lambda: say(ready))
     except KeyboardInterrupt:

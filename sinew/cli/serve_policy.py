@@ -17,9 +17,9 @@ from sinew.sources import resolve
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
+    from sinew.serve.deploy import Limits
     from sinew.serve.lane import Lane
-    from sinew.serve.opening import Limits
-    from sinew.serve.policies import Standing
+    from sinew.serve.policies import Deployment
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
     from sinew.serve.service import Service
@@ -85,11 +85,11 @@ def changer(
 
     def make(service: Service, supervisor: Supervisor, lane: Lane, begun: WeakSet[Scheduler]) -> Swapper:
         from sinew.serve.batching import LARGEST
-        from sinew.serve.opening import stand
+        from sinew.serve.deploy import deploy
         from sinew.serve.swap import Swapper
 
-        def open_source(source: str) -> Standing:
-            return stand(loader(Path(source), options, threads)(), bounds, supervisor, lane, begun)
+        def open_source(source: str) -> Deployment:
+            return deploy(loader(Path(source), options, threads)(), bounds, supervisor, lane, begun)
 
         batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
         budget, why = memory_budget(memory_gib, options)

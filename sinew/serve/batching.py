@@ -14,10 +14,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from sinew.core import ActionChunk, Observation, SinewError
+from sinew.core import SinewError
 from sinew.serve.request import Request
+from sinew.serve.served import ServedPolicy
 
 LARGEST = 16  # of "auto"
 GAIN = 1.1  # "auto" wants so many times the throughput, or leaves it off
@@ -27,20 +28,6 @@ LONGEST_S = 2.0  # a size that takes longer is not tried further
 OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
 MAX_KEYS = 64  # kinds of batches whose costs are remembered: numbers of steps come from clients
 MIX = 0.2  # weight of the newest measurement
-
-
-class BatchingPolicy(Protocol):
-    """What batching asks of a policy."""
-
-    @property
-    def unbatched(self) -> str: ...
-
-    def dummy_observation(self) -> Observation: ...
-    def prepare(self, observation: Observation) -> Any: ...
-    def batch_key(self, prepared: Any) -> Hashable: ...
-    def run_batch(
-        self, members: Sequence[Any], *, cancel: threading.Event | None = None
-    ) -> list[ActionChunk | SinewError]: ...
 
 
 @dataclass(slots=True)
@@ -104,7 +91,7 @@ class Costs:
         return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
 
 
-def time_batches(policy: BatchingPolicy, sizes: Sequence[int]) -> dict[int, float]:
+def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of batches of the policy's own observation, the best of a few trials of each size."""
     prepared = policy.prepare(policy.dummy_observation())
     found = {}
@@ -129,7 +116,7 @@ class Batcher:
         self.reason = "asked for"
         self.costs = Costs()
 
-    def calibrate(self, policy: BatchingPolicy) -> None:
+    def calibrate(self, policy: ServedPolicy) -> None:
         """Measure batches of 1, 2, 4 ... of the policy's own observation, on the thread that will run them.
 
         Raises :class:`SinewError` for a policy that computes one observation at a time, where batches were asked for.

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
-from sinew.core import ActionChunk, CancelledError, Observation, SinewError
+from sinew.core import ActionChunk, CancelledError, SinewError
 from sinew.serve.batching import Costs, Everyone
 from sinew.serve.request import Outcome, Request
+from sinew.serve.served import ServedPolicy
 
 logger = logging.getLogger(__name__)
 
 FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
-
-
-class RunnablePolicy(Protocol):
-    """What the scheduler asks of a policy. One that computes several observations at once has ``run_batch``,
-    ``batch_key`` and ``unbatched`` too (:class:`sinew.serve.batching.BatchingPolicy`)."""
-
-    def warm_up(self) -> object: ...
-    def prepare(self, observation: Observation) -> Any: ...
-    def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk: ...
 
 
 class Computer:
@@ -36,7 +26,7 @@ class Computer:
 
     def __init__(
         self,
-        policy: RunnablePolicy,
+        policy: ServedPolicy,
         check: Callable[[Request], None],
         present: Callable[[BaseException], SinewError],
         costs: Costs | None = None,
@@ -66,9 +56,10 @@ class Computer:
         """Compute several requests at once. After a failure that nobody foresaw each is computed by itself, so that it
         is answered to the one that caused it."""
         found: list[Outcome]
-        policy: Any = self.policy
         try:
-            found = policy.run_batch([request.prepared for request in requests], cancel=Everyone(requests))
+            found = self.policy.run_batch(
+                [request.prepared for request in requests], cancel=Everyone(requests)
+            )
         except SinewError as error:
             return [self._present(error) for _ in requests]
         except BaseException:

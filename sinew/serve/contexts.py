@@ -15,12 +15,13 @@ from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, Sinew
 from sinew.engine.contexts import digest
 from sinew.policy import Policy
 from sinew.serve.lane import Lane
-from sinew.serve.policies import Standing
+from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 
 
-class ContextPolicy:
+class ContextPolicy(ServedPolicy):
     """policy: the one that stands; asked for each request, for it may be exchanged. form: of the floats that travel.
 
     digest: of the bundle that stood at first, which robots have been told and have compared with theirs.
@@ -99,5 +100,5 @@ def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Sched
         }
         service.policies.put(
             f"context.{form}",
-            Standing(scheduler, first.spec, about, first.safety, max_pixels=first.max_pixels),
+            Deployment(scheduler, first.spec, about, first.safety, max_pixels=first.max_pixels),
         )

@@ -31,6 +31,7 @@ from sinew.core import (
 from sinew.processing import Processor
 from sinew.serve.archive import Archive
 from sinew.serve.recorder import check_array, read_meta, read_record
+from sinew.serve.served import ServedPolicy
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
 MAX_BYTES = (
@@ -49,7 +50,7 @@ class Answer:
     total_ms: float
 
 
-class Replay:
+class Replay(ServedPolicy):
     """The policy of a recording.
 
     manifest: of the bundle that was recorded, where it is at hand: names, units, checks of observations. Without

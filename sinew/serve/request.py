@@ -12,7 +12,7 @@ from sinew.core import ActionChunk, Observation, SinewError
 from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
 
 if TYPE_CHECKING:
-    from sinew.serve.policies import Standing
+    from sinew.serve.policies import Deployment
     from sinew.serve.scheduler import Scheduler
 
 
@@ -81,7 +81,7 @@ class Request:
     policy: str = ""
     deadline: float | None = None
 
-    deployment: Standing | None = field(default=None, init=False)
+    deployment: Deployment | None = field(default=None, init=False)
     observation: Observation | None = field(default=None, init=False)
     warnings: list[str] = field(default_factory=list, init=False)
     episode: Hashable | None = field(default=None, init=False)

@@ -25,11 +25,12 @@ from functools import partial
 
 from sinew.core import BusyError, CancelledError, SinewError
 from sinew.serve.batching import Batcher
-from sinew.serve.compute import Computer, RunnablePolicy
+from sinew.serve.compute import Computer
 from sinew.serve.lane import Lane
 from sinew.serve.places import Places
 from sinew.serve.quiet import Quiet
 from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
+from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import Supervisor
 from sinew.serve.turns import Turns
 
@@ -53,7 +54,7 @@ class Scheduler:
 
     def __init__(
         self,
-        policy: RunnablePolicy,
+        policy: ServedPolicy,
         *,
         queue_size: int = 64,
         per_client: int = PER_CLIENT,
@@ -181,9 +182,8 @@ class Scheduler:
         """Take what this scheduler and its policy say of themselves out of the server's health."""
         if self.lane is not None:
             self.lane.leave(self)
-        for check in (self._problem, getattr(self.policy, "problem", None)):
-            if check is not None:
-                self.supervisor.forget(check)
+        for check in (self._problem, self.policy.problem):
+            self.supervisor.forget(check)
 
     def stop(self) -> None:
         """Refuse new requests, fail the waiting ones, cancel the running one. Returns at once; see ``join``."""
@@ -246,7 +246,7 @@ class Scheduler:
         request.prepared = self.policy.prepare(observation)
         request.decode_s = time.perf_counter() - start
         if self.batcher is not None and self.batcher.limit > 1:
-            request.kind = self.policy.batch_key(request.prepared)  # type: ignore[attr-defined]
+            request.kind = self.policy.batch_key(request.prepared)
 
     def _infer_loop(self) -> None:
         self._warm_up()
@@ -270,7 +270,7 @@ class Scheduler:
         try:
             self.policy.warm_up()
             if self.batcher is not None:
-                self.batcher.calibrate(self.policy)  # type: ignore[arg-type]
+                self.batcher.calibrate(self.policy)
         except BaseException as error:  # noqa: BLE001 - raised again by start()
             self._warm_up_error = error
         finally:

@@ -21,7 +21,7 @@ from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestE
 from sinew.serve.backlog import Backlog
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
-from sinew.serve.policies import Policies, Standing
+from sinew.serve.policies import Deployment, Policies
 from sinew.serve.quiet import Quiet
 from sinew.serve.request import Outcome, Request, ShuttingDownError, bare
 from sinew.serve.scheduler import Scheduler
@@ -58,7 +58,7 @@ class Service:
 
     def __init__(
         self,
-        first: Standing,
+        first: Deployment,
         *,
         api_key: str = "",
         deadline_ms: float | None = None,
@@ -138,8 +138,7 @@ class Service:
         """A new episode begins: a policy that keeps state between requests forgets the session's.
         Raises RequestError for a name that is too long, UnknownPolicyError."""
         self.check_session(session)
-        if (forget := getattr(self.policies.get(policy).scheduler.policy, "reset", None)) is not None:
-            forget(session)
+        self.policies.get(policy).scheduler.policy.reset(session)
 
     # ------------------------------------------------------------------------- the first policy
 
@@ -164,10 +163,10 @@ class Service:
         Raises UnknownPolicyError.
         """
         more = {"policies": list(self.policies.names)} if self.policies.several else {}
-        standing = self.policies.get(policy)
-        if standing.changed:
-            more["changed"] = list(standing.changed)
-        return standing.metadata | more
+        deployment = self.policies.get(policy)
+        if deployment.changed:
+            more["changed"] = list(deployment.changed)
+        return deployment.metadata | more
 
     # ------------------------------------------------------------------------- everything else
 

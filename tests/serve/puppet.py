@@ -17,9 +17,10 @@ from sinew_client import protocol
 from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.lane import Lane
-from sinew.serve.policies import Policies, Standing
+from sinew.serve.policies import Deployment, Policies
 from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
@@ -48,7 +49,7 @@ class Panic(BaseException):
     """What ``except Exception`` does not catch."""
 
 
-class Puppet:
+class Puppet(ServedPolicy):
     """Instructions: wait (until ``release``, or until it is cancelled), hang (until ``release``), fail, panic, exit,
     memory; anything else is answered with the state's first number in every action."""
 
@@ -107,7 +108,7 @@ def desk(
     scheduler.start()
     about = {"policy": puppet.spec.to_dict()}
     dims = padded_state_dim, padded_action_dim
-    service = Service(Standing(scheduler, puppet.spec, about, safety, *dims), **options)
+    service = Service(Deployment(scheduler, puppet.spec, about, safety, *dims), **options)
     opened: dict[str, Any] = {}
     for name in wires:
         if name in ("web", "evo1"):
@@ -134,11 +135,11 @@ def desk(
 def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, safety: Any = None) -> Any:
     """Return a service of one policy that computes nothing, for codecs. state_dim, action_dim: padded."""
     scheduler: Any = SimpleNamespace(policy=policy, lane=None)
-    standing = Standing(scheduler, spec, {}, safety, state_dim, action_dim)
+    deployment = Deployment(scheduler, spec, {}, safety, state_dim, action_dim)
     return SimpleNamespace(
         spec=spec,
         supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
-        policies=Policies(standing),
+        policies=Policies(deployment),
         check_session=lambda _name: None,
     )
 

@@ -17,6 +17,7 @@ from sinew.serve import batching
 from sinew.serve.batching import Batcher, Costs
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from tests.serve.puppet import FRAME, enqueue, until
 
 
@@ -279,7 +280,7 @@ def test_one_is_no_batch():
 # ----------------------------------------------------------------------------- in the scheduler
 
 
-class Together:
+class Together(ServedPolicy):
     """A policy whose kind of batch is the prompt's first letter, and whose inferences wait for ``open``."""
 
     unbatched = ""

@@ -25,11 +25,13 @@ from websockets.sync.client import connect as websocket
 
 from sinew.cli.serve_policy import parse_policies
 from sinew.core import ActionChunk, CameraSpec, Observation, SinewError
+from sinew.policy import Policy
 from sinew.serve.batching import Batcher
 from sinew.serve.lane import Lane
-from sinew.serve.policies import Standing
+from sinew.serve.policies import Deployment
 from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from sinew.serve.wires import openpi
 from sinew.serve.wires.native import NativeCodec
 from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, Puppet, desk, enqueue, lone, until
@@ -59,7 +61,7 @@ def two(wires: tuple[str, ...] = ("native",), **options: Any) -> Iterator[Simple
         scheduler = at.other = Scheduler(at.second, supervisor=at.service.supervisor, lane=lane)
         scheduler.start()
         about = {"policy": Second.spec.to_dict()}
-        at.service.policies.put("b", Standing(scheduler, Second.spec, about, None, 2, 2))
+        at.service.policies.put("b", Deployment(scheduler, Second.spec, about, None, 2, 2))
         try:
             yield at
         finally:
@@ -176,6 +178,31 @@ class Walk(Puppet):
         assert self.gate.acquire(timeout=WAIT_S)
         self.order.append(f"{self.name}{observation.prompt}")
         return ActionChunk(np.zeros((3, 2), np.float32))
+
+
+def test_a_policy_is_all_that_a_server_asks_of_one():
+    asked = {name for name in vars(ServedPolicy) if not name.startswith("_")}
+    assert {"prepare", "run", "run_batch", "batch_key", "unbatched", "reset", "problem"} <= asked
+    assert asked <= set(dir(Policy))
+
+
+def test_a_policy_that_says_nothing_of_itself_is_served():
+    class Plain(ServedPolicy):
+        spec = SPEC
+
+        def prepare(self, observation: Observation) -> Observation:
+            return observation
+
+        def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+            return ActionChunk(np.zeros((3, 2), np.float32))
+
+    with desk(policy=Plain()) as at, Client(at.native, timeout=WAIT_S) as robot:
+        robot.reset()
+        assert robot.infer(GOOD).actions.shape == (3, 2)
+        assert "policies" not in at.service.health()
+        with pytest.raises(SinewError, match="one observation at a time"):
+            Batcher(4).calibrate(Plain())
+        at.scheduler.drain()
 
 
 def put(scheduler: Scheduler, prompt: str, outcomes: list[Outcome], **options: Any) -> Request:

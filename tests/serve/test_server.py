@@ -26,6 +26,7 @@ from sinew.core import ActionChunk, BusyError, CancelledError, Observation, Sine
 from sinew.policy import load
 from sinew.serve.request import ShuttingDownError
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from tests import processes
 from tests.golden import Golden, assert_parity
 from tests.serve.puppet import enqueue
@@ -557,7 +558,7 @@ def test_client_misuse():
 # ----------------------------------------------------------------------------- the scheduler alone
 
 
-class Scripted:
+class Scripted(ServedPolicy):
     """A policy that does what its observation's prompt says: no real one fails or waits on command."""
 
     def __init__(self):

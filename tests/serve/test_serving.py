@@ -24,9 +24,10 @@ from sinew.core import ActionChunk, Observation
 from sinew.policy import Policy, load
 from sinew.processing import Prepared
 from sinew.serve.metrics import MAX_SESSIONS, Metrics
-from sinew.serve.policies import Standing
+from sinew.serve.policies import Deployment
 from sinew.serve.request import Request
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import ZeroMQWire
@@ -36,7 +37,7 @@ from tests.serve.groot_client import PolicyClient
 from tests.serve.test_server import CASE, FRAME, GOOD, START_S, raw_socket
 
 
-class Gate:
+class Gate(ServedPolicy):
     """A real policy whose inferences wait for ``open``."""
 
     def __init__(self, policy: Policy):
@@ -71,7 +72,7 @@ def desk(policy: Policy, **options) -> Iterator[SimpleNamespace]:
     scheduler.start()
     about = {"policy": policy.spec.to_dict()}
     dims = policy.padded_state_dim, policy.padded_action_dim
-    service = Service(Standing(scheduler, policy.spec, about, None, *dims), **options)
+    service = Service(Deployment(scheduler, policy.spec, about, None, *dims), **options)
     wires = [ZeroMQWire(codec, Listen()) for codec in (NativeCodec(), GrootCodec())]
     for wire in wires:
         wire.start(service)

@@ -28,9 +28,9 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.convert.lowbit import lowbit_sources
 from sinew.core import SinewError
 from sinew.policy import Policy, load
+from sinew.serve.deploy import Given, deploy
 from sinew.serve.lane import Lane
-from sinew.serve.opening import Given, stand
-from sinew.serve.policies import DEFAULT, Standing
+from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.safety import Safety
 from sinew.serve.swap import Need, Swapper
 from sinew.serve.transport.listen import Listen
@@ -398,9 +398,9 @@ def test_a_stream_goes_on_with_the_policy_that_takes_its_place(rolling_bundle: P
     """A signature of the defect: it went on with the old one for as long as it lived, and kept it in memory."""
     other = shifted(rolling_bundle, tmp_path / "other.gguf", 100.0)
 
-    def stood(source: str) -> Standing:
+    def stood(source: str) -> Deployment:
         found = load(source, engine="eager", threads=1)
-        return stand(found, Given(), server.service.supervisor, Lane())
+        return deploy(found, Given(), server.service.supervisor, Lane())
 
     policy = load(rolling_bundle, engine="eager", threads=1)
     with serving(policy) as server, contextlib.ExitStack() as closing:
@@ -428,7 +428,7 @@ def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: 
     with serving(policy) as server, contextlib.ExitStack() as closing:
         swapper = Swapper(
             server.service,
-            lambda source: stand(
+            lambda source: deploy(
                 load(source, engine="eager", threads=1), Given(), server.service.supervisor, Lane()
             ),
             lambda _source: Need(1),

@@ -13,6 +13,7 @@ import numpy as np
 from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
 from sinew.serve.fleet.replica import About, Refusal
 from sinew.serve.quiet import Quiet
+from sinew.serve.served import ServedPolicy
 from sinew.serve.service import UnhealthyError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Response(Protocol):
 Ask = Callable[[Observation], Response]
 
 
-class RemotePolicy:
+class RemotePolicy(ServedPolicy):
     """ask: sends an observation to some replica. lost: errors of a call whose replica has gone, or cannot be reached.
 
     An inference changes nothing on a replica, so a request whose replica has died is sent to another one.

@@ -79,6 +79,7 @@ class Asker(Protocol):
     """A connection as this file sees it. requests: what is not answered."""
 
     address: str
+    unsent: int  # bytes of replies that its socket did not take yet
     requests: set[Series]
 
     def __hash__(self) -> int: ...

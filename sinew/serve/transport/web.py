@@ -230,7 +230,7 @@ class WebServer:
         try:
             with service.reading(name, client):
                 service.authorize(_key(request))
-                standing = service.policies.get(policy)
+                deployment = service.policies.get(policy)
         except SinewError as error:
             return web.Response(status=error_answer(error)[0], text=f"{error}\n")
         socket = web.WebSocketResponse(
@@ -258,7 +258,7 @@ class WebServer:
         worker = asyncio.create_task(self._answer(socket, connection, messages, client, policy))
         try:
             if dialect.greet is not None:
-                await socket.send_bytes(dialect.greet(standing.spec, service.about(policy)))
+                await socket.send_bytes(dialect.greet(deployment.spec, service.about(policy)))
             async for message in socket:
                 if message.type in (WSMsgType.PING, WSMsgType.PONG):
                     connection.control_frame(len(message.data))

@@ -13,7 +13,7 @@ from sinew.policy import Policy
 from sinew.processing.limits import unit_sizes
 from sinew.serve import arithmetic
 from sinew.serve.lane import Lane
-from sinew.serve.policies import Standing
+from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -54,13 +54,13 @@ class Given:
     max_megapixels: float | None = None
 
 
-def stand(
+def deploy(
     policy: Policy | Replay,
     bounds: Limits,
     supervisor: Supervisor,
     lane: Lane,
     begun: WeakSet[Scheduler] | None = None,
-) -> Standing:
+) -> Deployment:
     """Return the policy behind a scheduler, warm, with what a server says of it.
 
     lane: where it takes turns with others. begun: gets the scheduler before it is started, for whoever interrupts that.
@@ -102,7 +102,7 @@ def stand(
         about["policy"]["action"]["scale"] = unit_sizes(
             processor.action_normalizer, processor.recipe.action_steps, policy.spec
         )
-    return Standing(
+    return Deployment(
         scheduler,
         policy.spec,
         about,
