@@ -180,7 +180,7 @@ def streamer(given: argparse.Namespace) -> dict[str, Any]:
             windows.append((asked, now, int(np.median(window.rows) > SHIFT / 2)))
         moment = now - begun
         if link.send([0.0], moment, 1, None if tick % 4 else images, moment, "swing it up"):
-            sent[link.sent] = now
+            sent[tick + 1] = now  # messages that were dropped have numbers, too
         tick += 1
         time.sleep(max(0.0, begun + tick / STREAM_HZ - time.monotonic()))
     silent = max(silent, time.monotonic() - heard)

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,8 +40,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("compiler")
     kept = Path(shutil.copy(made.path, folder / "kept.so"))
     kept.chmod(0o755)
-    for above in (folder, *folder.parents[:2]):
-        above.chmod(above.stat().st_mode | 0o055)  # for another user
+    open_to_all(folder)
     program = folder / "c++"
     program.write_text(REMEMBERS.format(compiler=build.find_compiler(), library=kept))
     program.chmod(0o755)
@@ -70,6 +70,14 @@ def shown(cache: Path, **options: object) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def open_to_all(folder: Path) -> None:
+    """Let another user into a folder of tests."""
+    for each in (folder, *folder.parents):
+        if each == Path(tempfile.gettempdir()):
+            break
+        each.chmod(each.stat().st_mode | 0o055)
 
 
 def library(cache: Path) -> Path:
@@ -123,13 +131,11 @@ def test_what_another_user_may_have_written_is_not_loaded(cache: Path) -> None:
 @pytest.mark.skipif(not os.access("/", os.X_OK), reason="needs interpreters that everybody may run")
 def test_a_home_that_may_not_be_written_to_costs_a_compilation_and_no_speed(tmp_path: Path) -> None:
     """As of a service, or of `make elsewhere`."""
-    tmp_path.chmod(0o755)
+    open_to_all(tmp_path)
     home, scratch = tmp_path / "home", tmp_path / "tmp"
     home.mkdir(0o555)
     scratch.mkdir()
     os.chown(scratch, NOBODY, NOBODY)
-    for above in tmp_path.parents[:2]:
-        above.chmod(above.stat().st_mode | 0o055)
     environment = {k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"}
     environment |= {"HOME": str(home), "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", SHOW]
