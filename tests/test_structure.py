@@ -20,9 +20,21 @@ STOREYS = [
     {"sources"},
     {"engine", "convert", "guidance"},
     {"models"},
-    {"layers", "processing"},
+    {"layers", "processing", "records"},
     {"bundle"},
-    {"machine", "progress", "scratch", "hints", "figures", "core", "solvers", "keys", "signals"},
+    {
+        "machine",
+        "progress",
+        "scratch",
+        "hints",
+        "figures",
+        "core",
+        "solvers",
+        "keys",
+        "signals",
+        "quiet",
+        "npy",
+    },
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")
 
@@ -83,6 +95,15 @@ def test_folders_that_know_nothing_of_others(folder: str, unknown: str) -> None:
         if f"{name}.".startswith(f"{foreign}.")
     }
     assert not found
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if room_of(path) not in ("serve", "cli")], ids=lambda path: str(path.name)
+)
+def test_records_are_read_without_the_server(path: Path) -> None:
+    """A recording is a file format: whoever reads one needs no server."""
+    if path.relative_to(PACKAGE) != Path("perf/fleet.py"):  # the server's own choice of batches
+        assert "serve" not in imported_rooms(path)
 
 
 def test_every_room_is_described() -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sinew.policy import Policy
-    from sinew.serve.backlog import Backlog
+    from sinew.records.backlog import Backlog
     from sinew.serve.fleet.remote import RemotePolicy
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
@@ -158,7 +158,7 @@ def serve(
         listen.tls()  # files that do not do are told now
         viewer = None
         if rerun is not None:
-            from sinew.serve.rerun_log import target_of
+            from sinew.records.rerun_log import target_of
 
             viewer = target_of(rerun)
         api_key = api_key_of(api_key_file)
@@ -216,8 +216,8 @@ def serve(
 
 def _recorders(record: Path | None, viewer: Path | str | None) -> dict[str, Backlog]:
     """Return what takes requests and answers, by the service's names of them."""
-    from sinew.serve.recorder import Recorder
-    from sinew.serve.rerun_records import RerunRecorder
+    from sinew.records.recorder import Recorder
+    from sinew.records.rerun_records import RerunRecorder
 
     found: dict[str, Backlog] = {}
     if viewer is not None:

@@ -11,7 +11,7 @@ from sinew import __version__
 from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
 from sinew.processing.limits import unit_sizes
-from sinew.serve import arithmetic
+from sinew.records import arithmetic
 from sinew.serve.lane import Lane
 from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay

@@ -29,8 +29,8 @@ from sinew.core import (
     did_you_mean,
 )
 from sinew.processing import Processor
-from sinew.serve.archive import Archive
-from sinew.serve.recorder import check_array, read_meta, read_record
+from sinew.records.archive import Archive
+from sinew.records.recorder import check_array, read_meta, read_record
 from sinew.serve.served import ServedPolicy
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients

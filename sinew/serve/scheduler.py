@@ -24,11 +24,11 @@ from collections.abc import Callable, Hashable
 from functools import partial
 
 from sinew.core import BusyError, CancelledError, SinewError
+from sinew.quiet import Quiet
 from sinew.serve.batching import Batcher
 from sinew.serve.compute import Computer
 from sinew.serve.lane import Lane
 from sinew.serve.places import Places
-from sinew.serve.quiet import Quiet
 from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
 from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import Supervisor

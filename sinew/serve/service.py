@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
-from sinew.serve.backlog import Backlog
+from sinew.quiet import Quiet
+from sinew.records.backlog import Backlog
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import Deployment, Policies
-from sinew.serve.quiet import Quiet
 from sinew.serve.request import Outcome, Request, ShuttingDownError, bare
 from sinew.serve.scheduler import Scheduler
 

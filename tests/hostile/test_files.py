@@ -34,9 +34,9 @@ from sinew.eval.report import card as cards
 from sinew.policy import load
 from sinew.processing import Processor
 from sinew.processing.tokenizer import open_tokenizer
+from sinew.records.recorder import read_record
 from sinew.serve.deploy import Given, deploy
 from sinew.serve.lane import Lane
-from sinew.serve.recorder import read_record
 from sinew.serve.supervise import Supervisor
 from sinew.sources.cache import Entry
 from tests import processes

@@ -27,9 +27,9 @@ import pytest
 
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
+from sinew.quiet import Once
+from sinew.records.recorder import read_records
 from sinew.serve.policies import Deployment
-from sinew.serve.quiet import Once
-from sinew.serve.recorder import read_records
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import AddressError, Listen

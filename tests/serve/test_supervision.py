@@ -24,8 +24,8 @@ from sinew_client import Client, ConnectionLost, ServerError, protocol, schema
 from websockets.sync.client import connect as websocket
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.quiet import BURST, Quiet
 from sinew.serve.decode.array import pack
-from sinew.serve.quiet import BURST, Quiet
 from sinew.serve.request import DeadlineError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor

@@ -19,9 +19,9 @@ from typing import Any
 
 from sinew import machine
 from sinew.core import SinewError
+from sinew.quiet import Quiet
 from sinew.serve.dashboard.feed import BY_HAND, Answer, Feed
 from sinew.serve.dashboard.host import Host
-from sinew.serve.quiet import Quiet
 from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
+from sinew.quiet import Quiet
 from sinew.serve.fleet.replica import About, Refusal
-from sinew.serve.quiet import Quiet
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import UnhealthyError
 

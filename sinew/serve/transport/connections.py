@@ -11,7 +11,7 @@ import logging
 
 from aiohttp import web
 
-from sinew.serve.quiet import Quiet
+from sinew.quiet import Quiet
 from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
 
 logger = logging.getLogger(__name__)

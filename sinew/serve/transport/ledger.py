@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from sinew.serve.quiet import Quiet
+from sinew.quiet import Quiet
 
 logger = logging.getLogger(__name__)
 

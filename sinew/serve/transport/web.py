@@ -20,9 +20,9 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
+from sinew.quiet import Quiet
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
-from sinew.serve.quiet import Quiet
 from sinew.serve.request import Request
 from sinew.serve.service import Service
 from sinew.serve.transport.connections import Connection, Connections, connection_of

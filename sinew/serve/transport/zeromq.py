@@ -23,7 +23,7 @@ from sinew_client import zmtp
 from sinew_client.link import set_options
 
 from sinew.core import PolicySpec, SinewError
-from sinew.serve.quiet import Quiet
+from sinew.quiet import Quiet
 from sinew.serve.service import Service
 from sinew.serve.transport.exchange import Codec, Exchange, Series
 from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger

@@ -20,11 +20,11 @@ import numpy as np
 from sinew_client.schema import PredictResponse
 
 from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
+from sinew.quiet import Quiet
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
 from sinew.serve.lane import Beside
 from sinew.serve.policies import Deployment
-from sinew.serve.quiet import Quiet
 from sinew.serve.request import SupersededError
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
