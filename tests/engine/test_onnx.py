@@ -139,6 +139,7 @@ def test_vision_attention_is_one_operator(case, tmp_path):
     other = tmp_path / "graphs"
     shutil.copytree(engine.directory, other)
     onnx.save_model(model, str(other / "vision.onnx"))
+    GraphSet.load(other).save(other)
     inputs, noise = inputs_of(policy, g), g.numpy("noise")[0]
     assert gap(policy, OnnxEngine(other, threads=1, solver=policy.spec.solver), inputs, noise) > BOUND
 
@@ -190,7 +191,7 @@ def test_a_folder_that_is_no_export(tmp_path):
     with pytest.raises(BundleError, match="graphs.json: expected the record of an export"):
         OnnxEngine(tmp_path, solver=FLOW)
     (tmp_path / "graphs.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(BundleError, match="format 0, expected 4: export again"):
+    with pytest.raises(BundleError, match="format 0, expected 5: export again"):
         OnnxEngine(tmp_path, solver=FLOW)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from sinew.core import SinewError
 from sinew.engine.onnx.engine import OnnxEngine
+from sinew.engine.onnx.graphs import GraphSet
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs
 from sinew.policy import Policy, load
 from sinew.processing import Prepared, stack
@@ -145,6 +146,7 @@ def test_graphs_of_one_observation(policy: Policy, exported: Callable[[Path], Pa
             if first.dim_param:
                 first.dim_value = 1
         onnx.save(model, str(folder / f"{stage}.onnx"))
+    GraphSet.load(folder).save(folder)
     old = load(path, engine="onnx", threads=1)
     prepared = members_of(old, 2)
     for one in prepared:

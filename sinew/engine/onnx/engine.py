@@ -54,6 +54,7 @@ class OnnxEngine(Engine):
         self._wanted = wanted
         self.directory, self.solver = Path(directory), solver
         self.graphs = GraphSet.load(self.directory)
+        self.graphs.check(self.directory)
         self._threads = machine.recommended_threads()[0] if threads is None else threads
         if self.graphs.borrows and bundle is None:
             raise BundleError(
@@ -98,6 +99,11 @@ class OnnxEngine(Engine):
                     f" {', '.join(sorted(gives)) or 'of any name'}; unknown are {sorted(unknown)}, missing"
                     f" {sorted(lacking)}"[:1000]
                 )
+        shapes = {node.name: node.shape for node in (*session.get_inputs(), *session.get_outputs())}
+        if "x" in shapes and shapes["x"][1:] != shapes["output"][1:]:
+            raise BundleError(
+                f"{self.directory / 'step'}.onnx: expected an output like x, {shapes['x']}, got {shapes['output']}"
+            )
 
     def _unbatched(self) -> str:
         """Return why these graphs take one observation at a time, "" if they take several."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from sinew.bundle.files import open_regular
 from sinew.bundle.schema import from_json
 from sinew.core import BundleError
 
@@ -13,7 +18,10 @@ STAGES = ("vision", "read", "step")
 COMPONENT = "sinew.component"  # metadata of every node: which of the components below it belongs to
 # Metadata of a quantised graph: activations have one scale for a whole tensor, so members of a batch would share it.
 ONE_SCALE = "sinew.one_scale"
-FORMAT = 4
+FORMAT = 5
+FILES = re.compile(r"(?:vision|read|step)\.onnx(?:\.data)?|moments-\d+\.npy")  # what a folder is made of
+CONTROL = ("Loop", "Scan", "If")  # operators that no export writes, and that may run for ever
+BLOCK = 1 << 20
 MOST = 1000  # of views, steps or bits
 
 
@@ -22,7 +30,8 @@ class GraphSet:
     """``graphs.json``. ``reads`` names what the read stage returns and the step stage takes, in order;
     ``views`` is the number that the read stage takes; ``steps`` are the step counts with a table; ``recipe``
     the components that are quantised, ``method`` how, and ``bits`` the bits of int8 weights (0: there are none);
-    ``borrows`` the tensors of the bundle that a stage computes with, where the graphs hold no weights."""
+    ``borrows`` the tensors of the bundle that a stage computes with, where the graphs hold no weights; ``sha256`` the
+    hash of each other file of the folder."""
 
     architecture: str
     views: int
@@ -33,10 +42,26 @@ class GraphSet:
     method: str = ""
     bits: int = 0
     borrows: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:
-        (directory / "graphs.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """Write the record of the files that are there."""
+        record = json.dumps(asdict(replace(self, sha256=_hashes(directory))), indent=2)
+        (directory / "graphs.json").write_text(record + "\n", encoding="utf-8")
+
+    def check(self, directory: Path) -> None:
+        """Raise :class:`BundleError` for files that are not as they were written: weights that were altered answer
+        without a word. Reads all of them."""
+        found = _hashes(directory)
+        for name in sorted(found.keys() | self.sha256.keys()):
+            if found.get(name) != self.sha256.get(name):
+                what = "is not as it was written" if name in found and name in self.sha256 else "is missing"
+                if name not in self.sha256:
+                    what = "is not of this export"
+                raise BundleError(f"{directory / name}: {what} (its SHA-256 in graphs.json); export again")
+        for stage in STAGES:
+            check_operators(directory / f"{stage}.onnx")
 
     @classmethod
     def load(cls, directory: Path) -> GraphSet:
@@ -61,6 +86,76 @@ class GraphSet:
         if len(set(graphs.reads)) != len(graphs.reads):
             raise BundleError(f"{path}: reads: expected each name once")
         return graphs
+
+
+def _hashes(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of an export. Raises :class:`BundleError`."""
+    names = sorted(path.name for path in directory.iterdir() if FILES.fullmatch(path.name))
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip(names, threads.map(lambda name: _sha256(directory / name), names), strict=True))
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open_regular(path) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def check_operators(path: Path) -> None:
+    """Raise :class:`BundleError` for a graph with operators that no export writes and that may never end."""
+    data = path.read_bytes()
+    for name in CONTROL:
+        # in a file without it, the field op_type (4) with this text does not stand anywhere
+        if bytes([0x22, len(name)]) + name.encode() in data and name in set(_operators(path, data)):
+            raise BundleError(f"{path}: expected the operators of an export, got {name}")
+
+
+def _operators(path: Path, data: bytes) -> Iterator[str]:
+    """Yield the types of a graph's nodes: ModelProto.graph (7) .node (1) .op_type (4)."""
+    try:
+        for graph in _fields(data, 7):
+            for node in _fields(graph, 1):
+                for kind in _fields(node, 4):
+                    yield kind.decode("utf-8", "replace")
+    except (IndexError, ValueError):
+        raise BundleError(f"{path}: expected an ONNX graph") from None
+
+
+def _fields(data: bytes, wanted: int) -> Iterator[bytes]:
+    """Yield the texts or messages in one field of a Protobuf message. Raises ValueError or IndexError."""
+    at = 0
+    while at < len(data):
+        key, at = _number(data, at)
+        kind, field_number = key & 7, key >> 3
+        if kind == 0:
+            _, at = _number(data, at)
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        elif kind == 2:
+            size, at = _number(data, at)
+            if at + size > len(data):
+                raise ValueError("cut short")
+            if field_number == wanted:
+                yield data[at : at + size]
+            at += size
+        else:
+            raise ValueError(f"wire type {kind}")
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value, at, shift = value | (byte & 0x7F) << shift, at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+        if shift > 63:
+            raise ValueError("a number of more than ten bytes")
 
 
 def table_path(directory: Path, steps: int) -> Path:
