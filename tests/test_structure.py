@@ -32,7 +32,7 @@ STOREYS = [
         "solvers",
         "keys",
         "signals",
-        "quiet",
+        "rate_limited_log",
         "npy",
     },
 ]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sinew.policy import Policy
-    from sinew.records.backlog import Backlog
+    from sinew.records.background_writer import BackgroundWriter
     from sinew.serve.fleet.remote import RemotePolicy
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
@@ -214,12 +214,12 @@ def serve(
         return 0 if process.hopeless is None else HOPELESS
 
 
-def _recorders(record: Path | None, viewer: Path | str | None) -> dict[str, Backlog]:
+def _recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
     """Return what takes requests and answers, by the service's names of them."""
     from sinew.records.recorder import Recorder
     from sinew.records.rerun_records import RerunRecorder
 
-    found: dict[str, Backlog] = {}
+    found: dict[str, BackgroundWriter] = {}
     if viewer is not None:
         found["rerun"] = RerunRecorder(viewer)
     if record is not None:
@@ -233,7 +233,7 @@ def _load_and_run(
     bounds: Bounds,
     api_key: str,
     deadline_ms: float | None,
-    recorders: dict[str, Backlog],
+    recorders: dict[str, BackgroundWriter],
     change: Change | None,
     more: dict[str, str],
     contexts: Sequence[str],
@@ -243,7 +243,7 @@ def _load_and_run(
     begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
     try:
         from sinew.serve.deploy import deploy
-        from sinew.serve.lane import Lane
+        from sinew.serve.device_lock import DeviceLock
         from sinew.serve.service import Service
 
         addresses = ", ".join(wire.address for wire in process.wires)
@@ -251,8 +251,8 @@ def _load_and_run(
         policy = make()
         for recorder in recorders.values():
             recorder.describe(policy.spec)
-        lane = Lane()
-        deployment = deploy(policy, bounds, supervisor, lane, begun)
+        device_lock = DeviceLock()
+        deployment = deploy(policy, bounds, supervisor, device_lock, begun)
         service = Service(
             deployment,
             api_key=api_key,
@@ -260,13 +260,13 @@ def _load_and_run(
             **recorders,
         )
         if change is not None:
-            service.swapper = change(service, supervisor, lane, begun)
+            service.swapper = change(service, supervisor, device_lock, begun)
             for name, source in more.items():
                 service.swapper.load(name, source)
         if contexts:
             from sinew.serve.contexts import add
 
-            add(service, contexts, lane, begun)
+            add(service, contexts, device_lock, begun)
         ready = ready_text(policy, tuple(process.wires), more)
         del policy, deployment  # the service has them, until they are exchanged
         with hints.read_by("client"):

@@ -25,7 +25,7 @@ from sinew.bundle.image_recipe import MAX_SIZE
 from sinew.core import MAX_SIDE, Observation, SinewError
 from sinew.records import arithmetic
 from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
-from sinew.records.backlog import Backlog, Entry
+from sinew.records.background_writer import BackgroundWriter, Entry
 
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
@@ -70,7 +70,7 @@ class _Meta(msgspec.Struct):
     server: dict[str, Any] = {}
 
 
-class Recorder(Backlog):
+class Recorder(BackgroundWriter):
     """Writes from a thread of its own; a slow disk costs records, never latency.
 
     limit_bytes: of all files together; recording ends there with a warning. A full disk ends nothing: it is tried

@@ -13,7 +13,7 @@ import numpy as np
 from sinew import scratch
 from sinew.core import Observation, PolicySpec, SinewError, VectorSpec
 from sinew.records import parts
-from sinew.records.backlog import Backlog, Entry
+from sinew.records.background_writer import BackgroundWriter, Entry
 from sinew.records.recorder import Record
 from sinew.records.rerun_log import RerunLog
 
@@ -144,7 +144,7 @@ def _camera(record: Record, name: str) -> str:
     return name
 
 
-class RerunRecorder(Backlog):
+class RerunRecorder(BackgroundWriter):
     """Writes to a file or a viewer from a thread of its own; a slow viewer costs records, never latency.
 
     target: of :func:`sinew.records.rerun_log.target_of`. A viewer that goes away is looked for every ten seconds.

@@ -14,7 +14,7 @@ import numpy as np
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
 from sinew.engine.contexts import digest
 from sinew.policy import Policy
-from sinew.serve.lane import Lane
+from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.served import ServedPolicy
@@ -74,7 +74,7 @@ class ContextPolicy(ServedPolicy):
         return ActionChunk(actions, timing, None, member.session, member.time, context=context)
 
 
-def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Scheduler]) -> None:
+def add(service: Service, forms: Sequence[str], device_lock: DeviceLock, begun: WeakSet[Scheduler]) -> None:
     """Give a service the policies ``context.FORM`` beside its first one.
 
     begun: gets their schedulers. Raises SinewError for an engine whose contexts do not travel.
@@ -86,7 +86,7 @@ def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Sched
             return found
 
         policy = ContextPolicy(standing, form)
-        scheduler = Scheduler(policy, supervisor=service.supervisor, lane=lane)
+        scheduler = Scheduler(policy, supervisor=service.supervisor, device_lock=device_lock)
         begun.add(scheduler)
         try:
             scheduler.start()

@@ -12,7 +12,7 @@ from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
 from sinew.processing.limits import unit_sizes
 from sinew.records import arithmetic
-from sinew.serve.lane import Lane
+from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
@@ -58,19 +58,20 @@ def deploy(
     policy: Policy | Replay,
     bounds: Limits,
     supervisor: Supervisor,
-    lane: Lane,
+    device_lock: DeviceLock,
     begun: WeakSet[Scheduler] | None = None,
 ) -> Deployment:
     """Return the policy behind a scheduler, warm, with what a server says of it.
 
-    lane: where it takes turns with others. begun: gets the scheduler before it is started, for whoever interrupts that.
+    device_lock: where it takes turns with others. begun: gets the scheduler before it is started, for whoever
+    interrupts that.
     """
     scheduler = Scheduler(
         policy,
         queue_size=bounds.queue,
         supervisor=supervisor,
         max_batch=None if bounds.max_batch == "auto" else bounds.max_batch,
-        lane=lane,
+        device_lock=device_lock,
     )
     if begun is not None:
         begun.add(scheduler)

@@ -10,8 +10,8 @@ and a request whose deadline has passed when its turn comes is answered with an 
 
 Where the policy computes several observations at once, requests that fit together share an inference (``batching.py``).
 
-Clients take turns (``turns.py``). One of them may have a few requests waiting, and where the queue is full a client
-that has none takes the place of the newest request of the one that has most.
+Clients take turns (``fair_queue.py``). One of them may have a few requests waiting, and where the queue is full a
+client that has none takes the place of the newest request of the one that has most (``admission.py``).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from collections.abc import Callable, Hashable
 from functools import partial
 
 from sinew.core import BusyError, CancelledError, SinewError
-from sinew.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
+from sinew.serve.admission import Admission
 from sinew.serve.batching import Batcher
 from sinew.serve.compute import Computer
-from sinew.serve.lane import Lane
-from sinew.serve.places import Places
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
 from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import Supervisor
-from sinew.serve.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Scheduler:
     queue_size: requests that may wait, beside the one that runs; a further one is refused with BusyError.
     max_batch: most requests of one inference, where the policy can; None measures at the start what pays.
     per_client: of one client. supervisor: keeps the threads alive, and is told what is wrong here.
-    lane: where the schedulers of several policies take turns; None: this one computes whenever it can.
+    device_lock: where the schedulers of several policies take turns; None: this one computes whenever it can.
     workers: inferences at once, of a policy that computes elsewhere and only waits here.
     """
 
@@ -60,7 +60,7 @@ class Scheduler:
         per_client: int = PER_CLIENT,
         supervisor: Supervisor | None = None,
         max_batch: int | None = 1,
-        lane: Lane | None = None,
+        device_lock: DeviceLock | None = None,
         workers: int = 1,
     ):
         for name, number in (("queue_size", queue_size), ("max_batch", max_batch), ("workers", workers)):
@@ -70,15 +70,15 @@ class Scheduler:
         costs = None if self.batcher is None else self.batcher.costs
         self._computer = Computer(policy, self._raise_if_abandoned, self._presentable, costs)
         self.policy = policy
-        self.lane, self._workers = lane, workers
+        self.device_lock, self._workers = device_lock, workers
         self.supervisor = supervisor or Supervisor()
-        self._quiet = Quiet(logger)
-        self._received: Turns[Request] = Turns()
-        self._ready: Turns[Request] = Turns(key=lambda request: request.accepted)
+        self._quiet = RateLimitedLog(logger)
+        self._received: FairQueue[Request] = FairQueue()
+        self._ready: FairQueue[Request] = FairQueue(key=lambda request: request.accepted)
         self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
         self._room = threading.Condition(self._lock)  # there may be room for more decoded frames
         self._ahead = 0  # bytes of them
-        self._places = Places(queue_size, per_client)
+        self._admission = Admission(queue_size, per_client)
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = self._draining = False
         self._running: list[Request] = []
@@ -102,8 +102,8 @@ class Scheduler:
             pass
         if self._warm_up_error is not None:
             raise self._warm_up_error
-        if self.lane is not None:
-            self.lane.join(self, self._ready.order)
+        if self.device_lock is not None:
+            self.device_lock.join(self, self._ready.order)
 
     def submit(self, request: Request, on_done: Callable[[Outcome], None]) -> Request:
         """Queue a request, and return it. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error:
@@ -119,15 +119,15 @@ class Scheduler:
         with self._lock:
             if self._stopping or self._draining:
                 raise ShuttingDownError
-            older = self._places.newest(request.episode)
+            older = self._admission.newest(request.episode)
             if older is None:
                 displaced = self._make_place(request.connection)
             else:
                 self._leave(older)
                 self._counts["superseded"] += 1
-            idle = not self._places.count and not self._running
+            idle = not self._admission.count and not self._running
             request.home, request.on_done = self, on_done
-            self._places.enter(request)
+            self._admission.enter(request)
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
             (self._ready if idle else self._received).put(request.connection, request)
         if older is not None:
@@ -149,7 +149,9 @@ class Scheduler:
         now = time.perf_counter()
         with self._lock:
             late = [
-                request for request in self._places if request.deadline is not None and now > request.deadline
+                request
+                for request in self._admission
+                if request.deadline is not None and now > request.deadline
             ]
             for request in late:
                 self._leave(request)
@@ -161,7 +163,7 @@ class Scheduler:
     def stats(self) -> dict[str, int | bool]:
         """Now: waiting, running. Since the start: served, failed, busy, superseded, late, and batches: inferences."""
         with self._lock:
-            return {"waiting": self._places.count, "running": bool(self._running), **self._counts}
+            return {"waiting": self._admission.count, "running": bool(self._running), **self._counts}
 
     def drain(self) -> None:
         """Refuse new requests, answer those that are here, and end. Returns when that is done."""
@@ -170,7 +172,7 @@ class Scheduler:
         while not self._stopping:
             self.expire()
             with self._lock:
-                if not (self._places.count or self._running or self._decoding):
+                if not (self._admission.count or self._running or self._decoding):
                     break
             time.sleep(DRAIN_S)
         self.stop()
@@ -180,8 +182,8 @@ class Scheduler:
 
     def unwatch(self) -> None:
         """Take what this scheduler and its policy say of themselves out of the server's health."""
-        if self.lane is not None:
-            self.lane.leave(self)
+        if self.device_lock is not None:
+            self.device_lock.leave(self)
         for check in (self._problem, self.policy.problem):
             self.supervisor.forget(check)
 
@@ -210,7 +212,7 @@ class Scheduler:
     def give_up(self) -> None:
         """After ``stop``: answer what is still decoded or computed, or waits for that, without waiting for its end."""
         with self._lock:
-            busy = [*self._decoding, *self._running, *self._places]
+            busy = [*self._decoding, *self._running, *self._admission]
         for request in busy:
             self._finish(request, ShuttingDownError())
 
@@ -253,8 +255,8 @@ class Scheduler:
         if self._warm_up_error is not None:
             return
         while (request := self._ready.get()) is not None:
-            with self.lane or contextlib.nullcontext():
-                # What was first may have been replaced while others computed; its successor has the place in the lane.
+            with self.device_lock or contextlib.nullcontext():
+                # What was first may have been replaced while others computed; its successor has its turn.
                 requests: list[Request] = []
                 while request is not None and not self._begin(request, requests):
                     request = self._ready.next()
@@ -315,7 +317,7 @@ class Scheduler:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return [self._presentable(error)]
         if self.batcher is not None and first.kind is not None:
-            beside = [] if self.lane is None else self.lane.beside(self)
+            beside = [] if self.device_lock is None else self.device_lock.beside(self)
             for request in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
                 if self._begin(request, requests):
                     self._ready.took(request.connection)
@@ -334,7 +336,7 @@ class Scheduler:
     def _make_place(self, client: Hashable | None) -> Request | None:
         """With the lock held. Returns the request that has to go for a new one of this client. Raises BusyError."""
         try:
-            request = self._places.room(client)
+            request = self._admission.room(client)
         except BusyError:
             self._counts["busy"] += 1
             raise
@@ -345,7 +347,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> bool:
         """Count a request out of the waiting ones; False if it was not among them. With the lock held."""
-        if not self._places.leave(request):
+        if not self._admission.leave(request):
             return False
         # What has left keeps no memory: its turn may come late, or never.
         _ = self._received.remove(request.connection, request) or self._ready.remove(

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
-from sinew.quiet import Quiet
-from sinew.records.backlog import Backlog
+from sinew.rate_limited_log import RateLimitedLog
+from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
 from sinew.serve.policies import Deployment, Policies
@@ -62,8 +62,8 @@ class Service:
         *,
         api_key: str = "",
         deadline_ms: float | None = None,
-        recorder: Backlog | None = None,
-        rerun: Backlog | None = None,
+        recorder: BackgroundWriter | None = None,
+        rerun: BackgroundWriter | None = None,
     ):
         self.supervisor = first.scheduler.supervisor
         self.policies = Policies(first)
@@ -71,7 +71,7 @@ class Service:
         self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
         self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), first.metadata)
         self._listeners: tuple[Listener, ...] = ()
-        self._quiet: dict[str, Quiet] = {}
+        self._quiet: dict[str, RateLimitedLog] = {}
         self._api_key = api_key
         self._records = {n: r for n, r in (("recorder", recorder), ("rerun", rerun)) if r is not None}
         self._started = time.monotonic()
@@ -239,7 +239,7 @@ class Service:
         missed = request.deadline is not None and now > request.deadline
         self.metrics.request(request.wire, outcome, seconds, missed)
         if isinstance(outcome, SinewError) and not isinstance(outcome, (ShuttingDownError, BusyError)):
-            quiet = self._quiet.setdefault(request.wire, Quiet(logger))
+            quiet = self._quiet.setdefault(request.wire, RateLimitedLog(logger))
             quiet.warning("%s: a request failed: %s", request.wire, printable(outcome))
         if access.isEnabledFor(logging.INFO):
             access.info(json.dumps(_entry(request, outcome, seconds, missed)))

@@ -16,7 +16,7 @@ from sinew_client import protocol
 
 from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.lane import Lane
+from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment, Policies
 from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
@@ -98,13 +98,13 @@ def desk(
     safety: Any = None,
     padded_state_dim: int = 2,
     padded_action_dim: int = 2,
-    lane: Lane | None = None,
+    device_lock: DeviceLock | None = None,
     **options: Any,
 ) -> Iterator[SimpleNamespace]:
     """wires: of native, groot, web, evo1. policy: in the puppet's place. Yields puppet, service, scheduler and the
     address of each wire."""
     puppet = policy or Puppet()
-    scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), lane=lane)
+    scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), device_lock=device_lock)
     scheduler.start()
     about = {"policy": puppet.spec.to_dict()}
     dims = padded_state_dim, padded_action_dim
@@ -134,7 +134,7 @@ def desk(
 
 def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, safety: Any = None) -> Any:
     """Return a service of one policy that computes nothing, for codecs. state_dim, action_dim: padded."""
-    scheduler: Any = SimpleNamespace(policy=policy, lane=None)
+    scheduler: Any = SimpleNamespace(policy=policy, device_lock=None)
     deployment = Deployment(scheduler, spec, {}, safety, state_dim, action_dim)
     return SimpleNamespace(
         spec=spec,

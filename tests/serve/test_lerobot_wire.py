@@ -27,7 +27,7 @@ import pytest
 
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
-from sinew.quiet import Once
+from sinew.rate_limited_log import Once
 from sinew.records.recorder import read_records
 from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler

@@ -27,7 +27,7 @@ from sinew.cli.serve_policy import parse_policies
 from sinew.core import ActionChunk, CameraSpec, Observation, SinewError
 from sinew.policy import Policy
 from sinew.serve.batching import Batcher
-from sinew.serve.lane import Lane
+from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment
 from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
@@ -54,11 +54,11 @@ ITS = {**GOOD, "images": {"wrist": FRAME}}
 def two(wires: tuple[str, ...] = ("native",), **options: Any) -> Iterator[SimpleNamespace]:
     """A desk with the second policy as ``b``; both take turns."""
     with desk(wires, **options) as at:
-        lane = Lane()
-        at.scheduler.lane = lane
-        lane.join(at.scheduler, at.scheduler._ready.order)
+        device_lock = DeviceLock()
+        at.scheduler.device_lock = device_lock
+        device_lock.join(at.scheduler, at.scheduler._ready.order)
         at.second = Second()
-        scheduler = at.other = Scheduler(at.second, supervisor=at.service.supervisor, lane=lane)
+        scheduler = at.other = Scheduler(at.second, supervisor=at.service.supervisor, device_lock=device_lock)
         scheduler.start()
         about = {"policy": Second.spec.to_dict()}
         at.service.policies.put("b", Deployment(scheduler, Second.spec, about, None, 2, 2))
@@ -214,12 +214,12 @@ def put(scheduler: Scheduler, prompt: str, outcomes: list[Outcome], **options: A
 def walking(*names: str) -> Iterator[SimpleNamespace]:
     order: list[str] = []
     gate = threading.Semaphore(0)
-    lane = Lane()
-    made = [Scheduler(Walk(name, order, gate), lane=lane) for name in names]
+    device_lock = DeviceLock()
+    made = [Scheduler(Walk(name, order, gate), device_lock=device_lock) for name in names]
     for scheduler in made:
         scheduler.start()
     try:
-        yield SimpleNamespace(order=order, gate=gate, lane=lane, schedulers=made, outcomes=[])
+        yield SimpleNamespace(order=order, gate=gate, device_lock=device_lock, schedulers=made, outcomes=[])
     finally:
         for scheduler in made:
             scheduler.stop()
@@ -239,7 +239,11 @@ def test_policies_take_turns_and_so_do_robots_inside_them():
         put(a, "3", at.outcomes, client="quiet")
         put(b, "4", at.outcomes, client="other")
         put(b, "5", at.outcomes, client="other")
-        until(lambda: len(a._ready.order()) == 3 and len(b._ready.order()) == 1 and len(at.lane._line) == 2)
+        until(
+            lambda: (
+                len(a._ready.order()) == 3 and len(b._ready.order()) == 1 and len(at.device_lock._line) == 2
+            )
+        )
         for done in range(1, 7):
             at.gate.release()
             until(lambda done=done: len(at.outcomes) == done)
@@ -273,7 +277,7 @@ def test_a_newer_request_of_a_session_has_the_turn_that_the_older_one_waited_for
         until(lambda: a.stats()["running"])
         put(b, "1", at.outcomes, client="y", session="arm")
         put(a, "2", at.outcomes, client="z")
-        until(lambda: len(at.lane._line) == 2)  # b waits for its turn with the older one in its hand
+        until(lambda: len(at.device_lock._line) == 2)  # b waits for its turn with the older one in its hand
         put(b, "3", at.outcomes, client="y", session="arm")
         until(lambda: len(at.outcomes) == 1 and b._ready.order())
         for _ in range(3):
@@ -288,7 +292,7 @@ def test_who_is_cancelled_while_others_compute_takes_no_turn():
         put(a, "0", at.outcomes, client="x")
         until(lambda: a.stats()["running"])
         waiting = put(b, "1", at.outcomes, client="y")
-        until(lambda: len(at.lane._line) == 2)
+        until(lambda: len(at.device_lock._line) == 2)
         b.cancel(waiting)
         until(lambda: len(at.outcomes) == 1)
         at.gate.release()
@@ -298,19 +302,19 @@ def test_who_is_cancelled_while_others_compute_takes_no_turn():
         at.gate.release()
         until(lambda: len(at.outcomes) == 3)
         b.drain()
-        assert at.lane.beside(a) == []
+        assert at.device_lock.beside(a) == []
 
 
 def test_the_lane_goes_on_when_a_thread_in_it_ends():
-    lane = Lane()
-    with pytest.raises(KeyError), lane:
+    device_lock = DeviceLock()
+    with pytest.raises(KeyError), device_lock:
         raise KeyError
-    with lane:
-        other = threading.Thread(target=lane.__enter__)
+    with device_lock:
+        other = threading.Thread(target=device_lock.__enter__)
         other.start()
-        until(lambda: len(lane._line) == 2)
+        until(lambda: len(device_lock._line) == 2)
     other.join(WAIT_S)
-    assert len(lane._line) == 1
+    assert len(device_lock._line) == 1
 
 
 def test_a_batch_breaks_no_deadline_of_another_policy():

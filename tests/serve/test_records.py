@@ -18,7 +18,7 @@ from sinew.core import Observation, SinewError
 from sinew.policy import Policy, load
 from sinew.records.arithmetic import TOLERANCES
 from sinew.records.arithmetic import kept as kept_of
-from sinew.records.backlog import BACKLOG
+from sinew.records.background_writer import BACKLOG
 from sinew.records.recorder import Recorder, read_record, read_records
 from tests import processes
 from tests.serve.groot_client import PolicyClient

@@ -201,7 +201,7 @@ def test_what_a_killed_recorder_left_goes_with_the_next_and_nothing_else(tmp_pat
 
 
 def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinew.records.backlog.RETRY_S", 0.0)
+    monkeypatch.setattr("sinew.records.background_writer.RETRY_S", 0.0)
     recorder = Recorder(tmp_path)
     real, full = np.savez, [True]
 
@@ -223,7 +223,7 @@ def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinew.records.backlog.CLOSE_S", 0.2)
+    monkeypatch.setattr("sinew.records.background_writer.CLOSE_S", 0.2)
     hanging = threading.Event()
     monkeypatch.setattr("sinew.records.recorder.np.savez", lambda *_a, **_k: hanging.wait(WAIT_S))
     recorder = Recorder(tmp_path)

@@ -140,7 +140,7 @@ def test_the_recorded_time_is_waited_and_can_be_cancelled(tmp_path: Path) -> Non
 def test_places_are_bounded(replay: Replay) -> None:
     for number in range(MAX_SESSIONS + 10):
         ask(replay, f"s{number}")
-    assert len(replay._places) == MAX_SESSIONS
+    assert len(replay._admission) == MAX_SESSIONS
 
 
 def test_files_that_are_no_records(tmp_path: Path) -> None:

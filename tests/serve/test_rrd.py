@@ -176,7 +176,7 @@ def viewer(port: int, out: Path) -> Iterator[None]:
 @pytest.mark.slow  # starts a program of 300 MB twice
 @pytest.mark.usefixtures("rerun")
 def test_a_viewer_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinew.records.backlog.RETRY_S", 0.0)
+    monkeypatch.setattr("sinew.records.background_writer.RETRY_S", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -24,12 +24,12 @@ from sinew_client import Client, ConnectionLost, ServerError, protocol, schema
 from websockets.sync.client import connect as websocket
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
-from sinew.quiet import BURST, Quiet
+from sinew.rate_limited_log import BURST, RateLimitedLog
 from sinew.serve.decode.array import pack
+from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
-from sinew.serve.turns import Turns
 from tests.serve.groot_client import decode_npy, encode_npy
 from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, enqueue, request, until
 from tests.serve.test_bounded_work import body, post
@@ -266,7 +266,7 @@ def test_decoding_ends_when_nobody_waits():
 
 
 def test_turns():
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
         turns.put(item[0], item)
     assert turns.remove("a", "a2")
@@ -437,7 +437,7 @@ def test_an_attack_does_not_fill_the_log(caplog):
     """Row 23: garbage without a key wrote 1.3 MB a second."""
     import logging
 
-    quiet = Quiet(logging.getLogger("test.quiet"))
+    quiet = RateLimitedLog(logging.getLogger("test.quiet"))
     for number in range(1000):
         quiet.warning("attack %d", number)
     assert len(caplog.records) == BURST

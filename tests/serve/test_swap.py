@@ -360,16 +360,16 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     from sinew.cli.serve import Bounds
     from sinew.cli.serve_policy import changer, loader
     from sinew.serve.deploy import deploy
-    from sinew.serve.lane import Lane
+    from sinew.serve.device_lock import DeviceLock
     from sinew.serve.service import Service
     from sinew.serve.supervise import Supervisor
 
     bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
     options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
-    supervisor, lane, begun = Supervisor(), Lane(), WeakSet()
-    found = deploy(loader(bundle, options, 1)(), Bounds(), supervisor, lane, begun)
+    supervisor, device_lock, begun = Supervisor(), DeviceLock(), WeakSet()
+    found = deploy(loader(bundle, options, 1)(), Bounds(), supervisor, device_lock, begun)
     service = Service(found)
-    swapper = changer(bundle, options, 1, Bounds(), None)(service, supervisor, lane, begun)
+    swapper = changer(bundle, options, 1, Bounds(), None)(service, supervisor, device_lock, begun)
     gone = [weakref.ref(found.scheduler.policy)]
     del found
     gc.freeze()

@@ -19,7 +19,7 @@ from typing import Any
 
 from sinew import machine
 from sinew.core import SinewError
-from sinew.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.dashboard.feed import BY_HAND, Answer, Feed
 from sinew.serve.dashboard.host import Host
 from sinew.serve.service import Service
@@ -73,7 +73,7 @@ class Broadcast:
         self._task: asyncio.Task[None] | None = None
         self._listening = False
         self._rung = asyncio.Event()
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Outbox]:

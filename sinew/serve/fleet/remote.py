@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
-from sinew.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.fleet.replica import About, Refusal
 from sinew.serve.served import ServedPolicy
 from sinew.serve.service import UnhealthyError
@@ -45,7 +45,7 @@ class RemotePolicy(ServedPolicy):
         self.about, self.name = about, name
         self._ask, self._lost = ask, lost
         self._lock = threading.Lock()
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
         self.replicas, self.retried = 1, 0
 
     @property

@@ -20,7 +20,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
-from sinew.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
 from sinew.serve.request import Request
@@ -64,7 +64,7 @@ class WebServer:
         self.dashboard = "" if page is None else self.address.replace("ws", "http", 1) + "/"
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()

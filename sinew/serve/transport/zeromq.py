@@ -23,7 +23,7 @@ from sinew_client import zmtp
 from sinew_client.link import set_options
 
 from sinew.core import PolicySpec, SinewError
-from sinew.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.service import Service
 from sinew.serve.transport.exchange import Codec, Exchange, Series
 from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
@@ -54,7 +54,7 @@ class ZeroMQWire:
         self.name = codec.name
         self._limit = listen.max_message_bytes
         self._stop = False
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
         self._socket = listen.tcp_socket()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)

@@ -20,10 +20,10 @@ import numpy as np
 from sinew_client.schema import PredictResponse
 
 from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
-from sinew.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
-from sinew.serve.lane import Beside
+from sinew.serve.device_lock import Beside
 from sinew.serve.policies import Deployment
 from sinew.serve.request import SupersededError
 from sinew.serve.safety import Safety
@@ -76,7 +76,7 @@ class Robot:
     parser: Parser
     on_end: Callable[[Robot], None]
     heard: float
-    quiet: Quiet
+    quiet: RateLimitedLog
     ended: bool = False
     dropped: int = 0
     size: int = 0  # the connection's account holds nothing for it
@@ -141,8 +141,8 @@ class Streams:
         self._robots: dict[tuple[int, str], Robot] = {}
         self._lock = threading.Lock()
         self._failed, self._changes = (
-            Quiet(logger),
-            Quiet(logger),
+            RateLimitedLog(logger),
+            RateLimitedLog(logger),
         )  # a client may begin a stream with each message
         self.loops = Loops(start=service.supervisor.thread)
         service.policies.watch(self._left)
@@ -253,7 +253,7 @@ class Streams:
         with self._lock:
             self._robots[key] = robot
         asker.requests.add(robot)  # type: ignore[arg-type]  # abandoned with the connection, as requests are
-        self.loops.add(session, robot, asker, partial(Beside, deployment.scheduler.lane))
+        self.loops.add(session, robot, asker, partial(Beside, deployment.scheduler.device_lock))
         if self._service.policies.get(request.policy) is not deployment:  # exchanged since it was looked at
             self._end(robot)
             raise SupersededError(EXCHANGED)

@@ -36,7 +36,7 @@ from sinew.core import (
 )
 from sinew.npy import dump_npy, load_npy, raw_array
 from sinew.processing.arrays import numbers
-from sinew.quiet import Once
+from sinew.rate_limited_log import Once
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
 from sinew.serve.service import Service

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sinew.quiet import Once
+from sinew.rate_limited_log import Once
 from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
 from sinew.serve.decode.pickle.machine import Built, Machine, Name, SafePickleError, load
 

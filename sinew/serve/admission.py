@@ -8,7 +8,7 @@ from sinew.core import BusyError
 from sinew.serve.request import Request
 
 
-class Places:
+class Admission:
     """size: requests that may wait. per_client: of one client. ``count``: that do."""
 
     def __init__(self, size: int, per_client: int):
