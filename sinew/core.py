@@ -118,6 +118,7 @@ class MissingPackageError(SinewError):
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 # The name, in a model, of a language model's table of tokens, of which only rows are read.
+MAX_SIDE = 8192  # pixels of a frame's height or width that is taken from elsewhere
 PROMPT_TABLE = "embed_tokens"
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from sinew import hints
 from sinew.bundle import Bundle
 from sinew.bundle.files import watch
-from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.rename import rename_cameras
 from sinew.bundle.seen import renamed
 from sinew.core import RTC, ActionChunk, BundleError, Observation, ObservationError, SinewError
@@ -182,11 +181,6 @@ class Policy:
         return self.manifest.processing.padded_action_dim
 
     @property
-    def image_recipe(self) -> ImageRecipe:
-        """Return the resize and normalisation of frames."""
-        return self.processor.recipe.image
-
-    @property
     def weights_nbytes(self) -> int:
         """Bytes of the model's weights, as the engine holds them."""
         return self.facts.weights_nbytes
@@ -306,6 +300,9 @@ class Policy:
     def unbatched(self) -> str:
         """Return why this policy computes observations one at a time, "" if it can compute several at once."""
         return self.facts.unbatched
+
+    def reset(self, session: str = "") -> None:
+        """Do nothing: no answer depends on those before it."""
 
     def problem(self) -> str | None:
         """Return a sentence if a file of weights was written to or truncated since it was loaded, else None."""

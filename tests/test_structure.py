@@ -20,9 +20,21 @@ STOREYS = [
     {"sources"},
     {"engine", "convert", "guidance"},
     {"models"},
-    {"layers", "processing"},
+    {"layers", "processing", "records"},
     {"bundle"},
-    {"machine", "progress", "scratch", "hints", "figures", "core", "solvers", "keys", "signals"},
+    {
+        "machine",
+        "progress",
+        "scratch",
+        "hints",
+        "figures",
+        "core",
+        "solvers",
+        "keys",
+        "signals",
+        "rate_limited_log",
+        "npy",
+    },
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem[0] != "_")
 
@@ -31,17 +43,19 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
+    """Return what a file imports, anywhere in it: modules, and their names as if those were modules."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module == "sinew":
-            names = [f"sinew.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("sinew.")}
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = {name.split(".")[1] for name in imported_modules(path) if name.startswith("sinew.")}
     return found - {"__version__", "load", "Policy"}
 
 
@@ -51,6 +65,45 @@ def test_imports_point_downwards(path: Path) -> None:
     here = storey[room_of(path)]
     upwards = {room for room in imported_rooms(path) if storey[room] < here}
     assert not upwards
+
+
+# Within a room: a folder and what it knows nothing of. A folder's own modules are those of no folder in it.
+APART = [
+    (
+        "serve/transport",
+        "serve/wires",
+    ),  # wires say what they are (serve/wire.py), and are handed to transports
+    ("serve/transport", "serve/dashboard"),
+    ("serve/decode", "serve/transport"),
+    ("serve/decode", "serve/wires"),
+    ("serve", "serve/dashboard"),  # it follows the service
+    ("serve", "serve/transport"),
+    ("serve/dashboard", "serve/wires"),
+]
+
+
+@pytest.mark.parametrize(("folder", "unknown"), APART, ids=lambda name: name.replace("/", "."))
+def test_folders_that_know_nothing_of_others(folder: str, unknown: str) -> None:
+    files = sorted((PACKAGE / folder).glob("*.py") if folder == "serve" else (PACKAGE / folder).rglob("*.py"))
+    assert files
+    assert (PACKAGE / unknown).is_dir()
+    foreign = f"sinew.{unknown.replace('/', '.')}"
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in files
+        for name in imported_modules(path)
+        if f"{name}.".startswith(f"{foreign}.")
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if room_of(path) not in ("serve", "cli")], ids=lambda path: str(path.name)
+)
+def test_records_are_read_without_the_server(path: Path) -> None:
+    """A recording is a file format: whoever reads one needs no server."""
+    if path.relative_to(PACKAGE) != Path("perf/fleet.py"):  # the server's own choice of batches
+        assert "serve" not in imported_rooms(path)
 
 
 def test_every_room_is_described() -> None:

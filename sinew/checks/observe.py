@@ -18,8 +18,8 @@ from sinew.checks.wiring import CANNOT_TELL, WRONG, Finding, Watch, findings, mi
 from sinew.core import SinewError
 from sinew.processing import Processor
 from sinew.processing.thumbnails import Gathering
-from sinew.serve import record_parts as parts
-from sinew.serve.recorder import Record, read_records
+from sinew.records import parts
+from sinew.records.recorder import Record, read_records
 
 PATIENCE_S = 5.0  # for one look
 HZ = 10.0  # looks a second where the policy states no rate

@@ -24,7 +24,7 @@ from sinew.cli.replay import print_replay, replay_journal, replay_records
 from sinew.core import SinewError
 from sinew.eval.report.stats import summarize
 from sinew.keys import key_from_environment
-from sinew.serve.recorder import read_records
+from sinew.records.recorder import read_records
 
 SCHEMA = "sinew.client/1"
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")

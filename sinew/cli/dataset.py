@@ -67,7 +67,7 @@ def _of_records(records: Path, out: Path, hz: float | None, bundle: Path | None)
     from sinew.eval.dataset.records import episodes
     from sinew.eval.dataset.writer import DatasetWriter
     from sinew.policy import open_bundle
-    from sinew.serve.recorder import read_records
+    from sinew.records.recorder import read_records
 
     spec = None if bundle is None else open_bundle(bundle).manifest.spec
     rate = hz or (None if spec is None else spec.control_hz)

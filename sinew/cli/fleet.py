@@ -97,7 +97,7 @@ def _answer(process: Process, replicas: Fleet, api_key: str, deadline_ms: float 
     from sinew.serve.service import Service
 
     first, *others = replicas.start().items()
-    service = Service.of(first[1], api_key=api_key, deadline_ms=deadline_ms)
+    service = Service(first[1], api_key=api_key, deadline_ms=deadline_ms)
     for name, other in others:
         service.policies.put(name, other)
     replicas.bind(service)

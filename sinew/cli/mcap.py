@@ -24,7 +24,7 @@ def mcap(records: Path, out: Path, /, *, bundle: Path | None = None, hz: Rate = 
         hz: control rate: every row of a chunk is shown when it would be executed; the bundle's if absent, and the
             first rows alone where that has none.
     """
-    from sinew.serve.mcap_file import write_mcap
+    from sinew.records.mcap_file import write_mcap
 
     return _write(write_mcap, records, out, bundle, hz, "messages")
 
@@ -39,7 +39,7 @@ def rrd(records: Path, out: Path, /, *, bundle: Path | None = None, hz: Rate = N
         hz: control rate: every row of a chunk is shown when it would be executed; the bundle's if absent, and the
             first rows alone where that has none.
     """
-    from sinew.serve.rerun_records import write_rrd
+    from sinew.records.rerun_records import write_rrd
 
     return _write(write_rrd, records, out, bundle, hz, "entries")
 
@@ -53,7 +53,7 @@ def _write(
     what: str,
 ) -> int:
     from sinew.policy import open_bundle
-    from sinew.serve.recorder import read_records
+    from sinew.records.recorder import read_records
 
     spec: Any = None if bundle is None else open_bundle(bundle).manifest.spec
     with progress.task(f"writing {out}"):

@@ -17,8 +17,8 @@ from sinew_client.protocol import CONTINUATION_KEYS
 from sinew import __version__
 from sinew.cli import terminal
 from sinew.core import Observation
-from sinew.serve import arithmetic
-from sinew.serve.recorder import Record
+from sinew.records import arithmetic
+from sinew.records.recorder import Record
 
 SCHEMA = "sinew.replay/2"
 JOURNAL_SCHEMA = "sinew.replay/1"
@@ -46,8 +46,8 @@ def replay_records(server: Client, records: Iterable[Record], deadline_ms: float
     """Send every record, oldest first, and compare each answer with the recorded one.
 
     The seed that drew the noise is in the record. Where all that decides the bits is the same now as then
-    (:data:`sinew.serve.arithmetic.KEYS`), so must be the actions; else each may differ by
-    :func:`sinew.serve.arithmetic.tolerance` times its own scale in the policy's statistics. An error that the server
+    (:data:`sinew.records.arithmetic.KEYS`), so must be the actions; else each may differ by
+    :func:`sinew.records.arithmetic.tolerance` times its own scale in the policy's statistics. An error that the server
     answers is a result.
     """
     metadata = server.metadata()

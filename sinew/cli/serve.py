@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sinew.policy import Policy
-    from sinew.serve.backlog import Backlog
+    from sinew.records.background_writer import BackgroundWriter
     from sinew.serve.fleet.remote import RemotePolicy
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
-    from sinew.serve.service import Wire
+    from sinew.serve.wire import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def serve(
         listen.tls()  # files that do not do are told now
         viewer = None
         if rerun is not None:
-            from sinew.serve.rerun_log import target_of
+            from sinew.records.rerun_log import target_of
 
             viewer = target_of(rerun)
         api_key = api_key_of(api_key_file)
@@ -214,12 +214,12 @@ def serve(
         return 0 if process.hopeless is None else HOPELESS
 
 
-def _recorders(record: Path | None, viewer: Path | str | None) -> dict[str, Backlog]:
+def _recorders(record: Path | None, viewer: Path | str | None) -> dict[str, BackgroundWriter]:
     """Return what takes requests and answers, by the service's names of them."""
-    from sinew.serve.recorder import Recorder
-    from sinew.serve.rerun_records import RerunRecorder
+    from sinew.records.recorder import Recorder
+    from sinew.records.rerun_records import RerunRecorder
 
-    found: dict[str, Backlog] = {}
+    found: dict[str, BackgroundWriter] = {}
     if viewer is not None:
         found["rerun"] = RerunRecorder(viewer)
     if record is not None:
@@ -233,7 +233,7 @@ def _load_and_run(
     bounds: Bounds,
     api_key: str,
     deadline_ms: float | None,
-    recorders: dict[str, Backlog],
+    recorders: dict[str, BackgroundWriter],
     change: Change | None,
     more: dict[str, str],
     contexts: Sequence[str],
@@ -242,9 +242,8 @@ def _load_and_run(
     supervisor = Supervisor(bounds.stuck_s)
     begun: WeakSet[Scheduler] = WeakSet()  # an exchanged policy is not kept by it
     try:
-        from sinew.serve.dashboard.feed import Feed
-        from sinew.serve.lane import Lane
-        from sinew.serve.opening import stand
+        from sinew.serve.deploy import deploy
+        from sinew.serve.device_lock import DeviceLock
         from sinew.serve.service import Service
 
         addresses = ", ".join(wire.address for wire in process.wires)
@@ -252,25 +251,24 @@ def _load_and_run(
         policy = make()
         for recorder in recorders.values():
             recorder.describe(policy.spec)
-        lane = Lane()
-        standing = stand(policy, bounds, supervisor, lane, begun)
-        service = Service.of(
-            standing,
+        device_lock = DeviceLock()
+        deployment = deploy(policy, bounds, supervisor, device_lock, begun)
+        service = Service(
+            deployment,
             api_key=api_key,
             deadline_ms=deadline_ms,
             **recorders,
-            feed=Feed(policy.image_recipe),
         )
         if change is not None:
-            service.swapper = change(service, supervisor, lane, begun)
+            service.swapper = change(service, supervisor, device_lock, begun)
             for name, source in more.items():
                 service.swapper.load(name, source)
         if contexts:
             from sinew.serve.contexts import add
 
-            add(service, contexts, lane, begun)
+            add(service, contexts, device_lock, begun)
         ready = ready_text(policy, tuple(process.wires), more)
-        del policy, standing  # the service has them, until they are exchanged
+        del policy, deployment  # the service has them, until they are exchanged
         with hints.read_by("client"):
             return process.run(service, lambda: say(ready))
     except KeyboardInterrupt:
@@ -282,7 +280,7 @@ def _load_and_run(
 
 def ready_text(
     policy: Policy | Replay | RemotePolicy,
-    wires: Sequence[Wire],
+    wires: Sequence[Listener],
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The addresses, what the bundle expects, and for each wire a program that asks for one chunk."""
@@ -300,7 +298,7 @@ def ready_text(
         f"  action   {_vector(spec.action)}; chunks of {spec.chunk_size}",
         *(f"  also     {name}: {source}; asked at HOST:PORT/{name}" for name, source in more.items()),
     ]
-    pages = [page for wire in wires if (page := getattr(wire, "dashboard", ""))]
+    pages = [page for wire in wires if (page := wire.dashboard)]
     lines += [f"  page     {reachable(page)} shows what it does" for page in pages]
     for wire in wires:
         program = [f"    {line}" for line in wire.guide(spec)]
@@ -328,7 +326,7 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
 
 
-def warn_of_exposure(host: str, wires: Sequence[Wire], key: bool, tls: bool) -> None:
+def warn_of_exposure(host: str, wires: Sequence[Listener], key: bool, tls: bool) -> None:
     if not key:
         logger.warning("%s is reachable from other machines, and requests are not authenticated", host)
     plain = [wire.name for wire in wires if not tls or wire.address.startswith("tcp://")]

@@ -17,9 +17,9 @@ from sinew.sources import resolve
 
 if TYPE_CHECKING:
     from sinew.policy import Policy
-    from sinew.serve.lane import Lane
-    from sinew.serve.opening import Limits
-    from sinew.serve.policies import Standing
+    from sinew.serve.deploy import Limits
+    from sinew.serve.device_lock import DeviceLock
+    from sinew.serve.policies import Deployment
     from sinew.serve.replay import Replay
     from sinew.serve.scheduler import Scheduler
     from sinew.serve.service import Service
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 CHOSEN = ("engine", "device", "dtype", "providers", "ignore_recipe")  # what decides how a bundle is run
 # Makes what loads, exchanges and unloads policies.
-Change = Callable[["Service", Supervisor, "Lane", "WeakSet[Scheduler]"], "Swapper"]
+Change = Callable[["Service", Supervisor, "DeviceLock", "WeakSet[Scheduler]"], "Swapper"]
 RUNTIME_BYTES = 250_000_000  # interpreter and torch, as sinew.perf.memory has it
 
 
@@ -83,13 +83,15 @@ def changer(
 ) -> Change:
     """Return what lets a server load, exchange and unload policies, run with the same flags."""
 
-    def make(service: Service, supervisor: Supervisor, lane: Lane, begun: WeakSet[Scheduler]) -> Swapper:
+    def make(
+        service: Service, supervisor: Supervisor, device_lock: DeviceLock, begun: WeakSet[Scheduler]
+    ) -> Swapper:
         from sinew.serve.batching import LARGEST
-        from sinew.serve.opening import stand
+        from sinew.serve.deploy import deploy
         from sinew.serve.swap import Swapper
 
-        def open_source(source: str) -> Standing:
-            return stand(loader(Path(source), options, threads)(), bounds, supervisor, lane, begun)
+        def open_source(source: str) -> Deployment:
+            return deploy(loader(Path(source), options, threads)(), bounds, supervisor, device_lock, begun)
 
         batch = LARGEST if bounds.max_batch == "auto" else bounds.max_batch
         budget, why = memory_budget(memory_gib, options)

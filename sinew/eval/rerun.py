@@ -13,7 +13,7 @@ from sinew.eval.campaign import Player
 from sinew.eval.policies import EvalPolicy
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Task, Variant
-from sinew.serve.rerun_log import RerunLog
+from sinew.records.rerun_log import RerunLog
 
 
 class LoggedPlayer(Player):
@@ -25,7 +25,7 @@ class LoggedPlayer(Player):
     simulated time over all episodes, ``step`` and ``episode``. labels: of several variants, whose entities then lie
     under these names; empty for one.
 
-    target: of :func:`sinew.serve.rerun_log.target_of`. Raises as :class:`RerunLog` does.
+    target: of :func:`sinew.records.rerun_log.target_of`. Raises as :class:`RerunLog` does.
     """
 
     def __init__(self, task: Task, target: Path | str, labels: Mapping[Variant, str]):

@@ -18,7 +18,7 @@ import numpy as np
 from sinew.core import SinewError
 from sinew.perf.operators import Component
 from sinew.serve.batching import Batcher
-from sinew.serve.request import Job
+from sinew.serve.request import Request
 
 MOST = 1024  # robots that are tried
 PERIODS = 25  # of each robot, played out
@@ -76,7 +76,7 @@ def play(
     phases = np.random.default_rng(seed).uniform(0, period, robots)
     ticks = [(float(phase), robot) for robot, phase in enumerate(phases)]
     heapq.heapify(ticks)
-    waiting: deque[tuple[Job, float, int]] = deque()  # job, its robot's tick, the robot
+    waiting: deque[tuple[Request, float, int]] = deque()  # job, its robot's tick, the robot
     free_at = [0.0] * robots  # when each robot has its answer
     latencies: list[float] = []
     sizes: list[int] = []
@@ -91,7 +91,7 @@ def play(
             moments += counts
             if free_at[robot] > tick:
                 continue  # its last answer is not there
-            job = Job(_never, _never, deadline=tick + deadline_s)
+            job = Request("", _never, deadline=tick + deadline_s)
             job.kind = KIND
             waiting.append((job, tick, robot))
             free_at[robot] = float("inf")

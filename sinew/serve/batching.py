@@ -14,10 +14,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from sinew.core import ActionChunk, Observation, SinewError
-from sinew.serve.request import Job
+from sinew.core import SinewError
+from sinew.serve.request import Request
+from sinew.serve.served import ServedPolicy
 
 LARGEST = 16  # of "auto"
 GAIN = 1.1  # "auto" wants so many times the throughput, or leaves it off
@@ -27,20 +28,6 @@ LONGEST_S = 2.0  # a size that takes longer is not tried further
 OLD_S = 60.0  # a cost that was not measured for so long is measured again when it may be
 MAX_KEYS = 64  # kinds of batches whose costs are remembered: numbers of steps come from clients
 MIX = 0.2  # weight of the newest measurement
-
-
-class BatchingPolicy(Protocol):
-    """What batching asks of a policy."""
-
-    @property
-    def unbatched(self) -> str: ...
-
-    def dummy_observation(self) -> Observation: ...
-    def prepare(self, observation: Observation) -> Any: ...
-    def batch_key(self, prepared: Any) -> Hashable: ...
-    def run_batch(
-        self, members: Sequence[Any], *, cancel: threading.Event | None = None
-    ) -> list[ActionChunk | SinewError]: ...
 
 
 @dataclass(slots=True)
@@ -104,7 +91,7 @@ class Costs:
         return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
 
 
-def time_batches(policy: BatchingPolicy, sizes: Sequence[int]) -> dict[int, float]:
+def time_batches(policy: ServedPolicy, sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of batches of the policy's own observation, the best of a few trials of each size."""
     prepared = policy.prepare(policy.dummy_observation())
     found = {}
@@ -129,7 +116,7 @@ class Batcher:
         self.reason = "asked for"
         self.costs = Costs()
 
-    def calibrate(self, policy: BatchingPolicy) -> None:
+    def calibrate(self, policy: ServedPolicy) -> None:
         """Measure batches of 1, 2, 4 ... of the policy's own observation, on the thread that will run them.
 
         Raises :class:`SinewError` for a policy that computes one observation at a time, where batches were asked for.
@@ -169,19 +156,21 @@ class Batcher:
         return {"max_batch": self.limit, "max_batch_reason": self.reason}
 
     def members(
-        self, first: Job, waiting: Sequence[Job], now: float, beside: Sequence[Job] = ()
-    ) -> list[Job]:
-        """Return the jobs to compute at once, ``first`` before the others in the order of their turns.
+        self, first: Request, waiting: Sequence[Request], now: float, beside: Sequence[Request] = ()
+    ) -> list[Request]:
+        """Return the requests to compute at once, ``first`` before the others in the order of their turns.
 
-        waiting: what is ready beside it, in the order in which it would be taken. beside: jobs of other policies, whose
-        turn comes after this inference; they are taken to cost what ``first`` does, and their deadlines count.
+        waiting: what is ready beside it, in the order in which it would be taken. beside: requests of other policies,
+        whose turn comes after this inference; they are taken to cost what ``first`` does, and their deadlines count.
         """
         kind = first.kind
         alone = self.costs.surely(kind, 1)
         if kind is None or alone is None or self.limit < 2:
             return [first]
         line = [first, *waiting]
-        fit = [job for job in line if job.kind == kind and not _hopeless(job, now)][: self.limit]
+        fit = [request for request in line if request.kind == kind and not _hopeless(request, now)][
+            : self.limit
+        ]
         best, least = [first], self._sum(line, [first])
         for size in range(2, len(fit) + 1):
             chosen = fit[:size]
@@ -194,49 +183,49 @@ class Batcher:
                 best, least = chosen, waited
         return best
 
-    def _alone(self, job: Job, first: Job) -> float:
-        """Return the seconds of a job by itself, as far as its kind is known."""
-        return self.costs.surely(job.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
+    def _alone(self, request: Request, first: Request) -> float:
+        """Return the seconds of a request by itself, as far as its kind is known."""
+        return self.costs.surely(request.kind, 1) or self.costs.surely(first.kind, 1) or 0.0
 
-    def _breaks(self, line: Sequence[Job], chosen: Sequence[Job], now: float) -> bool:
-        """Return whether a deadline breaks with the batch that holds with one job after another."""
+    def _breaks(self, line: Sequence[Request], chosen: Sequence[Request], now: float) -> bool:
+        """Return whether a deadline breaks with the batch that holds with one request after another."""
         together = self.costs.surely(line[0].kind, len(chosen)) or 0.0
         alone = 0.0  # when each would end, one after another
         behind = together  # and when what is not in the batch would
         members = set(map(id, chosen))
-        for job in line:
-            own = self._alone(job, line[0])
+        for request in line:
+            own = self._alone(request, line[0])
             alone += own
-            end = together if id(job) in members else behind + own
-            behind = behind if id(job) in members else end
-            if job.deadline is not None and now + alone <= job.deadline < now + end:
+            end = together if id(request) in members else behind + own
+            behind = behind if id(request) in members else end
+            if request.deadline is not None and now + alone <= request.deadline < now + end:
                 return True
         return False
 
-    def _sum(self, line: Sequence[Job], chosen: Sequence[Job]) -> float:
-        """Return how long all jobs of ``line`` wait together if ``chosen`` are computed at once, first."""
+    def _sum(self, line: Sequence[Request], chosen: Sequence[Request]) -> float:
+        """Return how long all requests of ``line`` wait together if ``chosen`` are computed at once, first."""
         kind = line[0].kind
         end = self.costs.seconds(kind, len(chosen)) or 0.0
         waited = end * len(chosen)
         members = set(map(id, chosen))
-        for job in line:
-            if id(job) not in members:
-                end += self.costs.seconds(job.kind, 1) or self.costs.seconds(kind, 1) or 0.0
+        for request in line:
+            if id(request) not in members:
+                end += self.costs.seconds(request.kind, 1) or self.costs.seconds(kind, 1) or 0.0
                 waited += end
         return waited
 
 
-def _hopeless(job: Job, now: float) -> bool:
-    """Return whether the job is answered with an error when its turn comes."""
-    return job.cancel.is_set() or (job.deadline is not None and now > job.deadline)
+def _hopeless(request: Request, now: float) -> bool:
+    """Return whether the request is answered with an error when its turn comes."""
+    return request.cancel.is_set() or (request.deadline is not None and now > request.deadline)
 
 
 class Everyone(threading.Event):
     """Set once every member of a batch is cancelled: before that, somebody waits for it."""
 
-    def __init__(self, jobs: Sequence[Job]):
+    def __init__(self, requests: Sequence[Request]):
         super().__init__()
-        self._jobs = jobs
+        self._requests = requests
 
     def is_set(self) -> bool:
-        return all(job.cancel.is_set() for job in self._jobs)
+        return all(request.cancel.is_set() for request in self._requests)

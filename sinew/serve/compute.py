@@ -1,43 +1,33 @@
-"""From prepared jobs to outcomes: one inference, or one for several jobs, and what becomes of failures."""
+"""From prepared requests to outcomes: one inference, or one for several requests, and what becomes of failures."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
-from sinew.core import ActionChunk, CancelledError, Observation, SinewError
+from sinew.core import ActionChunk, CancelledError, SinewError
 from sinew.serve.batching import Costs, Everyone
-from sinew.serve.request import Job, Outcome
+from sinew.serve.request import Outcome, Request
+from sinew.serve.served import ServedPolicy
 
 logger = logging.getLogger(__name__)
 
 FAILURES = 3  # requests in a row that fail for reasons nobody foresaw: then the policy itself is tried
 
 
-class RunnablePolicy(Protocol):
-    """What the scheduler asks of a policy. One that computes several observations at once has ``run_batch``,
-    ``batch_key`` and ``unbatched`` too (:class:`sinew.serve.batching.BatchingPolicy`)."""
-
-    def warm_up(self) -> object: ...
-    def prepare(self, observation: Observation) -> Any: ...
-    def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk: ...
-
-
 class Computer:
     """Runs the policy, on one thread.
 
-    check: raises for a job that nobody waits for any more. present: what a client is told of an error. costs: learns
-    what inferences take.
+    check: raises for a request that nobody waits for any more. present: what a client is told of an error. costs:
+    learns what inferences take.
     """
 
     def __init__(
         self,
-        policy: RunnablePolicy,
-        check: Callable[[Job], None],
+        policy: ServedPolicy,
+        check: Callable[[Request], None],
         present: Callable[[BaseException], SinewError],
         costs: Costs | None = None,
     ):
@@ -46,53 +36,54 @@ class Computer:
         self._check, self._present, self._costs = check, present, costs
         self._failures = 0  # unforeseen ones in a row
 
-    def compute(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Return the outcome of each job, with ``timing.queue_ms`` in chunks. Jobs of a batch are of one kind."""
+    def compute(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Return the outcome of each request, with ``timing.queue_ms`` in chunks. Those of a batch are of one kind."""
         begun = time.perf_counter()
-        outcomes = self._batch(jobs) if len(jobs) > 1 else [self._alone(jobs[0])]
+        outcomes = self._batch(requests) if len(requests) > 1 else [self._alone(requests[0])]
         if self._costs is not None and all(isinstance(found, ActionChunk) for found in outcomes):
-            self._costs.learn(jobs[0].kind, len(jobs), time.perf_counter() - begun)
+            self._costs.learn(requests[0].kind, len(requests), time.perf_counter() - begun)
         return [
             replace(
                 found,
-                timing=replace(found.timing, queue_ms=1e3 * (begun - job.accepted - job.decode_s)),
+                timing=replace(found.timing, queue_ms=1e3 * (begun - request.accepted - request.decode_s)),
             )
             if isinstance(found, ActionChunk)
             else found
-            for job, found in zip(jobs, outcomes, strict=True)
+            for request, found in zip(requests, outcomes, strict=True)
         ]
 
-    def _batch(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Compute several jobs at once. After a failure that nobody foresaw each is computed by itself, so that it is
-        answered to the one that caused it."""
+    def _batch(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Compute several requests at once. After a failure that nobody foresaw each is computed by itself, so that it
+        is answered to the one that caused it."""
         found: list[Outcome]
-        policy: Any = self.policy
         try:
-            found = policy.run_batch([job.prepared for job in jobs], cancel=Everyone(jobs))
+            found = self.policy.run_batch(
+                [request.prepared for request in requests], cancel=Everyone(requests)
+            )
         except SinewError as error:
-            return [self._present(error) for _ in jobs]
+            return [self._present(error) for _ in requests]
         except BaseException:
-            logger.warning("a batch of %d failed and is computed one by one", len(jobs), exc_info=True)
-            return [self._alone(job) for job in jobs]
+            logger.warning("a batch of %d failed and is computed one by one", len(requests), exc_info=True)
+            return [self._alone(request) for request in requests]
         self._failures, self.broken = 0, None
         left = CancelledError("the request was cancelled")
         return [
-            self._present(left) if job.cancel.is_set() else each
-            for job, each in zip(jobs, found, strict=True)
+            self._present(left) if request.cancel.is_set() else each
+            for request, each in zip(requests, found, strict=True)
         ]
 
-    def _alone(self, job: Job) -> Outcome:
+    def _alone(self, request: Request) -> Outcome:
         try:
-            self._check(job)
-            return self._watched(job)
+            self._check(request)
+            return self._watched(request)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return self._present(error)
 
-    def _watched(self, job: Job) -> ActionChunk:
+    def _watched(self, request: Request) -> ActionChunk:
         """Counts the failures that nobody foresaw. A few in a row may be one client's doing, so the policy is then
         tried on its own observation: what it says of that is the server's health."""
         try:
-            chunk = self.policy.run(job.prepared, cancel=job.cancel)
+            chunk = self.policy.run(request.prepared, cancel=request.cancel)
         except SinewError:
             raise
         except BaseException:

@@ -14,13 +14,14 @@ import numpy as np
 from sinew.core import ActionChunk, Observation, PolicySpec, RequestError, SinewError, Timing
 from sinew.engine.contexts import digest
 from sinew.policy import Policy
-from sinew.serve.lane import Lane
-from sinew.serve.policies import Standing
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 
 
-class ContextPolicy:
+class ContextPolicy(ServedPolicy):
     """policy: the one that stands; asked for each request, for it may be exchanged. form: of the floats that travel.
 
     digest: of the bundle that stood at first, which robots have been told and have compared with theirs.
@@ -73,7 +74,7 @@ class ContextPolicy:
         return ActionChunk(actions, timing, None, member.session, member.time, context=context)
 
 
-def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Scheduler]) -> None:
+def add(service: Service, forms: Sequence[str], device_lock: DeviceLock, begun: WeakSet[Scheduler]) -> None:
     """Give a service the policies ``context.FORM`` beside its first one.
 
     begun: gets their schedulers. Raises SinewError for an engine whose contexts do not travel.
@@ -85,7 +86,7 @@ def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Sched
             return found
 
         policy = ContextPolicy(standing, form)
-        scheduler = Scheduler(policy, supervisor=service.supervisor, lane=lane)
+        scheduler = Scheduler(policy, supervisor=service.supervisor, device_lock=device_lock)
         begun.add(scheduler)
         try:
             scheduler.start()
@@ -99,5 +100,5 @@ def add(service: Service, forms: Sequence[str], lane: Lane, begun: WeakSet[Sched
         }
         service.policies.put(
             f"context.{form}",
-            Standing(scheduler, first.spec, about, first.safety, max_pixels=first.max_pixels),
+            Deployment(scheduler, first.spec, about, first.safety, max_pixels=first.max_pixels),
         )

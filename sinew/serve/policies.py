@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sinew.bundle.schema import Manifest
 from sinew.core import PolicySpec, RequestError, SinewError, did_you_mean
-from sinew.serve.dashboard.wiring import Wiring
 from sinew.serve.decode.frames import pixel_limit
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -26,14 +26,16 @@ class UnknownPolicyError(SinewError):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Deployment:
     """A policy that is ready: its scheduler has been started.
 
     metadata: what the server says about itself and the policy, ready for JSON. safety: limits of states and actions;
     None: none. padded_state_dim, padded_action_dim: the model's own widths, which vla.cpp's clients use.
     max_pixels: of one request, all frames together; None: from the sizes of the policy's cameras.
     changed: what is another than that of the policy whose place it took, a sentence each; robots are told with each
-    answer. wiring: looks at robots for the dashboard; None: the bundle does not know how they should look.
+    answer.
+    manifest: of the bundle, for those who show what the policy sees and how its robot should look; None: unknown here.
+    state: the counters of a policy that has some of its own.
     """
 
     scheduler: Scheduler
@@ -44,7 +46,8 @@ class Standing:
     padded_action_dim: int = 0
     max_pixels: int | None = None
     changed: tuple[str, ...] = ()
-    wiring: Wiring | None = None
+    manifest: Manifest | None = None
+    state: Callable[[], dict[str, int]] | None = None
 
     @property
     def pixels(self) -> int:
@@ -58,9 +61,9 @@ class Policies:
     A policy that is replaced or taken out answers what it has: it is among ``schedulers`` until it is ``retired``.
     """
 
-    def __init__(self, first: Standing):
+    def __init__(self, first: Deployment):
         self._lock = threading.Lock()
-        self._standing = {DEFAULT: first}
+        self._deployed = {DEFAULT: first}
         self._leaving: list[Scheduler] = []
         self._past: dict[str, int] = {}  # counts of those that have ended
         self._watching: list[Callable[[Scheduler], None]] = []
@@ -70,33 +73,33 @@ class Policies:
         and ``take`` return."""
         self._watching.append(left)
 
-    def get(self, name: str = "") -> Standing:
+    def get(self, name: str = "") -> Deployment:
         """Return the policy of a name, "" for the first one. Raises UnknownPolicyError."""
-        found = self._standing.get(name or DEFAULT)
+        found = self._deployed.get(name or DEFAULT)
         if found is None:
-            name, known = name[:MAX_NAME], ", ".join(self._standing)
-            hint = did_you_mean(name, self._standing)
+            name, known = name[:MAX_NAME], ", ".join(self._deployed)
+            hint = did_you_mean(name, self._deployed)
             raise UnknownPolicyError(f"policy: expected one of {known}, got {name!r}{hint}")
         return found
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names, the first policy's first."""
-        return tuple(self._standing)
+        return tuple(self._deployed)
 
     @property
     def several(self) -> bool:
         """Return True if there is more to say than what stands in the first place."""
         first = self.get()
-        return len(self._standing) > 1 or bool(first.changed) or hasattr(first.scheduler.policy, "state")
+        return len(self._deployed) > 1 or bool(first.changed) or first.state is not None
 
-    def put(self, name: str, standing: Standing) -> Scheduler | None:
-        """Give a name's requests from now on to ``standing``. Return the scheduler that stood there, to be drained, if
-        it is another one."""
+    def put(self, name: str, deployment: Deployment) -> Scheduler | None:
+        """Give a name's requests from now on to ``deployment``. Return the scheduler that stood there, to be drained,
+        if it is another one."""
         with self._lock:
-            old = self._standing.get(name)
-            self._standing = {**self._standing, name: standing}
-            if old is None or old.scheduler is standing.scheduler:
+            old = self._deployed.get(name)
+            self._deployed = {**self._deployed, name: deployment}
+            if old is None or old.scheduler is deployment.scheduler:
                 return None
             self._leaving.append(old.scheduler)
         self._tell(old.scheduler)
@@ -111,7 +114,7 @@ class Policies:
                 raise RequestError(
                     f"policy: expected another than {DEFAULT}, which is exchanged and not unloaded"
                 )
-            self._standing = {each: found for each, found in self._standing.items() if each != name}
+            self._deployed = {each: found for each, found in self._deployed.items() if each != name}
             self._leaving.append(scheduler)
         self._tell(scheduler)
         return scheduler
@@ -132,7 +135,7 @@ class Policies:
     def schedulers(self) -> Sequence[Scheduler]:
         """Return all that have something to answer, those that leave first."""
         with self._lock:
-            return (*self._leaving, *(each.scheduler for each in self._standing.values()))
+            return (*self._leaving, *(each.scheduler for each in self._deployed.values()))
 
     def stats(self) -> dict[str, int | bool]:
         """Return :meth:`Scheduler.stats` over all policies that stood since the start."""
@@ -148,17 +151,11 @@ class Policies:
             name: {
                 "policy": each.spec.name,
                 **each.scheduler.stats(),
-                **_state(each.scheduler.policy),
+                **({} if each.state is None else each.state()),
                 **({"changed": each.changed} if each.changed else {}),
             }
-            for name, each in self._standing.items()
+            for name, each in self._deployed.items()
         }
-
-
-def _state(policy: Any) -> dict[str, int]:
-    """Return the counters of a policy that has some of its own."""
-    state = getattr(policy, "state", None)
-    return {} if state is None else state()
 
 
 def check_name(name: str) -> None:

@@ -12,7 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from sinew.serve.service import Service, Wire
+from sinew.serve.service import Service
+from sinew.serve.wire import Listener
 from sinew.signals import handled
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ RESERVED = 128  # of them are not connections: weights, records, threads' wake-u
 class Process:
     """Runs wires over one service. ``stop`` may be called from any thread and from signal handlers."""
 
-    def __init__(self, wires: Sequence[Wire]):
+    def __init__(self, wires: Sequence[Listener]):
         self.wires = wires
         self._stop = threading.Event()
         self._running = False

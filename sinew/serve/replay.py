@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.schema import ImageRecipe, Manifest
+from sinew.bundle.schema import Manifest
 from sinew.core import (
     ActionChunk,
     CameraSpec,
@@ -29,8 +29,9 @@ from sinew.core import (
     did_you_mean,
 )
 from sinew.processing import Processor
-from sinew.serve.archive import Archive
-from sinew.serve.recorder import check_array, read_meta, read_record
+from sinew.records.archive import Archive
+from sinew.records.recorder import check_array, read_meta, read_record
+from sinew.serve.served import ServedPolicy
 
 MAX_SESSIONS = 10_000  # whose place in the recording is remembered: names come from clients
 MAX_BYTES = (
@@ -49,7 +50,7 @@ class Answer:
     total_ms: float
 
 
-class Replay:
+class Replay(ServedPolicy):
     """The policy of a recording.
 
     manifest: of the bundle that was recorded, where it is at hand: names, units, checks of observations. Without
@@ -69,7 +70,7 @@ class Replay:
         latency: bool = True,
         allow_missing_cameras: bool = False,
     ):
-        self.folder, self.latency = folder, latency
+        self.folder, self.latency, self.manifest = folder, latency, manifest
         self._processor = (
             None if manifest is None else Processor(manifest, allow_missing_cameras=allow_missing_cameras)
         )
@@ -101,11 +102,6 @@ class Replay:
     def chunks(self) -> int:
         """Return how many chunks can be given."""
         return sum(map(len, self.sessions.values()))
-
-    @property
-    def image_recipe(self) -> ImageRecipe | None:
-        """Return the resize of the bundle's policy, if it is at hand."""
-        return None if self._processor is None else self._processor.recipe.image
 
     @property
     def unbatched(self) -> str:

@@ -1,13 +1,19 @@
-"""One request on its way through the scheduler, and how it may end without being computed."""
+"""One request on its way from a wire to its answer, and how it may end without being computed."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sinew.core import ActionChunk, Observation, SinewError
+from sinew.serve.decode.frames import MIN_BUDGET, PixelBudget
+
+if TYPE_CHECKING:
+    from sinew.serve.policies import Deployment
+    from sinew.serve.scheduler import Scheduler
 
 
 class ShuttingDownError(SinewError):
@@ -42,51 +48,67 @@ Outcome = ActionChunk | SinewError
 Check = Callable[[], None]  # raises an error once nobody wants the result any more
 
 
-class Job:
-    """One request on its way. ``on_done`` is called exactly once, on whatever thread ends the job.
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, from the wire that makes it to its end.
 
-    client: whose it is; clients take turns. accepted: when it was submitted, ``time.perf_counter()`` seconds.
-    begun: when decoding or inference began; None while it waits.
+    decode: makes the observation of the bytes that came; runs on the scheduler's decode thread, within a budget of
+        pixels that also ends it when nobody waits any more, and raises a SinewError that names the field where it
+        cannot.
+    client: the peer, for the log. connection: what it came through; connections take turns, and have so many requests
+        waiting at most. None: the peer, and without one nobody in particular.
+    session: the client's name for its episode; requests of one session replace each other while they wait, if
+        they are of one ``owner`` too (None: the connection). Empty: none.
+    deadline_ms: from ``arrived`` on; a request whose turn comes later is not computed. None: what the server says.
+    arrived: ``time.perf_counter()`` when the last byte was there. policy: which one is to answer; "": the first.
+    deadline: by that clock; the service finds it.
+
+    What follows is filled in on the way. deployment: what answers it. observation: once it is decoded. episode: what
+    ``session`` is one of. home: the scheduler that it was given to, at ``accepted`` by that clock; on_done: takes the
+    outcome, once. begun: when decoding or inference began; None while it waits. prepared: what the policy made of the
+    observation. kind: what those that may be computed with it have in common. size: bytes of its decoded frames, while
+    it is not answered.
     """
 
-    __slots__ = (
-        "accepted",
-        "answered",
-        "begun",
-        "cancel",
-        "client",
-        "deadline",
-        "decode",
-        "decode_s",
-        "home",
-        "kind",
-        "on_done",
-        "prepared",
-        "session",
-        "size",
-        "waiting",
-    )
+    wire: str
+    decode: Callable[[PixelBudget], Observation]
+    client: str = ""
+    session: str = ""
+    deadline_ms: float | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    connection: Hashable | None = None
+    owner: Hashable | None = None
+    policy: str = ""
+    deadline: float | None = None
 
-    def __init__(
-        self,
-        decode: Callable[[Check], Observation],
-        on_done: Callable[[Outcome], None],
-        session: Hashable | None = None,
-        deadline: float | None = None,
-        client: Hashable | None = None,
-    ):
-        self.decode = decode
-        self.on_done = on_done
-        self.session = session
-        self.deadline = deadline
-        self.client = client
-        self.home: Any = None  # the scheduler that it was given to
-        self.accepted = time.perf_counter()
-        self.begun: float | None = None
-        self.decode_s = 0.0
-        self.prepared: Any = None  # what the policy made of the observation
-        self.kind: Hashable | None = None  # what those that may be computed with it have in common
-        self.size = 0  # bytes of its decoded frames, while it is not answered
-        self.cancel = threading.Event()
-        self.waiting = True
-        self.answered = False
+    deployment: Deployment | None = field(default=None, init=False)
+    observation: Observation | None = field(default=None, init=False)
+    warnings: list[str] = field(default_factory=list, init=False)
+    episode: Hashable | None = field(default=None, init=False)
+    home: Scheduler | None = field(default=None, init=False)
+    accepted: float = field(default=0.0, init=False)
+    on_done: Callable[[Outcome], None] | None = field(default=None, init=False)
+    begun: float | None = field(default=None, init=False)
+    decode_s: float = field(default=0.0, init=False)
+    prepared: Any = field(default=None, init=False)
+    kind: Hashable | None = field(default=None, init=False)
+    size: int = field(default=0, init=False)
+    cancel: threading.Event = field(default_factory=threading.Event, init=False)
+    waiting: bool = field(default=True, init=False)
+    answered: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.connection is None and self.client:
+            self.connection = self.client
+        if self.session:
+            owner = self.connection if self.owner is None else self.owner
+            self.episode = (self.wire, owner, self.session)
+
+    def read(self, check: Check) -> Observation:
+        """Return the observation, within the limits of what answers it. check: raises once nobody waits for it."""
+        deployment = self.deployment
+        limit = MIN_BUDGET if deployment is None else deployment.pixels
+        found = self.observation = self.decode(PixelBudget(limit, check))
+        if deployment is not None and deployment.safety is not None:
+            self.warnings += deployment.safety.check(found)
+        return found

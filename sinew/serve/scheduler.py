@@ -1,17 +1,17 @@
 """Runs one policy for many clients: a bounded queue and a few threads. Knows nothing of sockets.
 
-A job passes through a *decode* thread (bytes to a prepared observation) and the *inference* thread, so that
+A request passes through a *decode* thread (bytes to a prepared observation) and the *inference* thread, so that
 unpacking and resizing the next request's frames overlaps the running inference and a bad request is refused without
-waiting its turn, and so that the threads of the sockets never do either. A job that finds nothing to wait
+waiting its turn, and so that the threads of the sockets never do either. A request that finds nothing to wait
 for is decoded by the inference thread itself.
 
-A robot wants the action for what it sees now. So a waiting job is replaced by a newer one of its session,
-and a job whose deadline has passed when its turn comes is answered with an error instead of computed.
+A robot wants the action for what it sees now. So a waiting request is replaced by a newer one of its session,
+and a request whose deadline has passed when its turn comes is answered with an error instead of computed.
 
-Where the policy computes several observations at once, jobs that fit together share an inference (``batching.py``).
+Where the policy computes several observations at once, requests that fit together share an inference (``batching.py``).
 
-Clients take turns (``turns.py``). One of them may have a few jobs waiting, and where the queue is full a client
-that has none takes the place of the newest job of the one that has most.
+Clients take turns (``fair_queue.py``). One of them may have a few requests waiting, and where the queue is full a
+client that has none takes the place of the newest request of the one that has most (``admission.py``).
 """
 
 from __future__ import annotations
@@ -23,43 +23,44 @@ import time
 from collections.abc import Callable, Hashable
 from functools import partial
 
-from sinew.core import BusyError, CancelledError, Observation, SinewError
+from sinew.core import BusyError, CancelledError, SinewError
+from sinew.rate_limited_log import RateLimitedLog
+from sinew.serve.admission import Admission
 from sinew.serve.batching import Batcher
-from sinew.serve.compute import Computer, RunnablePolicy
-from sinew.serve.lane import Lane
-from sinew.serve.places import Places
-from sinew.serve.quiet import Quiet
-from sinew.serve.request import Check, DeadlineError, Job, Outcome, ShuttingDownError, SupersededError, bare
+from sinew.serve.compute import Computer
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.fair_queue import FairQueue
+from sinew.serve.request import DeadlineError, Outcome, Request, ShuttingDownError, SupersededError, bare
+from sinew.serve.served import ServedPolicy
 from sinew.serve.supervise import Supervisor
-from sinew.serve.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-PER_CLIENT = 2  # jobs of one client that may wait
+PER_CLIENT = 2  # requests of one client that may wait
 DRAIN_S = 0.01  # between two looks at what is left
 DECODERS = 2  # threads: a large picture of one client does not keep the others from being decoded
 AHEAD = 256 << 20  # bytes of frames that are decoded and not answered; beyond, decoding waits for answers
 
 
 class Scheduler:
-    """Runs jobs one at a time, or a batch at a time.
+    """Runs requests one at a time, or a batch at a time.
 
-    queue_size: jobs that may wait, beside the one that runs; a further one is refused with BusyError.
-    max_batch: most jobs of one inference, where the policy can; None measures at the start what pays.
+    queue_size: requests that may wait, beside the one that runs; a further one is refused with BusyError.
+    max_batch: most requests of one inference, where the policy can; None measures at the start what pays.
     per_client: of one client. supervisor: keeps the threads alive, and is told what is wrong here.
-    lane: where the schedulers of several policies take turns; None: this one computes whenever it can.
+    device_lock: where the schedulers of several policies take turns; None: this one computes whenever it can.
     workers: inferences at once, of a policy that computes elsewhere and only waits here.
     """
 
     def __init__(
         self,
-        policy: RunnablePolicy,
+        policy: ServedPolicy,
         *,
         queue_size: int = 64,
         per_client: int = PER_CLIENT,
         supervisor: Supervisor | None = None,
         max_batch: int | None = 1,
-        lane: Lane | None = None,
+        device_lock: DeviceLock | None = None,
         workers: int = 1,
     ):
         for name, number in (("queue_size", queue_size), ("max_batch", max_batch), ("workers", workers)):
@@ -69,19 +70,19 @@ class Scheduler:
         costs = None if self.batcher is None else self.batcher.costs
         self._computer = Computer(policy, self._raise_if_abandoned, self._presentable, costs)
         self.policy = policy
-        self.lane, self._workers = lane, workers
+        self.device_lock, self._workers = device_lock, workers
         self.supervisor = supervisor or Supervisor()
-        self._quiet = Quiet(logger)
-        self._received: Turns[Job] = Turns()
-        self._ready: Turns[Job] = Turns(key=lambda job: job.accepted)
+        self._quiet = RateLimitedLog(logger)
+        self._received: FairQueue[Request] = FairQueue()
+        self._ready: FairQueue[Request] = FairQueue(key=lambda request: request.accepted)
         self._lock = threading.Lock()  # guards everything below, and the order of submit and stop
         self._room = threading.Condition(self._lock)  # there may be room for more decoded frames
         self._ahead = 0  # bytes of them
-        self._places = Places(queue_size, per_client)
+        self._admission = Admission(queue_size, per_client)
         self._counts = {"served": 0, "failed": 0, "busy": 0, "superseded": 0, "late": 0, "batches": 0}
         self._stopping = self._draining = False
-        self._running: list[Job] = []
-        self._decoding: set[Job] = set()
+        self._running: list[Request] = []
+        self._decoding: set[Request] = set()
         self._warming = threading.Lock()  # taken by the thread that does it, for good
         self._warm = threading.Event()
         self._warm_up_error: BaseException | None = None
@@ -101,82 +102,77 @@ class Scheduler:
             pass
         if self._warm_up_error is not None:
             raise self._warm_up_error
-        if self.lane is not None:
-            self.lane.join(self, self._ready.order)
+        if self.device_lock is not None:
+            self.device_lock.join(self, self._ready.order)
 
-    def submit(
-        self,
-        decode: Callable[[Check], Observation],
-        on_done: Callable[[Outcome], None],
-        *,
-        session: Hashable | None = None,
-        deadline: float | None = None,
-        client: Hashable | None = None,
-    ) -> Job:
-        """Queue a job. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error.
+    def submit(self, request: Request, on_done: Callable[[Outcome], None]) -> Request:
+        """Queue a request, and return it. ``on_done`` gets the chunk, with ``timing.queue_ms`` filled in, or an error:
+        once, on whatever thread ends the request.
 
-        decode: is given a function to call now and then, which raises once nobody waits for the result.
-        session: a job of the same session that still waits is answered with SupersededError now, and this
-        one takes its place in the count. deadline: ``time.perf_counter()`` seconds. client: whoever may have
-        ``per_client`` jobs waiting; None: nobody in particular, without that limit.
+        A request of the same episode that still waits is answered with SupersededError now, and this one takes its
+        place in the count. One of nobody in particular (no connection) has no limit but the queue's.
 
         Raises BusyError or ShuttingDownError, and then does not call ``on_done``.
         """
-        job = Job(decode, on_done, session, deadline, client)
-        job.home = self
+        request.accepted = time.perf_counter()
         displaced = None
         with self._lock:
             if self._stopping or self._draining:
                 raise ShuttingDownError
-            older = self._places.newest(session)
+            older = self._admission.newest(request.episode)
             if older is None:
-                displaced = self._make_place(client)
+                displaced = self._make_place(request.connection)
             else:
                 self._leave(older)
                 self._counts["superseded"] += 1
-            idle = not self._places.count and not self._running
-            self._places.enter(job)
+            idle = not self._admission.count and not self._running
+            request.home, request.on_done = self, on_done
+            self._admission.enter(request)
             # One change of threads less when nothing could overlap; the inference thread decodes it then.
-            (self._ready if idle else self._received).put(client, job)
+            (self._ready if idle else self._received).put(request.connection, request)
         if older is not None:
             self._finish(older, SupersededError("a newer observation of this session has arrived"))
         if displaced is not None:
             self._finish(displaced, BusyError("the queue is full, and others waited with less in it"))
-        return job
+        return request
 
-    def cancel(self, job: Job) -> None:
-        """Nobody waits for this job any more: end it now if it waits, between two stages if it runs."""
-        job.cancel.set()
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for this request any more: end it now if it waits, between two stages if it runs."""
+        request.cancel.set()
         with self._lock:
-            waited = self._leave(job)
+            waited = self._leave(request)
         if waited:
-            self._finish(job, CancelledError("the client left"))
+            self._finish(request, CancelledError("the client left"))
 
     def expire(self) -> None:
-        """Answer the waiting jobs whose deadline has passed: their turn may never come."""
+        """Answer the waiting requests whose deadline has passed: their turn may never come."""
         now = time.perf_counter()
         with self._lock:
-            late = [job for job in self._places if job.deadline is not None and now > job.deadline]
-            for job in late:
-                self._leave(job)
+            late = [
+                request
+                for request in self._admission
+                if request.deadline is not None and now > request.deadline
+            ]
+            for request in late:
+                self._leave(request)
             self._counts["late"] += len(late)
             self._counts["failed"] += len(late)
-        for job in late:
-            self._finish(job, DeadlineError("the deadline passed before the request's turn came"))
+        for request in late:
+            self._finish(request, DeadlineError("the deadline passed before the request's turn came"))
 
     def stats(self) -> dict[str, int | bool]:
         """Now: waiting, running. Since the start: served, failed, busy, superseded, late, and batches: inferences."""
         with self._lock:
-            return {"waiting": self._places.count, "running": bool(self._running), **self._counts}
+            return {"waiting": self._admission.count, "running": bool(self._running), **self._counts}
 
     def drain(self) -> None:
-        """Refuse new jobs, answer those that are here, and end. Returns when that is done."""
+        """Refuse new requests, answer those that are here, and end. Returns when that is done."""
         with self._lock:
             self._draining = True
         while not self._stopping:
             self.expire()
             with self._lock:
-                if not (self._places.count or self._running or self._decoding):
+                if not (self._admission.count or self._running or self._decoding):
                     break
             time.sleep(DRAIN_S)
         self.stop()
@@ -186,25 +182,24 @@ class Scheduler:
 
     def unwatch(self) -> None:
         """Take what this scheduler and its policy say of themselves out of the server's health."""
-        if self.lane is not None:
-            self.lane.leave(self)
-        for check in (self._problem, getattr(self.policy, "problem", None)):
-            if check is not None:
-                self.supervisor.forget(check)
+        if self.device_lock is not None:
+            self.device_lock.leave(self)
+        for check in (self._problem, self.policy.problem):
+            self.supervisor.forget(check)
 
     def stop(self) -> None:
-        """Refuse new jobs, fail the waiting ones, cancel the running one. Returns at once; see ``join``."""
+        """Refuse new requests, fail the waiting ones, cancel the running one. Returns at once; see ``join``."""
         with self._lock:
             if self._stopping:
                 return
             self._stopping = True
             self._room.notify_all()
             busy = [*self._decoding, *self._running]
-        for job in busy:
-            job.cancel.set()
+        for request in busy:
+            request.cancel.set()
         for queue, threads in ((self._received, DECODERS), (self._ready, self._workers)):
-            for job in queue.drain():
-                self._abandon(job, ShuttingDownError())
+            for request in queue.drain():
+                self._abandon(request, ShuttingDownError())
             queue.end(threads)
 
     def join(self, timeout: float) -> bool:
@@ -217,57 +212,57 @@ class Scheduler:
     def give_up(self) -> None:
         """After ``stop``: answer what is still decoded or computed, or waits for that, without waiting for its end."""
         with self._lock:
-            busy = [*self._decoding, *self._running, *self._places]
-        for job in busy:
-            self._finish(job, ShuttingDownError())
+            busy = [*self._decoding, *self._running, *self._admission]
+        for request in busy:
+            self._finish(request, ShuttingDownError())
 
     # ------------------------------------------------------------------------- threads
 
     def _decode_loop(self) -> None:
-        while (job := self._received.get()) is not None:
+        while (request := self._received.get()) is not None:
             with self._lock:
                 self._room.wait_for(lambda: self._ahead < AHEAD or self._stopping)
-                self._decoding.add(job)
+                self._decoding.add(request)
             try:
-                self._raise_if_abandoned(job)
-                self._decode(job)
-                with self._lock:  # or stop() could empty the queue just before this job enters it
-                    self._raise_if_abandoned(job)
-                    job.begun = None
-                    if job.waiting:
-                        self._ready.put(job.client, job)
+                self._raise_if_abandoned(request)
+                self._decode(request)
+                with self._lock:  # or stop() could empty the queue just before this request enters it
+                    self._raise_if_abandoned(request)
+                    request.begun = None
+                    if request.waiting:
+                        self._ready.put(request.connection, request)
             except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
-                self._abandon(job, error)
+                self._abandon(request, error)
             finally:
                 with self._lock:
-                    self._decoding.discard(job)
-                del job
+                    self._decoding.discard(request)
+                del request
 
-    def _decode(self, job: Job) -> None:
-        start = job.begun = time.perf_counter()
-        observation = job.decode(partial(self._raise_if_abandoned, job))
+    def _decode(self, request: Request) -> None:
+        start = request.begun = time.perf_counter()
+        observation = request.read(partial(self._raise_if_abandoned, request))
         size = sum(frame.nbytes for frame in observation.images.values())
         with self._lock:
-            if not job.answered:
-                job.size, self._ahead = size, self._ahead + size
-        job.prepared = self.policy.prepare(observation)
-        job.decode_s = time.perf_counter() - start
+            if not request.answered:
+                request.size, self._ahead = size, self._ahead + size
+        request.prepared = self.policy.prepare(observation)
+        request.decode_s = time.perf_counter() - start
         if self.batcher is not None and self.batcher.limit > 1:
-            job.kind = self.policy.batch_key(job.prepared)  # type: ignore[attr-defined]
+            request.kind = self.policy.batch_key(request.prepared)
 
     def _infer_loop(self) -> None:
         self._warm_up()
         if self._warm_up_error is not None:
             return
-        while (job := self._ready.get()) is not None:
-            with self.lane or contextlib.nullcontext():
-                # What was first may have been replaced while others computed; its successor has the place in the lane.
-                jobs: list[Job] = []
-                while job is not None and not self._begin(job, jobs):
-                    job = self._ready.next()
-                if job is not None:
-                    self._answer(job, jobs)
-            job, jobs = None, []  # keeps no frames until the next one comes
+        while (request := self._ready.get()) is not None:
+            with self.device_lock or contextlib.nullcontext():
+                # What was first may have been replaced while others computed; its successor has its turn.
+                requests: list[Request] = []
+                while request is not None and not self._begin(request, requests):
+                    request = self._ready.next()
+                if request is not None:
+                    self._answer(request, requests)
+            request, requests = None, []  # keeps no frames until the next one comes
 
     def _warm_up(self) -> None:
         """Warm the policy up on the first thread that comes here; the others wait for it."""
@@ -277,40 +272,40 @@ class Scheduler:
         try:
             self.policy.warm_up()
             if self.batcher is not None:
-                self.batcher.calibrate(self.policy)  # type: ignore[arg-type]
+                self.batcher.calibrate(self.policy)
         except BaseException as error:  # noqa: BLE001 - raised again by start()
             self._warm_up_error = error
         finally:
             self._warm.set()
 
-    def _answer(self, first: Job, jobs: list[Job]) -> None:
-        """Compute a job that has begun and what joins it. jobs: those that have, which grow."""
+    def _answer(self, first: Request, requests: list[Request]) -> None:
+        """Compute a request that has begun and what joins it. requests: those that have, which grow."""
         outcomes: list[Outcome] = []
         try:
-            outcomes = self._run(first, jobs)
+            outcomes = self._run(first, requests)
         finally:  # also when this thread is ended: all that had begun are answered
             with self._lock:
-                outcomes = outcomes or [SinewError("internal error") for _ in jobs]
-                self._running = [job for job in self._running if job not in jobs]
+                outcomes = outcomes or [SinewError("internal error") for _ in requests]
+                self._running = [request for request in self._running if request not in requests]
                 self._counts["batches"] += 1
                 for outcome in outcomes:
                     self._counts["failed" if isinstance(outcome, SinewError) else "served"] += 1
                     self._counts["late"] += isinstance(outcome, DeadlineError)
-            for each, outcome in zip(jobs, outcomes, strict=True):
+            for each, outcome in zip(requests, outcomes, strict=True):
                 self._finish(each, outcome)
 
-    def _begin(self, job: Job, jobs: list[Job]) -> bool:
-        """Take a job from the waiting ones to the running ones, and to ``jobs``; False if it waits no more."""
+    def _begin(self, request: Request, requests: list[Request]) -> bool:
+        """Take a request from the waiting ones to the running ones, and to ``requests``; False if it waits no more."""
         with self._lock:
-            wanted = self._leave(job)  # or superseded, cancelled, failed by stop()
+            wanted = self._leave(request)  # or superseded, cancelled, failed by stop()
             if wanted:
-                jobs.append(job)
-                self._running.append(job)
-                job.begun = time.perf_counter()
+                requests.append(request)
+                self._running.append(request)
+                request.begun = time.perf_counter()
         return wanted
 
-    def _run(self, first: Job, jobs: list[Job]) -> list[Outcome]:
-        """Compute a job, and with it what waits and may share its inference, which joins ``jobs``: their outcomes."""
+    def _run(self, first: Request, requests: list[Request]) -> list[Outcome]:
+        """Compute a request and what waits and may share its inference, which joins ``requests``: their outcomes."""
         try:
             self._raise_if_abandoned(first)
             if first.prepared is None:
@@ -322,59 +317,63 @@ class Scheduler:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other clients are served on
             return [self._presentable(error)]
         if self.batcher is not None and first.kind is not None:
-            beside = [] if self.lane is None else self.lane.beside(self)
-            for job in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
-                if self._begin(job, jobs):
-                    self._ready.took(job.client)
-        return self._computer.compute(jobs)
+            beside = [] if self.device_lock is None else self.device_lock.beside(self)
+            for request in self.batcher.members(first, self._ready.order(), now, beside)[1:]:
+                if self._begin(request, requests):
+                    self._ready.took(request.connection)
+        return self._computer.compute(requests)
 
-    def _raise_if_abandoned(self, job: Job) -> None:
+    def _raise_if_abandoned(self, request: Request) -> None:
         if self._stopping:
             raise ShuttingDownError
-        if job.cancel.is_set():
+        if request.cancel.is_set():
             raise CancelledError("the request was cancelled")
-        if job.deadline is not None and time.perf_counter() > job.deadline:
+        if request.deadline is not None and time.perf_counter() > request.deadline:
             raise DeadlineError("the deadline passed before the request's turn came")
 
     # ------------------------------------------------------------------------- places in the queue
 
-    def _make_place(self, client: Hashable | None) -> Job | None:
-        """With the lock held. Returns the job that has to go for a new one of this client. Raises BusyError."""
+    def _make_place(self, client: Hashable | None) -> Request | None:
+        """With the lock held. Returns the request that has to go for a new one of this client. Raises BusyError."""
         try:
-            job = self._places.room(client)
+            request = self._admission.room(client)
         except BusyError:
             self._counts["busy"] += 1
             raise
-        if job is not None:
+        if request is not None:
             self._counts["busy"] += 1
-            self._leave(job)
-        return job
+            self._leave(request)
+        return request
 
-    def _leave(self, job: Job) -> bool:
-        """Count a job out of the waiting ones; False if it was not among them. With the lock held."""
-        if not self._places.leave(job):
+    def _leave(self, request: Request) -> bool:
+        """Count a request out of the waiting ones; False if it was not among them. With the lock held."""
+        if not self._admission.leave(request):
             return False
         # What has left keeps no memory: its turn may come late, or never.
-        _ = self._received.remove(job.client, job) or self._ready.remove(job.client, job)
+        _ = self._received.remove(request.connection, request) or self._ready.remove(
+            request.connection, request
+        )
         return True
 
-    def _abandon(self, job: Job, error: BaseException) -> None:
+    def _abandon(self, request: Request, error: BaseException) -> None:
         outcome = self._presentable(error)
         with self._lock:
-            left = self._leave(job)
+            left = self._leave(request)
             self._counts["failed"] += left
             self._counts["late"] += left and isinstance(outcome, DeadlineError)
-        self._finish(job, outcome)
+        self._finish(request, outcome)
 
-    def _finish(self, job: Job, outcome: Outcome) -> None:
+    def _finish(self, request: Request, outcome: Outcome) -> None:
         with self._lock:
-            answered, job.answered = job.answered, True
-            self._ahead, job.size = self._ahead - job.size, 0
+            answered, request.answered = request.answered, True
+            self._ahead, request.size = self._ahead - request.size, 0
             self._room.notify_all()
-        if answered:
+        # An outcome's traceback may know the request: a circle would keep its frames.
+        on_done, request.on_done = request.on_done, None
+        if answered or on_done is None:
             return
         try:
-            job.on_done(outcome)
+            on_done(outcome)
         except BaseException:  # a wire that cannot answer must not stop the others
             logger.exception("a reply could not be delivered")
 
@@ -398,9 +397,9 @@ class Scheduler:
         now, limit = time.perf_counter(), self.supervisor.stuck_s
         with self._lock:
             running, decoding = list(self._running), list(self._decoding)
-        for what, jobs in (("computed", running), ("decoded", decoding)):
-            for job in jobs:
-                begun = job.begun
+        for what, requests in (("computed", running), ("decoded", decoding)):
+            for request in requests:
+                begun = request.begun
                 if limit and begun is not None and now - begun > limit:
                     return f"a request is being {what} for {now - begun:.0f} s"
         return None

@@ -1,6 +1,6 @@
 """What every wire talks to: policies behind their schedulers, with keys, deadlines, metrics and a recorder.
 
-A wire owns its sockets and its codec. It hands over an :class:`Inference` and gets a chunk or an error
+A wire owns its sockets and its codec. It hands over a :class:`Request` and gets a chunk or an error
 back; health, metadata, authentication, what is counted, logged and recorded are the same for all of them.
 """
 
@@ -12,21 +12,18 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
-from sinew.serve.backlog import Backlog
-from sinew.serve.dashboard.feed import BY_HAND, Feed
-from sinew.serve.dashboard.wiring import Wiring
+from sinew.rate_limited_log import RateLimitedLog
+from sinew.records.background_writer import BackgroundWriter
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.metrics import Metrics
-from sinew.serve.policies import DEFAULT, Policies, Standing
-from sinew.serve.quiet import Quiet
-from sinew.serve.request import Check, Job, Outcome, ShuttingDownError, bare
-from sinew.serve.safety import Safety
+from sinew.serve.policies import Deployment, Policies
+from sinew.serve.request import Outcome, Request, ShuttingDownError, bare
 from sinew.serve.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -47,185 +44,101 @@ class UnhealthyError(SinewError):
     code = "unhealthy"
 
 
-@dataclass(frozen=True, slots=True)
-class Inference:
-    """One request as a wire hands it over.
-
-    decode: makes the observation of the bytes that came; runs on the scheduler's decode thread, within a budget of
-        pixels that also ends it when nobody waits any more, and raises a SinewError that names the field where it
-        cannot.
-    client: the peer, for the log. connection: what it came through; connections take turns. None: the peer.
-    session: the client's name for its episode; requests of one session replace each other while they wait, if
-        they are of one ``owner`` too (None: the connection). Empty: none.
-    deadline_ms: from ``arrived`` on; a request whose turn comes later is not computed.
-    arrived: ``time.perf_counter()`` when the last byte was there. policy: which one is to answer; "": the first.
-    """
-
-    wire: str
-    decode: Callable[[PixelBudget], Observation]
-    client: str = ""
-    session: str = ""
-    deadline_ms: float | None = None
-    arrived: float = field(default_factory=time.perf_counter)
-    connection: Hashable | None = None
-    owner: Hashable | None = None
-    policy: str = ""
+# Follows the answers: takes a request with what is known of it, what became of it, and seconds since it came.
+Listener = Callable[[Request, Outcome, float], None]
 
 
 class Service:
     """The policies for all wires. Every method may be called from any thread.
 
-    scheduler, spec, metadata, padded_state_dim, padded_action_dim, max_pixels, safety, wiring: of the first policy, as
-    of :class:`Standing`. More are put into ``policies``.
+    first: what requests get that name no policy. More are put into ``policies``.
     api_key: wanted of every client if not empty. deadline_ms: of requests that bring none; None: no limit.
-    recorder, rerun: take what was asked and answered. feed: what the dashboard shows, of the first policy.
+    recorder, rerun: take what was asked and answered.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        spec: PolicySpec,
-        metadata: dict[str, Any],
+        first: Deployment,
         *,
-        padded_state_dim: int = 0,
-        padded_action_dim: int = 0,
         api_key: str = "",
         deadline_ms: float | None = None,
-        recorder: Backlog | None = None,
-        rerun: Backlog | None = None,
-        max_pixels: int | None = None,
-        safety: Safety | None = None,
-        wiring: Wiring | None = None,
-        feed: Feed | None = None,
+        recorder: BackgroundWriter | None = None,
+        rerun: BackgroundWriter | None = None,
     ):
-        self.supervisor = scheduler.supervisor
-        self.policies = Policies(
-            Standing(
-                scheduler,
-                spec,
-                metadata,
-                safety,
-                padded_state_dim,
-                padded_action_dim,
-                max_pixels,
-                wiring=wiring,
-            )
-        )
+        self.supervisor = first.scheduler.supervisor
+        self.policies = Policies(first)
         self.deadline_ms = deadline_ms
         self.swapper: Any = None  # loads, exchanges and unloads policies (serve/swap.py); None: nothing does
-        self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), metadata)
-        self.feed = feed or Feed()
-        self._quiet: dict[str, Quiet] = {}
+        self.metrics = Metrics(self.policies.stats, lambda: not self.problems(), first.metadata)
+        self._listeners: tuple[Listener, ...] = ()
+        self._quiet: dict[str, RateLimitedLog] = {}
         self._api_key = api_key
         self._records = {n: r for n, r in (("recorder", recorder), ("rerun", rerun)) if r is not None}
         self._started = time.monotonic()
         self._stopping = False
 
-    @classmethod
-    def of(cls, standing: Standing, **options: Any) -> Service:
-        """Return the service whose first policy is ``standing``. options: of the constructor, beside what that says."""
-        return cls(
-            standing.scheduler,
-            standing.spec,
-            standing.metadata,
-            padded_state_dim=standing.padded_state_dim,
-            padded_action_dim=standing.padded_action_dim,
-            max_pixels=standing.max_pixels,
-            safety=standing.safety,
-            wiring=standing.wiring,
-            **options,
-        )
-
     # ------------------------------------------------------------------------- inference
 
-    def submit(self, inference: Inference, on_done: Callable[[Outcome], None]) -> Job:
-        """Queue one inference. ``on_done`` is called exactly once, on a thread of the scheduler, and must
+    def submit(self, request: Request, on_done: Callable[[Outcome], None]) -> Request:
+        """Queue a request, and return it. ``on_done`` is called exactly once, on a thread of the scheduler, and must
         not block. Raises BusyError, ShuttingDownError or RequestError, and then does not call it."""
-        wait_ms = self.deadline_ms if inference.deadline_ms is None else inference.deadline_ms
-        deadline = None if wait_ms is None else inference.arrived + wait_ms / 1e3
-        connection = inference.connection if inference.connection is not None else inference.client
-        owner = connection if inference.owner is None else inference.owner
-        session = (inference.wire, owner, inference.session) if inference.session else None
-        job = None
+        wait_ms = self.deadline_ms if request.deadline_ms is None else request.deadline_ms
+        request.deadline = None if wait_ms is None else request.arrived + wait_ms / 1e3
         try:
             if wait_ms is not None and not wait_ms > 0:
                 raise RequestError(f"deadline_ms: expected a number above 0, got {wait_ms}")
-            self.check_session(inference.session)
-            while job is None:
-                standing = self.policies.get(inference.policy)
-                if (stuck := standing.scheduler.stuck()) is not None:
+            self.check_session(request.session)
+            while request.home is None:
+                request.deployment = deployment = self.policies.get(request.policy)
+                if (stuck := deployment.scheduler.stuck()) is not None:
                     raise UnhealthyError(stuck)
-                decode, done = self._around(inference, standing, deadline, on_done)
+                request.warnings = list(deployment.changed)
                 try:
-                    job = standing.scheduler.submit(
-                        decode, done, session=session, deadline=deadline, client=connection
-                    )
+                    deployment.scheduler.submit(request, partial(self._answer, request, on_done))
                 except ShuttingDownError:  # or was the policy exchanged meanwhile?
-                    if standing is self.policies.get(inference.policy):
+                    if deployment is self.policies.get(request.policy):
                         raise
         except SinewError as error:
-            self._tell(inference, error, deadline, self._account(inference, error, deadline))
+            self._tell(request, error, self._account(request, error))
             raise
-        if session is not None:
-            self.metrics.session(session)
-        return job
+        if request.episode is not None:
+            self.metrics.session(request.episode)
+        return request
 
-    def _around(
-        self,
-        inference: Inference,
-        standing: Standing,
-        deadline: float | None,
-        on_done: Callable[[Outcome], None],
-    ) -> tuple[Callable[[Check], Observation], Callable[[Outcome], None]]:
-        """Return what decodes the observation, and what takes the outcome: within limits, counted, recorded."""
-        seen: list[Observation] = []
-        warnings = list(standing.changed)
+    def _answer(self, request: Request, on_done: Callable[[Outcome], None], outcome: Outcome) -> None:
+        """Hand an outcome over: within limits, counted, recorded."""
+        outcome = _safe(request, outcome)
+        seconds = self._account(request, outcome)
+        if (seen := request.observation) is not None and request.deployment is not None:
+            for record in self._records.values():
+                about = request.deployment.metadata.get("server", {})
+                record.put(request.wire, request.session, seen, outcome, about)
+        on_done(outcome)
+        self._tell(request, outcome, seconds)
 
-        def decode(check: Check) -> Observation:
-            observation = inference.decode(PixelBudget(standing.pixels, check))
-            seen.append(observation)
-            if standing.safety is not None:
-                warnings.extend(standing.safety.check(observation))
-            return observation
-
-        def done(outcome: Outcome) -> None:
-            outcome = _safe(standing, outcome, seen, warnings)
-            seconds = self._account(inference, outcome, deadline)
-            for record in self._records.values() if seen else ():
-                record.put(
-                    inference.wire, inference.session, seen[0], outcome, standing.metadata.get("server", {})
-                )
-            on_done(outcome)
-            self._tell(inference, outcome, deadline, seconds, seen)
-
-        return decode, done
-
-    async def infer(self, inference: Inference) -> ActionChunk:
+    async def infer(self, request: Request) -> ActionChunk:
         """``submit`` for coroutines. Cancelling the coroutine abandons the request: the client has left."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ActionChunk] = loop.create_future()
-        job = self.submit(inference, partial(_call_soon, loop, future))
+        self.submit(request, partial(_call_soon, loop, future))
         try:
             return await future
         except asyncio.CancelledError:
-            self.cancel(job)
+            self.cancel(request)
             raise
         finally:
-            del (
-                future,
-                job,
-            )  # an error knows this frame, and these know the error: a circle that keeps the request
+            del future  # an error knows this frame, and this the error: a circle that keeps the request
 
-    def cancel(self, job: Job) -> None:
-        """The client of this job has left."""
-        job.home.cancel(job)
+    def cancel(self, request: Request) -> None:
+        """The client of this request has left."""
+        if request.home is not None:
+            request.home.cancel(request)
 
     def reset(self, session: str = "", policy: str = "") -> None:
         """A new episode begins: a policy that keeps state between requests forgets the session's.
         Raises RequestError for a name that is too long, UnknownPolicyError."""
         self.check_session(session)
-        if (forget := getattr(self.policies.get(policy).scheduler.policy, "reset", None)) is not None:
-            forget(session)
+        self.policies.get(policy).scheduler.policy.reset(session)
 
     # ------------------------------------------------------------------------- the first policy
 
@@ -240,11 +153,6 @@ class Service:
         return self.policies.get().spec
 
     @property
-    def wiring(self) -> Wiring | None:
-        """Return what looks at the robots of the first policy, where its bundle knows how they should look."""
-        return self.policies.get().wiring
-
-    @property
     def metadata(self) -> dict[str, Any]:
         """Return what the server says about itself and the first policy."""
         return self.about()
@@ -255,10 +163,10 @@ class Service:
         Raises UnknownPolicyError.
         """
         more = {"policies": list(self.policies.names)} if self.policies.several else {}
-        standing = self.policies.get(policy)
-        if standing.changed:
-            more["changed"] = list(standing.changed)
-        return standing.metadata | more
+        deployment = self.policies.get(policy)
+        if deployment.changed:
+            more["changed"] = list(deployment.changed)
+        return deployment.metadata | more
 
     # ------------------------------------------------------------------------- everything else
 
@@ -295,14 +203,19 @@ class Service:
         for scheduler in self.policies.schedulers:
             scheduler.expire()
 
+    def subscribe(self, listener: Listener) -> None:
+        """Call ``listener`` with whatever is answered or refused from now on, after its reply and on the thread that
+        sent it: it must not block."""
+        self._listeners += (listener,)
+
     def stopping(self) -> None:
         """From now on ``health`` says so."""
         self._stopping = True
 
     def refused(self, wire: str, client: str, error: SinewError) -> None:
         """Count and log a request that did not get as far as ``submit``."""
-        inference = Inference(wire, _never, client)
-        self._tell(inference, error, None, self._account(inference, error, None))
+        request = Request(wire, _never, client)
+        self._tell(request, error, self._account(request, error))
 
     @contextlib.contextmanager
     def reading(self, wire: str, client: str) -> Iterator[None]:
@@ -319,64 +232,35 @@ class Service:
         if len(name) > MAX_SESSION:
             raise RequestError(f"session: expected at most {MAX_SESSION} characters, got {len(name)}")
 
-    def _account(self, inference: Inference, outcome: Outcome, deadline: float | None) -> float:
+    def _account(self, request: Request, outcome: Outcome) -> float:
         """Count and log an outcome; return seconds since the request's arrival."""
         now = time.perf_counter()
-        seconds = now - inference.arrived
-        missed = deadline is not None and now > deadline
-        self.metrics.request(inference.wire, outcome, seconds, missed)
+        seconds = now - request.arrived
+        missed = request.deadline is not None and now > request.deadline
+        self.metrics.request(request.wire, outcome, seconds, missed)
         if isinstance(outcome, SinewError) and not isinstance(outcome, (ShuttingDownError, BusyError)):
-            quiet = self._quiet.setdefault(inference.wire, Quiet(logger))
-            quiet.warning("%s: a request failed: %s", inference.wire, printable(outcome))
+            quiet = self._quiet.setdefault(request.wire, RateLimitedLog(logger))
+            quiet.warning("%s: a request failed: %s", request.wire, printable(outcome))
         if access.isEnabledFor(logging.INFO):
-            access.info(json.dumps(_entry(inference, outcome, seconds, missed)))
+            access.info(json.dumps(_entry(request, outcome, seconds, missed)))
         return seconds
 
-    def _tell(
-        self,
-        inference: Inference,
-        outcome: Outcome,
-        deadline: float | None,
-        seconds: float,
-        seen: Sequence[Observation] = (),
-    ) -> None:
-        """Tell the metrics, and the dashboard if it shows this policy. A robot's reply is sent before that."""
-        if inference.policy in ("", DEFAULT):
-            limit = None if deadline is None else deadline - inference.arrived
-            asked = seen[0] if seen else None
-            client, session = inference.client, inference.session
-            self.feed.put(inference.wire, client, session, asked, outcome, seconds, limit)
-            answered = isinstance(outcome, ActionChunk) and session != BY_HAND
-            if self.feed.viewers and answered and asked is not None and (wiring := self.wiring) is not None:
-                wiring.put(inference.wire, client, session, asked)
+    def _tell(self, request: Request, outcome: Outcome, seconds: float) -> None:
+        """Tell the listeners and the metrics. A robot's reply is sent before that."""
+        for listener in self._listeners:
+            listener(request, outcome, seconds)
         self.metrics.count()
 
 
-class Wire(Protocol):
-    """One protocol on one address. The constructor claims the address (AddressError if it is taken), so that a
-    mistake shows before the model is loaded; until ``start`` clients wait."""
-
-    name: str
-    address: str  # what a client connects to, with its scheme
-
-    def start(self, service: Service) -> None:
-        """Begin to answer, on threads of the wire's own. Returns at once."""
-
-    def stop(self) -> None:
-        """Hand over the answers that are there, close and free the port. Also when never started."""
-
-    def guide(self, spec: PolicySpec) -> Sequence[str]:
-        """A program in lines that runs as it is and asks this server for one chunk, with the field's own client."""
-
-
-def _safe(standing: Standing, outcome: Outcome, seen: list[Observation], warnings: list[str]) -> Outcome:
+def _safe(request: Request, outcome: Outcome) -> Outcome:
     """Return the outcome as it may be sent to a robot."""
-    if not isinstance(outcome, ActionChunk) or outcome.context:
+    deployment, seen = request.deployment, request.observation
+    if deployment is None or seen is None or not isinstance(outcome, ActionChunk) or outcome.context:
         return outcome
-    if warnings:
-        outcome = replace(outcome, warnings=(*outcome.warnings, *warnings))
+    if request.warnings:
+        outcome = replace(outcome, warnings=(*outcome.warnings, *request.warnings))
     try:
-        return outcome if standing.safety is None else standing.safety.enforce(outcome, seen[0])
+        return outcome if deployment.safety is None else deployment.safety.enforce(outcome, seen)
     except SinewError as error:
         return bare(error)
 
@@ -387,14 +271,14 @@ def printable(error: SinewError) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def _entry(inference: Inference, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
+def _entry(request: Request, outcome: Outcome, seconds: float, missed: bool) -> dict[str, Any]:
     """A line of the access log: who, when, how long; nothing of what was seen, said or done."""
     entry: dict[str, Any] = {
         "time": round(time.time(), 3),
-        "wire": inference.wire,
-        "client": inference.client,
-        "session": inference.session[:64],
-        **({"policy": inference.policy[:MAX_SESSION]} if inference.policy else {}),
+        "wire": request.wire,
+        "client": request.client,
+        "session": request.session[:64],
+        **({"policy": request.policy[:MAX_SESSION]} if request.policy else {}),
         "outcome": outcome.code if isinstance(outcome, SinewError) else "ok",
         "ms": round(1e3 * seconds, 3),
     }

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sinew.core import BusyError, PolicySpec, RequestError, VectorSpec
-from sinew.serve.policies import DEFAULT, Standing, check_name
+from sinew.serve.policies import DEFAULT, Deployment, check_name
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 
@@ -52,7 +52,7 @@ class Swapper:
     def __init__(
         self,
         service: Service,
-        open: Callable[[str], Standing],  # noqa: A002 - what it does
+        open: Callable[[str], Deployment],  # noqa: A002 - what it does
         need: Callable[[str], Need],
         source: str,
         budget: int | None = None,

@@ -10,7 +10,7 @@ import numpy as np
 
 from sinew.core import Observation, SinewError
 from sinew.policy import Policy
-from sinew.serve.recorder import read_records
+from sinew.records.recorder import read_records
 
 SQUARE = 16  # pixels of one colour in a random frame
 

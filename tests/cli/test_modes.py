@@ -16,7 +16,7 @@ from sinew_client.control import Stopped
 from sinew.cli import main
 from sinew.policy import Policy, load
 from sinew.serve import contexts
-from sinew.serve.lane import Lane
+from sinew.serve.device_lock import DeviceLock
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from tests.serve.puppet import WAIT_S, desk
@@ -59,7 +59,7 @@ def server(policy: Policy) -> Iterator[SimpleNamespace]:
     begun: set[Scheduler] = set()
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
-        contexts.add(at.service, ("bf16",), Lane(), begun)
+        contexts.add(at.service, ("bf16",), DeviceLock(), begun)
         yield at
         for scheduler in begun:
             scheduler.stop()

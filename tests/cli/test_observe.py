@@ -23,7 +23,7 @@ from sinew.checks.wiring.joints import assignment
 from sinew.cli import main
 from sinew.core import Observation, VectorSpec
 from sinew.policy import open_bundle
-from sinew.serve.recorder import Recorder
+from sinew.records.recorder import Recorder
 
 pytest.importorskip("mujoco")
 

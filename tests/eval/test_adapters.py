@@ -31,6 +31,7 @@ from sinew.eval.suites import aloha, libero, metaworld, pusht, simpler, table  #
 from sinew.eval.suites.base import Frame, Tasks, drawing  # noqa: E402
 from sinew.presets.random_checkpoint import write_checkpoint  # noqa: E402
 from sinew.presets.smolvla_layout import TINY  # noqa: E402
+from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402
 from sinew.serve.scheduler import Scheduler  # noqa: E402
 from sinew.serve.service import Service  # noqa: E402
@@ -471,7 +472,7 @@ def serving(policy: Scripted) -> Iterator[str]:
     scheduler = Scheduler(policy)
     scheduler.start()
     about = {"version": "0", "device": "cpu", "dtype": "", "hardware": "scripted"}
-    service = Service(scheduler, policy.spec, {"server": about, "policy": policy.spec.to_dict()})
+    service = Service(Deployment(scheduler, policy.spec, {"server": about, "policy": policy.spec.to_dict()}))
     process, ready = Process(wires), threading.Event()
     address = wires[0].address
     thread = threading.Thread(target=process.run, args=(service, ready.set))

@@ -22,7 +22,7 @@ from sinew.core import ActionChunk, Observation, SinewError
 from sinew.eval.dataset.records import episodes
 from sinew.eval.dataset.statistics import Statistics
 from sinew.eval.dataset.writer import DatasetWriter, Frame
-from sinew.serve.recorder import Recorder, read_records
+from sinew.records.recorder import Recorder, read_records
 from tests.serve.lerobot_releases import CLIENTS, each_release, lerobot_folder
 
 READ = """

@@ -22,10 +22,10 @@ from PIL import Image
 from sinew_client import protocol, zmtp
 
 from sinew.core import ActionChunk, Observation, SinewError
+from sinew.npy import dump_npy, load_npy
 from sinew.policy import load
 from sinew.serve.decode.array import pack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
-from sinew.serve.decode.npy import dump_npy, load_npy
 from sinew.serve.decode.pickle.machine import load as load_pickle
 from sinew.serve.safety import Safety
 from sinew.serve.wires import evo1, http, openpi

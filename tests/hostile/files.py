@@ -32,7 +32,7 @@ from sinew.core import ActionChunk, Observation, SinewError
 from sinew.layers.lowbit import dequantize
 from sinew.policy import Policy, load
 from sinew.processing import Processor
-from sinew.serve.recorder import Recorder, read_record
+from sinew.records.recorder import Recorder, read_record
 from tests.convert.openpi_layout import write_checkpoint
 from tests.convert.vlacpp_file import write_vlacpp, write_vlacpp_pi
 from tests.hostile.mutate import dumps, mutate_bytes, mutate_record

@@ -44,9 +44,9 @@ from sinew.engine.onnx.graphs import GraphSet
 from sinew.eval.dataset.records import episodes
 from sinew.perf.hardware import hardware
 from sinew.policy import Policy, load
+from sinew.records.mcap_file import write_mcap
+from sinew.records.recorder import Recorder, read_record, read_records
 from sinew.serve.fleet.config import read as read_fleet
-from sinew.serve.mcap_file import write_mcap
-from sinew.serve.recorder import Recorder, read_record, read_records
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.serve.wires.native import NativeCodec

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +15,17 @@ import numpy as np
 from sinew_client import protocol
 
 from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
-from sinew.serve.lane import Lane
-from sinew.serve.policies import Policies, Standing
+from sinew.serve.decode.frames import PixelBudget
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.policies import Deployment, Policies
+from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import ZeroMQWire
+from sinew.serve.wires import open_wires
 from sinew.serve.wires.groot.codec import GrootCodec
 from sinew.serve.wires.native import NativeCodec
 
@@ -45,7 +49,7 @@ class Panic(BaseException):
     """What ``except Exception`` does not catch."""
 
 
-class Puppet:
+class Puppet(ServedPolicy):
     """Instructions: wait (until ``release``, or until it is cancelled), hang (until ``release``), fail, panic, exit,
     memory; anything else is answered with the state's first number in every action."""
 
@@ -91,23 +95,26 @@ def desk(
     queue: int = 64,
     stuck_s: float = 60.0,
     policy: Any = None,
-    lane: Lane | None = None,
+    safety: Any = None,
+    manifest: Any = None,
+    padded_state_dim: int = 2,
+    padded_action_dim: int = 2,
+    device_lock: DeviceLock | None = None,
     **options: Any,
 ) -> Iterator[SimpleNamespace]:
     """wires: of native, groot, web, evo1. policy: in the puppet's place. Yields puppet, service, scheduler and the
     address of each wire."""
     puppet = policy or Puppet()
-    scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), lane=lane)
+    scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), device_lock=device_lock)
     scheduler.start()
-    spec, dims = puppet.spec, {"padded_state_dim": 2, "padded_action_dim": 2}
-    service = Service(scheduler, spec, {"policy": spec.to_dict()}, **{**dims, **options})
+    about = {"policy": puppet.spec.to_dict()}
+    dims = padded_state_dim, padded_action_dim
+    service = Service(Deployment(scheduler, puppet.spec, about, safety, *dims, manifest=manifest), **options)
     opened: dict[str, Any] = {}
     for name in wires:
         if name in ("web", "evo1"):
-            from sinew.serve.transport.web import WebServer
-
             names = ("openpi", "http") if name == "web" else (name,)
-            opened[name] = WebServer(names, listen or Listen())
+            (opened[name],) = open_wires(dict.fromkeys(names, 0), listen or Listen())
         else:
             codec = NativeCodec() if name == "native" else GrootCodec()
             opened[name] = ZeroMQWire(codec, listen or Listen())
@@ -128,14 +135,28 @@ def desk(
 
 def lone(spec: PolicySpec, state_dim: int, action_dim: int, policy: Any = None, safety: Any = None) -> Any:
     """Return a service of one policy that computes nothing, for codecs. state_dim, action_dim: padded."""
-    scheduler: Any = SimpleNamespace(policy=policy, lane=None)
-    standing = Standing(scheduler, spec, {}, safety, state_dim, action_dim)
+    scheduler: Any = SimpleNamespace(policy=policy, device_lock=None)
+    deployment = Deployment(scheduler, spec, {}, safety, state_dim, action_dim)
     return SimpleNamespace(
         spec=spec,
         supervisor=SimpleNamespace(thread=lambda _name, _run: threading.current_thread()),  # nothing runs
-        policies=Policies(standing),
+        policies=Policies(deployment),
         check_session=lambda _name: None,
     )
+
+
+def enqueue(
+    scheduler: Scheduler,
+    decode: Callable[[PixelBudget], Observation],
+    on_done: Callable[[Outcome], None],
+    *,
+    client: Hashable | None = None,
+    session: str = "",
+    deadline: float | None = None,
+) -> Request:
+    """Give a scheduler a request that comes from no wire."""
+    made = Request("", decode, session=session, connection=client, deadline=deadline)
+    return scheduler.submit(made, on_done)
 
 
 def until(condition: Callable[[], Any], what: str = "it to happen") -> Any:

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from sinew.core import ActionChunk, CancelledError, Observation, SinewError, Timing
 from sinew.serve import batching
 from sinew.serve.batching import Batcher, Costs
-from sinew.serve.request import DeadlineError, Job, ShuttingDownError, SupersededError
+from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
 from sinew.serve.scheduler import Scheduler
-from tests.serve.puppet import FRAME, until
+from sinew.serve.served import ServedPolicy
+from tests.serve.puppet import FRAME, enqueue, until
 
 
-def job(kind: object, deadline: float | None = None) -> Job:
-    made = Job(lambda check: None, lambda outcome: None, deadline=deadline)  # type: ignore[arg-type,return-value]
+def job(kind: object, deadline: float | None = None) -> Request:
+    made = Request("", lambda budget: None, deadline=deadline)  # type: ignore[arg-type,return-value]
     made.kind = kind
     return made
 
@@ -279,7 +280,7 @@ def test_one_is_no_batch():
 # ----------------------------------------------------------------------------- in the scheduler
 
 
-class Together:
+class Together(ServedPolicy):
     """A policy whose kind of batch is the prompt's first letter, and whose inferences wait for ``open``."""
 
     unbatched = ""
@@ -340,12 +341,13 @@ class Desk:
         self.found: dict[str, ActionChunk | SinewError] = {}
         self.number = 0
 
-    def ask(self, prompt: str, client: str, **options) -> Job:
+    def ask(self, prompt: str, client: str, **options) -> Request:
         """Ask as ``client``; the answer is found under the client's name, or prompt and client."""
         self.number += 1
         observation = Observation(images={"front": FRAME}, state=np.full(2, self.number), prompt=prompt)
         name = f"{prompt} {client}"
-        return self.scheduler.submit(
+        return enqueue(
+            self.scheduler,
             lambda check: observation,
             lambda outcome: self.found.__setitem__(name, outcome),
             client=client,
@@ -400,7 +402,7 @@ def test_a_picture_that_takes_long_to_decode_keeps_no_other_waiting(desk):
         decoded.wait(60)
         raise SinewError("too large")
 
-    desk.scheduler.submit(large, lambda outcome: desk.found.__setitem__("large", outcome), client="large")
+    enqueue(desk.scheduler, large, lambda outcome: desk.found.__setitem__("large", outcome), client="large")
     desk.ask("a go", "robot")
     desk.ready(1)
     decoded.set()

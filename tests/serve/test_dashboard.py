@@ -35,7 +35,7 @@ from sinew.serve.dashboard import feed as feeds
 from sinew.serve.dashboard import news
 from sinew.serve.dashboard.feed import KEPT, VIEWERS, Answer, Feed
 from sinew.serve.dashboard.news import News
-from sinew.serve.service import Inference
+from sinew.serve.request import Request
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import open_wires, parse
 from tests.serve import browser
@@ -102,8 +102,8 @@ def told(feed: Feed, monkeypatch: pytest.MonkeyPatch, busy: bool = False) -> tup
     written = news.encoded
     monkeypatch.setattr(news, "encoded", lambda name, record: encoded.append(name) or written(name, record))
     policies = SimpleNamespace(stats=lambda: {"waiting": 0, "running": busy})
-    service = SimpleNamespace(feed=feed, policies=policies, health=dict, wiring=None)
-    return News(service), encoded  # type: ignore[arg-type]
+    service = SimpleNamespace(feed=feed, policies=policies, health=dict)
+    return News(service, feed), encoded  # type: ignore[arg-type]
 
 
 async def spin() -> None:
@@ -166,10 +166,11 @@ def test_the_dashboard_is_told_after_the_reply() -> None:
     seen = Observation(images={}, state=np.zeros(2), prompt="go")
     with (
         puppets(()) as found,
-        (feed := found.service.feed).viewer(),
+        (feed := Feed()).viewer(),
         feed.bell(lambda: happened.append("shown")),
     ):
-        found.service.submit(Inference("native", lambda _: seen), lambda _: happened.append("replied"))
+        feed.follow(found.service)
+        found.service.submit(Request("native", lambda _: seen), lambda _: happened.append("replied"))
         until(lambda: "shown" in happened)
     assert happened == ["replied", "shown"]
 
@@ -220,14 +221,14 @@ def test_a_deadline_without_an_end_ends_no_viewer() -> None:
             "state": np.zeros(2),
             "prompt": "go",
         }
-        until(lambda: at.service.feed.viewers)
+        until(lambda: at.opened["web"].page.feed.viewers)
         for deadline, shown in ((float("inf"), None), (1e38, pytest.approx(1e38)), (5e4, 5e4)):
             with Client(at.native, timeout=WAIT_S) as client:
                 client.infer({**observation, "deadline_ms": deadline})
             assert next(said)["deadline_ms"] == shown
         # an answer that cannot be written, whatever the reason, is left out
-        put(at.service.feed, seen=None, seconds=float("nan"))
-        put(at.service.feed, seen=None, seconds=0.001)
+        put(at.opened["web"].page.feed, seen=None, seconds=float("nan"))
+        put(at.opened["web"].page.feed, seen=None, seconds=0.001)
         assert next(said)["ms"] == 1.0
         connection.close()
 

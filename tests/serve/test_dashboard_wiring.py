@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -16,11 +16,12 @@ from sinew_client import Client
 from sinew.core import ActionChunk, Observation, Timing
 from sinew.policy import load, open_bundle
 from sinew.serve.dashboard import news
-from sinew.serve.dashboard.feed import BY_HAND
+from sinew.serve.dashboard.feed import BY_HAND, Feed
 from sinew.serve.dashboard.wiring import EVERY, LOOKS, SESSIONS, Wiring
-from sinew.serve.lane import Lane
-from sinew.serve.opening import Given, stand
-from sinew.serve.service import Inference
+from sinew.serve.deploy import Given, deploy
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
 from tests.serve.puppet import WAIT_S, Puppet, until
@@ -95,18 +96,38 @@ def test_sessions_are_bounded() -> None:
     assert kinds(wiring) == {}
 
 
-def test_a_policy_that_serves_has_it_where_its_bundle_knows() -> None:
+def test_the_page_looks_with_the_bundle_of_the_policy_that_serves() -> None:
     assert Wiring.of(replace(MANIFEST, seen=None)) is None
     policy = load("egg", engine="eager", threads=1, rename={"eye": "front"})
-    standing = stand(policy, Given(), Supervisor(60.0), Lane(), WeakSet())
+    first = deploy(policy, Given(), Supervisor(60.0), DeviceLock())
+    service, feed = Service(first), Feed()
+    feed.follow(service)
+    frame = {
+        "images": {"eye": np.zeros((64, 64, 3), np.uint8)},
+        "state": np.array([1.0, 0.0]),
+        "prompt": "go",
+    }
+
+    def ask() -> None:
+        done = threading.Event()
+        service.submit(Request("http", lambda _: Observation(**frame), session="arm"), lambda _: done.set())
+        assert done.wait(WAIT_S)
+
     try:
-        assert standing.wiring is not None
-        frame = np.zeros((64, 64, 3), np.uint8)
-        put(standing.wiring, {"images": {"eye": frame}, "state": np.array([1.0, 0.0])})
-        assert kinds(standing.wiring) == {"arm": [("camera eye", "black")]}
+        with feed.viewer():
+            for _ in range(ENOUGH):
+                ask()
+            assert feed.wiring is not None
+            looked = feed.wiring
+            until(lambda: kinds(looked) == {"arm": [("camera eye", "black")]})
+            service.policies.put(
+                "default", replace(first, manifest=None)
+            )  # another, of which nothing is known
+            ask()
+            until(lambda: feed.wiring is None)
     finally:
-        standing.scheduler.stop()
-        assert standing.scheduler.join(WAIT_S)
+        first.scheduler.stop()
+        assert first.scheduler.join(WAIT_S)
 
 
 def events(reply: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
@@ -119,8 +140,13 @@ def test_viewers_are_told_of_a_robot_that_asks(monkeypatch: pytest.MonkeyPatch) 
     """Over real sockets: a robot on the native wire, a viewer on the page's port."""
     monkeypatch.setattr(news, "HEALTH_S", 0.05)
     wiring = Wiring(MANIFEST)
+    monkeypatch.setattr(Wiring, "of", lambda manifest: wiring if manifest is MANIFEST else None)
     with puppets(
-        ("native", "web"), listen=Listen(dashboard=True), policy=Quick(), wiring=wiring, padded_state_dim=4
+        ("native", "web"),
+        listen=Listen(dashboard=True),
+        policy=Quick(),
+        manifest=MANIFEST,
+        padded_state_dim=4,
     ) as found:
         with Client(found.native, timeout=WAIT_S) as client:
             client.infer({**SWAPPED, "session": "unseen"})
@@ -137,7 +163,7 @@ def test_viewers_are_told_of_a_robot_that_asks(monkeypatch: pytest.MonkeyPatch) 
                 client.infer({**RIGHT, "session": "right"})
         by_hand = Observation(**SWAPPED)
         for _ in range(EVERY):
-            found.service.submit(Inference("http", lambda _: by_hand, session=BY_HAND), lambda _: None)
+            found.service.submit(Request("http", lambda _: by_hand, session=BY_HAND), lambda _: None)
         rows = next(r["wiring"] for name, r in told if name == "health" and r["wiring"])
         assert [(row["wire"], row["session"]) for row in rows] == [("native", "arm")]
         assert [each["kind"] for each in rows[0]["findings"]] == ["swapped", "swapped"]

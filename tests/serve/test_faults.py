@@ -317,7 +317,7 @@ def full_disk(at: SimpleNamespace) -> None:
 
 @fault("a second recorder writes into the folder")
 def second_recorder(at: SimpleNamespace) -> None:
-    from sinew.serve.recorder import Recorder
+    from sinew.records.recorder import Recorder
 
     other = Recorder(at.recorder.directory)
     canary(at)
@@ -349,7 +349,7 @@ def canary(at: SimpleNamespace) -> None:
 
 @pytest.fixture(scope="module")
 def at(tmp_path_factory) -> Iterator[SimpleNamespace]:
-    from sinew.serve.recorder import Recorder
+    from sinew.records.recorder import Recorder
 
     recorder = Recorder(tmp_path_factory.mktemp("records") / "here")
     before = set(threading.enumerate())

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Waited
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from sinew.serve.fleet.config import parse, read
 from sinew.serve.fleet.remote import TRIES, RemotePolicy
 from sinew.serve.fleet.replica import About, Refusal, Replica
 from sinew.serve.fleet.scaling import INFERENCE, TARGET, by_queue_age, replicas_wanted
-from sinew.serve.policies import Policies, Standing
+from sinew.serve.policies import Deployment, Policies
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
@@ -222,7 +223,7 @@ def gateway(policy: RemotePolicy, workers: int) -> Iterator[SimpleNamespace]:
     scheduler = Scheduler(policy, supervisor=supervisor, workers=workers)
     supervisor.watch(policy.problem)
     scheduler.start()
-    service = Service(scheduler, SPEC, policy.about.metadata, padded_state_dim=2, padded_action_dim=2)
+    service = Service(Deployment(scheduler, SPEC, policy.about.metadata, None, 2, 2, state=policy.state))
     wire = ZeroMQWire(NativeCodec(), Listen())
     wire.start(service)
     try:
@@ -289,9 +290,9 @@ def test_a_stream_is_refused_by_name(pool):
 
 
 def test_an_update_keeps_the_scheduler(pool):
-    scheduler: Any = SimpleNamespace(policy=remote(echo, pool), stats=dict)
-    policies = Policies(Standing(scheduler, SPEC, {"old": 1}))
-    assert policies.put("default", Standing(scheduler, SPEC, {"new": 1})) is None
+    scheduler: Any = SimpleNamespace(stats=dict)
+    policies = Policies(Deployment(scheduler, SPEC, {"old": 1}, state=remote(echo, pool).state))
+    assert policies.put("default", replace(policies.get(), metadata={"new": 1})) is None
     assert policies.get().metadata == {"new": 1}
     assert policies.schedulers == (scheduler,)
     assert policies.several  # replicas have something to say

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from sinew.policy import load
-from sinew.serve.recorder import read_records
+from sinew.records.recorder import read_records
 from tests import processes
 from tests.serve import groot_client
 from tests.serve.test_server import CASE, START_S, serving

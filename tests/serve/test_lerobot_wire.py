@@ -27,8 +27,9 @@ import pytest
 
 import sinew
 from sinew.core import CameraSpec, KeyMap, ObservationError, PolicySpec, SinewError, VectorSpec
-from sinew.serve.quiet import Once
-from sinew.serve.recorder import read_records
+from sinew.rate_limited_log import Once
+from sinew.records.recorder import read_records
+from sinew.serve.policies import Deployment
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import AddressError, Listen
@@ -598,7 +599,7 @@ class InProcess:
     def __init__(self, policy: Any, deadline_ms: float | None = None, **limits: Any):
         self.wire = LeRobotWire(Listen(**limits))
         self.scheduler = Scheduler(policy)
-        self.service = Service(self.scheduler, policy.spec, {}, deadline_ms=deadline_ms)
+        self.service = Service(Deployment(self.scheduler, policy.spec, {}), deadline_ms=deadline_ms)
 
     def start(self) -> None:
         self.scheduler.start()

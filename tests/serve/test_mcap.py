@@ -15,8 +15,8 @@ from PIL import Image
 
 from sinew.cli import main
 from sinew.core import MissingPackageError, VectorSpec
-from sinew.serve.mcap_file import write_mcap
-from sinew.serve.recorder import read_records
+from sinew.records.mcap_file import write_mcap
+from sinew.records.recorder import read_records
 from tests.serve.test_replay import FRAMES, chunk_of, record
 
 HZ = 20.0

@@ -25,14 +25,16 @@ from websockets.sync.client import connect as websocket
 
 from sinew.cli.serve_policy import parse_policies
 from sinew.core import ActionChunk, CameraSpec, Observation, SinewError
+from sinew.policy import Policy
 from sinew.serve.batching import Batcher
-from sinew.serve.lane import Lane
-from sinew.serve.policies import Standing
-from sinew.serve.request import Job, Outcome
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.policies import Deployment
+from sinew.serve.request import Outcome, Request
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from sinew.serve.wires import openpi
 from sinew.serve.wires.native import NativeCodec
-from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, Puppet, desk, lone, until
+from tests.serve.puppet import FRAME, GOOD, SPEC, WAIT_S, Puppet, desk, enqueue, lone, until
 
 
 class Second(Puppet):
@@ -52,14 +54,14 @@ ITS = {**GOOD, "images": {"wrist": FRAME}}
 def two(wires: tuple[str, ...] = ("native",), **options: Any) -> Iterator[SimpleNamespace]:
     """A desk with the second policy as ``b``; both take turns."""
     with desk(wires, **options) as at:
-        lane = Lane()
-        at.scheduler.lane = lane
-        lane.join(at.scheduler, at.scheduler._ready.order)
+        device_lock = DeviceLock()
+        at.scheduler.device_lock = device_lock
+        device_lock.join(at.scheduler, at.scheduler._ready.order)
         at.second = Second()
-        scheduler = at.other = Scheduler(at.second, supervisor=at.service.supervisor, lane=lane)
+        scheduler = at.other = Scheduler(at.second, supervisor=at.service.supervisor, device_lock=device_lock)
         scheduler.start()
         about = {"policy": Second.spec.to_dict()}
-        at.service.policies.put("b", Standing(scheduler, Second.spec, about, None, 2, 2))
+        at.service.policies.put("b", Deployment(scheduler, Second.spec, about, None, 2, 2))
         try:
             yield at
         finally:
@@ -178,21 +180,46 @@ class Walk(Puppet):
         return ActionChunk(np.zeros((3, 2), np.float32))
 
 
-def put(scheduler: Scheduler, prompt: str, outcomes: list[Outcome], **options: Any) -> Job:
+def test_a_policy_is_all_that_a_server_asks_of_one():
+    asked = {name for name in vars(ServedPolicy) if not name.startswith("_")}
+    assert {"prepare", "run", "run_batch", "batch_key", "unbatched", "reset", "problem"} <= asked
+    assert asked <= set(dir(Policy))
+
+
+def test_a_policy_that_says_nothing_of_itself_is_served():
+    class Plain(ServedPolicy):
+        spec = SPEC
+
+        def prepare(self, observation: Observation) -> Observation:
+            return observation
+
+        def run(self, prepared: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
+            return ActionChunk(np.zeros((3, 2), np.float32))
+
+    with desk(policy=Plain()) as at, Client(at.native, timeout=WAIT_S) as robot:
+        robot.reset()
+        assert robot.infer(GOOD).actions.shape == (3, 2)
+        assert "policies" not in at.service.health()
+        with pytest.raises(SinewError, match="one observation at a time"):
+            Batcher(4).calibrate(Plain())
+        at.scheduler.drain()
+
+
+def put(scheduler: Scheduler, prompt: str, outcomes: list[Outcome], **options: Any) -> Request:
     found = Observation(images={}, state=np.zeros(2), prompt=prompt)
-    return scheduler.submit(lambda _check: found, outcomes.append, **options)
+    return enqueue(scheduler, lambda _check: found, outcomes.append, **options)
 
 
 @contextlib.contextmanager
 def walking(*names: str) -> Iterator[SimpleNamespace]:
     order: list[str] = []
     gate = threading.Semaphore(0)
-    lane = Lane()
-    made = [Scheduler(Walk(name, order, gate), lane=lane) for name in names]
+    device_lock = DeviceLock()
+    made = [Scheduler(Walk(name, order, gate), device_lock=device_lock) for name in names]
     for scheduler in made:
         scheduler.start()
     try:
-        yield SimpleNamespace(order=order, gate=gate, lane=lane, schedulers=made, outcomes=[])
+        yield SimpleNamespace(order=order, gate=gate, device_lock=device_lock, schedulers=made, outcomes=[])
     finally:
         for scheduler in made:
             scheduler.stop()
@@ -212,7 +239,11 @@ def test_policies_take_turns_and_so_do_robots_inside_them():
         put(a, "3", at.outcomes, client="quiet")
         put(b, "4", at.outcomes, client="other")
         put(b, "5", at.outcomes, client="other")
-        until(lambda: len(a._ready.order()) == 3 and len(b._ready.order()) == 1 and len(at.lane._line) == 2)
+        until(
+            lambda: (
+                len(a._ready.order()) == 3 and len(b._ready.order()) == 1 and len(at.device_lock._line) == 2
+            )
+        )
         for done in range(1, 7):
             at.gate.release()
             until(lambda done=done: len(at.outcomes) == done)
@@ -246,7 +277,7 @@ def test_a_newer_request_of_a_session_has_the_turn_that_the_older_one_waited_for
         until(lambda: a.stats()["running"])
         put(b, "1", at.outcomes, client="y", session="arm")
         put(a, "2", at.outcomes, client="z")
-        until(lambda: len(at.lane._line) == 2)  # b waits for its turn with the older one in its hand
+        until(lambda: len(at.device_lock._line) == 2)  # b waits for its turn with the older one in its hand
         put(b, "3", at.outcomes, client="y", session="arm")
         until(lambda: len(at.outcomes) == 1 and b._ready.order())
         for _ in range(3):
@@ -261,7 +292,7 @@ def test_who_is_cancelled_while_others_compute_takes_no_turn():
         put(a, "0", at.outcomes, client="x")
         until(lambda: a.stats()["running"])
         waiting = put(b, "1", at.outcomes, client="y")
-        until(lambda: len(at.lane._line) == 2)
+        until(lambda: len(at.device_lock._line) == 2)
         b.cancel(waiting)
         until(lambda: len(at.outcomes) == 1)
         at.gate.release()
@@ -271,19 +302,19 @@ def test_who_is_cancelled_while_others_compute_takes_no_turn():
         at.gate.release()
         until(lambda: len(at.outcomes) == 3)
         b.drain()
-        assert at.lane.beside(a) == []
+        assert at.device_lock.beside(a) == []
 
 
 def test_the_lane_goes_on_when_a_thread_in_it_ends():
-    lane = Lane()
-    with pytest.raises(KeyError), lane:
+    device_lock = DeviceLock()
+    with pytest.raises(KeyError), device_lock:
         raise KeyError
-    with lane:
-        other = threading.Thread(target=lane.__enter__)
+    with device_lock:
+        other = threading.Thread(target=device_lock.__enter__)
         other.start()
-        until(lambda: len(lane._line) == 2)
+        until(lambda: len(device_lock._line) == 2)
     other.join(WAIT_S)
-    assert len(lane._line) == 1
+    assert len(device_lock._line) == 1
 
 
 def test_a_batch_breaks_no_deadline_of_another_policy():
@@ -291,8 +322,8 @@ def test_a_batch_breaks_no_deadline_of_another_policy():
     for size, seconds in {1: 1.0, 2: 1.5, 3: 1.75, 4: 2.0}.items():
         made.costs.learn("kind", size, seconds)
 
-    def job(kind: str, deadline: float | None = None) -> Job:
-        found = Job(lambda check: None, lambda outcome: None, deadline=deadline)  # type: ignore[arg-type,return-value]
+    def job(kind: str, deadline: float | None = None) -> Request:
+        found = Request("", lambda budget: None, deadline=deadline)  # type: ignore[arg-type,return-value]
         found.kind = kind
         return found
 

@@ -16,10 +16,10 @@ from sinew_client import Client, ServerError
 
 from sinew.core import Observation, SinewError
 from sinew.policy import Policy, load
-from sinew.serve.arithmetic import TOLERANCES
-from sinew.serve.arithmetic import kept as kept_of
-from sinew.serve.backlog import BACKLOG
-from sinew.serve.recorder import Recorder, read_record, read_records
+from sinew.records.arithmetic import TOLERANCES
+from sinew.records.arithmetic import kept as kept_of
+from sinew.records.background_writer import BACKLOG
+from sinew.records.recorder import Recorder, read_record, read_records
 from tests import processes
 from tests.serve.groot_client import PolicyClient
 from tests.serve.test_server import CASE, FRAME, GOOD, START_S, free_port, serving

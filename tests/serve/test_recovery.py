@@ -22,8 +22,8 @@ from sinew_client import Client, ConnectionLost, RequestTimeout, UnsafeChunk, pr
 
 from sinew.cli.serve import access_logging
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.records.recorder import Recorder, read_records
 from sinew.serve.process import DESCRIPTORS, HOPELESS, connections_within, raise_descriptor_limit
-from sinew.serve.recorder import Recorder, read_records
 from sinew.serve.transport.listen import Listen
 from sinew.serve.wires import parse, servers
 from sinew.serve.wires.lerobot.agreements import Agreements, fitting
@@ -160,7 +160,7 @@ def test_two_recorders_share_a_folder(tmp_path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from sinew.serve.recorder import Recorder
+from sinew.records.recorder import Recorder
 recorder = Recorder(Path(sys.argv[1]))
 part = recorder._claim()[0]
 part.write_bytes(b"half")
@@ -201,7 +201,7 @@ def test_what_a_killed_recorder_left_goes_with_the_next_and_nothing_else(tmp_pat
 
 
 def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinew.serve.backlog.RETRY_S", 0.0)
+    monkeypatch.setattr("sinew.records.background_writer.RETRY_S", 0.0)
     recorder = Recorder(tmp_path)
     real, full = np.savez, [True]
 
@@ -211,21 +211,21 @@ def test_a_full_disk_ends_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         real(file, **arrays)
 
-    monkeypatch.setattr("sinew.serve.recorder.np.savez", savez)
+    monkeypatch.setattr("sinew.records.recorder.np.savez", savez)
     recorder.put("native", "", OBSERVATION, CHUNK)
     until(lambda: recorder.stats()["failed"] == 1)
     assert not list(tmp_path.iterdir())  # nothing half is left
     full[0] = False
-    monkeypatch.setattr("sinew.serve.recorder.np.savez", real)
+    monkeypatch.setattr("sinew.records.recorder.np.savez", real)
     recorder.put("native", "", OBSERVATION, CHUNK)
     until(lambda: recorder.stats()["written"] == 1)
     recorder.close()
 
 
 def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("sinew.serve.backlog.CLOSE_S", 0.2)
+    monkeypatch.setattr("sinew.records.background_writer.CLOSE_S", 0.2)
     hanging = threading.Event()
-    monkeypatch.setattr("sinew.serve.recorder.np.savez", lambda *_a, **_k: hanging.wait(WAIT_S))
+    monkeypatch.setattr("sinew.records.recorder.np.savez", lambda *_a, **_k: hanging.wait(WAIT_S))
     recorder = Recorder(tmp_path)
     for _ in range(100):
         recorder.put("native", "", OBSERVATION, CHUNK)

@@ -19,7 +19,7 @@ from benchmarks.wire_clients import connect
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.core import ActionChunk, CancelledError, Observation, ObservationError, SinewError, Timing
-from sinew.serve.recorder import Recorder
+from sinew.records.recorder import Recorder
 from sinew.serve.replay import MAX_SESSIONS, Replay
 from tests.serve.test_server import CASE, START_S, ServerProcess, free_port
 

@@ -18,9 +18,9 @@ import pytest
 
 from sinew.cli import main
 from sinew.core import ActionChunk, MissingPackageError, Observation, SinewError, Timing, VectorSpec
-from sinew.serve.recorder import Record, read_records
-from sinew.serve.rerun_log import target_of
-from sinew.serve.rerun_records import MAX_SESSIONS, OTHERS, RerunRecorder, write_rrd
+from sinew.records.recorder import Record, read_records
+from sinew.records.rerun_log import target_of
+from sinew.records.rerun_records import MAX_SESSIONS, OTHERS, RerunRecorder, write_rrd
 from tests.serve.puppet import until
 from tests.serve.test_replay import FRAMES, STATE, chunk_of, record
 
@@ -176,7 +176,7 @@ def viewer(port: int, out: Path) -> Iterator[None]:
 @pytest.mark.slow  # starts a program of 300 MB twice
 @pytest.mark.usefixtures("rerun")
 def test_a_viewer_may_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinew.serve.backlog.RETRY_S", 0.0)
+    monkeypatch.setattr("sinew.records.background_writer.RETRY_S", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -26,8 +26,10 @@ from sinew.core import ActionChunk, BusyError, CancelledError, Observation, Sine
 from sinew.policy import load
 from sinew.serve.request import ShuttingDownError
 from sinew.serve.scheduler import Scheduler
+from sinew.serve.served import ServedPolicy
 from tests import processes
 from tests.golden import Golden, assert_parity
+from tests.serve.puppet import enqueue
 
 CASE = "smolvla-2cam"
 START_S = 60.0  # a loaded machine imports torch slowly
@@ -556,7 +558,7 @@ def test_client_misuse():
 # ----------------------------------------------------------------------------- the scheduler alone
 
 
-class Scripted:
+class Scripted(ServedPolicy):
     """A policy that does what its observation's prompt says: no real one fails or waits on command."""
 
     def __init__(self):
@@ -586,7 +588,8 @@ def run_jobs(scheduler: Scheduler, *prompts: str) -> list:
         done.release()
 
     for index, prompt in enumerate(prompts):
-        scheduler.submit(
+        enqueue(
+            scheduler,
             lambda _check, prompt=prompt: Observation(images={}, state=np.zeros(1), prompt=prompt),
             lambda outcome, index=index: on_done(index, outcome),
         )
@@ -623,7 +626,7 @@ def test_cancelled_jobs(scheduler):
         outcomes.append(outcome)
         done.release()
 
-    running, waiting = (scheduler.submit(lambda _check: observation, on_done) for _ in range(2))
+    running, waiting = (enqueue(scheduler, lambda _check: observation, on_done) for _ in range(2))
     assert scheduler.policy.started.wait(10)
     scheduler.cancel(waiting)
     scheduler.cancel(running)
@@ -637,18 +640,18 @@ def test_stop_answers_everyone_once():
     scheduler.start()
     outcomes = []
     observation = Observation(images={}, state=np.zeros(1), prompt="wait")
-    scheduler.submit(lambda _check: observation, outcomes.append)
+    enqueue(scheduler, lambda _check: observation, outcomes.append)
     assert scheduler.policy.started.wait(10)
     for _ in range(3):
-        scheduler.submit(lambda _check: observation, outcomes.append)
+        enqueue(scheduler, lambda _check: observation, outcomes.append)
     with pytest.raises(BusyError, match="the queue is full: 3 requests wait"):
-        scheduler.submit(lambda _check: observation, outcomes.append)
+        enqueue(scheduler, lambda _check: observation, outcomes.append)
     scheduler.stop()
     scheduler.stop()
     assert scheduler.join(10)
     assert [type(outcome) for outcome in outcomes] == [ShuttingDownError] * 4
     with pytest.raises(ShuttingDownError):
-        scheduler.submit(lambda _check: observation, outcomes.append)
+        enqueue(scheduler, lambda _check: observation, outcomes.append)
 
 
 def test_a_warm_up_that_fails_is_raised_by_start(bundle):

@@ -24,9 +24,11 @@ from sinew.core import ActionChunk, Observation
 from sinew.policy import Policy, load
 from sinew.processing import Prepared
 from sinew.serve.metrics import MAX_SESSIONS, Metrics
-from sinew.serve.request import Job
+from sinew.serve.policies import Deployment
+from sinew.serve.request import Request
 from sinew.serve.scheduler import Scheduler
-from sinew.serve.service import Inference, Service
+from sinew.serve.served import ServedPolicy
+from sinew.serve.service import Service
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.zeromq import ZeroMQWire
 from sinew.serve.wires.groot.codec import GrootCodec
@@ -35,7 +37,7 @@ from tests.serve.groot_client import PolicyClient
 from tests.serve.test_server import CASE, FRAME, GOOD, START_S, raw_socket
 
 
-class Gate:
+class Gate(ServedPolicy):
     """A real policy whose inferences wait for ``open``."""
 
     def __init__(self, policy: Policy):
@@ -68,14 +70,9 @@ def desk(policy: Policy, **options) -> Iterator[SimpleNamespace]:
     gate = Gate(policy)
     scheduler = Scheduler(gate, queue_size=4, per_client=4)
     scheduler.start()
-    service = Service(
-        scheduler,
-        policy.spec,
-        {"policy": policy.spec.to_dict()},
-        padded_state_dim=policy.padded_state_dim,
-        padded_action_dim=policy.padded_action_dim,
-        **options,
-    )
+    about = {"policy": policy.spec.to_dict()}
+    dims = policy.padded_state_dim, policy.padded_action_dim
+    service = Service(Deployment(scheduler, policy.spec, about, None, *dims), **options)
     wires = [ZeroMQWire(codec, Listen()) for codec in (NativeCodec(), GrootCodec())]
     for wire in wires:
         wire.start(service)
@@ -306,7 +303,7 @@ def test_nothing_is_kept_of_a_request(served):
     """Frames are megabytes: they must go with the answer, and not when the garbage collector comes round."""
 
     def alive() -> int:
-        return sum(type(each) in (Job, Inference) for each in gc.get_objects())
+        return sum(type(each) is Request for each in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -13,7 +13,7 @@ from sinew_client import Client, ClientError, ServerError
 from sinew.core import RequestError, SinewError
 from sinew.policy import Policy, load
 from sinew.serve import contexts
-from sinew.serve.lane import Lane
+from sinew.serve.device_lock import DeviceLock
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
 from sinew.stream.split import SplitPolicy
@@ -33,7 +33,7 @@ def test_the_same_actions_with_the_head_on_the_robot(policy, monkeypatch):
     begun: set[Scheduler] = set()
     with desk(policy=policy, safety=Safety(policy.processor), **padded) as at:
         at.service.policies.get().metadata["server"] = policy.describe()
-        contexts.add(at.service, ("fp32", "int8"), Lane(), begun)
+        contexts.add(at.service, ("fp32", "int8"), DeviceLock(), begun)
         observation = observations(policy, 1)[0]
         wanted = policy.infer(observation).actions
         sizes = {}
@@ -105,6 +105,6 @@ def test_an_engine_in_one_piece_is_refused_by_name(policy, monkeypatch):
         monkeypatch.setattr(policy.engine, "read", lambda _inputs: [object()])
         begun: set[Scheduler] = set()
         with pytest.raises(SinewError, match="--context bf16: context: expected tensors, got object"):
-            contexts.add(at.service, ("bf16",), Lane(), begun)
+            contexts.add(at.service, ("bf16",), DeviceLock(), begun)
         assert at.service.policies.names == ("default",)
         assert all(scheduler.join(WAIT_S) for scheduler in begun)

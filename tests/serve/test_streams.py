@@ -28,9 +28,9 @@ from sinew.bundle import Bundle, write_bundle
 from sinew.convert.lowbit import lowbit_sources
 from sinew.core import SinewError
 from sinew.policy import Policy, load
-from sinew.serve.lane import Lane
-from sinew.serve.opening import Given, stand
-from sinew.serve.policies import DEFAULT, Standing
+from sinew.serve.deploy import Given, deploy
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.safety import Safety
 from sinew.serve.swap import Need, Swapper
 from sinew.serve.transport.listen import Listen
@@ -398,9 +398,9 @@ def test_a_stream_goes_on_with_the_policy_that_takes_its_place(rolling_bundle: P
     """A signature of the defect: it went on with the old one for as long as it lived, and kept it in memory."""
     other = shifted(rolling_bundle, tmp_path / "other.gguf", 100.0)
 
-    def stood(source: str) -> Standing:
+    def stood(source: str) -> Deployment:
         found = load(source, engine="eager", threads=1)
-        return stand(found, Given(), server.service.supervisor, Lane())
+        return deploy(found, Given(), server.service.supervisor, DeviceLock())
 
     policy = load(rolling_bundle, engine="eager", threads=1)
     with serving(policy) as server, contextlib.ExitStack() as closing:
@@ -428,8 +428,8 @@ def test_streams_of_a_policy_that_is_unloaded_end(rolling_bundle: Path, policy: 
     with serving(policy) as server, contextlib.ExitStack() as closing:
         swapper = Swapper(
             server.service,
-            lambda source: stand(
-                load(source, engine="eager", threads=1), Given(), server.service.supervisor, Lane()
+            lambda source: deploy(
+                load(source, engine="eager", threads=1), Given(), server.service.supervisor, DeviceLock()
             ),
             lambda _source: Need(1),
             str(rolling_bundle),
@@ -490,9 +490,9 @@ def test_requests_leave_streams_a_share_and_have_the_rest(
         return run(prepared, **options)
 
     monkeypatch.setattr(policy.engine, "evaluate", counted)
-    lane = Lane(clock=lambda: ran[0])
+    device_lock = DeviceLock(clock=lambda: ran[0])
     with (
-        serving(policy, lane=lane) as server,
+        serving(policy, device_lock=device_lock) as server,
         Client(server.native, timeout=WAIT_S) as client,
         contextlib.ExitStack() as closing,
     ):
@@ -507,7 +507,10 @@ def test_requests_leave_streams_a_share_and_have_the_rest(
         asking.start()
         assert inside.wait(WAIT_S)
         before = ran[0]
-        until(lambda: loop.tick(loop.pace.next()) or lane.yielding or ran[0] > before + 5, "streams to wait")
+        until(
+            lambda: loop.tick(loop.pace.next()) or device_lock.yielding or ran[0] > before + 5,
+            "streams to wait",
+        )
         assert ran[0] <= before + 2  # the one that ran, and one
         for passed in (10.0, 10.0):  # the request takes its time, and streams have theirs again
             before = ran[0] = ran[0] + passed

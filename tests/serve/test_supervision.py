@@ -24,14 +24,14 @@ from sinew_client import Client, ConnectionLost, ServerError, protocol, schema
 from websockets.sync.client import connect as websocket
 
 from sinew.core import ActionChunk, BusyError, Observation, SinewError
+from sinew.rate_limited_log import BURST, RateLimitedLog
 from sinew.serve.decode.array import pack
-from sinew.serve.quiet import BURST, Quiet
+from sinew.serve.fair_queue import FairQueue
 from sinew.serve.request import DeadlineError
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.supervise import RESTARTS, Supervisor
-from sinew.serve.turns import Turns
 from tests.serve.groot_client import decode_npy, encode_npy
-from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, request, until
+from tests.serve.puppet import FRAME, GOOD, WAIT_S, Puppet, desk, enqueue, request, until
 from tests.serve.test_bounded_work import body, post
 from tests.serve.test_server import raw_socket
 
@@ -61,12 +61,14 @@ def test_no_exception_ends_the_decode_threads(kind):
 
     with desk() as at:
         outcomes: list = []
-        at.scheduler.submit(
-            lambda _check: Observation(images={}, state=np.zeros(2), prompt="hang"), outcomes.append
+        enqueue(
+            at.scheduler,
+            lambda _check: Observation(images={}, state=np.zeros(2), prompt="hang"),
+            outcomes.append,
         )
         until(lambda: at.scheduler.stats()["running"])
         for _ in range(5):
-            at.scheduler.submit(decode, outcomes.append)
+            enqueue(at.scheduler, decode, outcomes.append)
         until(lambda: len(outcomes) == 5)
         at.puppet.release.set()
         with client(at) as robot:
@@ -238,11 +240,11 @@ def test_decoding_ends_when_nobody_waits():
     """Row 3: neither leaving nor a deadline ended the decoding of a picture."""
     begun, ended = threading.Event(), []
 
-    def decode(check):
+    def decode(budget):
         begun.set()
         try:
             while True:
-                check()
+                budget.check()
                 time.sleep(0.001)
         except SinewError as error:
             ended.append(error.code)
@@ -250,11 +252,11 @@ def test_decoding_ends_when_nobody_waits():
 
     with desk() as at:
         outcomes: list = []
-        job = at.scheduler.submit(decode, outcomes.append)
+        job = enqueue(at.scheduler, decode, outcomes.append)
         assert begun.wait(WAIT_S)
         at.scheduler.cancel(job)
         until(lambda: ended == ["cancelled"])
-        at.scheduler.submit(decode, outcomes.append, deadline=time.perf_counter() + 0.05)
+        enqueue(at.scheduler, decode, outcomes.append, deadline=time.perf_counter() + 0.05)
         until(lambda: ended == ["cancelled", "deadline"])
         until(lambda: len(outcomes) == 2)
         assert isinstance(outcomes[1], DeadlineError)
@@ -264,7 +266,7 @@ def test_decoding_ends_when_nobody_waits():
 
 
 def test_turns():
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
         turns.put(item[0], item)
     assert turns.remove("a", "a2")
@@ -330,8 +332,11 @@ def test_a_full_queue_has_a_place_for_who_has_none():
 
     def ask(name: str, who: str, prompt: str = "go") -> None:
         observation = Observation(images={}, state=np.zeros(2), prompt=prompt)
-        scheduler.submit(
-            lambda _check: observation, lambda outcome: outcomes.update({name: outcome}), client=who
+        enqueue(
+            scheduler,
+            lambda _check: observation,
+            lambda outcome: outcomes.update({name: outcome}),
+            client=who,
         )
 
     try:
@@ -432,7 +437,7 @@ def test_an_attack_does_not_fill_the_log(caplog):
     """Row 23: garbage without a key wrote 1.3 MB a second."""
     import logging
 
-    quiet = Quiet(logging.getLogger("test.quiet"))
+    quiet = RateLimitedLog(logging.getLogger("test.quiet"))
     for number in range(1000):
         quiet.warning("attack %d", number)
     assert len(caplog.records) == BURST

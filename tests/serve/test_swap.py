@@ -31,7 +31,7 @@ from sinew.core import (
     RequestError,
     VectorSpec,
 )
-from sinew.serve.policies import DEFAULT, Standing
+from sinew.serve.policies import DEFAULT, Deployment
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.swap import FORM, Forms, Need, Swapper
 from sinew.serve.transport.admin import _is_loopback
@@ -62,7 +62,7 @@ def exchanging(
                 raise BundleError(f"{source}: no such file or folder")
             return Need((tmp_path / source).stat().st_size, 1 << 20)
 
-        def open_source(source: str) -> Standing:
+        def open_source(source: str) -> Deployment:
             puppet = Puppet() if source == "first" else Other()
             puppet.spec = {
                 "wide": replace(SPEC, chunk_size=9),
@@ -72,7 +72,7 @@ def exchanging(
             scheduler = Scheduler(puppet, supervisor=at.service.supervisor)
             scheduler.start()
             opened.append(scheduler)
-            return Standing(scheduler, puppet.spec, {"policy": puppet.spec.to_dict(), "name": source})
+            return Deployment(scheduler, puppet.spec, {"policy": puppet.spec.to_dict(), "name": source})
 
         at.swapper = at.service.swapper = Swapper(
             at.service, open_source, need, "first", budget, "--memory-gib 1"
@@ -335,7 +335,7 @@ def test_loading_takes_as_long_as_it_takes(tmp_path, monkeypatch):
     with exchanging(tmp_path, ("web",), api_key="secret") as at:
         opened = at.swapper._open
 
-        def slowly(source: str) -> Standing:
+        def slowly(source: str) -> Deployment:
             for _ in range(2):
                 assert swept.acquire(timeout=WAIT_S)
             return opened(source)
@@ -359,17 +359,17 @@ def test_the_memory_of_an_exchanged_policy_comes_back():
     from sinew.cli.options import CAMERAS, RUNS
     from sinew.cli.serve import Bounds
     from sinew.cli.serve_policy import changer, loader
-    from sinew.serve.lane import Lane
-    from sinew.serve.opening import stand
+    from sinew.serve.deploy import deploy
+    from sinew.serve.device_lock import DeviceLock
     from sinew.serve.service import Service
     from sinew.serve.supervise import Supervisor
 
     bundle = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
     options = RUNS.keywords() | CAMERAS.keywords() | {"engine": "eager", "device": "cpu"}
-    supervisor, lane, begun = Supervisor(), Lane(), WeakSet()
-    found = stand(loader(bundle, options, 1)(), Bounds(), supervisor, lane, begun)
-    service = Service(found.scheduler, found.spec, found.metadata, safety=found.safety)
-    swapper = changer(bundle, options, 1, Bounds(), None)(service, supervisor, lane, begun)
+    supervisor, device_lock, begun = Supervisor(), DeviceLock(), WeakSet()
+    found = deploy(loader(bundle, options, 1)(), Bounds(), supervisor, device_lock, begun)
+    service = Service(found)
+    swapper = changer(bundle, options, 1, Bounds(), None)(service, supervisor, device_lock, begun)
     gone = [weakref.ref(found.scheduler.policy)]
     del found
     gc.freeze()

@@ -22,7 +22,7 @@ from sinew_client import Client
 
 from benchmarks.wire_clients import connect
 from sinew.policy import Policy, load
-from sinew.serve.recorder import read_records
+from sinew.records.recorder import read_records
 from tests import processes
 from tests.serve.test_server import CASE, START_S, ServerProcess, free_port
 

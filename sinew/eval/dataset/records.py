@@ -11,8 +11,8 @@ import numpy as np
 
 from sinew.core import SinewError
 from sinew.eval.dataset.writer import Frame
-from sinew.serve import record_parts as parts
-from sinew.serve.recorder import Record, read_record
+from sinew.records import parts
+from sinew.records.recorder import Record, read_record
 
 GAP = 2.5  # periods without a request that end an episode
 

@@ -22,6 +22,10 @@ from sinew import machine
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ActionChunk, BusyError, Observation, SinewError, Timing
 from sinew.processing.image import prepare_frame
+from sinew.serve.dashboard.wiring import Wiring
+from sinew.serve.policies import DEFAULT, Deployment
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 
 VIEWERS = 8  # at once; each is a connection and a few kilobytes
 KEPT = 256  # answers between two looks of the viewers
@@ -97,6 +101,11 @@ class Feed:
 
     def __init__(self, image: ImageRecipe | None = None):
         self.image = image
+        self.wiring: Wiring | None = (
+            None  # looks at robots; None: the bundle does not know how they should look
+        )
+        self._deployment: Deployment | None = None  # whose answers are shown
+        self._following = False
         self._lock = threading.Lock()
         self._viewers = {"answers": 0, "pictures": 0}
         self._number = 0
@@ -106,6 +115,30 @@ class Feed:
         self._making = threading.Lock()  # several viewers ask for the same pictures at once
         self._share = SHARE * machine.cores().logical
         self._bells: tuple[Callable[[], None], ...] = ()
+
+    def follow(self, service: Service) -> None:
+        """Keep what the service's first policy answers from now on. A second call, of another page, changes nothing."""
+        with self._lock:
+            following, self._following = self._following, True
+        if not following:
+            self._show(service.policies.get())
+            service.subscribe(self._hear)
+
+    def _show(self, deployment: Deployment) -> None:
+        self._deployment, manifest = deployment, deployment.manifest
+        self.image = None if manifest is None else manifest.processing.image
+        self.wiring = None if manifest is None else Wiring.of(manifest)
+
+    def _hear(self, request: Request, outcome: ActionChunk | SinewError, seconds: float) -> None:
+        if request.policy in ("", DEFAULT):
+            wire, client, session, seen = request.wire, request.client, request.session, request.observation
+            limit = None if request.deadline is None else request.deadline - request.arrived
+            if request.deployment not in (None, self._deployment):  # the policy was exchanged
+                self._show(request.deployment)
+            self.put(wire, client, session, seen, outcome, seconds, limit)
+            answered = isinstance(outcome, ActionChunk) and session != BY_HAND
+            if self.viewers and answered and seen is not None and (wiring := self.wiring) is not None:
+                wiring.put(wire, client, session, seen)
 
     @contextlib.contextmanager
     def bell(self, ring: Callable[[], None]) -> Iterator[None]:

@@ -19,9 +19,9 @@ from typing import Any
 
 from sinew import machine
 from sinew.core import SinewError
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.dashboard.feed import BY_HAND, Answer, Feed
 from sinew.serve.dashboard.host import Host
-from sinew.serve.quiet import Quiet
 from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,14 @@ class Broadcast:
 
     behind = BEHIND
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, feed: Feed):
         self._service = service
+        self._feed = feed
         self._outboxes: set[Outbox] = set()
         self._task: asyncio.Task[None] | None = None
         self._listening = False
         self._rung = asyncio.Event()
-        self._quiet = Quiet(logger)
-
-    @property
-    def _feed(self) -> Feed:
-        return self._service.feed
+        self._quiet = RateLimitedLog(logger)
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[Outbox]:
@@ -173,8 +170,8 @@ class Broadcast:
 class News(Broadcast):
     """``answers``, and ``health`` now and then."""
 
-    def __init__(self, service: Service):
-        super().__init__(service)
+    def __init__(self, service: Service, feed: Feed):
+        super().__init__(service, feed)
         self._host = Host()
         self._health: tuple[float, bytes] = (float("-inf"), b"")
 
@@ -183,8 +180,8 @@ class News(Broadcast):
         now = time.monotonic()
         if now >= self._health[0] + HEALTH_S:
             service = self._service
-            found = {"memory_bytes": _resident(), "viewers": service.feed.viewers, "host": self._host.look()}
-            if (wiring := service.wiring) is not None:
+            found = {"memory_bytes": _resident(), "viewers": self._feed.viewers, "host": self._host.look()}
+            if (wiring := self._feed.wiring) is not None:
                 found["wiring"] = wiring.report()
             self._health = now, encoded("health", service.health() | found)
         return self._health[1]
@@ -209,7 +206,7 @@ class News(Broadcast):
         return self._feed.newest
 
     def _left(self) -> None:
-        if (wiring := self._service.wiring) is not None:
+        if (wiring := self._feed.wiring) is not None:
             wiring.forget()
 
     def _patience(self) -> float:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
 
+from sinew.serve.dashboard.feed import Feed
 from sinew.serve.dashboard.news import Broadcast, News, Pictures, encoded
 from sinew.serve.service import Service
+from sinew.serve.transport.routes import Guard, Handler
 
 STALLED_S = 10.0  # a viewer that takes nothing for so long is let go
 PAGES = {
@@ -31,26 +32,21 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class Dashboard:
-    """service: whose feed is shown. guarded: puts a handler behind the server's key. actions: answers a request for
-    actions."""
+    """service: what is shown. guarded: puts a handler behind the server's key. actions: answers a request for actions.
+    feed: keeps what the service answers; the pages of several ports share one."""
 
-    def __init__(
-        self,
-        service: Service,
-        guarded: Callable[[Handler], Handler],
-        actions: Handler,
-    ):
+    def __init__(self, service: Service, guarded: Guard, actions: Handler, feed: Feed):
         self._service = service
         self._files = {
             name: (files("sinew.serve.dashboard").joinpath(file).read_bytes(), kind)
             for name, (file, kind) in PAGES.items()
         }
         self._guarded, self._actions = guarded, actions
-        self._news, self._frames = News(service), Pictures(service)
+        feed.follow(service)
+        self.feed = feed
+        self._news, self._frames = News(service, feed), Pictures(service, feed)
 
     def add(self, router: web.UrlDispatcher, at_root: bool) -> Handler:
         """Add the routes and return the page's handler. at_root: the page's at / as well; else clients share it."""
@@ -93,13 +89,13 @@ class Dashboard:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: ``about`` once, ``answers`` for what is answered from now on, ``health`` now and then."""
-        with self._service.feed.viewer():
+        with self.feed.viewer():
             first = encoded("about", self._about()) + self._news.health()
             return await self._stream(request, self._news, first)
 
     async def _pictures(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: ``frames``, every camera as JPEG, at most ten times a second."""
-        with self._service.feed.viewer("pictures"):
+        with self.feed.viewer("pictures"):
             return await self._stream(
                 request, self._frames, b":\n\n"
             )  # a comment, so that the head is sent now
@@ -122,13 +118,13 @@ class Dashboard:
         return service.metadata | {
             "state_range": None if safety is None else safety.state_range(),
             "deadline_ms": service.deadline_ms,
-            "as_seen": service.feed.image is not None,
+            "as_seen": self.feed.image is not None,
         }
 
     async def _frame(self, request: web.Request) -> web.Response:
         camera = request.match_info["camera"]
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(None, self._service.feed.pictures)
+        found = await loop.run_in_executor(None, self.feed.pictures)
         if camera not in found.files:
             return web.Response(status=404, text="no frame of this camera yet\n", headers=HEADERS)
         headers = {**HEADERS, "X-Answer": str(found.number)}

@@ -13,10 +13,9 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from sinew.core import ObservationError, PolicySpec, SinewError
+from sinew.core import MAX_SIDE, ObservationError, PolicySpec, SinewError
 
 MAX_IMAGES = 16
-MAX_SIDE = 8192  # pixels
 MIN_BUDGET = 16 << 20  # pixels of one request, all frames together, whatever the cameras are;
 BUDGET_FACTOR = (
     16  # and so many times as many as the policy's cameras have: a robot may send four times as wide

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from sinew.policy import open_bundle
 from sinew.serve.fleet.config import FleetConfig, PolicyConfig, Replicas, parse
 from sinew.serve.fleet.remote import RemotePolicy
 from sinew.serve.fleet.replica import About, Replica
-from sinew.serve.policies import DEFAULT, Standing, check_name
+from sinew.serve.policies import DEFAULT, Deployment, check_name
 from sinew.serve.scheduler import Scheduler
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
@@ -114,7 +115,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------- the cluster
 
-    def start(self) -> dict[str, Standing]:
+    def start(self) -> dict[str, Deployment]:
         """Join the cluster or begin one, and return the policies once each has a replica that answers."""
         address = self.config.address
         if address is None:
@@ -135,7 +136,7 @@ class Fleet:
             for name, config in self._configs.items():
                 self._deploy(name, config)
         names = (DEFAULT, *(name for name in self._configs if name != DEFAULT))
-        found = {name: self._stand(name) for name in names}
+        found = {name: self._deployment(name) for name in names}
         self._supervisor.thread("sinew-fleet", self._watch)
         return found
 
@@ -163,7 +164,7 @@ class Fleet:
         """Start a policy's replicas, or replace them one after the other; return when that is done."""
         self._serve.run(application(config), name=app_name(name), route_prefix=None)
 
-    def _stand(self, name: str) -> Standing:
+    def _deployment(self, name: str) -> Deployment:
         handle = self._serve.get_app_handle(app_name(name))
         about: About = handle.about.remote().result(timeout_s=ABOUT_S)
         lost = (
@@ -182,13 +183,14 @@ class Fleet:
         scheduler.start()
         self._remotes[name] = policy
         self._supervisor.watch(policy.problem)
-        return Standing(
+        return Deployment(
             scheduler,
             about.spec,
             self._told(name, about),
             None,
             about.padded_state_dim,
             about.padded_action_dim,
+            state=policy.state,
         )
 
     def _told(self, name: str, about: About) -> dict[str, Any]:
@@ -240,7 +242,7 @@ class Fleet:
             try:
                 self._deploy(name, config)
                 if before is None:
-                    service.policies.put(name, self._stand(name))
+                    service.policies.put(name, self._deployment(name))
                 else:
                     self._renew(service, name, changed)
             except Exception as error:
@@ -279,13 +281,12 @@ class Fleet:
         about: About = handle.about.remote().result(timeout_s=ABOUT_S)
         service.policies.put(
             name,
-            Standing(
-                old.scheduler,
-                about.spec,
-                self._told(name, about),
-                None,
-                about.padded_state_dim,
-                about.padded_action_dim,
+            replace(
+                old,
+                spec=about.spec,
+                metadata=self._told(name, about),
+                padded_state_dim=about.padded_state_dim,
+                padded_action_dim=about.padded_action_dim,
                 changed=changed,
             ),
         )

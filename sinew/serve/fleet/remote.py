@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from sinew.core import ActionChunk, CancelledError, Observation, PolicySpec
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.fleet.replica import About, Refusal
-from sinew.serve.quiet import Quiet
+from sinew.serve.served import ServedPolicy
 from sinew.serve.service import UnhealthyError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Response(Protocol):
 Ask = Callable[[Observation], Response]
 
 
-class RemotePolicy:
+class RemotePolicy(ServedPolicy):
     """ask: sends an observation to some replica. lost: errors of a call whose replica has gone, or cannot be reached.
 
     An inference changes nothing on a replica, so a request whose replica has died is sent to another one.
@@ -44,7 +45,7 @@ class RemotePolicy:
         self.about, self.name = about, name
         self._ask, self._lost = ask, lost
         self._lock = threading.Lock()
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
         self.replicas, self.retried = 1, 0
 
     @property

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, SinewError
+from sinew.serve.deploy import Given, deploy
+from sinew.serve.device_lock import DeviceLock
 from sinew.serve.fleet.config import PolicyConfig
 from sinew.serve.fleet.scaling import INFERENCE, TARGET
-from sinew.serve.lane import Lane
-from sinew.serve.opening import Given, stand
-from sinew.serve.service import Inference, Service
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 
 MIX = 0.1  # weight of the newest inference in the mean that replicas report
@@ -22,7 +23,7 @@ MIX = 0.1  # weight of the newest inference in the mean that replicas report
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a replica says of its policy; fields as of :class:`sinew.serve.policies.Standing`."""
+    """What a replica says of its policy; fields as of :class:`sinew.serve.policies.Deployment`."""
 
     spec: PolicySpec
     metadata: dict[str, Any]
@@ -73,11 +74,11 @@ class Replica:
             threads=found.threads,
         )
         limits = Given(queue=2 * found.ongoing, max_batch=found.max_batch, action_limits=found.action_limits)
-        standing = stand(policy, limits, Supervisor(), Lane())
+        deployment = deploy(policy, limits, Supervisor(), DeviceLock())
         self._about = About(
-            standing.spec, standing.metadata, standing.padded_state_dim, standing.padded_action_dim
+            deployment.spec, deployment.metadata, deployment.padded_state_dim, deployment.padded_action_dim
         )
-        self._service = Service.of(standing)
+        self._service = Service(deployment)
         self._inference_ms = 0.0
 
     async def about(self) -> About:
@@ -90,7 +91,7 @@ class Replica:
         try:
             # Robots took their turns where their requests came from; here each is a connection of its own.
             chunk = await self._service.infer(
-                Inference("ray", lambda _budget: observation, connection=object(), arrived=begun)
+                Request("ray", lambda _budget: observation, connection=object(), arrived=begun)
             )
         except SinewError as error:
             return Refusal.of(error)

@@ -12,14 +12,14 @@ from aiohttp import web
 
 from sinew.core import BundleError, ConvertError, RequestError
 from sinew.serve.service import Service, UnauthorizedError
-from sinew.serve.transport.actions import POLICIES, Handler, read_body
+from sinew.serve.transport.routes import POLICIES, Guard, read_body
 
 MAX_SOURCE = 4096  # characters: a path's longest on Linux
 MAX_BODY = 1 << 16  # bytes around it
 
 
-def add(service: Service, guarded: Callable[[Handler], Handler], router: web.UrlDispatcher) -> None:
-    """Add the routes. guarded: puts a handler behind the server's key and answers errors."""
+def add(service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
+    """Add the routes."""
 
     async def listed(_request: web.Request) -> web.StreamResponse:
         return web.json_response({"policies": service.policies.describe()})

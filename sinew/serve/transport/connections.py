@@ -11,7 +11,7 @@ import logging
 
 from aiohttp import web
 
-from sinew.serve.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.transport.ledger import SWEEP_S, Account, Ledger
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Connections:
     def __init__(self, name: str, limit: int, limit_bytes: int, limit_s: float):
         self.ledger = Ledger(name, limit, limit_bytes, self._close_account, limit_s)
         self._loop = asyncio.get_running_loop()
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
 
     def now(self) -> float:
         return self._loop.time()

@@ -16,8 +16,8 @@ from sinew_client.zmtp import Frame, Message
 
 from sinew.core import ActionChunk, BusyError, Observation, PolicySpec, RequestError, SinewError
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.request import Job, Outcome
-from sinew.serve.service import Inference, Service
+from sinew.serve.request import Outcome, Request
+from sinew.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +76,19 @@ class Codec(Protocol):
 
 
 class Asker(Protocol):
-    """A connection as this file sees it. requests: those that are not answered."""
+    """A connection as this file sees it. requests: what is not answered."""
 
     address: str
-    requests: set[Request]
+    unsent: int  # bytes of replies that its socket did not take yet
+    requests: set[Series]
 
     def __hash__(self) -> int: ...
 
-    def reply(self, frames: Sequence[Frame], request: Request | None) -> None:
-        """Send one message, from any thread. request: the one that it answers, whose memory is free now."""
+    def reply(self, frames: Sequence[Frame], series: Series | None) -> None:
+        """Send one message, from any thread. series: what it answers, whose memory is free now."""
 
-    def release(self, request: Request) -> None:
-        """Free what a request held that gets no reply. On the loop."""
+    def release(self, series: Series) -> None:
+        """Free what a message held that gets no reply. On the loop."""
 
     def prove(self) -> None:
         """A request of this connection was taken: it is not a stranger any more."""
@@ -110,7 +111,7 @@ class Exchange:
         arrived = time.perf_counter()
         envelope, payload = _open(message)
         count = message.count - len(envelope)
-        request = Request(self._service, size)
+        series = Series(self._service, size)
         header = None
         try:
             if message.size > self._limit:
@@ -126,27 +127,27 @@ class Exchange:
                 asker.prove()
             reply = codec.control(header)
             if reply is not None:
-                asker.reply([*envelope, reply], request)
+                asker.reply([*envelope, reply], series)
                 return
             if codec.streams is not None and codec.streams.take(asker, envelope, header, content):
                 asker.prove()
-                asker.release(request)
+                asker.release(series)
                 return
             decoders = codec.decoders(header, content)
         except SinewError as error:
             self._service.refused(codec.name, asker.address, error)
             asker.refuse(error)
-            asker.reply([*envelope, codec.encode_error(header, error)], request)
+            asker.reply([*envelope, codec.encode_error(header, error)], series)
             return
         except Exception:  # whatever it is, the other clients are served on
             logger.exception("a request could not be taken")
-            asker.reply([*envelope, codec.encode_error(header, SinewError("internal error"))], request)
+            asker.reply([*envelope, codec.encode_error(header, SinewError("internal error"))], series)
             return
         asker.prove()
         # Observations of one batch do not replace each other.
         session = header.session if len(decoders) == 1 else ""
-        request.inferences = [
-            Inference(
+        series.requests = [
+            Request(
                 codec.name,
                 decode,
                 asker.address,
@@ -158,9 +159,9 @@ class Exchange:
             )
             for decode in reversed(decoders)
         ]
-        request.on_end = partial(self._reply, asker, envelope, header, arrived, request)
-        asker.requests.add(request)
-        request.ask()
+        series.on_end = partial(self._reply, asker, envelope, header, arrived, series)
+        asker.requests.add(series)
+        series.ask()
 
     def _reply(
         self,
@@ -168,13 +169,13 @@ class Exchange:
         envelope: Envelope,
         header: Any,
         arrived: float,
-        request: Request,
+        series: Series,
         outcomes: Sequence[Outcome],
     ) -> None:
         """Runs on a thread of the scheduler, or on the loop."""
         chunks = [outcome for outcome in outcomes if isinstance(outcome, ActionChunk)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, SinewError)]
-        asker.requests.discard(request)
+        asker.requests.discard(series)
         try:
             if errors:
                 reply = self._codec.encode_error(header, errors[0])
@@ -185,55 +186,55 @@ class Exchange:
         except Exception:  # a client that gets no reply waits for ever
             logger.exception("a reply could not be written")
             reply = self._codec.encode_error(header, SinewError("internal error"))
-        asker.reply([*envelope, reply], request)
+        asker.reply([*envelope, reply], series)
 
 
-class Request:
-    """The observations of one request, submitted one after the other: a batch takes one place in the queue, other
-    clients get their turn in between, and the first failure ends it.
+class Series:
+    """The requests of one message, an observation each, submitted one after the other: a batch takes one place in the
+    queue, other clients get their turn in between, and the first failure ends it.
 
-    inferences: the last one first. size: bytes that it keeps in memory.
+    requests: the last one first. size: bytes that it keeps in memory.
     """
 
     def __init__(self, service: Service, size: int):
         self.size = size
-        self.inferences: list[Inference] = []
+        self.requests: list[Request] = []
         self.on_end: Callable[[Sequence[Outcome]], None] = _nothing
         self._service = service
         self._outcomes: list[Outcome] = []
-        self._job: Job | None = None
+        self._asked: Request | None = None
         self._abandoned = self._ended = False
 
     def ask(self) -> None:
         try:
-            job = self._service.submit(self.inferences.pop(), self._settle)
+            request = self._service.submit(self.requests.pop(), self._settle)
         except SinewError as error:  # counted by submit
             self._end(error)
             return
-        self._job = None if self._ended else job
+        self._asked = None if self._ended else request
         if self._abandoned:
-            self._service.cancel(job)
+            self._service.cancel(request)
 
     def abandon(self) -> None:
         """Nobody waits for it any more."""
         self._abandoned = True
-        job = self._job
-        if job is not None:
-            self._service.cancel(job)
+        asked = self._asked
+        if asked is not None:
+            self._service.cancel(asked)
 
     def _settle(self, outcome: Outcome) -> None:
         """Runs on a thread of the scheduler."""
-        if self.inferences and not self._abandoned and not isinstance(outcome, SinewError):
+        if self.requests and not self._abandoned and not isinstance(outcome, SinewError):
             self._outcomes.append(outcome)
             self.ask()
         else:
             self._end(outcome)
 
     def _end(self, outcome: Outcome) -> None:
-        # The job knows this object, and with it the frames; a circle would keep them until the collector comes.
-        self._ended, self._job = True, None
+        # The request knows this object, and with it the frames; a circle would keep them until the collector comes.
+        self._ended, self._asked = True, None
         on_end, self.on_end = self.on_end, _nothing
-        self.inferences = []
+        self.requests = []
         on_end([*self._outcomes, outcome])
 
 

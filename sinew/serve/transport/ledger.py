@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from sinew.serve.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Ledger:
         self.held = 0
         self.strangers_held = 0
         self._close = close
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
 
     def admit(self, account: Account, now: float) -> bool:
         """Count a new connection in, in place of an idle one if the server is full. False: there is no place."""

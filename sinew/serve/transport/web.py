@@ -1,6 +1,6 @@
-"""HTTP and WebSocket transport: one aiohttp server on a thread of its own, for the wires openpi, evo1 and http.
+"""HTTP and WebSocket transport: one aiohttp server on a thread of its own, for wires of WebSockets and of routes.
 
-Always there: ``GET /healthz`` and ``GET /metrics``; the dashboard at / where it is wanted. The event loop only moves
+Always there: ``GET /healthz`` and ``GET /metrics``; a page at / where one is given. The event loop only moves
 bytes; observations are made on the scheduler's decode thread.
 """
 
@@ -20,19 +20,18 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sinew.core import PolicySpec, RequestError, SinewError
-from sinew.serve.dashboard.routes import Dashboard, Handler
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
-from sinew.serve.quiet import Quiet
-from sinew.serve.service import Inference, Service
-from sinew.serve.transport import admin
-from sinew.serve.transport.actions import POLICIES, Actions
+from sinew.serve.request import Request
+from sinew.serve.service import Service
 from sinew.serve.transport.connections import Connection, Connections, connection_of
+from sinew.serve.transport.errors import JSON, error_answer
 from sinew.serve.transport.ledger import HELD_REQUESTS
 from sinew.serve.transport.listen import Listen
 from sinew.serve.transport.origin import refuse_web_pages
-from sinew.serve.wires import http
-from sinew.serve.wires.sockets import MAX_REASON, SOCKETS
+from sinew.serve.transport.routes import POLICIES, Guard, Handler, Page, Routes
+from sinew.serve.transport.sockets import MAX_REASON, Dialect
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +42,35 @@ PENDING = 2  # observations of one connection that may wait; openpi's clients ha
 
 
 class WebServer:
-    """names: which of the wires openpi, evo1 and http it serves; one of the first two at most."""
+    """wires: what it serves; at most one is a Dialect, whose WebSockets are at any path. page: makes what a browser is
+    shown, given the service and what puts handlers behind its key."""
 
-    def __init__(self, names: Sequence[str], listen: Listen):
-        self.name = " and ".join(names)
-        self._names = tuple(names)
-        self._kind = next((SOCKETS[name] for name in names if name in SOCKETS), None)
+    def __init__(
+        self,
+        wires: Sequence[Dialect | Routes],
+        listen: Listen,
+        page: Callable[[Service, Guard], Page] | None = None,
+    ):
+        self.name = " and ".join(wire.name for wire in wires)
+        self._routes = [wire for wire in wires if not isinstance(wire, Dialect)]
+        self._dialect = next((wire for wire in wires if isinstance(wire, Dialect)), None)
         self._listen = listen
         self._tls = listen.tls()
         self._socket = listen.tcp_socket()
         host = f"[{listen.host}]" if ":" in listen.host else listen.host or "0.0.0.0"  # noqa: S104 - shown
-        scheme = ("wss" if self._tls else "ws") if self._kind else "https" if self._tls else "http"
+        scheme = ("wss" if self._tls else "ws") if self._dialect else "https" if self._tls else "http"
         self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
         # what a browser opens; "" where there is no page
-        self.dashboard = self.address.replace("ws", "http", 1) + "/" if listen.dashboard else ""
+        self.dashboard = "" if page is None else self.address.replace("ws", "http", 1) + "/"
         logging.getLogger("aiohttp.server").addFilter(_is_ours)
         self._thread: threading.Thread | None = None
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
         self._loop = asyncio.new_event_loop()
         self._ended: asyncio.Event | None = None
         self._open: set[web.WebSocketResponse] = set()
-        self._page: Handler | None = None  # of the dashboard
+        self._make_page = page
+        self.page: Page | None = None  # once it was started
+        self._front: Handler | None = None  # the page at /
 
     def start(self, service: Service) -> None:
         self._service = service
@@ -85,9 +92,10 @@ class WebServer:
         self._socket.close()
 
     def guide(self, spec: PolicySpec) -> list[str]:
-        lines = self._kind.codec.guide(spec, self.address) if self._kind else []
-        if "http" in self._names:
-            lines += [""] * bool(lines) + http.guide(spec, self.address.replace("ws", "http", 1))
+        lines = list(self._dialect.guide(spec, self.address)) if self._dialect else []
+        for routes in self._routes:
+            lines += [""] * bool(lines)
+            lines += routes.guide(spec, self.address.replace("ws", "http", 1))
         return lines
 
     # ------------------------------------------------------------------------- the server
@@ -99,15 +107,12 @@ class WebServer:
         app.on_response_prepare.append(_anonymous)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/metrics", self._metrics)
-        actions = Actions(self._service)
-        if "http" in self._names:
-            actions.add(self._guarded, app.router)
-            admin.add(self._service, self._guarded, app.router)
-        shown: Dashboard | None = None
-        if self._listen.dashboard:
-            shown = Dashboard(self._service, self._guarded, actions.actions)
-            self._page = shown.add(app.router, at_root=not self._kind)
-        if self._kind:
+        for routes in self._routes:
+            routes.add(self._service, self._guarded, app.router)
+        if self._make_page is not None:
+            self.page = self._make_page(self._service, self._guarded)
+            self._front = self.page.add(app.router, at_root=not self._dialect)
+        if self._dialect:
             app.router.add_get("/{path:.*}", self._websocket)
         runner = web.AppRunner(
             app,
@@ -133,8 +138,8 @@ class WebServer:
         await self._ended.wait()
         watch.cancel()
         server.close()
-        if shown is not None:
-            shown.end()
+        if self.page is not None:
+            self.page.end()
         await asyncio.sleep(0)  # answers that the scheduler's end produced are on their way to their handlers
         for socket in list(self._open):
             with contextlib.suppress(Exception):
@@ -191,9 +196,7 @@ class WebServer:
         response.force_close()
         return response
 
-    def _guarded(
-        self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _guarded(self, handler: Handler) -> Handler:
         """``handler`` behind the key check, with errors as JSON."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -206,34 +209,34 @@ class WebServer:
                 connection_of(request).prove()
                 return response
             except SinewError as error:
-                status, body = http.error_answer(error)
+                status, body = error_answer(error)
             except web.HTTPRequestEntityTooLarge:
                 too_large = RequestError(f"request: expected at most {self._listen.max_message_bytes} bytes")
                 self._service.refused("http", request.remote or "", too_large)
-                status, body = 413, http.error_answer(too_large)[1]
-            return web.Response(status=status, body=body, content_type=http.JSON)
+                status, body = 413, error_answer(too_large)[1]
+            return web.Response(status=status, body=body, content_type=JSON)
 
         return answer
 
     # ------------------------------------------------------------------------- WebSockets
 
     async def _websocket(self, request: web.Request) -> web.StreamResponse:
-        if self._page is not None and request.path == "/" and "Upgrade" not in request.headers:
-            return await self._page(request)
-        assert self._kind is not None
-        service, client, kind = self._service, request.remote or "", self._kind
-        name = kind.codec.NAME
+        if self._front is not None and request.path == "/" and "Upgrade" not in request.headers:
+            return await self._front(request)
+        assert self._dialect is not None
+        service, client, dialect = self._service, request.remote or "", self._dialect
+        name = dialect.name
         policy = request.path.removeprefix(f"{POLICIES}/") if request.path.startswith(POLICIES) else DEFAULT
         try:
             with service.reading(name, client):
                 service.authorize(_key(request))
-                standing = service.policies.get(policy)
+                deployment = service.policies.get(policy)
         except SinewError as error:
-            return web.Response(status=http.error_answer(error)[0], text=f"{error}\n")
+            return web.Response(status=error_answer(error)[0], text=f"{error}\n")
         socket = web.WebSocketResponse(
             max_msg_size=self._listen.max_message_bytes,
             compress=False,
-            heartbeat=kind.ping_s,
+            heartbeat=dialect.ping_s,
             timeout=CLOSE_S,
             autoping=False,  # answered below, where they are counted
         )
@@ -254,15 +257,15 @@ class WebServer:
         # Reading goes on during an inference: pings are answered, and a client that leaves is noticed.
         worker = asyncio.create_task(self._answer(socket, connection, messages, client, policy))
         try:
-            if kind.greets:
-                await socket.send_bytes(kind.codec.metadata(standing.spec, service.about(policy)))
+            if dialect.greet is not None:
+                await socket.send_bytes(dialect.greet(deployment.spec, service.about(policy)))
             async for message in socket:
                 if message.type in (WSMsgType.PING, WSMsgType.PONG):
                     connection.control_frame(len(message.data))
                     if message.type == WSMsgType.PING:
                         await socket.pong(message.data)
-                elif (message.type == WSMsgType.BINARY) != kind.binary:
-                    wanted = "binary frame with a msgpack map" if kind.binary else "text frame"
+                elif (message.type == WSMsgType.BINARY) != dialect.binary:
+                    wanted = "binary frame with a msgpack map" if dialect.binary else "text frame"
                     await self._fail(socket, f"expected a {wanted}, got the other kind")
                     break
                 elif messages.full():
@@ -320,18 +323,17 @@ class WebServer:
         connection: Connection,
         policy: str,
     ) -> bytes | str:
-        assert self._kind is not None
-        service, codec = self._service, self._kind.codec
-        with service.reading(codec.NAME, client):
-            message = codec.read(payload)
-        if message.endpoint == "reset":
+        assert self._dialect is not None
+        service, dialect = self._service, self._dialect
+        with service.reading(dialect.name, client):
+            message = dialect.read(payload)
+        if dialect.reset is not None and message.endpoint == "reset":
             service.reset(message.session, policy)
-            done: bytes | str = codec.reset_answer()
-            return done
-        decode = partial(codec.observation, message, service.policies.get(policy).spec)
+            return dialect.reset()
+        decode = partial(dialect.observation, message, service.policies.get(policy).spec)
         chunk = await service.infer(
-            Inference(
-                codec.NAME,
+            Request(
+                dialect.name,
                 decode,
                 client,
                 message.session,
@@ -341,16 +343,15 @@ class WebServer:
                 policy=policy,
             )
         )
-        reply: bytes | str = codec.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
-        return reply
+        return dialect.answer(chunk, 1e3 * (time.perf_counter() - arrived), previous_ms)
 
     async def _fail(self, socket: web.WebSocketResponse, text: str) -> None:
         """Say that something is wrong and end the connection: openpi's way is a text frame first, which a client that
         takes each frame for an answer would misread; it finds the words in the reason of the end."""
-        assert self._kind is not None
+        assert self._dialect is not None
         reason = text.encode()[:MAX_REASON].decode(errors="ignore").encode()
         with contextlib.suppress(ConnectionError, RuntimeError):
-            if self._kind.explains:
+            if self._dialect.explains:
                 await socket.send_str(text)
                 reason = b"Internal server error. The reason is in the previous frame."
             await socket.close(code=WSCloseCode.INTERNAL_ERROR, message=reason)

@@ -23,9 +23,9 @@ from sinew_client import zmtp
 from sinew_client.link import set_options
 
 from sinew.core import PolicySpec, SinewError
-from sinew.serve.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.service import Service
-from sinew.serve.transport.exchange import Codec, Exchange, Request
+from sinew.serve.transport.exchange import Codec, Exchange, Series
 from sinew.serve.transport.ledger import HELD_REQUESTS, SWEEP_S, Account, Ledger
 from sinew.serve.transport.listen import Listen
 
@@ -47,12 +47,14 @@ class ZeroMQWire:
     is closed.
     """
 
+    dashboard = ""  # no browser speaks ZeroMQ
+
     def __init__(self, codec: Codec, listen: Listen):
         self.codec = codec
         self.name = codec.name
         self._limit = listen.max_message_bytes
         self._stop = False
-        self._quiet = Quiet(logger)
+        self._quiet = RateLimitedLog(logger)
         self._socket = listen.tcp_socket()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -272,8 +274,8 @@ class ZeroMQWire:
         self._ledger.forget(peer)
         peer.end()
         self._service.metrics.connection(self.name, -1)
-        for request in tuple(peer.requests):
-            request.abandon()
+        for series in tuple(peer.requests):
+            series.abandon()
 
     def _close_account(self, account: Account, reason: str) -> None:
         assert isinstance(account, Peer)
@@ -320,7 +322,7 @@ class Peer(Account):
         self.socket = made
         self.address = address
         self.framing: zmtp.Framing = framing
-        self.requests: set[Request] = set()
+        self.requests: set[Series] = set()
         self.freed: deque[int] = deque()
         self.closed = self.broken = self.paused = False
         self.refusals = 0
@@ -330,23 +332,23 @@ class Peer(Account):
         self._lock = threading.Lock()  # around the socket's end that is written to
         self._out: deque[memoryview] = deque()
 
-    def reply(self, frames: Sequence[zmtp.Frame], request: Request | None) -> None:
+    def reply(self, frames: Sequence[zmtp.Frame], series: Series | None) -> None:
         """See Asker."""
-        if request is not None and request.size:
-            self.freed.append(request.size)
+        if series is not None and series.size:
+            self.freed.append(series.size)
         try:
             self.send(zmtp.message(frames))
         except BaseException:  # who gets no reply, or half of one, is told by the end of the connection
             self.broken = True
             self._wire.wake(self)
             raise
-        # The loop frees what the request held before it does anything else; only what is left to send wakes it.
+        # The loop frees what the message held before it does anything else; only what is left to send wakes it.
         if not self._wire.on_loop():
             self._wire.wake(self, at_once=bool(self.unsent or self.broken))
 
-    def release(self, request: Request) -> None:
+    def release(self, series: Series) -> None:
         """See Asker."""
-        self.freed.append(request.size)
+        self.freed.append(series.size)
 
     def prove(self) -> None:
         self.refusals = 0

@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sinew.core import SinewError
-from sinew.serve.service import Wire
 from sinew.serve.transport.listen import Listen
+from sinew.serve.wire import Listener, Wire
 
-
-@dataclass(frozen=True, slots=True)
-class WireKind:
-    """port: where the field's clients expect it. web: shares one HTTP server with the others of its port."""
-
-    port: int
-    about: str
-    web: bool = False
+if TYPE_CHECKING:
+    from sinew.serve.service import Service
+    from sinew.serve.transport.routes import Guard, Page
 
 
 WIRES = {
-    "native": WireKind(5555, "ZeroMQ and Protobuf: sinew_client, and vla.cpp's clients"),
-    "openpi": WireKind(8000, "WebSocket and msgpack: openpi-client, vLLM-Omni's dialect", web=True),
-    "evo1": WireKind(9000, "WebSocket and JSON: the clients of Evo-1's repository", web=True),
-    "http": WireKind(8000, "POST /v1/actions, POST /act (OpenVLA, OpenVLA-OFT)", web=True),
-    "groot": WireKind(5555, "ZeroMQ and msgpack: Isaac-GR00T's PolicyClient"),
-    "lerobot": WireKind(8080, "gRPC: LeRobot's asynchronous RobotClient; reads pickle, restricted"),
+    wire.name: wire
+    for wire in (
+        Wire(
+            "native",
+            5555,
+            "ZeroMQ and Protobuf: sinew_client, and vla.cpp's clients",
+            "zeromq",
+            "sinew.serve.wires.native:NativeCodec",
+        ),
+        Wire(
+            "openpi",
+            8000,
+            "WebSocket and msgpack: openpi-client, vLLM-Omni's dialect",
+            "websocket",
+            "sinew.serve.wires.openpi:DIALECT",
+        ),
+        Wire(
+            "evo1",
+            9000,
+            "WebSocket and JSON: the clients of Evo-1's repository",
+            "websocket",
+            "sinew.serve.wires.evo1:DIALECT",
+        ),
+        Wire(
+            "http",
+            8000,
+            "POST /v1/actions, POST /act (OpenVLA, OpenVLA-OFT)",
+            "http",
+            "sinew.serve.wires.actions:ROUTES",
+        ),
+        Wire(
+            "groot",
+            5555,
+            "ZeroMQ and msgpack: Isaac-GR00T's PolicyClient",
+            "zeromq",
+            "sinew.serve.wires.groot.codec:GrootCodec",
+        ),
+        Wire(
+            "lerobot",
+            8080,
+            "gRPC: LeRobot's asynchronous RobotClient; reads pickle, restricted",
+            "grpc",
+            "sinew.serve.wires.lerobot.wire:LeRobotWire",
+        ),
+    )
 }
-SOCKETS = {"openpi", "evo1"}  # WebSockets, each on any path of its port
 DEFAULT = ("native", "openpi")
 NATIVE_BESIDE_GROOT = 5556
 
@@ -54,42 +87,47 @@ def servers(ports: dict[str, int]) -> int:
     return len({port if WIRES[name].web else name for name, port in ports.items()})
 
 
-def open_wires(ports: dict[str, int], listen: Listen) -> list[Wire]:
+def open_wires(ports: dict[str, int], listen: Listen) -> list[Listener]:
     """Claim the addresses. Raises AddressError, and then leaves none claimed."""
-    opened: list[Wire] = []
-    web: dict[int, list[str]] = {}
+    opened: list[Listener] = []
+    web: dict[int, list[Wire]] = {}
     for name, port in ports.items():
-        if WIRES[name].web:
-            if name in SOCKETS and (other := SOCKETS & set(web.get(port, []))):
-                raise SinewError(f"--wire {name}: port {port} has {other.pop()}; WebSockets share no port")
-            web.setdefault(port, []).append(name)
+        wire = WIRES[name]
+        if wire.web:
+            there = web.setdefault(port, [])
+            if wire.transport == "websocket":  # on any path of its port
+                for other in there:
+                    if other.transport == "websocket":
+                        raise SinewError(
+                            f"--wire {name}: port {port} has {other.name}; WebSockets share no port"
+                        )
+            there.append(wire)
+    page = _page() if web and listen.dashboard else None
     try:
         for name, port in ports.items():
-            here = replace(listen, port=port)
-            if name in ("native", "groot"):
+            wire, here = WIRES[name], replace(listen, port=port)
+            if wire.transport == "zeromq":
                 from sinew.serve.transport.zeromq import ZeroMQWire
 
-                opened.append(ZeroMQWire(_codec(name), here))
-            elif name == "lerobot":
-                from sinew.serve.wires.lerobot.wire import LeRobotWire
-
-                opened.append(LeRobotWire(here))
-            elif names := web.pop(port, []):
+                opened.append(ZeroMQWire(wire.load()(), here))
+            elif wire.transport == "grpc":
+                opened.append(wire.load()(here))
+            elif wires := web.pop(port, []):
                 from sinew.serve.transport.web import WebServer
 
-                opened.append(WebServer(names, here))
+                opened.append(WebServer([each.load() for each in wires], here, page))
     except BaseException:
-        for wire in opened:
-            wire.stop()
+        for listener in opened:
+            listener.stop()
         raise
     return opened
 
 
-def _codec(name: str) -> Any:
-    if name == "native":
-        from sinew.serve.wires.native import NativeCodec
+def _page() -> Callable[[Service, Guard], Page]:
+    """Return what makes the dashboard of a port. All of them show the same answers."""
+    from sinew.serve.dashboard.feed import Feed
+    from sinew.serve.dashboard.routes import Dashboard
+    from sinew.serve.wires.actions import Actions
 
-        return NativeCodec()
-    from sinew.serve.wires.groot.codec import GrootCodec
-
-    return GrootCodec()
+    feed = Feed()
+    return lambda service, guarded: Dashboard(service, guarded, Actions(service).actions, feed)

@@ -23,6 +23,7 @@ import numpy as np
 from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
 from sinew.serve.transport.listen import reachable
+from sinew.serve.transport.sockets import Dialect
 from sinew.serve.wires import keys
 
 NAME = "evo1"
@@ -222,3 +223,6 @@ def guide(spec: PolicySpec, address: str) -> list[str]:
         "    server.send(json.dumps(observation))",
         f"    print(json.loads(server.recv()))  # {spec.chunk_size} rows",
     ]
+
+
+DIALECT = Dialect(NAME, read, observation, answer, guide, binary=False, explains=False, ping_s=None)

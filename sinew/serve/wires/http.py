@@ -25,30 +25,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError, SinewError
+from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, RequestError
 from sinew.serve.decode.array import from_base64, from_json_numpy, pack, to_json_numpy, unpack
 from sinew.serve.decode.frames import PixelBudget, compressed_frame
 from sinew.serve.decode.msgpack import MAX_VALUES
+from sinew.serve.transport.errors import JSON
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires import keys
 from sinew.serve.wires.openpi import OPTIONS, number, options
 
 NAME = "http"
 MSGPACK = "application/msgpack"
-JSON = "application/json"
 MAX_WIDE = 1 << 18  # characters of a text that is no base64
-_STATUS = {
-    "bad_request": 400,
-    "bad_observation": 400,
-    "unauthorized": 401,
-    "unknown_policy": 404,
-    "superseded": 409,
-    "busy": 429,
-    "cancelled": 499,
-    "unhealthy": 503,
-    "shutting_down": 503,
-    "deadline": 504,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +85,6 @@ def answer(chunk: ActionChunk, server_ms: float, content_type: str) -> bytes:
     if content_type == MSGPACK:
         return pack(reply)
     return json.dumps(reply | {"actions": chunk.actions.tolist()}).encode()
-
-
-def error_answer(error: SinewError) -> tuple[int, bytes]:
-    """(status, body)"""
-    entry = {"code": error.code, "message": str(error)[:1000]}
-    if isinstance(error, ObservationError):
-        entry["field"] = error.field[:100]
-    return _STATUS.get(error.code, 500), json.dumps({"error": entry}).encode()
 
 
 # ----------------------------------------------------------------------------- OpenVLA

@@ -27,7 +27,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, R
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget, compressed_frame, raw_frame
 from sinew.serve.decode.protobuf import BYTES, FIXED32, VARINT, Field, fields, packed
 from sinew.serve.policies import MAX_NAME as MAX_POLICY
-from sinew.serve.policies import Standing
+from sinew.serve.policies import Deployment
 from sinew.serve.service import MAX_SESSION, Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.streams import Streams
@@ -195,14 +195,14 @@ class NativeCodec:
         Pixels stay where they are: images are taken out of the message by hand, because Protobuf's parser would copy
         them twice. Raises RequestError where the message is not one, ObservationError where a field is wrong.
         """
-        standing = self.service.policies.get(policy)
-        spec = standing.spec
+        deployment = self.service.policies.get(policy)
+        spec = deployment.spec
         request, pictures = self.parse(payload, found)
         images = [_Picture.of(picture) for picture in pictures]
         tokens = np.fromiter(request.lang_tokens, np.int64, len(request.lang_tokens))
         return Observation(
             images=_images(spec, images, list(request.camera_names), budget or PixelBudget()),
-            state=_state(standing, request),
+            state=_state(deployment, request),
             prompt=request.prompt,
             tokens=tokens if tokens.size else None,
             noise=_noise(spec, request),
@@ -371,15 +371,15 @@ def _images(
     return {name: _frame(name, image, budget) for name, image in zip(names, images, strict=True)}
 
 
-def _state(standing: Standing, request: PredictRequest) -> np.ndarray:
+def _state(deployment: Deployment, request: PredictRequest) -> np.ndarray:
     if request.raw_state and request.state:
         raise RequestError("raw_state: expected either raw_state or state, got both")
     if request.raw_state or not request.state:
         return _vector(request.raw_state)
-    state, dim = _vector(request.state), standing.spec.state.dim
-    if len(state) not in (dim, standing.padded_state_dim):
+    state, dim = _vector(request.state), deployment.spec.state.dim
+    if len(state) not in (dim, deployment.padded_state_dim):
         raise ObservationError(
-            "state", f"{standing.padded_state_dim} (padded) or {dim} values", f"{len(state)}"
+            "state", f"{deployment.padded_state_dim} (padded) or {dim} values", f"{len(state)}"
         )
     return state[:dim]
 

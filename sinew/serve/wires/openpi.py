@@ -17,6 +17,7 @@ from sinew.core import ActionChunk, Observation, ObservationError, PolicySpec, R
 from sinew.serve.decode.array import pack, unpack
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.transport.listen import reachable
+from sinew.serve.transport.sockets import Dialect
 from sinew.serve.wires import keys
 
 NAME = "openpi"
@@ -196,3 +197,6 @@ def _bytes(name: str, frame: np.ndarray) -> np.ndarray:
     if not np.isfinite(frame).all() or frame.min(initial=0) < 0 or frame.max(initial=0) > 1:
         raise ObservationError(f"images.{name}", "floats in [0, 1]", "values outside")
     return (255 * frame).astype(np.uint8)
+
+
+DIALECT = Dialect(NAME, read, observation, answer, guide, greet=metadata, reset=reset_answer)

@@ -20,11 +20,11 @@ import numpy as np
 from sinew_client.schema import PredictResponse
 
 from sinew.core import ActionChunk, BusyError, Observation, ObservationError, RequestError, SinewError
+from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.protobuf import packed
-from sinew.serve.lane import Beside
-from sinew.serve.policies import Standing
-from sinew.serve.quiet import Quiet
+from sinew.serve.device_lock import Beside
+from sinew.serve.policies import Deployment
 from sinew.serve.request import SupersededError
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -62,21 +62,21 @@ class Parser(Protocol):
 
 @dataclass(eq=False)
 class Robot:
-    """One stream: where its windows go. standing: its policy. heard: when its last sample came. ``abandon`` is called
+    """One stream: where its windows go. deployment: its policy. heard: when its last sample came. ``abandon`` is called
     when the connection ends."""
 
     session: Session
     name: str
     policy: str  # its name
     settings: StreamSettings
-    standing: Standing
+    deployment: Deployment
     asker: Asker
     envelope: Envelope
     safety: Safety | None
     parser: Parser
     on_end: Callable[[Robot], None]
     heard: float
-    quiet: Quiet
+    quiet: RateLimitedLog
     ended: bool = False
     dropped: int = 0
     size: int = 0  # the connection's account holds nothing for it
@@ -86,7 +86,7 @@ class Robot:
         """Push one window, an empty one too: it tells how long the way takes. Runs on the fast loop."""
         if self.ended:
             return
-        if getattr(self.asker, "unsent", 0) > MAX_UNREAD:
+        if self.asker.unsent > MAX_UNREAD:
             self.dropped += 1
             return
         chunk = ActionChunk(window.rows, session=self.name)
@@ -108,14 +108,14 @@ class Robot:
 
     def tell(self, error: SinewError) -> None:
         """Push an error."""
-        if getattr(self.asker, "unsent", 0) <= MAX_UNREAD:
+        if self.asker.unsent <= MAX_UNREAD:
             self.asker.reply([*self.envelope, self.parser.encode_error(None, error)], None)
 
     def abandon(self) -> None:
         self.on_end(self)
 
     def _encode(self, window: Window, chunk: ActionChunk) -> bytes:
-        warnings = (*chunk.warnings, *self.standing.changed)
+        warnings = (*chunk.warnings, *self.deployment.changed)
         reply = PredictResponse(request_id=window.tag, session=self.name, warnings=warnings)
         reply.horizon, reply.dim = chunk.actions.shape
         about = reply.window
@@ -141,8 +141,8 @@ class Streams:
         self._robots: dict[tuple[int, str], Robot] = {}
         self._lock = threading.Lock()
         self._failed, self._changes = (
-            Quiet(logger),
-            Quiet(logger),
+            RateLimitedLog(logger),
+            RateLimitedLog(logger),
         )  # a client may begin a stream with each message
         self.loops = Loops(start=service.supervisor.thread)
         service.policies.watch(self._left)
@@ -229,15 +229,15 @@ class Streams:
         if robot is not None:
             self._end(robot)
         self._service.check_session(name)
-        standing = self._service.policies.get(request.policy)
+        deployment = self._service.policies.get(request.policy)
         self._make_place(asker)
-        policy: Any = standing.scheduler.policy
+        policy: Any = deployment.scheduler.policy
         if not hasattr(policy, "processor"):
             engine = policy.describe()["engine"]
             raise RequestError(
                 f"stream: expected a policy that computes in this process, got engine {engine}"
             )
-        safety = standing.safety
+        safety = deployment.safety
         if safety is not None and safety.max_age is not None:
             raise RequestError(
                 "stream: expected a server without --max-age, which compares Unix times, got one with"
@@ -246,15 +246,15 @@ class Streams:
             )
         session = Session(policy, settings, request.prompt)
         robot = Robot(
-            session, name, request.policy, settings, standing, asker, envelope,
+            session, name, request.policy, settings, deployment, asker, envelope,
             None if safety is None else safety.of_windows(), self._parser, self._end, self._clock(),
             self._failed,
         )  # fmt: skip
         with self._lock:
             self._robots[key] = robot
         asker.requests.add(robot)  # type: ignore[arg-type]  # abandoned with the connection, as requests are
-        self.loops.add(session, robot, asker, partial(Beside, standing.scheduler.lane))
-        if self._service.policies.get(request.policy) is not standing:  # exchanged since it was looked at
+        self.loops.add(session, robot, asker, partial(Beside, deployment.scheduler.device_lock))
+        if self._service.policies.get(request.policy) is not deployment:  # exchanged since it was looked at
             self._end(robot)
             raise SupersededError(EXCHANGED)
         self._changes.info("a stream of %s begins: %s", asker.address, session.label)
@@ -282,7 +282,7 @@ class Streams:
         """End the streams of a policy that was exchanged or unloaded, and wait until nothing of it is computed: its
         memory is wanted back. On the thread that changes it."""
         with self._lock:
-            robots = [each for each in self._robots.values() if each.standing.scheduler is scheduler]
+            robots = [each for each in self._robots.values() if each.deployment.scheduler is scheduler]
         for robot in robots:
             self._end(robot)
             robot.tell(SupersededError(EXCHANGED))

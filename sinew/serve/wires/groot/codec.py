@@ -34,11 +34,11 @@ from sinew.core import (
     SinewError,
     did_you_mean,
 )
+from sinew.npy import dump_npy, load_npy, raw_array
 from sinew.processing.arrays import numbers
+from sinew.rate_limited_log import Once
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
-from sinew.serve.decode.npy import dump_npy, load_npy, raw_array
-from sinew.serve.quiet import Once
 from sinew.serve.service import Service
 from sinew.serve.transport.listen import reachable
 from sinew.serve.wires.groot.names import Names

@@ -16,8 +16,8 @@ import numpy as np
 
 from sinew.core import Observation, ObservationError, PolicySpec
 from sinew.processing.arrays import KINDS
+from sinew.rate_limited_log import Once
 from sinew.serve.decode.frames import MAX_IMAGES, PixelBudget
-from sinew.serve.quiet import Once
 from sinew.serve.wires import keys
 from sinew.serve.wires.lerobot.types import PolicyFeature, RemotePolicyConfig, TimedObservation
 

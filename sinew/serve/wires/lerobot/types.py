@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from sinew.rate_limited_log import Once
 from sinew.serve.decode.pickle.arrays import ARRAY_NAMES
 from sinew.serve.decode.pickle.machine import Built, Machine, Name, SafePickleError, load
-from sinew.serve.quiet import Once
 
 logger = logging.getLogger(__name__)
 _once = Once(logger)

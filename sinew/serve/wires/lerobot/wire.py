@@ -31,8 +31,8 @@ from sinew.core import (
     SinewError,
 )
 from sinew.serve.decode.frames import PixelBudget
-from sinew.serve.request import DeadlineError, ShuttingDownError, SupersededError
-from sinew.serve.service import Inference, Service, UnauthorizedError, printable
+from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
+from sinew.serve.service import Service, UnauthorizedError, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
 from sinew.serve.wires import keys
 from sinew.serve.wires.lerobot.agreements import fitting, state_folder
@@ -58,6 +58,7 @@ class LeRobotWire:
     """Claims its port when created, on an event loop and thread of its own; requests wait until :meth:`start`."""
 
     name = NAME
+    dashboard = ""
 
     def __init__(self, listen: Listen, memory: Path | None = None):
         """memory: the file in which agreements outlive this process; one of the user's, by port, if None."""
@@ -291,7 +292,7 @@ class LeRobotWire:
         waiting = await self._next(session)
         if waiting is None:
             return b""  # upstream's Empty, and Actions without data: the same bytes
-        inference = Inference(
+        asked = Request(
             NAME,
             lambda _budget: waiting.observation,
             client=client,
@@ -301,7 +302,7 @@ class LeRobotWire:
         )
         chunk = None
         try:
-            chunk = await self._ready_service.infer(inference)
+            chunk = await self._ready_service.infer(asked)
         except SinewError as error:
             raise _InferenceFailedError(error) from None
         finally:

@@ -11,10 +11,9 @@ from sinew import __version__
 from sinew.bundle.rules import odd_statistics
 from sinew.policy import Policy
 from sinew.processing.limits import unit_sizes
-from sinew.serve import arithmetic
-from sinew.serve.dashboard.wiring import Wiring
-from sinew.serve.lane import Lane
-from sinew.serve.policies import Standing
+from sinew.records import arithmetic
+from sinew.serve.device_lock import DeviceLock
+from sinew.serve.policies import Deployment
 from sinew.serve.replay import Replay
 from sinew.serve.safety import Safety
 from sinew.serve.scheduler import Scheduler
@@ -55,23 +54,24 @@ class Given:
     max_megapixels: float | None = None
 
 
-def stand(
+def deploy(
     policy: Policy | Replay,
     bounds: Limits,
     supervisor: Supervisor,
-    lane: Lane,
+    device_lock: DeviceLock,
     begun: WeakSet[Scheduler] | None = None,
-) -> Standing:
+) -> Deployment:
     """Return the policy behind a scheduler, warm, with what a server says of it.
 
-    lane: where it takes turns with others. begun: gets the scheduler before it is started, for whoever interrupts that.
+    device_lock: where it takes turns with others. begun: gets the scheduler before it is started, for whoever
+    interrupts that.
     """
     scheduler = Scheduler(
         policy,
         queue_size=bounds.queue,
         supervisor=supervisor,
         max_batch=None if bounds.max_batch == "auto" else bounds.max_batch,
-        lane=lane,
+        device_lock=device_lock,
     )
     if begun is not None:
         begun.add(scheduler)
@@ -103,7 +103,7 @@ def stand(
         about["policy"]["action"]["scale"] = unit_sizes(
             processor.action_normalizer, processor.recipe.action_steps, policy.spec
         )
-    return Standing(
+    return Deployment(
         scheduler,
         policy.spec,
         about,
@@ -111,7 +111,7 @@ def stand(
         policy.padded_state_dim,
         policy.padded_action_dim,
         None if bounds.max_megapixels is None else int(bounds.max_megapixels * 1e6),
-        wiring=Wiring.of(policy.manifest) if isinstance(policy, Policy) else None,
+        manifest=policy.manifest,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinew.core import ActionChunk, Observation, PolicySpec, SinewError
-from sinew.serve.quiet import Quiet
+from sinew.rate_limited_log import RateLimitedLog
 
 BACKLOG = 32  # records that may wait; beyond, they are dropped and counted
 BACKLOG_BYTES = 256 << 20  # of the frames in them
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     server: Mapping[str, Any]
 
 
-class Backlog(ABC):
+class BackgroundWriter(ABC):
     """A bounded queue of records and the thread that writes them. What is too slow costs records, never latency.
 
     name: of the thread. goal: what takes the records, for messages ("the disk").
@@ -46,7 +46,7 @@ class Backlog(ABC):
         self._waiting_bytes = 0
         self._retry_at = 0.0
         self._logger = logging.getLogger(type(self).__module__)
-        self._quiet = Quiet(self._logger)
+        self._quiet = RateLimitedLog(self._logger)
         self._closing = threading.Event()
         self._queue: Queue[Entry | None] = Queue(BACKLOG)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)

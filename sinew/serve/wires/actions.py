@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from functools import partial
 
 from aiohttp import web
 
-from sinew.core import RequestError
-from sinew.serve.service import Inference, Service
+from sinew.core import PolicySpec, RequestError
+from sinew.serve.request import Request
+from sinew.serve.service import Service
+from sinew.serve.transport import admin
 from sinew.serve.transport.connections import connection_of
+from sinew.serve.transport.routes import POLICIES, Guard, read_body
 from sinew.serve.wires import http
-
-POLICIES = "/v1/policies"  # before the name of a policy, which WebSockets take too
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Actions:
@@ -23,8 +23,8 @@ class Actions:
     def __init__(self, service: Service):
         self._service = service
 
-    def add(self, guarded: Callable[[Handler], Handler], router: web.UrlDispatcher) -> None:
-        """Add the routes. guarded: puts a handler behind the server's key and answers errors."""
+    def add(self, guarded: Guard, router: web.UrlDispatcher) -> None:
+        """Add the routes."""
         named = f"{POLICIES}/{{policy}}"
         for path in ("/v1/metadata", f"{named}/metadata"):
             router.add_get(path, guarded(self.metadata))
@@ -51,7 +51,7 @@ class Actions:
                     f"policy: expected {policy}, as in the address, got {message.policy[:80]!r}"
                 )
             spec = self._service.policies.get(policy).spec
-        inference = Inference(
+        asked = Request(
             "http",
             partial(http.observation, message, spec),
             request.remote or "",
@@ -62,7 +62,7 @@ class Actions:
             owner=request.remote or "",
             policy=policy,
         )
-        chunk = await self._service.infer(inference)
+        chunk = await self._service.infer(asked)
         answer = http.answer(chunk, 1e3 * (time.perf_counter() - arrived), kind)
         return web.Response(body=answer, content_type=kind)
 
@@ -74,7 +74,7 @@ class Actions:
             act = http.read_act(body)
             del body
             spec = self._service.policies.get(policy).spec
-        inference = Inference(
+        asked = Request(
             "http",
             partial(http.act_observation, act, spec),
             request.remote or "",
@@ -82,23 +82,21 @@ class Actions:
             connection=connection_of(request),
             policy=policy,
         )
-        chunk = await self._service.infer(inference)
+        chunk = await self._service.infer(asked)
         return web.Response(body=http.act_answer(chunk, act), content_type=http.JSON)
 
 
-async def read_body(request: web.Request) -> tuple[float, bytearray]:
-    """Return when a request was there, by ``time.perf_counter()``, and its body. Raises RequestError where it is
-    compressed.
+class HttpRoutes:
+    """The wire ``http`` as the web transport takes it, with the administration of its policies."""
 
-    Not by ``request.read``, which keeps the body for as long as the connection is kept for a next request.
-    """
-    coding = request.headers.get("Content-Encoding", "identity")
-    if coding != "identity":
-        raise RequestError(f"Content-Encoding: expected none, got {coding[:40]!r}")
-    body, most = bytearray(), request.client_max_size
-    async for part in request.content.iter_any():  # a slow one is ended by Connections.watch
-        body += part
-        if len(body) > most:
-            raise web.HTTPRequestEntityTooLarge(most, len(body))
-    connection_of(request).whole()
-    return time.perf_counter(), body
+    name = http.NAME
+
+    def add(self, service: Service, guarded: Guard, router: web.UrlDispatcher) -> None:
+        Actions(service).add(guarded, router)
+        admin.add(service, guarded, router)
+
+    def guide(self, spec: PolicySpec, address: str) -> Sequence[str]:
+        return http.guide(spec, address)
+
+
+ROUTES = HttpRoutes()

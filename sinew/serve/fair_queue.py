@@ -19,7 +19,7 @@ REMEMBERED = (
 )
 
 
-class Turns(Generic[T]):
+class FairQueue(Generic[T]):
     """First come first served among the items of one owner; between owners who had no turn for longest. Thread-safe.
 
     key: what came first, where items are put in by several threads that may overtake one another.

@@ -12,10 +12,10 @@ import numpy as np
 
 from sinew import scratch
 from sinew.core import Observation, PolicySpec, SinewError, VectorSpec
-from sinew.serve import record_parts as parts
-from sinew.serve.backlog import Backlog, Entry
-from sinew.serve.recorder import Record
-from sinew.serve.rerun_log import RerunLog
+from sinew.records import parts
+from sinew.records.background_writer import BackgroundWriter, Entry
+from sinew.records.recorder import Record
+from sinew.records.rerun_log import RerunLog
 
 MAX_SESSIONS = 16  # that have entities of their own; further ones share theirs
 MAX_SESSION = 128  # characters, as of the server
@@ -144,10 +144,10 @@ def _camera(record: Record, name: str) -> str:
     return name
 
 
-class RerunRecorder(Backlog):
+class RerunRecorder(BackgroundWriter):
     """Writes to a file or a viewer from a thread of its own; a slow viewer costs records, never latency.
 
-    target: of :func:`sinew.serve.rerun_log.target_of`. A viewer that goes away is looked for every ten seconds.
+    target: of :func:`sinew.records.rerun_log.target_of`. A viewer that goes away is looked for every ten seconds.
     Raises as :class:`RerunLog` does.
     """
 

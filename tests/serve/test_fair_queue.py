@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sinew.serve import turns as module
-from sinew.serve.turns import Turns
+from sinew.serve import fair_queue as module
+from sinew.serve.fair_queue import FairQueue
 from tests.serve.puppet import WAIT_S
 
 OWNERS = st.sampled_from("abcd")
@@ -21,7 +21,7 @@ class TurnsModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.real: Turns[tuple[str, int]] = Turns()
+        self.real: FairQueue[tuple[str, int]] = FairQueue()
         self.items: list[tuple[str, int]] = []
         self.last: dict[str, int] = {}
         self.moments = 0
@@ -93,14 +93,14 @@ TestTurnsModel = TurnsModel.TestCase
 
 
 def test_items_of_one_owner_go_by_their_key() -> None:
-    turns: Turns[int] = Turns(key=lambda item: item)
+    turns: FairQueue[int] = FairQueue(key=lambda item: item)
     for item in (3, 1, 2):
         turns.put("a", item)
     assert [turns.next() for _ in range(4)] == [1, 2, 3, None]
     for item in (2, 1):
         turns.put("a", item)
     assert [turns.next() for _ in range(2)] == [1, 2]
-    plain: Turns[int] = Turns()
+    plain: FairQueue[int] = FairQueue()
     for item in (3, 1, 2):
         plain.put("a", item)
     assert [plain.next() for _ in range(3)] == [3, 1, 2]
@@ -109,7 +109,7 @@ def test_items_of_one_owner_go_by_their_key() -> None:
 def test_so_many_owners_are_remembered(monkeypatch) -> None:
     """The one whose last turn was longest ago is forgotten: when it comes again it stands behind who waits."""
     monkeypatch.setattr(module, "REMEMBERED", 3)
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for owner in "abcd":  # the fourth is one too many
         turns.put(owner, owner)
         assert turns.next() == owner
@@ -118,7 +118,7 @@ def test_so_many_owners_are_remembered(monkeypatch) -> None:
     turns.put("d", "d1")
     assert turns.order() == ["b1", "d1", "a1"]
     assert len(turns._turns) == 3
-    turns = Turns()
+    turns = FairQueue()
     for owner in "abc":
         turns.put(owner, owner)
         turns.next()
@@ -130,7 +130,7 @@ def test_so_many_owners_are_remembered(monkeypatch) -> None:
 
 
 def test_every_item_wakes_one_reader_and_the_end_wakes_all() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     found: list[int | None] = []
     done = threading.Semaphore(0)
 
@@ -156,7 +156,7 @@ def test_every_item_wakes_one_reader_and_the_end_wakes_all() -> None:
 
 
 def test_a_reader_sleeps_until_something_comes() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     looks = threading.Semaphore(0)
 
     class Counted:
@@ -182,7 +182,7 @@ def test_a_reader_sleeps_until_something_comes() -> None:
 
 
 def test_what_waits_is_given_before_the_end() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     for item in (1, 2):
         turns.put("a", item)
     turns.end()
@@ -191,7 +191,7 @@ def test_what_waits_is_given_before_the_end() -> None:
 
 def test_an_item_whose_signal_was_lost_is_found() -> None:
     """A thread that was killed may have taken a signal and no item; nor is a signal left over from what was taken."""
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     turns.put("a", 1)
     turns._signals.get_nowait()
     assert turns.get() == 1

@@ -2,7 +2,7 @@
 
 A file holds ``images/<camera>``, ``state`` and, where they came, ``noise``, ``tokens`` and ``previous``; ``actions``
 or nothing; and ``meta``, a JSON text with the rest: prompt, seed, wire, session, times, the error if there was one, and
-``server``, what decided the last bits of the answer (:mod:`sinew.serve.arithmetic`), which older files lack.
+``server``, what decided the last bits of the answer (:mod:`sinew.records.arithmetic`), which older files lack.
 numpy reads it without pickle.
 """
 
@@ -22,11 +22,10 @@ import numpy as np
 
 from sinew import scratch
 from sinew.bundle.image_recipe import MAX_SIZE
-from sinew.core import Observation, SinewError
-from sinew.serve import arithmetic
-from sinew.serve.archive import MAX_ARRAYS, MAX_BYTES, Archive
-from sinew.serve.backlog import Backlog, Entry
-from sinew.serve.decode.frames import MAX_SIDE
+from sinew.core import MAX_SIDE, Observation, SinewError
+from sinew.records import arithmetic
+from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
+from sinew.records.background_writer import BackgroundWriter, Entry
 
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432
@@ -71,7 +70,7 @@ class _Meta(msgspec.Struct):
     server: dict[str, Any] = {}
 
 
-class Recorder(Backlog):
+class Recorder(BackgroundWriter):
     """Writes from a thread of its own; a slow disk costs records, never latency.
 
     limit_bytes: of all files together; recording ends there with a warning. A full disk ends nothing: it is tried

@@ -1,4 +1,4 @@
-"""One place for computing, shared by the schedulers of several policies: they take turns, one inference at a time.
+"""One device, shared by the schedulers of several policies: they take turns, one inference at a time.
 
 Streams compute beside it, on threads of their own, and take turns with what is inside by time (:class:`Beside`).
 """
@@ -14,10 +14,12 @@ from typing import Any
 SHARE = 0.5  # of the time while a request is inside or waits, that streams may compute, all of them together
 CREDIT_S = 0.02  # of it that they may save up
 
-Waiting = Callable[[], Sequence[Any]]  # the jobs of a scheduler that are ready, in the order of their turns
+Waiting = Callable[
+    [], Sequence[Any]
+]  # the requests of a scheduler that are ready, in the order of their turns
 
 
-class Lane:
+class DeviceLock:
     """Lets threads in one at a time, in the order in which they asked. A context manager; not reentrant.
 
     A scheduler asks once for each inference, so that policies take turns, as connections do inside each of them.
@@ -86,23 +88,23 @@ class Lane:
             self._members.pop(member, None)
 
     def beside(self, member: object) -> list[Any]:
-        """Return the first ready job of each other member: what waits for this member's inference to end."""
+        """Return the first ready request of each other member: what waits for this member's inference to end."""
         with self._changed:
             others = [waiting for each, waiting in self._members.items() if each is not member]
-        return [jobs[0] for waiting in others if (jobs := waiting())]
+        return [ready[0] for waiting in others if (ready := waiting())]
 
 
 class Beside:
-    """One thread that computes in pieces beside a lane. ``begin`` comes before the first piece, ``pause`` after each:
-    they wait for the share that streams have. None in the lane's place: nobody is to be waited for."""
+    """One thread that computes in pieces beside a device lock. ``begin`` comes before the first piece, ``pause`` after
+    each: they wait for the share that streams have. None in the lock's place: nobody is to be waited for."""
 
-    def __init__(self, lane: Lane | None) -> None:
-        self._lane, self._begun = lane, 0.0
+    def __init__(self, device_lock: DeviceLock | None) -> None:
+        self._device_lock, self._begun = device_lock, 0.0
 
     def begin(self) -> None:
-        if self._lane is not None:
-            self._begun = self._lane.used(None)
+        if self._device_lock is not None:
+            self._begun = self._device_lock.used(None)
 
     def pause(self) -> None:
-        if self._lane is not None:
-            self._begun = self._lane.used(self._begun)
+        if self._device_lock is not None:
+            self._begun = self._device_lock.used(self._begun)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import SinewError
-from sinew.serve.recorder import Record
+from sinew.records.recorder import Record
 
 LATEST = 1e12  # seconds since whatever a clock counts from
 

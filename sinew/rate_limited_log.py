@@ -11,7 +11,7 @@ MOST = 100  # sentences that are told once each; what comes then is not told
 PERIOD_S = 10.0  # in which that many are written; the rest is counted
 
 
-class Quiet:
+class RateLimitedLog:
     """A logger that writes at most ``BURST`` lines in ``PERIOD_S``, and then how many it left out. Thread-safe."""
 
     def __init__(self, logger: logging.Logger):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sinew.core import MissingPackageError, SinewError, VectorSpec
-from sinew.serve.recorder import Record
+from sinew.records.recorder import Record
 
 MAX_TOPICS = 1000  # a recording has one for each camera, and three; the format ends at 65,535
 NUMBER, TEXT = {"type": "number"}, {"type": "string"}

@@ -1,0 +1,1 @@
+"""What was seen and done, on disk: written beside a server, read by whoever asks later."""

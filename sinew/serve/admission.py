@@ -1,0 +1,58 @@
+"""Who waits in a scheduler's queue, and who has to go when it is full. Guarded by the scheduler's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from sinew.core import BusyError
+from sinew.serve.request import Request
+
+
+class Admission:
+    """size: requests that may wait. per_client: of one client. ``count``: that do."""
+
+    def __init__(self, size: int, per_client: int):
+        self.size, self.per_client = size, per_client
+        self.count = 0
+        self._waiting: dict[Hashable, list[Request]] = {}  # by client
+        self._newest: dict[Hashable, Request] = {}  # the waiting request of each session that has one
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for requests in self._waiting.values() for request in requests)
+
+    def newest(self, session: Hashable | None) -> Request | None:
+        """Return the waiting request of a session, which a newer one replaces."""
+        return None if session is None else self._newest.get(session)
+
+    def room(self, client: Hashable | None) -> Request | None:
+        """Return the request that goes for a new one of this client, None while there is room. Raises BusyError."""
+        mine = len(self._waiting.get(client, ()))
+        if client is not None and mine >= self.per_client:
+            raise BusyError(f"{mine} requests of this client wait, and no client may have more")
+        if self.count < self.size:
+            return None
+        most = max(self._waiting.values(), key=len)
+        if client is None or mine or len(most) < 2:
+            raise BusyError(f"the queue is full: {self.count} requests wait")
+        return most[-1]
+
+    def enter(self, request: Request) -> None:
+        """Count a request in."""
+        if request.episode is not None:
+            self._newest[request.episode] = request
+        self._waiting.setdefault(request.connection, []).append(request)
+        self.count += 1
+
+    def leave(self, request: Request) -> bool:
+        """Count a request out; False if it was not among those that wait."""
+        if not request.waiting:
+            return False
+        request.waiting = False
+        self.count -= 1
+        requests = self._waiting[request.connection]
+        requests.remove(request)
+        if not requests:
+            del self._waiting[request.connection]
+        if self._newest.get(request.episode) is request:
+            del self._newest[request.episode]
+        return True

@@ -1,0 +1,53 @@
+"""What a server asks of a policy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+from sinew.core import ActionChunk, Observation, SinewError
+
+
+class ServedPolicy(Protocol):
+    """A policy behind a scheduler. :class:`sinew.policy.Policy` is one; those that inherit from this have its answers
+    where they give none of their own: one observation at a time, nothing kept from one request to the next.
+    """
+
+    @property
+    def unbatched(self) -> str:
+        """Return why it computes one observation at a time; "" where it computes several."""
+        return "this policy computes one observation at a time"
+
+    def warm_up(self) -> object:
+        """Compute once, on the thread that will go on to."""
+
+    def prepare(self, observation: Observation) -> Any:
+        """Return what :meth:`run` takes; beside another inference. Raises SinewError for what it cannot do."""
+
+    def run(self, prepared: Any, *, cancel: threading.Event | None = None) -> ActionChunk:
+        """Return the chunk. Raises SinewError, CancelledError once ``cancel`` is set."""
+        raise NotImplementedError
+
+    def batch_key(self, prepared: Any) -> Hashable | None:
+        """Return what those that may be computed together have in common; None: nothing does."""
+        return None
+
+    def run_batch(
+        self, members: Sequence[Any], *, cancel: threading.Event | None = None
+    ) -> list[ActionChunk | SinewError]:
+        """Return the chunks of prepared observations of one ``batch_key``, or an error in the place of one of them.
+        Raises SinewError for what concerns them all."""
+        raise SinewError(f"a batch of {len(members)}: {self.unbatched}")
+
+    def dummy_observation(self) -> Observation:
+        """Return an observation that costs what others do, to measure batches with."""
+        raise SinewError(self.unbatched)
+
+    def reset(self, session: str) -> None:
+        """Forget what is kept of a session: a new episode begins."""
+        return
+
+    def problem(self) -> str | None:
+        """Return why it cannot answer, in a sentence; None while it can."""
+        return None

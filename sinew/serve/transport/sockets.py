@@ -1,0 +1,36 @@
+"""A protocol over WebSockets, as the web transport runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sinew.core import ActionChunk, Observation, PolicySpec
+
+PING_S = 20.0  # between pings; a WebSocket that does not answer is closed
+MAX_REASON = 123  # bytes, of RFC 6455's close frame
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """read: a message of the bytes that came, cheaply; it has an ``endpoint`` (infer, reset), a ``session`` and a
+        ``deadline_ms``. observation: of such a message, on the decode thread.
+    answer: from a chunk, milliseconds since the request came, and those of the connection's request before, or None.
+    guide: as of Listener, given the address.
+    greet: the first frame of a connection; None: the client speaks first. reset: the answer to a ``reset``; None: there
+        is none to ask.
+    binary: its clients send binary frames, not text. explains: an error is a text frame before the end of the
+        connection. ping_s: between pings, which clients answer; None where they may be busy with their robot instead.
+    """
+
+    name: str
+    read: Callable[[bytes], Any]
+    observation: Callable[..., Observation]
+    answer: Callable[[ActionChunk, float, float | None], bytes | str]
+    guide: Callable[[PolicySpec, str], Sequence[str]]
+    greet: Callable[[PolicySpec, Mapping[str, Any]], bytes] | None = None
+    reset: Callable[[], bytes] | None = None
+    binary: bool = True
+    explains: bool = True
+    ping_s: float | None = PING_S
