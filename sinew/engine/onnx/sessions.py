@@ -41,7 +41,7 @@ def session_options(threads: int, lent: Mapping[str, np.ndarray] | None = None) 
     _share_arena(ort)
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.enable_mem_pattern = False
-    # Threads that wait shall sleep: other programs want the cores (docs/log.md has the measurement).
+    # Threads that wait shall sleep: other programs want the cores (docs/log/2026-11-21.md).
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
 
