@@ -51,7 +51,7 @@ ROLES = {
     "client": [CLIENT],
     "demo": [CLIENT, ".[demo]"],
     "onnx": [CLIENT, ".[onnx]"],
-    "torch": [CLIENT, ".[torch,onnx-export,sim]"],
+    "full": [CLIENT, ".[full]"],
     "everything": [CLIENT, ".[dev,sim]"],
 }
 UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
