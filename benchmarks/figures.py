@@ -1,9 +1,9 @@
 """Draw the figures of docs/figures: ``python -m benchmarks.figures [NAME ...]``.
 
 Sweeps come from the tables of docs/log/measurements-closed-loop.md, so page and figure cannot differ; learning
-curves from docs/logs, hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are computed. None of them
-measures. The README's picture is a frame of an episode that is played for it, and shows how long the machine took:
-``film.png`` is drawn only when it is named, on a machine with EGL that does nothing else.
+curves from docs/logs, hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are
+computed. None of them measures. The README's picture is a frame of an episode that is played for it, and shows how
+long the machine took: ``film.png`` is drawn only when it is named, on a machine with EGL that does nothing else.
 """
 
 from __future__ import annotations
