@@ -121,7 +121,7 @@ def desk(
     opened: dict[str, Any] = {}
     for name in wires:
         names = ("openpi", "http") if name == "web" else (name,)
-        (opened[name],) = open_wires(dict.fromkeys(names, 0), listen or Listen())
+        (opened[name],) = open_wires(dict.fromkeys(names, listen.port if listen else 0), listen or Listen())
     for wire in opened.values():
         wire.start(service)
     found = {name: wire.address for name, wire in opened.items()}
