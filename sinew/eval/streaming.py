@@ -23,7 +23,8 @@ from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
 from sinew.core import SinewError
-from sinew.eval.runner import Conduct, Episode, chunk_seed
+from sinew.eval.runner import Conduct, Episode
+from sinew.eval.sources import chunk_seed
 from sinew.stream import Session, StreamSettings
 from sinew.stream.session import Sample
 

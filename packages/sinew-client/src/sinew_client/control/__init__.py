@@ -14,10 +14,10 @@ from sinew_client.control.controller import Command, Controller
 from sinew_client.control.defaults import AS_IS, Choice, choose
 from sinew_client.control.handover import METHODS, Handover, parse_handover
 from sinew_client.control.journal import Journal, is_journal, repeat, watched
-from sinew_client.control.loop import Blind, Loop, Robot, Stopped
+from sinew_client.control.loop import Blind, Loop, Robot, Source, Stopped
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.motion_fit import MotionFit, MotionWatch, fit_offsets
-from sinew_client.control.pace import Pace
+from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.planner import Planner
 from sinew_client.control.player import Player
 from sinew_client.control.refinement import Refinement
@@ -66,6 +66,8 @@ __all__ = [
     "Servers",
     "Settings",
     "SettingsError",
+    "SimulatedPace",
+    "Source",
     "Stopped",
     "StreamLoop",
     "StreamReport",

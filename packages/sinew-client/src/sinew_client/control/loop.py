@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -13,10 +14,10 @@ from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.motion import interpolate
-from sinew_client.control.pace import Pace
+from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, cadence
-from sinew_client.control.requester import Call, Requester
+from sinew_client.control.requester import Call, Outcome, Requester
 from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
@@ -40,9 +41,9 @@ class Robot(Protocol):
     """
 
     def observe(self) -> Mapping[str, Any]:
-        """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; ``time``, seconds of the loop's clock
-        (time.monotonic) at which the newest frame was exposed, where the robot knows it. Raises :class:`Blind` where
-        there is nothing to act on."""
+        """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; where the robot knows it ``time``, seconds
+        of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since then.
+        Raises :class:`Blind` where there is nothing to act on."""
 
     def act(self, row: np.ndarray) -> None:
         """Send one command, float32 [D] in the policy's units."""
@@ -62,11 +63,36 @@ class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
     """The end of a run: raised by ``observe`` or ``act`` when there is nothing more to do."""
 
 
-class Loop:
-    """Runs a robot with chunks from ``connect()``'s call until :meth:`stop`.
+class Source(Protocol):
+    """Where rows come from; nothing of it waits. Times are seconds of the loop's clock (``Pace.now``).
 
-    connect: see :class:`Requester`; its call returns float [H, D]. prompt: the instruction, may change at any time.
-    watch: called after every control step with the command; must be quick. adapter: refines chunks in every control
+    failures: how many observations were answered by an error, or not at all.
+    """
+
+    failures: int
+
+    def ready(self, now: float) -> bool:
+        """Return True if an observation may be sent now."""
+
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
+        """Send an observation."""
+
+    def poll(self, now: float) -> Outcome | None:
+        """Return one answer that has come, oldest first; None where there is none. Never before its observation."""
+
+    def cancel(self) -> None:
+        """Let the answer that is under way go nowhere."""
+
+    def close(self, wait: float = 0.0) -> None:
+        """End; wait at most so many seconds for what is under way."""
+
+
+class Loop:
+    """Runs a robot with the rows of a source until :meth:`stop`.
+
+    source: a :class:`Source`, or what opens a connection for requests (``connect`` of a :class:`Requester`), whose call
+    returns float [H, D]. prompt: the instruction, may change at any time; "": what the robot's observations say.
+    pace: when ticks begin; :class:`~sinew_client.control.pace.SimulatedPace` plays without a clock. watch: called after every control step with the command; must be quick. adapter: refines chunks in every control
     step; the settings' ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused
     for what it is, and ask again: of a robot whose instruction or cameras come later.
 
@@ -79,7 +105,7 @@ class Loop:
     def __init__(
         self,
         robot: Robot,
-        connect: Callable[[], Call],
+        source: Source | Callable[[], Call],
         settings: Settings,
         dim: int,
         prompt: str = "",
@@ -97,7 +123,9 @@ class Loop:
         self.controller: Controller = settings.controller(dim)
         self._dim = dim
         self._edge = None if adapter is None else Refinement(adapter, self.controller)
-        self.requester = Requester(connect, settings.deadline)
+        self.source: Source = (
+            source if hasattr(source, "poll") else Requester(source, settings.deadline)  # type: ignore[assignment, arg-type]
+        )
         self.pace = pace or Pace(settings.period / settings.substeps)
         self.watchdog = watchdog_of(robot, self.pace.period, settings.watchdog, self.pace.real)
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
@@ -109,6 +137,7 @@ class Loop:
         self._last: np.ndarray | None = None  # the last command of a control step
         self._command: Command | None = None
         self._state: np.ndarray | None = None
+        self._age = 0.0  # of the newest frame when the present tick began, seconds
 
     def watch(self, watcher: Callable[[Command], None]) -> None:
         """Call ``watcher`` after every control step; it must be quick."""
@@ -150,7 +179,7 @@ class Loop:
             self.controller,
             self.pace,
             self.steps,
-            self.requester.failures,
+            self.source.failures,
             self.settings.substeps,
             self.watchdog,
         )
@@ -170,12 +199,13 @@ class Loop:
         except Stopped as end:
             logger.info("the robot has ended the run: %s", end)
         finally:
-            self.robot.hold()
+            with contextlib.suppress(Stopped):  # which it may do at its last hold
+                self.robot.hold()
         return self.report()
 
     def close(self) -> None:
         """End the connection; waits for a request under way, but not longer than its deadline or 5 s."""
-        self.requester.close(min(self.settings.deadline, 5.0))
+        self.source.close(min(self.settings.deadline, 5.0))
 
     def tick(self, number: int) -> None:
         """Do what is due in one tick of the pace: a control step, or a point between two."""
@@ -209,10 +239,11 @@ class Loop:
         seen = None
         if (self.controller.player.motion.needs_state and not self.paused) or self.controller.refines(step):
             seen = self._observe(step, now)
-        if self.controller.wants_chunk(step) and self.requester.ready(now):
+        if self.controller.wants_chunk(step) and self.source.ready(now):
             seen = self._ask(step, now)
+            self._poll(step, now)  # an answer that takes no time
         if self._edge is not None and seen is not None:
-            self._refine(self._edge, step, seen)
+            self._adapted(step, self._edge.refine, step, seen)
         if self.controller.wants_position(step) and (seen or self._observe(step, now)) is not None:
             self.controller.stands(self._measured(self._state))
 
@@ -227,7 +258,9 @@ class Loop:
         return command
 
     def _log(self, command: Command) -> None:
-        """Log the beginning and the end of a hold, with its reason."""
+        """Log the beginning and the end of a hold, with its reason. In simulated time holds are what is studied."""
+        if isinstance(self.pace, SimulatedPace):
+            return
         before = self._command.reason if self._command is not None else ""
         if command.reason and command.reason != before:
             logger.warning("step %d: holds: %s", command.step, command.reason)
@@ -235,33 +268,35 @@ class Loop:
             logger.info("step %d: goes on after: %s", command.step, before)
 
     def _poll(self, step: int, now: float) -> None:
-        outcome = self.requester.poll(now)
-        if outcome is None:
-            return
-        if outcome.reason:
-            self.controller.failed(step, outcome.reason, outcome.kind)
-            if outcome.kind in MISFITS and not (self.controller.player.chunks or self._hold_refused):
-                raise Refused(outcome.reason)
-        elif self.controller.arrived(step, outcome.value) and self._edge is not None:
-            self._edge.arrived(outcome.value)
+        while (outcome := self.source.poll(now)) is not None:
+            if outcome.reason:
+                self.controller.failed(step, outcome.reason, outcome.kind)
+                if outcome.kind in MISFITS and not (self.controller.player.chunks or self._hold_refused):
+                    raise Refused(outcome.reason)
+            elif self.controller.arrived(step, outcome.value) and self._edge is not None:
+                self._edge.arrived(outcome.value)
 
     def _observe(self, step: int, now: float) -> dict[str, Any] | None:
         """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
         try:
             seen = dict(self.robot.observe())
         except Blind as reason:
-            self.requester.cancel()
+            self.source.cancel()
             self.controller.fault(step, str(reason))
             return None
         self._state = np.asarray(seen["state"], np.float32)
-        given = seen.get("time") or None
-        seen["time"] = now if given is None else float_of(given)
-        age = 0.0 if given is None else self.pace.now() - seen["time"]  # after a look that took its time
+        seen.pop("camera_age", None)
+        given, age = seen.get("time") or None, float_of(seen.pop("age", 0.0))
+        if given is None:
+            self._age, seen["time"] = age, now - age
+        else:
+            seen["time"] = float_of(given)
+            self._age, age = now - seen["time"], self.pace.now() - seen["time"]  # after a look that took its time
         reason = frame_fault(age, self.settings.stale)
         if not reason and not np.all(np.isfinite(self._state)):
             reason = "the state is not finite"
         if reason:
-            self.requester.cancel()
+            self.source.cancel()
             self.controller.fault(step, reason)
             return None
         return seen
@@ -271,21 +306,23 @@ class Loop:
         seen = self._observe(step, now)
         if seen is None:
             return None
-        frame = step - max(0, round((now - seen["time"]) * self.settings.hz))
+        frame = step - max(0, round(self._age * self.settings.hz))
         request = self.controller.ask(step, frame, self._state)
-        self.requester.submit({**seen, "prompt": self.prompt, **request.fields}, now)
+        if self._edge is not None and not self._adapted(step, self._edge.asked, seen):
+            return None
+        said = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
+        self.source.ask({**seen, **said, **request.fields}, now)
         return seen
 
-    def _refine(self, edge: Refinement, step: int, seen: dict[str, Any]) -> None:
-        """Let the adapter see what was asked about, and refine the newest chunk; what it cannot take is a fault."""
+    def _adapted(self, step: int, what: Callable[..., None], *given: Any) -> bool:
+        """Do something with the adapter; what it cannot take is a fault."""
         try:
-            request = self.controller.player.request
-            if request is not None and request.step == step:
-                edge.asked(seen)
-            edge.refine(step, seen)
+            what(*given)
         except AdapterError as error:
-            self.requester.cancel()
+            self.source.cancel()
             self.controller.fault(step, str(error))
+            return False
+        return True
 
     # ------------------------------------------------------------------------- between two ticks
 
@@ -295,7 +332,7 @@ class Loop:
 
     def _pause(self) -> None:
         if not self.controller.paused:
-            self.requester.cancel()
+            self.source.cancel()
             self.controller.pause()
             self._last = None  # somebody may move the robot
 
@@ -304,7 +341,7 @@ class Loop:
             self.controller.resume(self._position(), moved)
 
     def _restart(self, reason: str, prompt: str) -> None:
-        self.requester.cancel()
+        self.source.cancel()
         self.controller.fault(0 if self._command is None else self._command.step + 1, reason, moved=True)
         self._last = None
         if prompt:

@@ -74,3 +74,23 @@ class Pace:
             self.set_back += 1
         self._seen = now
         return self.due(self._number) - now
+
+
+class SimulatedPace(Pace):
+    """Time that ticks alone move: tick k begins k periods after the first one, however long the ones before took.
+
+    hz: ticks per second. What is run at it is a function of what it is given, and of no machine's clock.
+    """
+
+    def __init__(self, hz: float):
+        super().__init__(1.0 / hz, now=lambda: max(0, self._number) / hz)
+        self._hz = hz
+
+    def next(self) -> int:
+        """Begin the next tick and return its number."""
+        self._number += 1
+        self.ticks += 1
+        return self._number
+
+    def due(self, number: int) -> float:
+        return number / self._hz

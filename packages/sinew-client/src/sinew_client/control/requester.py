@@ -68,7 +68,7 @@ class Requester:
         self._look(now)
         return not self.busy and now >= self._not_before and self._free(now)
 
-    def submit(self, observation: Mapping[str, Any], now: float) -> None:
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
         """Send a request. Raises RuntimeError when one is under way."""
         if self.busy:
             raise RuntimeError("a request is under way")
