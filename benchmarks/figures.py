@@ -1,9 +1,9 @@
 """Draw the figures of docs/figures: ``python -m benchmarks.figures [NAME ...]``.
 
-Sweeps come from the tables of docs/eval.md, so page and figure cannot differ; learning curves from docs/logs,
-hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are computed. None of them
-measures. The README's picture is a frame of an episode that is played for it, and shows how long the machine took:
-``film.png`` is drawn only when it is named, on a machine with EGL that does nothing else.
+Sweeps come from the tables of docs/log/measurements-closed-loop.md, so page and figure cannot differ; learning
+curves from docs/logs, hand-overs and the pen's streams from benchmarks/results, and the two of the roofline are
+computed. None of them measures. The README's picture is a frame of an episode that is played for it, and shows how
+long the machine took: ``film.png`` is drawn only when it is named, on a machine with EGL that does nothing else.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "figures"
 BLOCKS = ROOT / "sinew" / "assets" / "blocks.gguf"
 FILMED_SEED = 5003
-EPISODES = 100  # of every point of docs/eval.md's two sweeps
+PAGE = ROOT / "docs" / "log" / "measurements-closed-loop.md"
+EPISODES = 100  # of every point of its two sweeps
 
 
 def table_before(picture: str) -> list[list[str]]:
-    """Return the cells of the last table of docs/eval.md before a picture, header first."""
-    before, shown, _ = (ROOT / "docs" / "eval.md").read_text().partition(f"figures/{picture}")
+    """Return the cells of the last table of the page before a picture, header first."""
+    before, shown, _ = PAGE.read_text().partition(f"figures/{picture}")
     if not shown:
-        raise SystemExit(f"{picture}: docs/eval.md does not show it")
+        raise SystemExit(f"{picture}: {PAGE.name} does not show it")
     found = re.findall(r"(?:^\|.*\|\n)+", before, re.MULTILINE)[-1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
     return [rows[0], *rows[2:]]

@@ -1,10 +1,11 @@
-"""Python calls and objects of one request on the native wire, counted: what the code does, however busy the machine is.
+"""Python calls, objects, files and changes of file of one request on the native wire: however busy the machine is.
 
     python benchmarks/request_cost.py [--against CHECKOUT] [--requests 40]
 
 ``sinew serve`` runs in a process of its own under a profile function, which counts calls into Sinew's files without
-models and layers, and of those the ``__init__`` of a Sinew class. Two frames of 224 x 224 go to the smallest embedded
-policy, one solver step. --against: the root of another checkout, to be counted the same way. The last line is JSON.
+models and layers, of those the ``__init__`` of a Sinew class, and those that come after a call into another file of the
+same thread. Two frames of 224 x 224 go to the smallest embedded policy, one solver step. --against: the root of another
+checkout, to be counted the same way. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BUNDLE = ROOT / "sinew" / "assets" / "pen.gguf"
-MODEL = ("layers", "models")  # what computes, whatever carries the request
 
 SERVER = """
 import json, os, signal, sys, threading
 from collections import Counter
-calls, objects, out = Counter(), Counter(), sys.argv.pop(1)
+calls, objects, changes, out = Counter(), Counter(), Counter(), sys.argv.pop(1)
+last = threading.local()
+MODEL = ("layers", "models", "families")
 def profile(frame, event, argument):
     if event == "call" and (name := frame.f_globals.get("__name__", "")).startswith("sinew."):
-        room = name.split(".")[1]
-        calls[room] += 1
-        objects[room] += frame.f_code.co_name == "__init__"
+        if name.split(".")[1] in MODEL:
+            return
+        calls[name] += 1
+        objects[name] += frame.f_code.co_name == "__init__"
+        changes[name] += getattr(last, "name", name) != name
+        last.name = name
 def dump(number, frame):
-    text = json.dumps([dict(calls), dict(objects)])
+    text = json.dumps([dict(calls), dict(objects), dict(changes)])
     with open(out + ".partial", "w") as file:
         file.write(text)
     os.replace(out + ".partial", out)
@@ -61,14 +65,15 @@ with Client(sys.argv[1], timeout=120.0) as client:
 
 
 def counted(checkout: Path, requests: int) -> dict[str, dict[str, float]]:
-    """Return ``calls`` and ``objects`` per request by room of the server in ``checkout``."""
+    """Return ``calls``, ``objects``, ``files`` and ``changes`` of file per request, by room of the server in
+    ``checkout``."""
     paths = (checkout, checkout / "packages" / "sinew-client" / "src")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Path(folder) / "counts.json"
         serve = [
             "serve",
-            str(BUNDLE),
+            str(checkout / "sinew" / "assets" / "pen.gguf"),
             "--wire",
             "native:0",
             "--threads",
@@ -97,11 +102,13 @@ def counted(checkout: Path, requests: int) -> dict[str, dict[str, float]]:
                     found.append(_snapshot(server.pid, snapshot))
                 client.stdin.close()
             server.terminate()
-    (calls_before, objects_before), (calls, objects) = found
-    return {
-        "calls": _per_request(calls, calls_before, requests),
-        "objects": _per_request(objects, objects_before, requests),
+    before, after = found
+    made = {
+        what: {name: (last[name] - first[name]) / requests for name in last}
+        for what, last, first in zip(("calls", "objects", "changes"), after, before, strict=True)
     }
+    made["files"] = {name: float(count >= 0.5) for name, count in made["calls"].items()}
+    return {what: _by_room(names) for what, names in made.items()}
 
 
 def _snapshot(pid: int, path: Path) -> list[Counter[str]]:
@@ -112,10 +119,12 @@ def _snapshot(pid: int, path: Path) -> list[Counter[str]]:
     return [Counter(each) for each in json.loads(path.read_text())]
 
 
-def _per_request(after: Counter[str], before: Counter[str], requests: int) -> dict[str, float]:
-    rooms = {room: (after[room] - before[room]) / requests for room in after if room not in MODEL}
-    rooms = {room: round(value, 1) for room, value in sorted(rooms.items()) if value >= 0.05}
-    return {**rooms, "total": round(sum(rooms.values()), 1)}
+def _by_room(names: dict[str, float]) -> dict[str, float]:
+    rooms: Counter[str] = Counter()
+    for name, count in names.items():
+        rooms[name.split(".")[1]] += count  # type: ignore[assignment]
+    found = {room: round(value, 1) for room, value in sorted(rooms.items()) if value >= 0.05}
+    return {**found, "total": round(sum(found.values()), 1)}
 
 
 def main() -> None:

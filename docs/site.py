@@ -19,7 +19,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the front page, and every file outside of docs/ that a page or the menu links to."""
     files.append(File.generated(config, "index.md", content=_moved((ROOT / "README.md").read_text(), "")))
     # Pages of packages link to each other, so what is added is looked at as well.
-    todo = {target for path in [*ROOT.glob("docs/*.md"), ROOT / "README.md"] for target in _targets(path)}
+    todo = {target for path in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"] for target in _targets(path)}
     todo |= set(re.findall(rf"{BESIDE}/(\S+)", (ROOT / "mkdocs.yml").read_text()))
     done: set[str] = set()
     while todo - done:
@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links of docs/ to files beside it into links within the site."""
     if page.file.generated_by:
         return markdown
-    return _moved(markdown, "docs", page.file.src_uri)
+    return _moved(markdown, posixpath.dirname(f"docs/{page.file.src_uri}"), page.file.src_uri)
 
 
 def _targets(path: Path) -> set[str]:

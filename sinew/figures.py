@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ GREY = "#555555"
 DPI = 150
 
 
+def check() -> None:
+    """Raise :class:`MissingPackageError` without matplotlib: before the hours whose figure cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise MissingPackageError("a figure", "matplotlib")
+
+
 def new(
     rows: int = 1, columns: int = 1, *, width: float = 6.4, height: float = 4.0, **grid: Any
 ) -> tuple[Any, Any]:
@@ -22,10 +29,8 @@ def new(
 
     Raises :class:`MissingPackageError` without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingPackageError("a figure", "matplotlib") from None
+    check()
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -76,7 +76,7 @@ def limit_spinning() -> None:
 
     Has an effect before torch is imported, whose OpenMP runtime (GNU's on Linux, LLVM's or Intel's elsewhere) reads
     the environment once; ``import sinew`` calls it. When other programs want the cores too, threads that spin while
-    they wait for one another take the time that the others need to finish (docs/log.md has the measurement). A
+    they wait for one another take the time that the others need to finish (docs/log has the measurement). A
     user's own setting is left alone.
     """
     if "torch" in sys.modules or WAITING & os.environ.keys():

@@ -17,7 +17,7 @@ square of what noise moves a tensor by,
 
 for an element with the s of its row where that is larger. FACTOR: two computations differ by sqrt(2) errors, and s
 comes from a few samples. TAIL: how far the largest of a million normal numbers lies outside their root mean square. The
-largest ratios that golden cases have with SSE and with AVX-512 (what lies between was not measured) are in docs/log.md:
+largest ratios that golden cases have with SSE and with AVX-512 (what lies between was not measured) are in docs/log:
 0.75 and 2.2, of 2 and 10. A bound above LOOSE of the tensor's magnitude would pass what is wrong: that fails too.
 
 What this sees is shown for every family in tests/models/test_planted_errors.py.

@@ -51,7 +51,7 @@ ROLES = {
     "client": [CLIENT],
     "demo": [CLIENT, ".[demo]"],
     "onnx": [CLIENT, ".[onnx]"],
-    "torch": [CLIENT, ".[torch,onnx-export,sim]"],
+    "full": [CLIENT, ".[full]"],
     "everything": [CLIENT, ".[dev,sim]"],
 }
 UNCONSTRAINED = {"client"}  # its ranges are wide for old robots
@@ -154,10 +154,9 @@ def parse(where: str, text: str) -> Line:
 
 
 def pages() -> list[Path]:
-    """Return the documents; docs/log.md tells of the past."""
+    """Return the documents; docs/log tells of the past."""
     found = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found += sorted((ROOT / "packages").glob("*/README.md"))
-    return [path for path in found if path.name != "log.md"]
+    return [*found, *sorted((ROOT / "packages").glob("*/README.md"))]
 
 
 def written(text: str) -> list[str]:

@@ -160,7 +160,7 @@ def threads() -> Check:
 def onnxruntime() -> Check:
     """The portable engine: what it would run on, with how many threads, and why."""
     if _absent("onnxruntime"):
-        return Check("onnxruntime", "ok", "absent: the onnx engine needs it ({install('onnxruntime')})")
+        return Check("onnxruntime", "ok", f"absent: the onnx engine needs it ({install('onnxruntime')})")
     from sinew.engine.onnx.providers import choose, runtime
     from sinew.engine.onnx.quantize import weight_bits
 

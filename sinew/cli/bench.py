@@ -163,7 +163,7 @@ def make_observation(
 
 
 def stages_apart(policy: Policy, observation: dict[str, Any], runs: int) -> list[Timing]:
-    """Timings of the stages of an engine that otherwise runs them as one; of the others none."""
+    """Return times of each stage for an engine that runs all stages as one graph, else an empty list."""
     if not policy.facts.one_graph:
         return []
     found = []

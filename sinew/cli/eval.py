@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
 
-from sinew import machine
+from sinew import figures, machine
 from sinew.cli import status, terminal
 from sinew.cli.eval_variants import settled
 from sinew.cli.eval_variants import variants as variants_of
@@ -179,6 +179,8 @@ def eval(  # noqa: A001 - the verb's name; nothing here evaluates text
         raise SinewError(
             "--provider: expected a server of yours, `sinew serve --provider`, and its address here"
         )
+    if out is not None:
+        figures.check()
     asked = variants_of(base, sweep or [], compare or [])
     elsewhere = _elsewhere(task, interpreter, out)
     control_hz = _control_hz(task, asked, elsewhere)

@@ -73,7 +73,7 @@ def up(
     ports = parse(wire or ())
     most = connections_within(Listen().max_connections, servers(ports))
     listen = Listen(host=host, max_connections=most, tls_cert=tls_cert, tls_key=tls_key, hosts=allow_host)
-    listen.tls()  # files that do not do are told now
+    listen.tls()  # refuses unusable files before anything is loaded
     listen = replace(listen, dashboard=listen.is_loopback or bool(api_key))
     replicas = Fleet(found, Supervisor(0), attach, queue)
     process = Process(open_wires(ports, listen))

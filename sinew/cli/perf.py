@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter, validators
 from rich.table import Table
 
-from sinew import progress
+from sinew import figures, progress
 from sinew.cli import terminal
 from sinew.cli.perf_fleet import fleet
 from sinew.cli.perf_machine import calibrate, fit, predict
@@ -64,6 +64,8 @@ def run(
     from sinew.perf.hardware import load_machines
 
     machines = load_machines(hardware or ("thor", "rtx4090", "h200"), data)  # before torch
+    if plot is not None:
+        figures.check()
     from sinew.perf import plots
     from sinew.perf.memory import memory_report
     from sinew.perf.program import Program

@@ -155,7 +155,7 @@ def serve(
             origins=bounds.allow_origin,
             hosts=bounds.allow_host,
         )
-        listen.tls()  # files that do not do are told now
+        listen.tls()  # refuses unusable files before anything is loaded
         viewer = None
         if rerun is not None:
             from sinew.records.rerun_log import target_of

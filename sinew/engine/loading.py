@@ -19,6 +19,7 @@ from sinew.layers.linear import hold
 from sinew.layers.stores.codes import Codes
 from sinew.models import build_on_meta, misfit, model_class
 from sinew.models.base import Model
+from sinew.processing.steps import size_after
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,15 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
             f"{bundle.path}: sinew.processing.all_cameras: expected true and {model.views} cameras, which the weights"
             f" fix, got {len(spec.cameras)}{optional}"
         )
+    if model.grid is not None:
+        patch, image = model.config.vision.patch_size, processing.image
+        for camera in spec.cameras:
+            size = size_after(image, camera.height, camera.width)
+            if tuple(side // patch for side in size) != model.grid:
+                raise BundleError(
+                    f"{bundle.path}: sinew.config: expected the patches of camera {camera.name}, whose frames become"
+                    f" {size[0]}x{size[1]} pixels, got a grid of {model.grid[0]}x{model.grid[1]} patches of {patch}"
+                )
     if spec.committed_rows and not model.times_per_row:
         raise BundleError(
             f"{bundle.path}: spec.committed_rows: expected 0 for {spec.architecture}, whose head takes one time for all"

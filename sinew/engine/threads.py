@@ -2,7 +2,7 @@
 
 Threads that wait for each other either sleep, and waking them costs tens of microseconds per matrix product, or spin,
 and lose everything once another program wants a core. A policy of a few million parameters spends less on a product
-than on waking a thread for it, so one thread computes it faster; a large one gains from every core. docs/log.md has
+than on waking a thread for it, so one thread computes it faster; a large one gains from every core. docs/log has
 the measurements.
 """
 

@@ -25,7 +25,7 @@ def open_tokenizer(
     Truncation and padding, which a training run may have left in the file, are taken out. Raises ``error`` where the
     text is no tokenizer, where it would multiply its input or draw at random, or where encoding a short text fails.
     """
-    from tokenizers import Tokenizer  # here: who brings tokens needs no tokenizer
+    from tokenizers import Tokenizer  # imported here: clients that send token ids need no tokenizers package
 
     try:
         record = json.loads(text)

@@ -199,6 +199,19 @@ def test_manifest_errors_name_the_field(path, tmp_path):
             load(with_manifest(path, out, **change), engine="eager")
 
 
+@pytest.mark.parametrize("name", ["groot-n17", "groot-n15"])
+def test_a_grid_of_patches_is_that_of_the_frames(groot_bundle, name, tmp_path):
+    """A server of such a file began, and no request could be computed."""
+    path = groot_bundle(name)
+    config = Bundle(path).manifest.config
+    for rows in (config["rows"] + 1, 8192):
+        wrong = with_manifest(path, tmp_path / "m.gguf", config={**config, "rows": rows})
+        with pytest.raises(
+            BundleError, match=r"sinew.config: expected the patches of camera \S+, whose frames"
+        ):
+            load(wrong, engine="eager")
+
+
 def test_other_gguf_files_are_told_apart(tmp_path):
     writer = GGUFWriter(tmp_path / "llama.gguf", "llama")
     writer.write_header_to_file()

@@ -321,6 +321,16 @@ def test_doctor_fails_on_a_broken_bundle(here, tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_an_absent_runtime_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sinew import checks
+    from sinew.core import install
+
+    path = [entry for entry in sys.path if not (Path(entry) / "onnxruntime").is_dir()]
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
+    assert install("onnxruntime") in checks.onnxruntime().detail
+
+
 def test_a_check_that_breaks_is_reported() -> None:
     from sinew import checks
 

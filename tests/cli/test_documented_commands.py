@@ -64,7 +64,7 @@ def test_the_readme_and_tutorials_show_commands() -> None:
 def test_every_page_is_part_of_the_site() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = [next(iter(each.values())) for part in site["nav"] for each in _entries(part)]
-    pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    pages = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
     assert named[0] == "index.md"  # README.md, by docs/site.py
     assert sorted(name for name in named[1:] if not name.startswith("repository/")) == pages
 
@@ -75,7 +75,7 @@ def _entries(part: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*PAGES.values(), ROOT / "docs" / "log.md"]:
+    for page in [*PAGES.values(), *(ROOT / "docs" / "log").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"

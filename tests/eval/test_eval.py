@@ -462,6 +462,20 @@ def test_a_changed_bundle_is_played_anew(tmp_path: Path) -> None:
 
 
 @needs_pen
+def test_figures_that_cannot_be_drawn_are_told_before_an_episode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were told after hours of them."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
+    out = tmp_path / "out"
+    assert main(["eval", str(PEN), "--env", "sinew/Pen-v0", "--episodes", "1", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "a figure needs matplotlib" in said
+    assert "pip install" in said
+    assert not out.exists()
+
+
+@needs_pen
 def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     code, report = evaluate(

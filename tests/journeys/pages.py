@@ -12,7 +12,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in [
         ROOT / "README.md",
-        *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),  # tells of the past
+        *sorted((ROOT / "docs").glob("*.md")),  # docs/log tells of the past
         *sorted((ROOT / "packages").glob("*/README.md")),
     ]
 }

@@ -130,7 +130,7 @@ def readme(walk: Walk) -> None:
     walk.leaves("make demo", "`make journeys` and CI type it in a clone of its own")
     walk.leaves("make test", "this is part of it")
     walk.leaves(
-        "pip install -c constraints.txt ./packages/sinew-client '.[torch,onnx-export,sim]'",
+        "pip install -c constraints.txt ./packages/sinew-client '.[full]'",
         "made the environment that this runs in",
     )
     arm(walk)
@@ -474,6 +474,7 @@ def tutorial_openpi(walk: Walk) -> None:
     walk.type("sinew inspect pi05.gguf", says=("droid",))
     assert walk.type("sinew validate pi05.gguf --out build/pi05").result["passed"]
     my_robot(walk, ("base_0_rgb", "left_wrist_0_rgb"), 8)
+    walk.run("python -m pip install -q --no-deps openpi-client websockets msgpack")  # as the page says
     with walk.serving("sinew serve pi05.gguf --wire openpi --wire native"):
         walk.program(0, before=OPENPI, after="assert chunk.shape == (15, 8)")
         drove(

@@ -22,7 +22,7 @@ from tests import processes
 from tests.journeys.pages import ROOT, lines, programs
 
 # Hosts that pages name; here all of them are this machine.
-HOSTS = re.compile(r"(?<=//)(server|gpu|cloud|box|robot-gpu|gpu-machine|10\.0\.0\.[56])(?=:)")
+HOSTS = re.compile(r'(?<=[/"])(server|gpu|cloud|box|robot-gpu|gpu-machine|10\.0\.0\.[56])(?=:)')
 WRONG = (
     "Traceback",
     "internal error",
@@ -68,7 +68,16 @@ class Walk:
         self.lines = lines(page)
         self.walked: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("sinew", "docs", "examples", "packages", "train", "constraints.txt", "docker"):
+        for name in (
+            "sinew",
+            "docs",
+            "examples",
+            "packages",
+            "train",
+            "benchmarks",
+            "constraints.txt",
+            "docker",
+        ):
             if checkout and not (folder / name).exists():
                 (folder / name).symlink_to(ROOT / name)
         kept = {

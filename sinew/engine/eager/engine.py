@@ -49,13 +49,13 @@ class EagerEngine(Engine):
 
     @property
     def threads(self) -> int:
-        return self._threads or torch.get_num_threads()  # which each thread of a process is told for itself
+        return self._threads or torch.get_num_threads()  # torch's number is per calling thread
 
     def tune_threads(self, infer: Callable[[], object]) -> str:
         if self.device.type != "cpu":
             return "the device computes"
         now = torch.get_num_threads()
-        # What an earlier policy settled on is no wish of the user's.
+        # A number that an earlier policy was tuned to was not set by the user.
         many = min(_AT_FIRST if now == EagerEngine._settled else now, machine.recommended_threads()[0])
         self._threads, reason = settle(infer, torch.set_num_threads, many)
         EagerEngine._settled = self._threads

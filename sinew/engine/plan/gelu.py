@@ -1,9 +1,9 @@
 """GELU in its tanh form, by the sigmoid: 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 
-The same function. On a CPU, PyTorch's vectorised sigmoid takes less time than its tanh, and the product that GELU
-reads is nobody else's, so it is overwritten, block by block, while a block is in the cache. That pays in float32 on
-CPUs alone: elsewhere, and where a program is recorded or run on tensors without memory, GELU stays one operator. So it
-does for small tensors when several threads share the work, because each of the six operators per block wakes them.
+The function is the same. On a CPU, PyTorch's vectorised sigmoid is faster than its tanh. GELU is the only reader of its
+input, so the input is overwritten block by block, while a block is in the cache. This is faster only in float32 on a
+CPU. On other devices, in a recorded program and on tensors without memory GELU stays one operator. It also stays one
+for small tensors with several threads, because each of the six operators per block wakes the threads.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Listen:
         return made
 
     def tls(self) -> ssl.SSLContext | None:
-        """The server's side of TLS, if there are files for it. Raises SinewError for files that do not do."""
+        """Return the server's TLS context, None without files for it. Raises SinewError for unusable files."""
         if self.tls_cert is None:
             if self.tls_key is not None:
                 raise SinewError(f"TLS: --tls-key {self.tls_key}: expected --tls-cert beside it, got none")

@@ -2,8 +2,8 @@
 
 A request is first looked over without parsing (:meth:`NativeCodec.peek`), which finds what the loop
 needs to route it and refuses what would make the parser allocate without bound; ``decode`` then parses
-it and checks its form. What the values mean (finite numbers, camera names, an instruction that is not
-empty) is for :meth:`sinew.Policy.check`, the same for every wire.
+it and checks its form. :meth:`sinew.Policy.prepare` checks the values (finite numbers, camera names, an
+instruction that is not empty), the same for every wire.
 
 vla.cpp's clients send token ids, a zero-padded state and unnamed images, and read the padded
 ``action_chunk``; Sinew's own send names, text and the raw state, and read ``actions``.

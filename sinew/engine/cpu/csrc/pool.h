@@ -1,5 +1,5 @@
 // Threads that take numbered tasks from a counter and sleep in between: on a robot other programs want the cores, and a
-// thread that spins takes their time (docs/log.md). Results do not depend on how many there are.
+// thread that spins takes their time (docs/log/2026-11-21.md). Results do not depend on how many there are.
 #pragma once
 #include <unistd.h>
 

@@ -1,8 +1,8 @@
 """The problems that pi0, pi0.5 and SmolVLA put to the kernels, per action chunk, and what each one costs.
 
 pi0.5: 3 views, prompt of 200 tokens, chunk 50, 10 steps; pi0: 2 views, empty prompt, chunk 63; SmolVLA: 2 views of
-512, prompt of 48. Widths are those of the published checkpoints. ``fewer``: launches that would do the same
-without the fusion, less this one; ``spared``: bytes that they would write and read again.
+512, prompt of 48. Widths are those of the published checkpoints. ``fewer``: how many launches the fusion saves;
+``spared``: bytes of intermediate results that it neither writes nor reads.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class LeRobotWire:
         self._stopping = False
         self._stopped = threading.Event()
         self._service: Service | None = None
-        listen.tls()  # files that do not do are told here
+        listen.tls()  # refuses unusable files before gRPC sees them
         if listen.port:
             listen.tcp_socket().close()  # gRPC does not say why it cannot have an address
         self._decoder = ThreadPoolExecutor(2, "sinew-lerobot-decode")
