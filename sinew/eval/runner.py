@@ -131,9 +131,7 @@ def run_episode(
     )
 
 
-def _settings(
-    adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct
-) -> tuple[Settings, Adapter | None]:
+def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tuple[Settings, Adapter | None]:
     """Return how the robot is controlled, and the edge adapter beside it."""
     replan = conduct.replan
     if isinstance(replan, int):

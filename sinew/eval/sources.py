@@ -41,7 +41,9 @@ class Simulated:
     def ask(self, observation: Mapping[str, Any], now: float) -> None:
         rng = np.random.default_rng([*self._luck, self._asked, 1])
         delay = self._latency.steps(rng, self._hz)
-        actions, milliseconds = self.policy.infer(_timeless(observation), chunk_seed(*self._luck, self._asked))
+        actions, milliseconds = self.policy.infer(
+            _timeless(observation), chunk_seed(*self._luck, self._asked)
+        )
         self.latencies.append(milliseconds)
         self._asked += 1
         self._pending = (round(now * self._hz) + delay, actions)

@@ -28,8 +28,8 @@ from sinew.eval.report import stats  # noqa: E402
 from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
 from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.server import serving  # noqa: E402
-from sinew.eval.sources import chunk_seed  # noqa: E402
 from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
+from sinew.eval.sources import chunk_seed  # noqa: E402
 from tests import processes  # noqa: E402
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"

@@ -41,9 +41,9 @@ class Robot(Protocol):
     """
 
     def observe(self) -> Mapping[str, Any]:
-        """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; where the robot knows it ``time``, seconds
-        of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since then.
-        Raises :class:`Blind` where there is nothing to act on."""
+        """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; where the robot knows it ``time``,
+        seconds of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since
+        then. Raises :class:`Blind` where there is nothing to act on."""
 
     def act(self, row: np.ndarray) -> None:
         """Send one command, float32 [D] in the policy's units."""
@@ -92,9 +92,10 @@ class Loop:
 
     source: a :class:`Source`, or what opens a connection for requests (``connect`` of a :class:`Requester`), whose call
     returns float [H, D]. prompt: the instruction, may change at any time; "": what the robot's observations say.
-    pace: when ticks begin; :class:`~sinew_client.control.pace.SimulatedPace` plays without a clock. watch: called after every control step with the command; must be quick. adapter: refines chunks in every control
-    step; the settings' ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused
-    for what it is, and ask again: of a robot whose instruction or cameras come later.
+    pace: when ticks begin; :class:`~sinew_client.control.pace.SimulatedPace` plays without a clock. watch: called after
+    every control step with the command; must be quick. adapter: refines chunks in every control step; the settings'
+    ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused for what it is, and
+    ask again: of a robot whose instruction or cameras come later.
 
     While it runs a watchdog holds the robot where the loop is late by two periods, unless the settings or the robot say
     that it must not (``Settings.watchdog``, ``Robot.concurrent_hold``).
@@ -291,7 +292,8 @@ class Loop:
             self._age, seen["time"] = age, now - age
         else:
             seen["time"] = float_of(given)
-            self._age, age = now - seen["time"], self.pace.now() - seen["time"]  # after a look that took its time
+            self._age = now - seen["time"]
+            age = self.pace.now() - seen["time"]  # after a look that took its time
         reason = frame_fault(age, self.settings.stale)
         if not reason and not np.all(np.isfinite(self._state)):
             reason = "the state is not finite"
