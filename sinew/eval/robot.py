@@ -24,6 +24,7 @@ class SimulatedRobot:
     ``steps``. info: what it said last.
     """
 
+    _seen: dict[str, Any] | None  # of this step, once somebody has looked
     concurrent_hold = False  # a hold is a step of its world, which it takes one after the other
 
     def __init__(
@@ -44,19 +45,23 @@ class SimulatedRobot:
     def observe(self) -> dict[str, Any]:
         """Return what the environment shows, drawn once per step. ``age`` is that of what a chunk counts its rows from,
         ``camera_age`` that of the frames, where it is another one."""
+        return dict(self._look())
+
+    def _look(self) -> dict[str, Any]:
         if self._seen is None:
-            seen = self.adapter.observation(self._raw)
+            seen = dict(self.adapter.observation(self._raw))
             if self._cameras:
-                seen = {**seen, "images": renamed(seen["images"], self._cameras)}
-            self._seen = {**seen, "age": float(self.info.get("frame_age", 0.0))}
+                seen["images"] = renamed(seen["images"], self._cameras)
+            seen["age"] = float(self.info.get("frame_age", 0.0))
             if "camera_age" in self.info:
-                self._seen["camera_age"] = float(self.info["camera_age"])
-        return dict(self._seen)
+                seen["camera_age"] = float(self.info["camera_age"])
+            self._seen = seen
+        return self._seen
 
     @property
     def task(self) -> str:
         """The environment's own instruction of this episode, "" where it has none."""
-        return str(self.observe().get("prompt", ""))
+        return str(self._look().get("prompt", ""))
 
     @property
     def steps(self) -> int:
@@ -88,5 +93,20 @@ class SimulatedRobot:
 
     def _begin(self) -> None:
         self._raw, self.info = self.env.reset(seed=self._seed + self.finished, options=self._options)
-        self._seen: dict[str, Any] | None = None
+        self._seen = None
         self.actions: list[Any] = []
+
+
+class StreamedRobot(SimulatedRobot):
+    """Shows each frame once, with its own age; the state at every look."""
+
+    _shown: float | None = None  # when the newest frame that was shown was taken, seconds
+
+    def observe(self) -> dict[str, Any]:
+        seen = super().observe()
+        seen["age"] = seen.pop("camera_age", seen["age"])
+        taken = round(self.steps / self.adapter.control_hz - seen["age"], 6)
+        if taken == self._shown:
+            del seen["images"]
+        self._shown = taken
+        return seen

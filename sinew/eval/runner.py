@@ -13,20 +13,36 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sinew_client.control import Adapter, Command, Loop, Pace, Settings, SimulatedPace, choose
+from sinew_client.control import (
+    Adapter,
+    Command,
+    Loop,
+    Pace,
+    Settings,
+    SimulatedPace,
+    Stream,
+    StreamController,
+    choose,
+)
 from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.control.reaction import LOOPS, histogram
+from sinew_client.control.report import percentiles
+from sinew_client.control.settings import LARGEST_CHUNK
+from sinew_client.control.windows import OUT_OF_NODES
 
 from sinew.eval.policies import EvalPolicy
-from sinew.eval.robot import SimulatedRobot
+from sinew.eval.robot import SimulatedRobot, StreamedRobot
 from sinew.eval.settings import Latency, rows_between
-from sinew.eval.sources import Measured, Simulated
+from sinew.eval.sources import Costs, Measured, Simulated, SimulatedLink, chunk_seed, way
+from sinew.stream import Session, StreamSettings
 
 if TYPE_CHECKING:
     import gymnasium
 
     from sinew.eval.adapters import EnvAdapter
+    from sinew.policy import Policy
 
-NEVER_S = 1e9  # no frame of an environment is too old to act on
+NEVER_S = 1e9  # seconds; no frame of an environment is too old to act on
 
 Watcher = Callable[[int, dict[str, Any], bool], None]  # control step, observation, a chunk has been asked for
 
@@ -152,6 +168,49 @@ def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tupl
     return settings, edge
 
 
+def run_stream_episode(
+    env: gymnasium.Env, adapter: EnvAdapter, policy: Policy, conduct: Conduct, seed: int, costs: Costs
+) -> Episode:
+    """Play one episode on a stream, whose windows take the conduct's latency longer to arrive.
+
+    Environments may tell when something happened (``info["stimuli"]``: "image" and "sensor", seconds or None); the
+    episode then has the reaction to it.
+    """
+    begun = time.perf_counter()
+    robot = StreamedRobot(env, adapter, 1, seed, options=conduct.reset_options)
+    task, hz = adapter.task(robot.info), adapter.control_hz
+    pace = SimulatedPace(hz)
+    settings = StreamSettings(hz, costs.guidance, seed=chunk_seed(conduct.noise, seed, 0) >> 2)
+    session = Session(policy, settings, robot.task, clock=lambda: 0.0)
+    link = SimulatedLink(session, costs, pace.now, way(conduct.latency))
+    played = Settings(hz, stale=NEVER_S, fusion="latest_only", chunk_size=LARGEST_CHUNK)
+    loop = Loop(robot, Stream(link), played, policy.spec.action.dim, robot.task, pace)
+    report, controller = loop.run(), loop.controller
+    assert isinstance(controller, StreamController)
+    reactions = {
+        name: [round(1e3 * each, 3) for each in controller.reactions.of(name, [at])]
+        for name, at in robot.info.get("stimuli", {}).items()
+        if at is not None
+    }
+    return Episode(
+        seed=seed,
+        task=task,
+        success=bool(robot.successes),
+        steps=robot.steps,
+        chunks=report.chunks,
+        executed=report.executed,
+        held=report.held.get(OUT_OF_NODES, 0),
+        misses=controller.misses,
+        delays=[],
+        latency_ms=[],
+        chunk_size=policy.spec.chunk_size,
+        wall_s=round(time.perf_counter() - begun, 4),
+        reactions_ms=reactions,
+        faults=dict(report.faults["kinds"]),
+        reasons=report.held,
+    )
+
+
 class Tally:
     """Counts what happens in an episode, as a listener of its controller.
 
@@ -193,3 +252,13 @@ def smoothness(actions: Sequence[Any], seams: Sequence[int]) -> tuple[float, flo
     if len(rows) < 4:
         return max(jumps, default=0.0), 0.0
     return max(jumps, default=0.0), float(np.sqrt(np.mean(np.diff(np.stack(rows), 3, axis=0) ** 2)))
+
+
+def reactions(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return p50, p95, p99, max and a histogram of the milliseconds that each loop of a stream took to react."""
+    found: dict[str, Any] = {}
+    for name in LOOPS:
+        values = [each for episode in episodes for each in episode.reactions_ms.get(name, ())]
+        if values:
+            found[name] = {**percentiles(values), "count": len(values), "histogram": histogram(values)}
+    return found

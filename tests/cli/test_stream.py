@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 from sinew_client import ClientError
-from sinew_client.control import Planner
+from sinew_client.control import Loop, Planner, Settings, Stream, StreamReport
 from sinew_client.control.pace import Pace
 from sinew_client.control.planner import open_planner
-from sinew_client.control.stream import StreamLoop, Watching
+from sinew_client.control.stream import Watching
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
@@ -116,8 +116,10 @@ class Arm:
 def test_what_the_view_and_the_report_show() -> None:
     arm, link, clock = Arm(), Replayed(), [0.0]
     pace = Pace(0.01, now=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    loop = StreamLoop(Watching(arm, 25.0, lambda: clock[0]), link, 100.0, 1, "go", pace=pace)
-    report = loop.run(40)
+    settings = Settings(100.0, fusion="latest_only")
+    loop = Loop(Watching(arm, 25.0, lambda: clock[0]), Stream(link), settings, 1, "go", pace)
+    loop.run(40)
+    report = StreamReport.of(loop)
     assert (arm.rows, arm.seen) == (39, 40)  # the first tick had nothing yet
     assert [images is not None for _, images in link.sent[:5]] == [
         True,

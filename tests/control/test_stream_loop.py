@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client.control import Blind, Limits, Pace, SettingsError, StreamLoop
+from sinew_client.control import (
+    Blind,
+    Limits,
+    Loop,
+    Pace,
+    Settings,
+    SettingsError,
+    Stream,
+    StreamReport,
+)
 from sinew_client.control.loop import AHEAD_S
-from sinew_client.control.stream import MAX_DELAY, Watching
+from sinew_client.control.stream import Watching
+from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
@@ -60,10 +70,20 @@ class Link:
     def restart(self) -> None:
         self.restarts += 1
 
+    def close(self) -> None: ...
+
 
 def paced(rate: float, clock: list[float]) -> Pace:
     """Return the pace of a clock that only waiting moves."""
     return Pace(1 / rate, lambda: clock[0], lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+
+
+def looped(
+    robot: Any, link: Any, rate: float, pace: Pace, camera_hz: float, prompt: str = "go", **given: Any
+) -> Loop:
+    """Return the loop of a robot on a stream whose windows replace each other, by the pace's clock."""
+    settings = Settings(rate, **{"fusion": "latest_only", **given})
+    return Loop(Watching(robot, camera_hz, pace.now), Stream(link), settings, 2, prompt, pace)
 
 
 def window(step: int, run: int, frame_time: float, value: float, sample_time: float = 0.0) -> StreamWindow:
@@ -72,7 +92,7 @@ def window(step: int, run: int, frame_time: float, value: float, sample_time: fl
 
 def test_windows_of_the_last_episode_are_not_executed_in_the_next_one() -> None:
     robot, link = Robot(), Link()
-    loop = StreamLoop(Watching(robot, 10.0, lambda: 0.0), link, 10.0, 2, "go", pace=paced(10.0, [0.0]))
+    loop = looped(robot, link, 10.0, paced(10.0, [0.0]), 10.0)
 
     def tick(*windows: StreamWindow) -> None:
         link.ready = list(windows)
@@ -86,7 +106,7 @@ def test_windows_of_the_last_episode_are_not_executed_in_the_next_one() -> None:
     assert loop.reason == "a new episode"
     tick(window(4, 1, 0.2, 3.0))  # of another session, which counts its runs anew
     assert robot.done == [1.0, 1.0, None, None, 3.0]
-    assert (loop.reason, link.restarts, loop.held) == ("", 1, {"a new episode": 2})
+    assert (loop.reason, link.restarts, loop.controller.held) == ("", 1, {"a new episode": 2})
 
 
 def test_a_robot_goes_on_after_a_long_stall() -> None:
@@ -114,9 +134,7 @@ def test_a_robot_goes_on_after_a_long_stall() -> None:
             return found
 
     robot, link = Robot(), Stalling()
-    loop = StreamLoop(
-        Watching(robot, 30.0, lambda: clock[0]), link, rate, 2, "go", pace=paced(rate, clock), stale=10.0
-    )
+    loop = looped(robot, link, rate, paced(rate, clock), 30.0, stale=10.0)
     loop.run(int(4 * rate))
     assert max(delay for _, delay, _ in link.sent) <= MAX_DELAY
     assert len(way) < 20
@@ -128,23 +146,21 @@ def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool) -> No
     robot, link, clock = Robot(), Link(), [0.0]
     if fast_state:  # the state is known while the camera is silent
         robot.sense = lambda: np.zeros(2, np.float32)  # type: ignore[attr-defined]
-    loop = StreamLoop(Watching(robot, 5.0, lambda: clock[0]), link, 10.0, 2, "go", pace=paced(10.0, clock))
+    loop = looped(robot, link, 10.0, paced(10.0, clock), 5.0, stale=10.0)
     link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
-    loop.stale = 10.0
     for tick in range(8):
         robot.blind = "camera front is silent" if 2 <= tick < 6 else ""
         loop.tick(loop.pace.next())
     assert robot.done == [1.0, 1.0, None, None, None, None, 1.0, 1.0]
-    assert loop.held == {"camera front is silent": 4}
+    assert loop.controller.held == {"camera front is silent": 4}
     frames = [round(10 * time) for time, _, frame in link.sent if frame]
     assert frames == [0, 6]  # as soon as there is one again
     assert len(link.sent) == (8 if fast_state else 4)
 
 
-def of(rate: float = 10.0, **given: Any) -> tuple[StreamLoop, Robot, Link, list[float]]:
+def of(rate: float = 10.0, **given: Any) -> tuple[Loop, Robot, Link, list[float]]:
     robot, link, clock = Robot(), Link(), [0.0]
-    watching = Watching(robot, rate, lambda: clock[0])
-    return StreamLoop(watching, link, rate, 2, "go", pace=paced(rate, clock), **given), robot, link, clock
+    return looped(robot, link, rate, paced(rate, clock), rate, **given), robot, link, clock
 
 
 @pytest.mark.parametrize(
@@ -179,9 +195,9 @@ def test_a_window_that_lies_has_failed(bad: dict[str, Any], fusion: str) -> None
     link.ready = [StreamWindow(**{**good, "step": 2, "run": 2, **bad})]
     loop.run(5)
     assert robot.done[:2] + robot.done[3:] == [1.0, 1.0, 1.0, None, None, None]
-    (reason,) = loop.held
+    (reason,) = loop.controller.held
     assert reason.startswith("a window")
-    report = loop.report()
+    report = StreamReport.of(loop)
     assert (report.errors, report.faults["kinds"], report.windows) == (1, {"bad_chunk": 1}, 1)
     link.ready = [StreamWindow(**{**good, "step": 5, "sample_time": 0.4, "frame_time": 0.4, "run": 1})]
     loop.run(12)
@@ -196,13 +212,12 @@ def test_a_frame_is_as_old_as_the_first_window_that_knew_it() -> None:
     link.ready = [StreamWindow(100, np.ones((5, 2), np.float32), 0.2, 0.2, run=1)]
     loop.run(8)
     assert robot.done[4:-1] == [1.0] + [None] * 4
-    assert "the newest frame is too old" in loop.held
+    assert "the newest frame is too old" in loop.controller.held
 
 
 def test_a_stream_is_limited_from_where_the_robot_stands() -> None:
-    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"})
+    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"}, stale=9.0)
     link.ready = [StreamWindow(0, np.full((9, 2), 3.0, np.float32), 0.0, 0.0, run=1)]
-    loop.stale = 9.0
     loop.run(2)
     np.testing.assert_allclose(robot.done[:2], [0.1, 0.2], atol=1e-6)
     for motion in (None, {"kind": "relative", "action": [0, 1], "state": [0, 1]}):
@@ -219,7 +234,8 @@ def test_a_frame_of_another_clock_holds(seen: dict[str, Any]) -> None:
     loop, robot, link, _ = of()
     link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
     robot.observe = lambda: {"images": {}, "state": np.zeros(2, np.float32), **seen}  # type: ignore[method-assign]
-    report = loop.run(3)
+    loop.run(3)
+    report = StreamReport.of(loop)
     assert (report.executed, report.frames) == (0, 0)
     assert all("time is not of this clock" in reason for reason in report.held)
 
@@ -276,7 +292,7 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
 
     def act(row: np.ndarray) -> None:
         done.append(True)
-        now = loop._time(loop._step)  # type: ignore[arg-type]
+        now = loop._time(loop.controller._step)  # type: ignore[arg-type]
         if limited:
             if loop.pace.skipped > skipped:
                 robot.moved = np.zeros(2)  # type: ignore[attr-defined]
@@ -298,16 +314,18 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
             clock[0] += event
         else:
             ahead, count, width, sample, frame, run, extra = event
-            now = 0.0 if loop._step is None else loop._time(loop._step)
+            now = 0.0 if loop.controller._step is None else loop._time(loop.controller._step)
             rows = np.full((count, width), float(len(frames))) + extra
             frames.append(now + frame)
-            link.ready = [StreamWindow((loop._step or 0) + ahead, rows, now + sample, now + frame, run=run)]
+            link.ready = [
+                StreamWindow((loop.controller._step or 0) + ahead, rows, now + sample, now + frame, run=run)
+            ]
         for _ in range(3):
             skipped, count = loop.pace.skipped, len(done)
             loop.tick(loop.pace.next())
             assert len(done) == count + 1
-    now = loop._time(loop._step)  # type: ignore[arg-type]
-    step = loop._step or 0
+    now = loop._time(loop.controller._step)  # type: ignore[arg-type]
+    step = loop.controller._step or 0
     link.ready = [StreamWindow(step, np.full((9, 2), float(len(frames))), now, now, run=9)]
     frames.append(now)
     loop.tick(loop.pace.next())
@@ -317,6 +335,6 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
 def test_a_robot_that_is_blind_at_once_ends_no_run() -> None:
     robot, link = Robot(), Link()
     robot.blind = "no camera"
-    report = StreamLoop(Watching(robot, 5.0, lambda: 0.0), link, 10.0, 2, pace=paced(10.0, [0.0])).run(3)
+    report = looped(robot, link, 10.0, paced(10.0, [0.0]), 5.0, "").run(3)
     held: Mapping[str, int] = report.held
     assert (held, link.sent) == ({"no camera": 3}, [])

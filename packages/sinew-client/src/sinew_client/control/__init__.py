@@ -1,7 +1,8 @@
 """The robot's side of action chunks: what is executed when, and what happens when nothing arrives.
 
 :class:`Loop` runs a robot at a fixed rate. What it decides is :class:`Controller`, which knows neither clocks nor
-sockets; the evaluator of Sinew drives the same one in simulated time. numpy alone.
+sockets. Chunks that are asked for and streams are both a :class:`Source`, and a :class:`SimulatedPace` plays the same
+loop without a clock, as the evaluator of Sinew does. numpy alone.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from sinew_client.control.requester import Outcome, Requester
 from sinew_client.control.safety import Guard, Limits, LimitsError
 from sinew_client.control.servers import Servers
 from sinew_client.control.settings import Settings, SettingsError
-from sinew_client.control.stream import StreamLoop, StreamReport, StreamRobot
+from sinew_client.control.stream import Stream, StreamReport
 from sinew_client.control.trajectory import Node, Trajectory
+from sinew_client.control.windows import StreamController
 
 __all__ = [
     "AS_IS",
@@ -69,9 +71,9 @@ __all__ = [
     "SimulatedPace",
     "Source",
     "Stopped",
-    "StreamLoop",
+    "Stream",
+    "StreamController",
     "StreamReport",
-    "StreamRobot",
     "Trajectory",
     "choose",
     "fit_offsets",

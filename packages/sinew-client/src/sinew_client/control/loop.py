@@ -12,7 +12,7 @@ import numpy as np
 
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
-from sinew_client.control.controller import Command, Controller
+from sinew_client.control.controller import AHEAD_S, BaseController, Command, Controller
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
@@ -25,8 +25,6 @@ from sinew_client.faults import MISFITS
 
 logger = logging.getLogger(__name__)
 
-
-AHEAD_S = 0.1  # by which a frame's time may be later than the clock says
 
 OTHER_CLOCK = "the newest frame's time is not of this clock (time.monotonic): "
 
@@ -43,7 +41,9 @@ class Robot(Protocol):
     def observe(self) -> Mapping[str, Any]:
         """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; where the robot knows it ``time``,
         seconds of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since
-        then. Raises :class:`Blind` where there is nothing to act on."""
+        then. Raises :class:`Blind` where there is nothing to act on. What goes to a stream
+        (:class:`~sinew_client.control.stream.Watching`) is without ``images`` where there is no newer frame, and has
+        ``blind``, the reason, where one should be there."""
 
     def act(self, row: np.ndarray) -> None:
         """Send one command, float32 [D] in the policy's units."""
@@ -66,10 +66,18 @@ class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
 class Source(Protocol):
     """Where rows come from; nothing of it waits. Times are seconds of the loop's clock (``Pace.now``).
 
-    failures: how many observations were answered by an error, or not at all.
+    What an answer is depends on the settings' controller: a chunk for each observation
+    (:class:`~sinew_client.control.requester.Requester`), or windows as they come
+    (:class:`~sinew_client.control.stream.Stream`).
+
+    continuous: answers come by themselves, so the settings say how they are fused (``Settings.fusion``).
     """
 
-    failures: int
+    continuous: bool
+
+    @property
+    def failures(self) -> int:
+        """Return how many observations were answered by an error, or not at all."""
 
     def ready(self, now: float) -> bool:
         """Return True if an observation may be sent now."""
@@ -81,7 +89,7 @@ class Source(Protocol):
         """Return one answer that has come, oldest first; None where there is none. Never before its observation."""
 
     def cancel(self) -> None:
-        """Let the answer that is under way go nowhere."""
+        """Let what is under way go nowhere."""
 
     def close(self, wait: float = 0.0) -> None:
         """End; wait at most so many seconds for what is under way."""
@@ -120,10 +128,20 @@ class Loop:
                 f"refine: expected an adapter's max_age with one, else 0, got {settings.refine}"
             )
         settings.check_start(dim)
+        if bool(settings.fusion) != getattr(source, "continuous", False):
+            wanted = (
+                "none of chunks that are asked for"
+                if settings.fusion
+                else "how windows of a stream are fused"
+            )
+            raise SettingsError(f"fusion: expected {wanted}, got {settings.fusion!r}")
         self.robot, self.settings, self.prompt = robot, settings, prompt
-        self.controller: Controller = settings.controller(dim)
+        self.controller: BaseController = settings.controller(dim)
         self._dim = dim
-        self._edge = None if adapter is None else Refinement(adapter, self.controller)
+        self._edge: Refinement | None = None
+        if adapter is not None:
+            assert isinstance(self.controller, Controller)
+            self._edge = Refinement(adapter, self.controller)
         self.source: Source = (
             source if hasattr(source, "poll") else Requester(source, settings.deadline)  # type: ignore[assignment, arg-type]
         )
@@ -138,6 +156,7 @@ class Loop:
         self._last: np.ndarray | None = None  # the last command of a control step
         self._command: Command | None = None
         self._state: np.ndarray | None = None
+        self._images: Mapping[str, Any] = {}  # of the newest frame
         self._age = 0.0  # of the newest frame when the present tick began, seconds
 
     def watch(self, watcher: Callable[[Command], None]) -> None:
@@ -174,6 +193,19 @@ class Loop:
     @property
     def paused(self) -> bool:
         return self.controller.paused
+
+    @property
+    def reason(self) -> str:
+        """Return why the robot holds, "" while it moves."""
+        return "" if self._command is None else self._command.reason
+
+    def seen(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the instruction and the newest observation, for a planner; None before there is one. ``said`` in it is
+        the last text of the policy's language head, where one was asked for."""
+        if self._state is None or not self._images:
+            return None
+        said = self.controller.said
+        return self.prompt, {"images": self._images, "state": self._state, **({"said": said} if said else {})}
 
     def report(self) -> Cadence:
         return cadence(
@@ -224,6 +256,7 @@ class Loop:
         if command.row is None:
             self.robot.hold()
         elif self.settings.substeps == 1:
+            self.controller.leaves(command, self._time(step))  # before: acting may take its time
             self.robot.act(command.row)
         else:
             self.robot.act(interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
@@ -238,11 +271,12 @@ class Loop:
             wish()
         self._poll(step, now)
         seen = None
-        if (self.controller.player.motion.needs_state and not self.paused) or self.controller.refines(step):
+        if (self.controller.needs_state and not self.paused) or self.controller.refines(step):
             seen = self._observe(step, now)
         if self.controller.wants_chunk(step) and self.source.ready(now):
             seen = self._ask(step, now)
-            self._poll(step, now)  # an answer that takes no time
+            if not self.controller.continuous:
+                self._poll(step, now)  # an answer that takes no time
         if self._edge is not None and seen is not None:
             self._adapted(step, self._edge.refine, step, seen)
         if self.controller.wants_position(step) and (seen or self._observe(step, now)) is not None:
@@ -258,6 +292,10 @@ class Loop:
             self._watch(command)
         return command
 
+    def _time(self, step: int) -> float:
+        """Return seconds since the first tick, never before this control step was due."""
+        return max(step / self.settings.hz, self.pace.since(self.pace.now()))
+
     def _log(self, command: Command) -> None:
         """Log the beginning and the end of a hold, with its reason. In simulated time holds are what is studied."""
         if isinstance(self.pace, SimulatedPace):
@@ -272,7 +310,7 @@ class Loop:
         while (outcome := self.source.poll(now)) is not None:
             if outcome.reason:
                 self.controller.failed(step, outcome.reason, outcome.kind)
-                if outcome.kind in MISFITS and not (self.controller.player.chunks or self._hold_refused):
+                if outcome.kind in MISFITS and not (self.controller.chunks or self._hold_refused):
                     raise Refused(outcome.reason)
             elif self.controller.arrived(step, outcome.value) and self._edge is not None:
                 self._edge.arrived(outcome.value)
@@ -281,9 +319,8 @@ class Loop:
         """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
         try:
             seen = dict(self.robot.observe())
-        except Blind as reason:
-            self.source.cancel()
-            self.controller.fault(step, str(reason))
+        except Blind as blind:
+            self._fault(step, str(blind))
             return None
         self._state = np.asarray(seen["state"], np.float32)
         seen.pop("camera_age", None)
@@ -294,14 +331,21 @@ class Loop:
             seen["time"] = float_of(given)
             self._age = now - seen["time"]
             age = self.pace.now() - seen["time"]  # after a look that took its time
-        reason = frame_fault(age, self.settings.stale)
+        # Of a stream a node counts, and the frame that it was made from.
+        reason = frame_fault(age, math.inf if self.controller.continuous else self.settings.stale)
         if not reason and not np.all(np.isfinite(self._state)):
             reason = "the state is not finite"
         if reason:
-            self.source.cancel()
-            self.controller.fault(step, reason)
+            self._fault(step, reason)
             return None
+        self._images = seen.get("images", self._images)
         return seen
+
+    def _fault(self, step: int, reason: str) -> None:
+        """Hold for what cannot be seen. The answer to a request is not worth waiting for then; a stream goes on."""
+        if not self.controller.continuous:
+            self.source.cancel()
+        self.controller.fault(step, reason)
 
     def _ask(self, step: int, now: float) -> dict[str, Any] | None:
         """Send a request; return what it has seen."""
@@ -309,11 +353,14 @@ class Loop:
         if seen is None:
             return None
         frame = step - max(0, round(self._age * self.settings.hz))
-        request = self.controller.ask(step, frame, self._state)
+        times = self._time(step), self.pace.since(seen["time"])
+        request = self.controller.ask(step, frame, self._state, *times)
         if self._edge is not None and not self._adapted(step, self._edge.asked, seen):
             return None
         said = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
         self.source.ask({**seen, **said, **request.fields}, now)
+        if seen.get("blind"):
+            self._fault(step, seen["blind"])
         return seen
 
     def _adapted(self, step: int, what: Callable[..., None], *given: Any) -> bool:
@@ -321,8 +368,7 @@ class Loop:
         try:
             what(*given)
         except AdapterError as error:
-            self.source.cancel()
-            self.controller.fault(step, str(error))
+            self._fault(step, str(error))
             return False
         return True
 
@@ -360,6 +406,8 @@ class Loop:
     def _say(self, prompt: str) -> None:
         if prompt != self.prompt:
             self._instruct(prompt)
+            if self.controller.continuous:
+                return  # windows follow it from the next prefix on
             paused = self.controller.paused
             self._pause()
             if not paused:
@@ -375,7 +423,7 @@ class Loop:
 
     def _measured(self, state: np.ndarray) -> np.ndarray:
         """Return where a robot of this state is in the numbers of a command, NaN where it does not say so."""
-        return self.controller.player.motion.position(state, self._dim)
+        return self.controller.motion.position(state, self._dim)
 
     def _from(self) -> np.ndarray | None:
         """Return what the command of this step moves from, if known: points between are on the way from there."""

@@ -64,6 +64,10 @@ class Pace:
         assert self._start is not None, "no tick has begun"
         return self._start + number * self.period
 
+    def since(self, moment: float) -> float:
+        """Return the seconds from when the first tick was due to a moment of the clock; 0 before there is one."""
+        return 0.0 if self._start is None else moment - self._start
+
     def _wait(self) -> float:
         """Return the seconds until the next tick is due, less than none where it is late."""
         now = self.now()
@@ -94,3 +98,6 @@ class SimulatedPace(Pace):
 
     def due(self, number: int) -> float:
         return number / self._hz
+
+    def since(self, moment: float) -> float:
+        return moment

@@ -48,6 +48,8 @@ class Requester:
     that is set back moves what was noted with it.
     """
 
+    continuous = False  # an answer for each observation
+
     def __init__(self, connect: Callable[[], Call], deadline: float):
         self._connect, self.deadline = connect, deadline
         self._worker: _Worker | None = None
