@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import (
     Blind,
+    Journal,
     Limits,
     Loop,
     Pace,
@@ -19,6 +21,7 @@ from sinew_client.control import (
     SettingsError,
     Stream,
     StreamReport,
+    repeat,
 )
 from sinew_client.control.loop import AHEAD_S
 from sinew_client.control.stream import Watching
@@ -338,3 +341,85 @@ def test_a_robot_that_is_blind_at_once_ends_no_run() -> None:
     report = looped(robot, link, 10.0, paced(10.0, [0.0]), 5.0, "").run(3)
     held: Mapping[str, int] = report.held
     assert (held, link.sent) == ({"no camera": 3}, [])
+
+
+def test_a_paused_stream_drops_its_plan_and_goes_on_with_newer_windows() -> None:
+    loop, robot, link, _ = of()
+
+    def tick(*windows: StreamWindow) -> None:
+        link.ready = list(windows)
+        loop.tick(loop.pace.next())
+
+    tick(window(0, 1, 0.0, 1.0))
+    loop.pause()
+    tick(window(1, 2, 0.0, 2.0))
+    tick()
+    assert (loop.reason, len(link.sent), link.restarts) == ("paused", 1, 1)
+    loop.resume()
+    tick(window(3, 3, 0.0, 3.0))  # was under way
+    assert loop.reason == "no window yet"
+    tick(window(4, 4, 0.3, 4.0, 0.3))
+    assert robot.done == [1.0, None, None, None, 4.0]
+
+
+def test_another_instruction_takes_no_node_away() -> None:
+    loop, robot, link, _ = of()
+    link.ready = [window(0, 1, 0.0, 1.0)]
+    loop.run(2)
+    loop.say("stop")
+    loop.run(4)
+    assert robot.done == [1.0, 1.0, None, 1.0, 1.0, None]  # the holds are those at the end of a run
+    assert (loop.prompt, link.restarts) == ("stop", 0)
+
+
+def test_a_journal_repeats_a_stream(tmp_path: Path) -> None:
+    """Windows that overlap, come too late or lie, a silent camera, errors, a pause and another world: to the bit."""
+    limits = {"low": -2, "high": 2, "velocity": 20.0, "acceleration": 300.0}
+    given = {"limits": limits, "motion": {"kind": "absolute"}, "stale": 0.45, "fusion": "average"}
+    loop, robot, link, _ = of(**given)
+    journal = Journal(tmp_path / "stream.jsonl", loop.settings, 2)
+    loop.listeners.append(journal.put)
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        now = number / 10
+        seen = now - 0.1 * rng.integers(0, 4)
+        if rng.random() < 0.5:
+            rows = rng.normal(size=(int(rng.integers(0, 6)), 1 if rng.random() < 0.1 else 2)).astype(
+                np.float32
+            )
+            link.ready = [StreamWindow(number + int(rng.integers(-2, 3)), rows, max(0.0, seen), seen)]
+        if rng.random() < 0.05:
+            link.errors, link.error = link.errors + 1, f"error {number} [internal]"
+            link.faults.add("internal", link.error)
+        robot.blind = "no camera" if rng.random() < 0.1 else ""
+        if number in (60, 120):
+            loop.pause()
+        elif number in (63, 121):
+            loop.resume()
+        elif number == 150:
+            loop.restart("a new episode")
+        loop.tick(loop.pace.next())
+    journal.close()
+    report = StreamReport.of(loop)
+    assert set(report.held) > {"no camera", "paused", "out of nodes", "the newest frame is too old"}
+    assert report.executed > 60
+    assert report.clipped
+    assert (report.errors - report.faults["kinds"]["bad_chunk"]) == report.faults["kinds"]["internal"] > 2
+    found = repeat(tmp_path / "stream.jsonl")
+    assert (found.commands, found.differences) == (200, [])
+    assert found.held == sum(report.held.values())
+
+
+def test_what_a_stream_has_nothing_to_do_with_is_refused() -> None:
+    for setting in ({"replan": "4"}, {"substeps": 2}, {"max_age": 1.0}, {"refine": 3}, {"future": True}):
+        (name,) = setting
+        with pytest.raises(SettingsError, match=f"^{name}: expected none beside fusion, got"):
+            Settings(10.0, fusion="latest_only", **setting)
+    with pytest.raises(SettingsError, match="^fusion: expected one of"):
+        of(fusion="mean")
+    with pytest.raises(SettingsError, match="^fusion: expected how windows of a stream are fused, got ''"):
+        of(fusion="")
+    with pytest.raises(
+        SettingsError, match="^fusion: expected none of chunks that are asked for, got 'average'"
+    ):
+        Loop(Robot(), lambda: None, Settings(10.0, fusion="average"), 2)  # type: ignore[arg-type, return-value]

@@ -62,6 +62,7 @@ class BaseController:
 
     continuous = False
     needs_state = False  # in every control step, for the command
+    starting = STARTING  # the reason of a hold before there is anything to execute
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class BaseController:
         last command; without a position nothing is sent until :meth:`stands` says one, where limits begin with it.
         """
         self._tell("resume", {"position": position, "moved": moved})
-        self.paused, self._fault = False, STARTING
+        self.paused, self._fault = False, self.starting
         if self.guard is not None:
             if moved or position is not None:
                 self.guard.start(position)

@@ -49,6 +49,7 @@ class StreamController(BaseController):
     """
 
     continuous = True
+    starting = NO_WINDOW
 
     def __init__(
         self,
