@@ -59,11 +59,22 @@ class Link:
     def __init__(self) -> None:
         self.ready: list[StreamWindow] = []
         self.sent: list[tuple[float, int, bool]] = []
+        self.frames: list[float] = []  # when those were exposed that were sent
         self.restarts = self.errors = 0
         self.error, self.faults = "", Faults()
 
-    def send(self, state: Any, time: float, delay: int = 1, images: Any = None, *_: Any, **__: Any) -> bool:
+    def send(
+        self,
+        state: Any,
+        time: float,
+        delay: int = 1,
+        images: Any = None,
+        frame_time: float | None = None,
+        prompt: str = "",
+    ) -> bool:
         self.sent.append((time, delay, images is not None))
+        if frame_time is not None:
+            self.frames.append(frame_time)
         return True
 
     def windows(self) -> list[StreamWindow]:
@@ -423,3 +434,63 @@ def test_what_a_stream_has_nothing_to_do_with_is_refused() -> None:
         SettingsError, match="^fusion: expected none of chunks that are asked for, got 'average'"
     ):
         Loop(Robot(), lambda: None, Settings(10.0, fusion="average"), 2)  # type: ignore[arg-type, return-value]
+
+
+def test_a_newer_window_replaces_all_that_comes_after_its_first_node() -> None:
+    loop, robot, link, _ = of(stale=9.0)
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0)]
+    loop.run(2)
+    link.ready = [StreamWindow(2, np.full((2, 2), 2.0, np.float32), 0.1, 0.1)]
+    loop.run(6)
+    assert robot.done == [1.0, 1.0, None, 2.0, 2.0, None, None, None]
+    assert loop.reason == "out of nodes"
+    link.ready = [StreamWindow(6, np.ones((9, 2), np.float32), 0.0, 0.0)]  # older news than there was
+    loop.run(7)
+    assert (loop.reason, loop.report().chunks) == ("out of nodes", 3)
+
+
+def test_commands_of_a_stream_say_how_old_their_frame_is() -> None:
+    loop, robot, link, _ = of(stale=9.0)
+    ages = []
+    loop.watch(lambda command: ages.append((command.age, command.chunk, command.index)))
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, prefix_age_ms=7.0)]
+    loop.run(3)
+    link.ready = [StreamWindow(3, np.ones((20, 2), np.float32), 0.2, 0.1, prefix_age_ms=9.0)]
+    loop.run(5)
+    assert ages == [(0, 1, 0), (1, 1, 1), (2, 1, 2), (2, 2, 0), (3, 2, 1)]
+    measured = StreamReport.of(loop).measured
+    assert (measured["prefix_age_ms"]["max"], measured["image_age_ms"]["max"]) == (9.0, 300.0)
+    assert loop.report().age_ms["max"] == 300.0
+
+
+def test_a_frame_is_never_newer_than_its_sample() -> None:
+    loop, robot, link, _ = of()
+    ages = iter((-0.05, 0.25))
+    robot.observe = lambda: {"images": {}, "state": np.zeros(2), "age": next(ages)}  # type: ignore[method-assign]
+    loop.run(2)
+    assert link.frames == pytest.approx([0.0, -0.15])
+
+
+def test_an_error_is_the_reason_until_a_window_knows_a_newer_frame(caplog: pytest.LogCaptureFixture) -> None:
+    loop, robot, link, _ = of()
+    for number in range(6):
+        if number in (1, 2):
+            link.errors, link.error = link.errors + 1, "no head [internal]"
+        link.ready = [StreamWindow(number, np.ones((0, 2)), 0.1 * number, 0.4 if number == 5 else 0.0)]
+        loop.tick(loop.pace.next())
+    assert loop.controller.held == {"out of nodes": 2, "no head [internal]": 4}
+    assert [record.message for record in caplog.records].count("no head [internal]") == 1
+
+
+def test_a_blind_robot_is_not_asked_again_where_it_stands() -> None:
+    """Limits want to know it, but not in a step that holds anyway; a step without a sample holds as well."""
+    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"})
+    looks = []
+    see = robot.observe
+    robot.observe = lambda: looks.append(1) or see()  # type: ignore[method-assign, func-returns-value]
+    robot.blind = "no camera"
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0)]
+    loop.run(3)
+    assert len(looks) == 3
+    assert loop.controller.command(3).reason == "the robot is blind"
+    assert loop.controller.arrived(3, StreamWindow(4, np.ones((2, 2)), 0.0, 0.0))

@@ -160,7 +160,6 @@ class StreamController(BaseController):
 
     def _drop(self) -> None:
         self.trajectory.clear()
-        self._about.clear()
         self._world, self._failing = self._time, ""
 
     def _fails(self, reason: str) -> None:
