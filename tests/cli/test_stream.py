@@ -21,16 +21,21 @@ from sinew.cli import main
 from sinew.cli.stream_view import StreamView, report_table
 
 
-def test_a_dry_robot_streams(rolling_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "1.5"]) == 0
-    )
+def test_a_dry_robot_streams(
+    rolling_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "stream.jsonl"
+    asked = ["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "1.5"]
+    assert main([*asked, "--record", str(journal)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["label"].startswith("gradual flow matching")
     assert result["ticks"] == 150
     assert result["windows"] > 0
     assert result["errors"] == 0
     assert set(result["histograms_ms"]) == {"sensor", "image"}
+    assert main(["client", "--replay", str(journal)]) == 0
+    repeated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (repeated["commands"], repeated["differ"]) == (150, 0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sinew_client.control import (
     StreamReport,
     repeat,
 )
-from sinew_client.control.loop import AHEAD_S
+from sinew_client.control.controller import AHEAD_S
 from sinew_client.control.stream import Watching
 from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
@@ -494,3 +494,30 @@ def test_a_blind_robot_is_not_asked_again_where_it_stands() -> None:
     assert len(looks) == 3
     assert loop.controller.command(3).reason == "the robot is blind"
     assert loop.controller.arrived(3, StreamWindow(4, np.ones((2, 2)), 0.0, 0.0))
+
+
+def test_nothing_is_known_before_the_first_sample() -> None:
+    loop, robot, link, _ = of()
+    assert loop.seen() is None
+    lies = StreamWindow(0, np.ones((9, 2), np.float32), 5.0, 5.0)
+    assert not loop.controller.arrived(0, lies)
+    assert (
+        loop.controller.faults.first
+        == "a window: expected times of sample and frame up to 0.100 s, got 5 and 5"
+    )
+    loop.restart("a new episode")
+    link.ready = [
+        StreamWindow(0, np.ones((9, 2), np.float32), 0.0, -0.05)
+    ]  # there is no world before the first
+    loop.run(1)
+    assert robot.done[0] == 1.0
+    assert [delay for _, delay, _ in link.sent] == [1]
+    assert loop.seen() is None  # a robot that has no cameras shows nothing
+    robot.observe = lambda: {"images": {"front": 1}, "state": np.ones(2)}  # type: ignore[method-assign]
+    link.ready = [StreamWindow(1, np.ones((9, 2), np.float32), 0.0, 0.0, said="the egg")]
+    loop.run(2)
+    assert loop.prompt == "go"
+    seen = loop.seen()
+    assert seen is not None
+    assert (seen[0], seen[1]["images"], seen[1]["said"]) == ("go", {"front": 1}, "the egg")
+    np.testing.assert_array_equal(seen[1]["state"], [1, 1])

@@ -14,8 +14,9 @@ from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.defaults import AS_IS, Choice, choose
 from sinew_client.control.handover import METHODS, Handover, parse_handover
+from sinew_client.control.interfaces import Blind, Robot, Source, Stopped
 from sinew_client.control.journal import Journal, is_journal, repeat, watched
-from sinew_client.control.loop import Blind, Loop, Robot, Source, Stopped
+from sinew_client.control.loop import Loop
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.motion_fit import MotionFit, MotionWatch, fit_offsets
 from sinew_client.control.pace import Pace, SimulatedPace

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Protocol
 
 import numpy as np
 
-from sinew_client.control.loop import Blind, Loop
+from sinew_client.control.interfaces import Blind
+from sinew_client.control.loop import Loop
 from sinew_client.control.report import percentiles
 from sinew_client.control.requester import Outcome
 from sinew_client.control.windows import StreamController
@@ -50,7 +51,7 @@ class LinkProtocol(Protocol):
 
 
 class Stream:
-    """A :class:`~sinew_client.control.loop.Source` of windows; the loop's settings say how they are fused
+    """A :class:`~sinew_client.control.interfaces.Source` of windows; the loop's settings say how they are fused
     (``Settings.fusion``). Observations without ``images`` have no newer frame.
 
     frames: how many were sent.
