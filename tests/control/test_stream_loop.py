@@ -521,3 +521,20 @@ def test_nothing_is_known_before_the_first_sample() -> None:
     assert seen is not None
     assert (seen[0], seen[1]["images"], seen[1]["said"]) == ("go", {"front": 1}, "the egg")
     np.testing.assert_array_equal(seen[1]["state"], [1, 1])
+
+
+def test_limits_begin_anew_where_the_robot_stands_in_another_world() -> None:
+    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"}, stale=9.0)
+    robot.sense = lambda: np.full(2, at, np.float32)  # type: ignore[attr-defined]
+    at = 0.0
+    link.ready = [StreamWindow(0, np.full((9, 2), 5.0, np.float32), 0.0, 0.0)]
+    loop.run(2)
+    at = 3.0
+    loop.restart("a new episode")
+    link.errors, link.error = 1, "busy"
+    loop.run(3)
+    assert (loop.reason, loop.report().unanswered) == ("busy", 1)
+    link.ready = [StreamWindow(3, np.full((9, 2), 5.0, np.float32), 0.2, 0.2)]
+    loop.run(5)
+    assert loop.report().unanswered == 0
+    assert [row for row in robot.done if row is not None] == pytest.approx([0.1, 0.2, 3.1, 3.2])
