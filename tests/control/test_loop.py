@@ -24,6 +24,7 @@ from sinew_client.control import (
     Requester,
     Settings,
     SettingsError,
+    SimulatedPace,
     Stopped,
     repeat,
 )
@@ -124,6 +125,16 @@ def test_ticks_do_not_drift() -> None:
     clock.time += 1.0
     assert pace.next() == 60  # the number tells the time, whole periods are gone
     assert pace.skipped == 9
+
+
+@pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
+def test_simulated_time_is_that_of_its_ticks(hz: float) -> None:
+    pace = SimulatedPace(hz)
+    assert pace.now() == 0.0
+    for number in range(300):
+        assert pace.next() == number
+        assert pace.now() == pace.since(pace.now()) == pace.due(number) == number / hz
+    assert (pace.ticks, pace.late, pace.skipped, pace.real) == (300, 0, 0, False)
 
 
 # ----------------------------------------------------------------------------- loop
