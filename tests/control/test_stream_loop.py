@@ -538,3 +538,38 @@ def test_limits_begin_anew_where_the_robot_stands_in_another_world() -> None:
     loop.run(5)
     assert loop.report().unanswered == 0
     assert [row for row in robot.done if row is not None] == pytest.approx([0.1, 0.2, 3.1, 3.2])
+
+
+def test_a_report_counts_what_was_sent_and_what_came() -> None:
+    robot, link, clock = Robot(), Link(), [0.0]
+    robot.concurrent_hold = False  # type: ignore[attr-defined]
+    loop = looped(robot, link, 10.0, paced(10.0, clock), 3.0, stale=9.0)
+    assert StreamReport.of(loop).tick_hz == StreamReport.of(loop).window_hz == 0.0
+    link.ready = [StreamWindow(0, np.ones((5, 2), np.float32), 0.0, 0.0) for _ in range(2)]
+    loop.run(4)
+    clock[0] += 0.3  # three periods pass without a tick
+    loop.run(9)
+    report = StreamReport.of(loop)
+    assert (report.ticks, report.skipped, report.seconds, report.rate) == (9, 2, 1.1, 10.0)
+    assert (report.tick_hz, report.window_hz) == (8.18, 1.82)
+    assert (report.windows, report.frames, report.delay, report.executed, report.misses) == (2, 4, 1, 4, 5)
+    assert [round(10 * time) for time, _, frame in link.sent if frame] == [0, 6, 7, 10]
+    assert (report.watchdog, report.errors, report.label) == (False, 0, "")
+    assert loop.robot.concurrent_hold is False  # type: ignore[attr-defined]
+
+
+def test_each_error_between_two_ticks_is_counted() -> None:
+    loop, robot, link, _ = of()
+    loop.run(1)
+    for code, text in (("internal", "one"), ("", "busy"), ("internal", "two"), ("other", "three")):
+        link.errors, link.error = link.errors + 1, text
+        if code:
+            link.faults.add(code, text)
+    loop.run(2)
+    report = StreamReport.of(loop)
+    assert report.faults == {"total": 3, "kinds": {"internal": 2, "other": 1}, "first": "one"}
+    assert (report.errors, report.error, loop.reason) == (4, "three", "three")
+    link.errors, link.error = link.errors + 1, "busy"
+    loop.run(3)
+    assert (loop.report().failed_requests, loop.report().unanswered, loop.reason) == (5, 5, "busy")
+    assert StreamReport.of(loop).faults == report.faults
