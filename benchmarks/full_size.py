@@ -78,7 +78,7 @@ def write(name: str, out: Path) -> dict[str, Any]:
     if name in FAMILIES:
         inflate(FAMILIES[name], out)
     elif name == "smolvla":
-        from sinew.presets.random_checkpoint import write_checkpoint
+        from sinew.families.smolvla.checkpoint import write_checkpoint
 
         write_checkpoint(out, dtype="native")
     elif name == "groot-n17":

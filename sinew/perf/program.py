@@ -332,9 +332,9 @@ def _pi(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _smolvla() -> tuple[Any, dict[str, Any]]:
-    from sinew.convert.families.smolvla import model_config, open_checkpoint
-    from sinew.presets.random_checkpoint import policy_config, vlm_config
-    from sinew.presets.smolvla_layout import Widths
+    from sinew.families.smolvla.checkpoint import policy_config, vlm_config
+    from sinew.families.smolvla.convert import model_config, open_checkpoint
+    from sinew.families.smolvla.layout import Widths
 
     record = policy_config(Widths(), "bf16-vlm", {"action": {}})
     with tempfile.TemporaryDirectory() as folder:  # the converter reads its configuration from a file

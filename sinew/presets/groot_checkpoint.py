@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinew.presets.noise import write_tensors
-from sinew.presets.smolvla_layout import Init, TensorPlan
+from sinew.presets.plan import Init, TensorPlan
 from sinew.presets.tokenizer import tokenizer_config, tokenizer_json
 
 TAG, KEYS = "new_embodiment", {"arm": 6, "gripper": 1}

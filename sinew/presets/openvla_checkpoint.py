@@ -20,7 +20,7 @@ from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
 from sinew.models.openvla import OFTConfig
 from sinew.presets.noise import write_tensors
-from sinew.presets.smolvla_layout import Init, TensorPlan
+from sinew.presets.plan import Init, TensorPlan
 
 VIEWS, SIDE, LAYERS = 2, 224, 32
 WORDS = 24  # tokens of the prompt around and with an instruction of a dozen words

@@ -16,7 +16,7 @@ from sinew.convert.families.pi import DEAD, PREFIXES, VOCABULARY, model_config
 from sinew.convert.names import upstream_name
 from sinew.models import build_on_meta
 from sinew.presets.noise import Progress, write_tensors
-from sinew.presets.smolvla_layout import Init, TensorPlan
+from sinew.presets.plan import Init, TensorPlan
 from sinew.presets.tokenizer import tokenizer_config, tokenizer_json
 
 Architecture = Literal["pi0", "pi05"]

@@ -9,20 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import (
-    vlacpp_bitvla,
-    vlacpp_eagle,
-    vlacpp_evo1,
-    vlacpp_lerobot,
-    vlacpp_prismatic,
-    vlacpp_qwen,
-)
-from sinew.convert.families.vlacpp_file import VlacppFile
 from sinew.convert.options import Options
 from sinew.core import ConvertError
+from sinew.vlacpp import (
+    read_bitvla,
+    read_eagle,
+    read_evo1,
+    read_lerobot,
+    read_prismatic,
+    read_qwen,
+)
+from sinew.vlacpp.file import VlacppFile
 
 NAMES = ("vla.cpp GGUF",)
-PARTS = (vlacpp_lerobot, vlacpp_prismatic, vlacpp_qwen, vlacpp_eagle, vlacpp_evo1, vlacpp_bitvla)
+PARTS = (read_lerobot, read_prismatic, read_qwen, read_eagle, read_evo1, read_bitvla)
 # Of any file; what a file's own part does not read is refused once it is open.
 OPTIONS = tuple(dict.fromkeys(option for part in PARTS for option in part.OPTIONS))
 SETTINGS = {name: setting for part in PARTS for name, setting in part.SETTINGS.items()}

@@ -19,12 +19,12 @@ from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import bitvla
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile
-from sinew.convert.families.vlacpp_prismatic import HEAD_RULES, VlacppCheckpoint
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, Transformed, apply, read_elements, reshape, rows
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import ConvertError
+from sinew.vlacpp.file import FORMAT, VlacppFile
+from sinew.vlacpp.read_prismatic import HEAD_RULES, VlacppCheckpoint
 
 ARCHITECTURES = ("bitvla",)
 NAMES = ("vla.cpp GGUF of bitvla",)

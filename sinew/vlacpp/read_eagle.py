@@ -16,17 +16,17 @@ import numpy as np
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import gr00t_eagle, gr00t_n15
 from sinew.convert.families.gr00t_files import Parts, Record, choose
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
-from sinew.convert.families.vlacpp_qwen import (
+from sinew.convert.options import Options
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import find_model_dir
+from sinew.core import CameraSpec, ConvertError
+from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
+from sinew.vlacpp.read_qwen import (
     SETTINGS,
     VlacppNvidia,
     head_record,
     head_rules,
 )
-from sinew.convert.options import Options
-from sinew.convert.tensors import Rule, apply
-from sinew.convert.tokenizer_files import find_model_dir
-from sinew.core import CameraSpec, ConvertError
 
 __all__ = ["ARCHITECTURES", "NAMES", "OPTIONS", "SETTINGS", "read"]
 

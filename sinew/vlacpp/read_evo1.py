@@ -12,10 +12,10 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import evo1, evo1_original
 from sinew.convert.families.evo1_parts import Parts, Sizes
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, apply, read_array
 from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("evo1",)
 NAMES = ("vla.cpp GGUF of evo1",)

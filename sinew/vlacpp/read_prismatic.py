@@ -15,10 +15,10 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import openvla
 from sinew.convert.families.prismatic import HEADS, PrismaticCheckpoint
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, apply
 from sinew.core import ConvertError
+from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("openvla_oft", "vla_adapter")
 NAMES = ("vla.cpp GGUF of openvla_oft or vla_adapter",)

@@ -17,11 +17,11 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families import gr00t, gr00t_qwen, vla_jepa
 from sinew.convert.families.gr00t_files import NvidiaFiles, Record
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint
-from sinew.convert.families.vlacpp_file import FORMAT, VlacppFile, decoder_rules
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
 from sinew.convert.tensors import Rule, apply, reshape
 from sinew.core import ConvertError
+from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("gr00t_n1_7", "vla_jepa")
 NAMES = ("vla.cpp GGUF of gr00t_n1_7 or vla_jepa",)

@@ -25,17 +25,17 @@ from sinew import scratch
 from sinew.bundle import Bundle
 from sinew.bundle.schema import Manifest
 from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
-from sinew.convert import vlacpp_export_bitvla, vlacpp_export_evo1, vlacpp_export_prismatic
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.vlacpp import read
-from sinew.convert.families.vlacpp_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
 from sinew.convert.options import Options
 from sinew.convert.tensors import computed, constant, rounded
 from sinew.core import ConvertError
+from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
+from sinew.vlacpp.read import read
+from sinew.vlacpp.read_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (vlacpp_export_prismatic, vlacpp_export_bitvla, vlacpp_export_evo1)
+_MODULES = (write_prismatic, write_bitvla, write_evo1)
 FAMILIES = {name: module for module in _MODULES for name in module.ARCHITECTURES}
 ARCHITECTURES = ("smolvla", "pi0", "pi05", *FAMILIES)
 _EMBODIMENTS = "its file holds the weights of all embodiments, a bundle those of one"

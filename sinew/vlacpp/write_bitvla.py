@@ -1,4 +1,4 @@
-"""BitVLA as vla.cpp's file: names, sizes, statistics and tiled ternary matrices of :mod:`.vlacpp_export`.
+"""BitVLA as vla.cpp's file: names, sizes, statistics and tiled ternary matrices of :mod:`.write`.
 
 Its kernel reads 16 rows and 128 columns at a time: rows that 16 does not divide are refused, columns are padded.
 Source: vla.cpp ``scripts/convert_bitvla_to_gguf.py`` and what ``src/models/bitvla.cpp`` reads of it (commit b18873d).
@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from sinew.bundle import Bundle
 from sinew.bundle.quant import unpack_ternary
 from sinew.bundle.writer import TensorSource
-from sinew.convert import vlacpp_export_prismatic
-from sinew.convert.families.vlacpp_bitvla import COLUMNS, ROWS, TOKENS, tiled
 from sinew.convert.tensors import Rule, Transformed, apply, join, read_elements, reshape
-from sinew.convert.vlacpp_export_prismatic import language_keys, statistics, tower_keys
 from sinew.core import ConvertError
 from sinew.layers import regression_head
+from sinew.vlacpp import write_prismatic
+from sinew.vlacpp.read_bitvla import COLUMNS, ROWS, TOKENS, tiled
+from sinew.vlacpp.write_prismatic import language_keys, statistics, tower_keys
 
 ARCHITECTURES = ("bitvla",)
 PACKED = (GGMLQuantizationType.I32,)
@@ -42,8 +42,8 @@ RULES = [
     *(Rule(rf"vision\.projector\.layers\.{n}" + _PARTS, (rf"mm.linear_{n + 1}.\1",)) for n in range(2)),
     Rule(_WORDS + r"attn\.o_norm\.weight", (f"{_TO_WORDS}attn_sub_norm.weight",)),
     Rule(_WORDS + r"mlp\.norm\.weight", (f"{_TO_WORDS}ffn_sub_norm.weight",)),
-    *vlacpp_export_prismatic.language_rules("lm"),
-    *vlacpp_export_prismatic.head_rules("ln", "fc"),
+    *write_prismatic.language_rules("lm"),
+    *write_prismatic.head_rules("ln", "fc"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Evo-1 of the original repository as vla.cpp's file: names, sizes and statistics of :mod:`.vlacpp_export`.
+"""Evo-1 of the original repository as vla.cpp's file: names, sizes and statistics of :mod:`.write`.
 
 Source: vla.cpp ``scripts/convert_evo1_to_gguf.py`` and what ``src/models/evo1.cpp`` reads of it (commit b18873d).
 """
@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from sinew.bundle import Bundle
 from sinew.bundle.writer import TensorSource
 from sinew.convert.families.evo1_original import VECTOR
-from sinew.convert.families.vlacpp_evo1 import STATISTICS
 from sinew.convert.tensors import Rule, apply, computed, constant, fuse, moved, reshape
-from sinew.convert.vlacpp_export_prismatic import language_rules
 from sinew.core import ConvertError
+from sinew.vlacpp.read_evo1 import STATISTICS
+from sinew.vlacpp.write_prismatic import language_rules
 
 ARCHITECTURES = ("evo1",)
 PACKED = ()

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT and VLA-Adapter ("Pro" head) as vla.cpp's files: names, sizes and statistics of :mod:`.vlacpp_export`.
+"""OpenVLA-OFT and VLA-Adapter ("Pro" head) as vla.cpp's files: names, sizes and statistics of :mod:`.write`.
 
 Source: vla.cpp ``scripts/convert_{openvla_oft,vla_adapter}_to_gguf.py``, ``gguf_blocks.py``, and what
 ``src/models/{openvla_oft,vla_adapter}.cpp`` reads of it (commit b18873d).

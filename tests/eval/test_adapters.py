@@ -29,8 +29,8 @@ from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
 from sinew.eval.suites import aloha, libero, metaworld, pusht, simpler, table  # noqa: E402
 from sinew.eval.suites.base import Frame, Tasks, drawing  # noqa: E402
-from sinew.presets.random_checkpoint import write_checkpoint  # noqa: E402
-from sinew.presets.smolvla_layout import TINY  # noqa: E402
+from sinew.families.smolvla.checkpoint import write_checkpoint  # noqa: E402
+from sinew.families.smolvla.layout import TINY  # noqa: E402
 from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402
 from sinew.serve.scheduler import Scheduler  # noqa: E402

@@ -18,7 +18,7 @@ from sinew.convert.families import evo1_lerobot, evo1_original
 from sinew.convert.families.evo1_parts import IMAGE_MEAN, IMAGE_STD, Parts
 from sinew.convert.families.evo1_weights import rename
 from sinew.convert.families.gr00t_files import Record
-from sinew.convert.families.lerobot import config_type
+from sinew.convert.lerobot.checkpoint import config_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options, Setting
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
 from sinew.core import ConvertError, PolicySpec

@@ -22,8 +22,8 @@ from sinew.convert.families.gr00t_files import (
 )
 from sinew.convert.families.gr00t_images import frame_size
 from sinew.convert.families.gr00t_vectors import Vectors, min_max, named
-from sinew.convert.families.lerobot import LeRobotCheckpoint, Schema
-from sinew.convert.families.lerobot_steps import DEVICE, POST, PRE, Step
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
+from sinew.convert.lerobot.steps import DEVICE, POST, PRE, Step
 from sinew.convert.options import Options
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array

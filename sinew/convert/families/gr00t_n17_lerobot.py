@@ -29,8 +29,8 @@ from sinew.convert.families.gr00t_files import (
     untied,
 )
 from sinew.convert.families.gr00t_vectors import Modalities, Vectors, read_vectors
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema
-from sinew.convert.families.lerobot_steps import DEVICE, POST, POSTPROCESSOR, PRE, RELATIVE, Step
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema
+from sinew.convert.lerobot.steps import DEVICE, POST, POSTPROCESSOR, PRE, RELATIVE, Step
 from sinew.convert.options import Options
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError, VectorSpec

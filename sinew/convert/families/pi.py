@@ -13,8 +13,8 @@ from typing import Any
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, Step
 from sinew.convert.lm_head import LM_HEAD_SETTING, Head, lm_head
 from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options

@@ -17,8 +17,6 @@ from sinew.convert.conversion import Conversion
 from sinew.convert.families.gr00t_files import Record, qwen3
 from sinew.convert.families.gr00t_qwen import VLM_FILES, grid_step, position_sections, vision_config
 from sinew.convert.families.gr00t_weights import Rules, language_rules, qwen_vision_rules, transformer_rules
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.families.lerobot_steps import NORMALIZER, POSTPROCESSOR, RELATIVE, Step
 from sinew.convert.families.vla_jepa_processing import (
     BINARIZE,
     CLIP,
@@ -31,6 +29,8 @@ from sinew.convert.families.vla_jepa_processing import (
     processing,
     prompt_recipe,
 )
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, Step
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer

@@ -13,8 +13,8 @@ from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe, VectorStep
 from sinew.convert.chat_template import MARK, render
 from sinew.convert.families.gr00t_files import Record, token_prompt
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint
-from sinew.convert.families.lerobot_steps import POST, PRE
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
+from sinew.convert.lerobot.steps import POST, PRE
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.processing.steps import size_after

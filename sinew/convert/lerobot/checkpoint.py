@@ -17,8 +17,8 @@ from typing import Any
 from sinew.bundle.image_recipe import MAX_SIZE
 from sinew.bundle.schema import Normalization, VectorStep
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.lerobot_folder import Dataset, name_of, read_dataset
-from sinew.convert.families.lerobot_stats import (
+from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset
+from sinew.convert.lerobot.stats import (
     ACTION,
     LEGACY_BUFFERS,
     STATE,
@@ -28,7 +28,7 @@ from sinew.convert.families.lerobot_stats import (
     read_stats_file,
     step_of,
 )
-from sinew.convert.families.lerobot_steps import (
+from sinew.convert.lerobot.steps import (
     ANYWHERE,
     POST,
     POSTPROCESSOR,

@@ -10,7 +10,7 @@ import numpy as np
 
 from sinew.bundle.seen import Seen, SeenCamera, SeenState, seen_problems
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.lerobot_steps import POST, PRE, Pipelines
+from sinew.convert.lerobot.steps import POST, PRE, Pipelines
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array

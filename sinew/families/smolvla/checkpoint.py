@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from sinew.families.smolvla.layout import TINY, StorageRecipe, Widths, tensors
 from sinew.presets.noise import Progress, write_tensors
-from sinew.presets.smolvla_layout import StorageRecipe, Widths, tensors
 from sinew.presets.tokenizer import tokenizer_config, tokenizer_json
 
 HUB_NAME = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
@@ -80,6 +80,11 @@ def write_checkpoint(
     metadata = None if legacy else {"format": "pt"}  # LeRobot 0.6 says so, older versions said nothing
     nbytes = write_tensors(policy / "model.safetensors", plans, fixed, metadata, progress)
     return RandomCheckpoint(policy, vlm, sum(plan.elements for plan in plans), nbytes)
+
+
+def write_demo(path: Path, tiny: bool, progress: Progress) -> RandomCheckpoint:
+    """Write what ``sinew demo --full-size`` converts, or a million parameters of it."""
+    return write_checkpoint(path, widths=TINY if tiny else Widths(), progress=progress)
 
 
 _LEGACY_BUFFERS = {

@@ -13,17 +13,17 @@ from typing import Any
 
 from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.families.lerobot_steps import NORMALIZER, RELATIVE, TOKENIZER, Step
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, Step
 from sinew.convert.lm_head import LM_HEAD_SETTING, lm_head
 from sinew.convert.names import rename
 from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
-from sinew.models.smolvla import SmolVLAConfig
 
 ROPE_THETA = 10_000.0  # fixed in LeRobot's apply_rope; the language model's own rope_theta is not read
 VISION_EPS = 1e-6
@@ -59,7 +59,7 @@ VLM_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
 def bundle_name(upstream: str) -> str:
-    """Upstream tensor name -> module path in :class:`sinew.models.smolvla.SmolVLA`."""
+    """Upstream tensor name -> module path in :class:`sinew.families.smolvla.model.SmolVLA`."""
     return rename(upstream, PREFIXES)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
+
+from sinew.presets.plan import Init, TensorPlan
 
 # "float32": everything F32.
 # "native":  what LeRobot builds without pretrained VLM weights: the language model and the expert in
@@ -16,8 +17,6 @@ from typing import Literal
 # "bf16-vlm": what it builds with them, as published checkpoints are: those in bfloat16 too.
 # The projections at both ends and the cross-attention k/v projections are float32 in all three.
 StorageRecipe = Literal["float32", "native", "bf16-vlm"]
-
-Init = Literal["matrix", "embedding", "norm", "bias"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +80,6 @@ TINY = Widths(
     vision_layers=2,
     image_size=128,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One tensor to write. ``storage`` is a safetensors type name."""
-
-    name: str
-    shape: tuple[int, ...]
-    init: Init
-    storage: Literal["F32", "BF16"] = "F32"
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.elements * (4 if self.storage == "F32" else 2)
 
 
 def tensors(w: Widths, recipe: StorageRecipe = "float32") -> list[TensorPlan]:

@@ -1,4 +1,4 @@
-"""Write the package's golden data: ``python -m sinew.presets.golden.build FIXTURE_DIRECTORY``.
+"""Write the package's golden data: ``python -m sinew.families.smolvla.golden.build FIXTURE_DIRECTORY``.
 
 The directory holds ``checkpoint/``, ``vlm/`` and ``fixture.safetensors`` as the golden SmolVLA fixtures do
 (``python -m tests.cases`` prints where they are).
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sinew.convert import convert
-from sinew.presets.golden import BUNDLE, REFERENCE
+from sinew.families.smolvla.golden import BUNDLE, REFERENCE
 
 
 def narrowed(tensor: torch.Tensor) -> torch.Tensor:
