@@ -90,7 +90,7 @@ def write(name: str, out: Path) -> dict[str, Any]:
 
         write_openvla_checkpoint(out / "checkpoint", golden_cases() / "openvla-oft" / "checkpoint")
     else:
-        from sinew.presets.pi_checkpoint import write_pi_checkpoint
+        from sinew.families.pi.checkpoint import write_pi_checkpoint
 
         write_pi_checkpoint(out / "checkpoint", "pi0" if name == "pi0" else "pi05")
     return {"bytes": sum(file.stat().st_size for file in weights(name, out))}

@@ -16,7 +16,10 @@ from typing import Any
 from sinew.core import BundleError
 
 # In the order in which their converters are asked for a checkpoint, and in which messages and tables name them.
-FAMILIES = ("smolvla",)
+FAMILIES = (
+    "smolvla",
+    "pi",  # asked last: openpi's files are known by what they lack
+)
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"
 PUBLISHED = "published.json"

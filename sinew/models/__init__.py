@@ -13,8 +13,6 @@ from sinew.models.base import Model
 from sinew.registry import model_place
 
 REGISTRY = {
-    "pi0": "sinew.models.pi0:PI0",
-    "pi05": "sinew.models.pi0:PI05",
     "gr00t_n1_5": "sinew.models.gr00t:Gr00tEagle",
     "gr00t_n1_6": "sinew.models.gr00t:Gr00tEagle",
     "gr00t_n1_7": "sinew.models.gr00t:Gr00tQwen",

@@ -324,8 +324,8 @@ def _oft(name: str) -> Program:
 
 
 def _pi(name: str) -> tuple[Any, dict[str, Any]]:
-    from sinew.convert.families.pi import model_config
-    from sinew.presets.pi_checkpoint import policy_config
+    from sinew.families.pi.checkpoint import policy_config
+    from sinew.families.pi.convert import model_config
 
     record = policy_config("pi0" if name == "pi0" else "pi05", cameras=PRESET_CAMERAS, dim=7)
     return model_config(record, {}, name), record

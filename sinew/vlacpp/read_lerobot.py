@@ -19,16 +19,16 @@ from sinew.bundle.schema import (
 )
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.pi import GEMMA
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
 from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
+from sinew.families.pi.convert import GEMMA
+from sinew.families.pi.model import PI0Config
 from sinew.families.smolvla.convert import ROPE_THETA
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
-from sinew.models.pi0 import PI0Config
 from sinew.processing.normalize import STATISTICS as ORDER
 from sinew.vlacpp.file import FORMAT, VlacppFile
 

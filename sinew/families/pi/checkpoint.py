@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from sinew.convert.families.pi import DEAD, PREFIXES, VOCABULARY, model_config
 from sinew.convert.names import upstream_name
+from sinew.families.pi.convert import DEAD, PREFIXES, VOCABULARY, model_config
 from sinew.models import build_on_meta
 from sinew.presets.noise import Progress, write_tensors
 from sinew.presets.plan import Init, TensorPlan

@@ -21,9 +21,9 @@ from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
 from sinew.core import ConvertError, PolicySpec
+from sinew.families.pi.model import PI0Config
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
-from sinew.models.pi0 import PI0Config
 
 NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
 VARIANTS = {

@@ -2,7 +2,7 @@
 
 The directory holds ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
 ``assets/<asset>/norm_stats.json``; what else a policy needs lies in openpi's source, under the name of the
-training config. The published ones are in ``convert/families/embodiments.py``; the checkpoint's tensors are checked
+training config. The published ones are in ``families/pi/embodiments.py``; the checkpoint's tensors are checked
 against the one that is named.
 """
 
@@ -15,8 +15,6 @@ from typing import Any
 from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorStep
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.embodiments import OPENPI_CONFIGS, OpenPIConfig
-from sinew.convert.families.pi import PREFIXES, model_config, paligemma_head, tensors, with_end
 from sinew.convert.lm_head import LM_HEAD_SETTING
 from sinew.convert.names import rename
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
@@ -25,6 +23,8 @@ from sinew.convert.read.files import read_json
 from sinew.convert.read.jax import read_params
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.families.pi.convert import PREFIXES, model_config, paligemma_head, tensors, with_end
+from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
 
 SIDE, ACTION_DIM = 224, 32
 PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
