@@ -213,6 +213,7 @@ def read(path: Path, options: Options) -> Conversion:
         dead=head.dead,
         sources=[*checkpoint.files, *([options.arch] if options.arch else []), tokenizer.path],
         notes=(*checkpoint.notes, *head.notes),
+        widths_assumed=options.arch is None,
     )
 
 

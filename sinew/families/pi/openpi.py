@@ -20,11 +20,11 @@ from sinew.convert.names import rename
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
 from sinew.convert.read import safetensors
 from sinew.convert.read.files import read_json
-from sinew.convert.read.jax import read_params
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.pi.convert import PREFIXES, model_config, paligemma_head, tensors, with_end
 from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
+from sinew.families.pi.jax import read_params
 
 SIDE, ACTION_DIM = 224, 32
 PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
@@ -133,6 +133,7 @@ def read(path: Path, options: Options) -> Conversion:
             tokenizer.path,
         ],
         notes=(f"openpi training config {options.openpi_config}", *head.notes),
+        widths_assumed=options.arch is None,
     )
 
 

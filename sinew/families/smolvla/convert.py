@@ -162,6 +162,7 @@ def read(path: Path, options: Options) -> Conversion:
         dead=head.dead,
         sources=[*checkpoint.files, vlm_config, tokenizer.path],
         notes=(*checkpoint.notes, *head.notes),
+        widths_assumed=options.arch is None,
     )
 
 
