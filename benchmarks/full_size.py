@@ -82,11 +82,11 @@ def write(name: str, out: Path) -> dict[str, Any]:
 
         write_checkpoint(out, dtype="native")
     elif name == "groot-n17":
-        from sinew.presets.groot_checkpoint import write_groot_checkpoint
+        from sinew.families.gr00t.checkpoint import write_groot_checkpoint
 
         write_groot_checkpoint(out / "checkpoint")
     elif name == "openvla-oft":
-        from sinew.presets.openvla_checkpoint import write_openvla_checkpoint
+        from sinew.families.openvla.checkpoint import write_openvla_checkpoint
 
         write_openvla_checkpoint(out / "checkpoint", golden_cases() / "openvla-oft" / "checkpoint")
     else:

@@ -18,6 +18,11 @@ from sinew.core import BundleError
 # In the order in which their converters are asked for a checkpoint, and in which messages and tables name them.
 FAMILIES = (
     "smolvla",
+    "gr00t",
+    "evo1",
+    "vla_jepa",
+    "openvla",
+    "bitvla",
     "pi",  # asked last: openpi's files are known by what they lack
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
@@ -34,12 +39,14 @@ class Family:
         reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of --set),
         recognises(path) and read(path, options) -> Conversion.
     demo: writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
+    base: the family that this one descends from: the only other folder that it may import.
     golden: compares a small policy in the folder with its reference's stored answers.
     name: the folder's, which the registry adds.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
     converters: tuple[str, ...] = ()
+    base: str = ""
     demo: str = ""
     golden: str = ""
     name: str = ""

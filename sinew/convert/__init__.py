@@ -1,4 +1,4 @@
-"""Upstream checkpoints -> bundles. One module per family; adding one adds a name to ``FAMILIES``."""
+"""Upstream checkpoints -> bundles. Who reads which is the families' own word (:mod:`sinew.registry`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ from sinew.core import ConvertError, SinewError
 if TYPE_CHECKING:  # with torch, which telling a checkpoint from a bundle does not need
     from sinew.convert.conversion import Conversion
 
-# Modules of sinew.convert.families, in the order in which they are asked. Each has NAMES (checkpoints that it
-# reads, for messages), OPTIONS (fields of Options that it reads), SETTINGS (of --set), recognises(path) and
-# read(path, options) -> Conversion.
-FAMILIES = ("gr00t", "evo1", "vla_jepa", "openvla", "bitvla")
 # What readers meet in files whose values have other types than upstream writes. Each reader names the fields that it
 # knows to go wrong; this is for the rest.
 MALFORMED = (
@@ -141,8 +137,6 @@ def _read(path: Path, options: Options) -> Conversion:
 
 def _converters() -> Iterator[ModuleType]:
     """Yield what reads checkpoints, in the order in which it is asked."""
-    for name in FAMILIES:
-        yield import_module(f"sinew.convert.families.{name}")
     for family in registry.families():
         yield from map(family.load, family.converters)
     yield from map(import_module, registry.FORMATS)

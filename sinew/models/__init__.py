@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,24 +11,9 @@ from sinew.core import SinewError
 from sinew.models.base import Model
 from sinew.registry import model_place
 
-REGISTRY = {
-    "gr00t_n1_5": "sinew.models.gr00t:Gr00tEagle",
-    "gr00t_n1_6": "sinew.models.gr00t:Gr00tEagle",
-    "gr00t_n1_7": "sinew.models.gr00t:Gr00tQwen",
-    "evo1": "sinew.models.evo1:Evo1",
-    "openvla": "sinew.models.openvla:OpenVLA",
-    "openvla_oft": "sinew.models.openvla:OpenVLAOFT",
-    "bitvla": "sinew.models.openvla:OpenVLAOFT",
-    "vla_jepa": "sinew.models.jepa:VLAJepa",
-    "vla_adapter": "sinew.models.adapter:Adapter",
-}
-
 
 def model_class(architecture: str) -> type[Model]:
     """Return the class behind an architecture name; imported on first use."""
-    if target := REGISTRY.get(architecture):
-        module, name = target.split(":")
-        return getattr(import_module(module), name)
     family, place = model_place(architecture)
     return family.load(place)
 

@@ -1,4 +1,4 @@
-"""vla.cpp's files of BitVLA as checkpoints of :mod:`.bitvla`.
+"""vla.cpp's files of BitVLA as checkpoints of :mod:`sinew.families.bitvla.convert`.
 
 Its ternary matrices are tiled for one GPU kernel: 16 rows by 128 columns at a time, four codes in a byte. They become
 this bundle's rows, code for code, under their own scales; nothing is ternarised again. Neither tokenizer nor the names
@@ -18,11 +18,11 @@ from gguf import GGMLQuantizationType
 from sinew.bundle.quant import FORMATS, pack_ternary
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import bitvla
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, Transformed, apply, read_elements, reshape, rows
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import ConvertError
+from sinew.families.bitvla import convert as bitvla
 from sinew.vlacpp.file import FORMAT, VlacppFile
 from sinew.vlacpp.read_prismatic import HEAD_RULES, VlacppCheckpoint
 

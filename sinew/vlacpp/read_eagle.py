@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import gr00t_eagle, gr00t_n15
-from sinew.convert.families.gr00t_files import Parts, Record, choose
 from sinew.convert.options import Options
+from sinew.convert.read.record import Record
 from sinew.convert.tensors import Rule, apply
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError
+from sinew.families.gr00t import eagle as gr00t_eagle
+from sinew.families.gr00t import n15
+from sinew.families.gr00t.files import Parts, choose
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 from sinew.vlacpp.read_qwen import (
     SETTINGS,
@@ -34,7 +36,7 @@ ARCHITECTURES = ("gr00t_n1_5", "gr00t_n1_6")
 NAMES = ("vla.cpp GGUF of gr00t_n1_5 or gr00t_n1_6",)
 OPTIONS = ("vlm", "tokenizer", "embodiment", "cameras", "stats")
 N15_ONLY = ("cameras", "stats", "center_crop", "embodiment_id")
-EAGLE = {"gr00t_n1_5": gr00t_n15.LEROBOT_ASSETS, "gr00t_n1_6": "nvidia/Eagle-Block2A-2B-v2"}
+EAGLE = {"gr00t_n1_5": n15.LEROBOT_ASSETS, "gr00t_n1_6": "nvidia/Eagle-Block2A-2B-v2"}
 FRAME = 224  # pixels: the side of the tower's images, for cameras of which no file tells more
 
 
@@ -114,15 +116,13 @@ def _n15(file: VlacppFile, options: Options, preprocessor: Record) -> Parts:
         for name in ("cameras", "stats"):
             if name in options.given:
                 raise ConvertError(f"--{name}: {file.path} holds NVIDIA's metadata, which names them")
-        found = gr00t_n15.robot(Record(file.path, metadata), head["action_horizon"], options)
-    image = gr00t_n15.image_recipe(preprocessor, options.setting("center_crop", not fine_tune))
+        found = n15.robot(Record(file.path, metadata), head["action_horizon"], options)
+    image = n15.image_recipe(preprocessor, options.setting("center_crop", not fine_tune))
     files = [file.path, *found[3]]
-    return gr00t_n15.parts(
-        FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune
-    )
+    return n15.parts(FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune)
 
 
-def _fine_tune(file: VlacppFile, options: Options, horizon: int) -> gr00t_n15.Found:
+def _fine_tune(file: VlacppFile, options: Options, horizon: int) -> n15.Found:
     """What vla.cpp wrote beside the file of a LeRobot fine-tune."""
     if options.stats is None or not options.cameras:
         raise ConvertError(
@@ -140,8 +140,8 @@ def _fine_tune(file: VlacppFile, options: Options, horizon: int) -> gr00t_n15.Fo
     table = stats.part(embodiment.tag)
     bounds = {what: _bounds(table.part(what)) for what in ("state", "action")}
     cameras = [CameraSpec(name, FRAME, FRAME) for name in sorted(options.cameras)]
-    vectors = gr00t_n15.vectors_of(
-        (gr00t_n15.part("state", *bounds["state"]),), (gr00t_n15.part("actions", *bounds["action"]),), horizon
+    vectors = n15.vectors_of(
+        (n15.part("state", *bounds["state"]),), (n15.part("actions", *bounds["action"]),), horizon
     )
     notes = (f"cameras {', '.join(options.cameras)}: given with --cameras, put in the order of their names",)
     return embodiment, cameras, vectors, [options.stats], notes

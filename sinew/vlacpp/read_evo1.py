@@ -10,11 +10,12 @@ from __future__ import annotations
 from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import evo1, evo1_original
-from sinew.convert.families.evo1_parts import Parts, Sizes
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, apply, read_array
 from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.families.evo1 import convert as evo1
+from sinew.families.evo1 import original
+from sinew.families.evo1.parts import Parts, Sizes
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("evo1",)
@@ -54,15 +55,15 @@ STATISTICS = ("state_min", "state_max", "action_min", "action_max")
 def read(file: VlacppFile, options: Options) -> Conversion:
     """Read a file, the weights aside. Raises :class:`ConvertError`."""
     n = file.integer
-    for name, value in (("image_size", evo1_original.SIDE), ("n_images", evo1_original.VIEWS)):
+    for name, value in (("image_size", original.SIDE), ("n_images", original.VIEWS)):
         if n(name) != value:
             raise ConvertError(f"{file.path}: evo1.{name}: expected {value}, got {n(name)}")
     tensors = file.tensors
     stats = {name: _vector(file, tensors, name) for name in STATISTICS}
     state_size, action_size = n("real_state_dim"), n("real_action_dim")
-    cameras = options.cameras or tuple(f"image_{index}" for index in range(evo1_original.VIEWS))
-    if len(cameras) > evo1_original.VIEWS:
-        raise ConvertError(f"--cameras: expected at most {evo1_original.VIEWS}, got {len(cameras)}")
+    cameras = options.cameras or tuple(f"image_{index}" for index in range(original.VIEWS))
+    if len(cameras) > original.VIEWS:
+        raise ConvertError(f"--cameras: expected at most {original.VIEWS}, got {len(cameras)}")
     encoder = tensors.get("aex.state_enc.fc1.weight")
     if encoder is None or len(encoder.shape) != 2:
         raise ConvertError(f"{file.path}: no tensor 'aex.state_enc.fc1.weight'")
@@ -73,18 +74,18 @@ def read(file: VlacppFile, options: Options) -> Conversion:
             raise ConvertError(
                 f"{file.path}: {what}_min, {what}_max: expected {size} numbers or more, and one"
             )
-        return Normalization("min_max", part, evo1_original.EPS, "openpi", clip=clip)
+        return Normalization("min_max", part, original.EPS, "openpi", clip=clip)
 
     parts = Parts(
         format=FORMAT,
         name=file.path.stem,
-        vlm=evo1_original.VLM,
+        vlm=original.VLM,
         layers=n("lm_layers_used"),
-        views=evo1_original.VIEWS,
+        views=original.VIEWS,
         category=0,
         max_tokens=n("max_text_length"),
-        side=evo1_original.SIDE,
-        resize=evo1_original.RESIZE,
+        side=original.SIDE,
+        resize=original.RESIZE,
         every_row=True,
         sizes=Sizes(
             chunk=n("horizon"),
@@ -96,7 +97,7 @@ def read(file: VlacppFile, options: Options) -> Conversion:
             heads=n("dit_heads"),
             layers=n("dit_layers"),
         ),
-        cameras=tuple(CameraSpec(name, evo1_original.SIDE, evo1_original.SIDE) for name in cameras),
+        cameras=tuple(CameraSpec(name, original.SIDE, original.SIDE) for name in cameras),
         state=VectorSpec(state_size),
         action=VectorSpec(action_size),
         state_normalization=bounds("state", state_size, clip=True),
@@ -112,7 +113,7 @@ def read(file: VlacppFile, options: Options) -> Conversion:
         notes=(
             "minima and maxima: the file holds no other statistics, whatever the checkpoint was normalised with",
             f"cameras {', '.join(cameras)}: not in the source file",
-            f"{n('num_inference_timesteps')} solver steps, as vla.cpp's, not the server's {evo1_original.STEPS}",
+            f"{n('num_inference_timesteps')} solver steps, as vla.cpp's, not the server's {original.STEPS}",
         ),
     )
     return evo1.assemble(parts, options, file.path)

@@ -13,11 +13,11 @@ from typing import Any
 
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import openvla
-from sinew.convert.families.prismatic import HEADS, PrismaticCheckpoint
 from sinew.convert.options import Options
 from sinew.convert.tensors import Rule, apply
 from sinew.core import ConvertError
+from sinew.families.openvla import convert as openvla
+from sinew.families.openvla.prismatic import HEADS, PrismaticCheckpoint
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("openvla_oft", "vla_adapter")

@@ -15,12 +15,15 @@ from typing import Any
 
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import gr00t, gr00t_qwen, vla_jepa
-from sinew.convert.families.gr00t_files import NvidiaFiles, Record
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
 from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.read.record import Record
 from sinew.convert.tensors import Rule, apply, reshape
 from sinew.core import ConvertError
+from sinew.families.gr00t import convert as gr00t
+from sinew.families.gr00t import qwen
+from sinew.families.gr00t.files import NvidiaFiles
+from sinew.families.vla_jepa import convert as vla_jepa
 from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
 
 ARCHITECTURES = ("gr00t_n1_7", "vla_jepa")
@@ -104,7 +107,7 @@ def read(file: VlacppFile, options: Options) -> Conversion:
         *_tower(f"{name}visual.", file),
         *head_rules("aex", r"aex\.dit", "action_head."),
     ]
-    return gr00t_qwen.assemble(VlacppNvidia(file, options, rules, COSMOS))
+    return qwen.assemble(VlacppNvidia(file, options, rules, COSMOS))
 
 
 def head_record(file: VlacppFile, found: Mapping[str, TensorSource]) -> dict[str, Any]:

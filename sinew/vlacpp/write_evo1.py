@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from sinew.bundle import Bundle
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.evo1_original import VECTOR
 from sinew.convert.tensors import Rule, apply, computed, constant, fuse, moved, reshape
 from sinew.core import ConvertError
+from sinew.families.evo1.original import VECTOR
 from sinew.vlacpp.read_evo1 import STATISTICS
 from sinew.vlacpp.write_prismatic import language_rules
 

@@ -19,18 +19,18 @@ from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import openvla
-from sinew.convert.families.openvla import QUESTION, Head
-from sinew.convert.families.prismatic import BLOCKS, ENDS, STATE, PrismaticCheckpoint
 from sinew.convert.names import rename
 from sinew.convert.options import Options
 from sinew.convert.read.files import read_json
 from sinew.convert.tensors import Transformed, apply, computed, read_array
 from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
 from sinew.core import ConvertError
+from sinew.families.openvla import convert as openvla
+from sinew.families.openvla.convert import QUESTION, Head
+from sinew.families.openvla.model import OFTConfig
+from sinew.families.openvla.prismatic import BLOCKS, ENDS, STATE, PrismaticCheckpoint
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
-from sinew.models.openvla import OFTConfig
 
 NAMES = ("bitvla",)
 OPTIONS = openvla.OPTIONS
@@ -134,7 +134,7 @@ def assemble(
 
 
 def bundle_name(name: str) -> str:
-    """Upstream tensor name -> module path in :class:`sinew.models.openvla.OpenVLAOFT`."""
+    """Upstream tensor name -> module path in :class:`sinew.families.openvla.model.OpenVLAOFT`."""
     name = rename(name, PREFIXES)
     for old, new in SUB_NORMS:
         name = name.replace(old, new)

@@ -14,17 +14,18 @@ import numpy as np
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Processing, PromptRecipe
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import evo1_lerobot, evo1_original
-from sinew.convert.families.evo1_parts import IMAGE_MEAN, IMAGE_STD, Parts
-from sinew.convert.families.evo1_weights import rename
-from sinew.convert.families.gr00t_files import Record
 from sinew.convert.lerobot.checkpoint import config_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options, Setting
+from sinew.convert.read.record import Record
 from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
 from sinew.core import ConvertError, PolicySpec
+from sinew.families.evo1 import lerobot
+from sinew.families.evo1 import original as original_layout
+from sinew.families.evo1.model import SOLVER, Evo1Config
+from sinew.families.evo1.parts import IMAGE_MEAN, IMAGE_STD, Parts
+from sinew.families.evo1.weights import rename
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
-from sinew.models.evo1 import SOLVER, Evo1Config
 
 NAMES = ("evo1",)
 OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset", "cameras", "embodiment")
@@ -38,7 +39,7 @@ SETTINGS = {
         int,
         "numbers of a state, for robots that pad theirs with zeros before they send it",
         1,
-        evo1_original.VECTOR,
+        original_layout.VECTOR,
     ),
 }
 VLM_FILES = ["*.json", "merges.txt"]
@@ -49,12 +50,12 @@ def recognises(path: Path) -> bool:
     """Return True for an Evo-1 directory of either layout."""
     if not (path / "config.json").is_file():
         return False
-    return config_type(path) in NAMES or evo1_original.is_original(path)
+    return config_type(path) in NAMES or original_layout.is_original(path)
 
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    original = evo1_original.is_original(path)
+    original = original_layout.is_original(path)
     unread = (
         {"stats_key": "--stats-key", "cameras": "--cameras"} if not original else {"dataset": "--dataset"}
     )
@@ -62,7 +63,7 @@ def read(path: Path, options: Options) -> Conversion:
         raise ConvertError(
             f"{given[0]}: {path} is in the {'original' if original else 'LeRobot'} layout, which has none"
         )
-    return assemble((evo1_original if original else evo1_lerobot).read(path, options), options, path)
+    return assemble((original_layout if original else lerobot).read(path, options), options, path)
 
 
 def assemble(parts: Parts, options: Options, path: Path) -> Conversion:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from sinew.bundle.image_recipe import ImageStep
 from sinew.bundle.schema import Normalization, VectorStep
-from sinew.convert.families.evo1_parts import Parts, Sizes
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
 from sinew.convert.lerobot.stats import ACTION, STATE
 from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, Step
 from sinew.convert.options import Options
 from sinew.core import ConvertError
+from sinew.families.evo1.parts import Parts, Sizes
 
 GRIPPER = {
     "binarize_gripper": False,

@@ -9,11 +9,11 @@ import numpy as np
 
 from sinew.bundle.image_recipe import ImageStep
 from sinew.bundle.schema import Normalization
-from sinew.convert.families.evo1_parts import Parts, Sizes
-from sinew.convert.families.gr00t_files import Record
 from sinew.convert.options import Options
+from sinew.convert.read.record import Record
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.families.evo1.parts import Parts, Sizes
 
 WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
 LAYERS = 14  # of the language model, whatever the configuration says

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.gr00t_weights import language_rules
+from sinew.convert.qwen import language_rules
 from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, thirds, transpose
 from sinew.core import ConvertError
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import ModuleType
 
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import gr00t_eagle, gr00t_n17_lerobot, gr00t_qwen
-from sinew.convert.families.gr00t_files import is_lerobot, model_type
 from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options, Setting
+from sinew.families.gr00t import eagle, n17_lerobot, qwen
+from sinew.families.gr00t.files import is_lerobot, model_type
 
 NAMES = ("Gr00tN1d7", "Gr00tN1d6", "gr00t_n1_5", "groot")
 OPTIONS = ("vlm", "base", "tokenizer", "embodiment")
-READERS: Mapping[str, ModuleType] = {"Gr00tN1d7": gr00t_qwen}
+READERS: Mapping[str, ModuleType] = {"Gr00tN1d7": qwen}
 SETTINGS = {
     "ignore": IGNORE_SETTING,
     "solver_steps": SOLVER_STEPS_SETTING,
@@ -39,6 +39,6 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path, options: Options) -> Conversion:
     """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
-    if is_lerobot(path) and gr00t_n17_lerobot.recognises(path):
-        return gr00t_qwen.assemble(gr00t_n17_lerobot.LeRobotFiles(path, options))
-    return READERS.get(str(model_type(path)), gr00t_eagle).read(path, options)
+    if is_lerobot(path) and n17_lerobot.recognises(path):
+        return qwen.assemble(n17_lerobot.LeRobotFiles(path, options))
+    return READERS.get(str(model_type(path)), eagle).read(path, options)

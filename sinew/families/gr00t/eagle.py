@@ -12,27 +12,27 @@ from sinew.bundle.image_recipe import ImageStep
 from sinew.bundle.schema import PromptRecipe
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
-from sinew.convert.families import gr00t_n15
-from sinew.convert.families.gr00t_files import (
+from sinew.convert.options import Options
+from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.read.record import Record
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
+from sinew.core import ConvertError
+from sinew.families.gr00t import n15
+from sinew.families.gr00t.files import (
     NvidiaFiles,
     Parts,
-    Record,
     head_config,
     model_type,
     processing,
-    qwen3,
     specification,
     token_prompt,
     untied,
 )
-from sinew.convert.families.gr00t_images import image_recipe
-from sinew.convert.families.gr00t_weights import head_rules, language_rules, siglip_rules
-from sinew.convert.options import Options
-from sinew.convert.tensors import Rule, apply
-from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
-from sinew.core import ConvertError
+from sinew.families.gr00t.images import image_recipe
+from sinew.families.gr00t.model import Gr00tEagleConfig
+from sinew.families.gr00t.weights import head_rules, siglip_rules
 from sinew.layers.vit import ViTConfig
-from sinew.models.gr00t import Gr00tEagleConfig
 
 EAGLE_FILES = ["*.json", "merges.txt", "chat_template*"]
 PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
@@ -40,7 +40,7 @@ PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
 
 def read(path: Path, options: Options) -> Conversion:
     """Read an N1.5 or N1.6 directory, the weights aside. Raises :class:`ConvertError`."""
-    name, flag = gr00t_n15.assets(path) if model_type(path) != "Gr00tN1d6" else _assets(path)
+    name, flag = n15.assets(path) if model_type(path) != "Gr00tN1d6" else _assets(path)
     eagle_dir = find_model_dir(name, options.vlm, path, flag, EAGLE_FILES)
     eagle = Record(eagle_dir / "config.json")
     preprocessor = Record(eagle_dir / "preprocessor_config.json")
@@ -48,7 +48,7 @@ def read(path: Path, options: Options) -> Conversion:
         processor = Record(eagle_dir / "processor_config.json")
         parts = n16(NvidiaFiles(path, options), eagle, preprocessor, processor)
     else:
-        parts = gr00t_n15.read(path, options, preprocessor)
+        parts = n15.read(path, options, preprocessor)
     return assemble(path.name, options, eagle_dir, eagle, parts)
 
 

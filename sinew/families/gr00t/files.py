@@ -11,16 +11,16 @@ from typing import Any
 from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.gr00t_vectors import Modalities, Vectors, read_vectors
 from sinew.convert.options import Options
 from sinew.convert.read.files import read_json
+from sinew.convert.read.record import Record
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, KeyMap, PolicySpec
-from sinew.layers.decoder import DecoderConfig
+from sinew.families.gr00t.head import HeadConfig
+from sinew.families.gr00t.model import SOLVER
+from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
 from sinew.layers.dit import DiTConfig
-from sinew.models.gr00t import SOLVER
-from sinew.models.gr00t_head import HeadConfig
 
 LEROBOT_PREFIX = "_groot_model."
 TEXT_TOKENS = 256  # room for the instruction itself; upstream sets no limit
@@ -42,33 +42,6 @@ def _config_entry(path: Path, key: str) -> str | None:
     config = path / "config.json"
     found = read_json(config).get(key) if config.is_file() else None
     return found if isinstance(found, str) else None
-
-
-class Record:
-    """A JSON object whose missing entries are errors that name the file."""
-
-    def __init__(self, path: Path, content: Mapping[str, Any] | None = None, name: str = ""):
-        self.path, self.name = path, name
-        self.content = read_json(path) if content is None else content
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.content:
-            raise ConvertError(f"{self.path}: {self.name}{key} is missing")
-        return self.content[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return an optional entry; null counts as absent."""
-        found = self.content.get(key)
-        return default if found is None else found
-
-    def part(self, key: str) -> Record:
-        """Return an entry that is an object itself."""
-        found = self[key]
-        if not isinstance(found, dict):
-            raise ConvertError(
-                f"{self.path}: {self.name}{key}: expected an object, got {type(found).__name__}"
-            )
-        return Record(self.path, found, f"{self.name}{key}.")
 
 
 @dataclass(frozen=True)
@@ -322,30 +295,6 @@ def specification(
         embodiment=tag,
         keys=(keys,),
         default_prompt=default_prompt,
-    )
-
-
-def qwen3(text: Record, layers: int, width: int) -> DecoderConfig:
-    """Return the first ``layers`` of a Qwen3 language model. width: what the checkpoint says its features have."""
-    if text["hidden_size"] != width:
-        raise ConvertError(
-            f"{text.path}: text_config.hidden_size is {text['hidden_size']}, the checkpoint's"
-            f" backbone_embedding_dim {width}: --vlm names another model"
-        )
-    theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
-    if theta is None:
-        raise ConvertError(f"{text.path}: text_config has no rope_theta")
-    heads = text["num_attention_heads"]
-    return DecoderConfig(
-        hidden_size=text["hidden_size"],
-        intermediate_size=text["intermediate_size"],
-        num_layers=layers if layers > 0 else text["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=text["num_key_value_heads"],
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        norm_eps=text["rms_norm_eps"],
-        rope_theta=float(theta),
-        qk_norm=True,
     )
 
 

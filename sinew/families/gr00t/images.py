@@ -10,9 +10,10 @@ import re
 from dataclasses import replace
 
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
-from sinew.convert.families.gr00t_files import NvidiaFiles, Record
 from sinew.convert.options import Options
+from sinew.convert.read.record import Record
 from sinew.core import ConvertError
+from sinew.families.gr00t.files import NvidiaFiles
 from sinew.processing.steps import size_after
 
 DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # of the processors' signatures, where the key is absent

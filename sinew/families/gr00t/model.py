@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from sinew.families.gr00t.head import Context, Head, HeadConfig
 from sinew.layers.attention import block_mask
 from sinew.layers.connector import UnshuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig
@@ -26,7 +27,6 @@ from sinew.layers.rope import Rotation
 from sinew.layers.sizes import check_sizes
 from sinew.layers.vit import ResizedPositions, VisionTransformer, ViTConfig
 from sinew.models.base import Model
-from sinew.models.gr00t_head import Context, Head, HeadConfig
 from sinew.solvers import Solver
 
 SOLVER = Solver(start=0.0, end=1.0)

@@ -11,24 +11,17 @@ import numpy as np
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.bundle.schema import VectorPart
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families.gr00t_files import (
-    Embodiment,
-    Parts,
-    Record,
-    choose,
-    is_lerobot,
-    model_type,
-    nvidia_weights,
-)
-from sinew.convert.families.gr00t_images import frame_size
-from sinew.convert.families.gr00t_vectors import Vectors, min_max, named
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
 from sinew.convert.lerobot.steps import DEVICE, POST, PRE, Step
 from sinew.convert.options import Options
+from sinew.convert.read.record import Record
 from sinew.convert.read.safetensors import read_safetensors
 from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError
+from sinew.families.gr00t.files import Embodiment, Parts, choose, is_lerobot, model_type, nvidia_weights
+from sinew.families.gr00t.images import frame_size
+from sinew.families.gr00t.vectors import Vectors, min_max, named
 
 TAGS = {
     "new_embodiment": 31,

@@ -18,22 +18,15 @@ import numpy as np
 
 from sinew.bundle.schema import VectorStep
 from sinew.bundle.writer import TensorSource
-from sinew.convert.families import gr00t_n15
-from sinew.convert.families.gr00t_files import (
-    Embodiment,
-    NvidiaFiles,
-    Record,
-    choose,
-    model_type,
-    nvidia_weights,
-    untied,
-)
-from sinew.convert.families.gr00t_vectors import Modalities, Vectors, read_vectors
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema
 from sinew.convert.lerobot.steps import DEVICE, POST, POSTPROCESSOR, PRE, RELATIVE, Step
 from sinew.convert.options import Options
+from sinew.convert.read.record import Record
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.families.gr00t import n15
+from sinew.families.gr00t.files import Embodiment, NvidiaFiles, choose, model_type, nvidia_weights, untied
+from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
 
 PACK, ENCODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
 DECODE, UNPACK = "groot_n1_7_action_decode_v1", "groot_action_unpack_unnormalize_v2"
@@ -67,9 +60,9 @@ SCHEMA = Schema(
         "num_inference_timesteps": None,
         "action_decode_transform": "auto",
     },
-    fixed=gr00t_n15.SCHEMA.fixed,
+    fixed=n15.SCHEMA.fixed,
     unread=(
-        *gr00t_n15.SCHEMA.unread,
+        *n15.SCHEMA.unread,
         *("tune_vlln", "tune_top_llm_layers", "model_params_fp32", "use_flash_attention", "rtc_ramp_rate"),
         *("use_relative_actions", "relative_exclude_joints"),  # the pipelines' steps say it
     ),
@@ -168,7 +161,7 @@ class LeRobotFiles(NvidiaFiles):
     @property
     def language(self) -> str:
         """The instruction's key on the GR00T wire, where LeRobot has its own for the task."""
-        return gr00t_n15.TASK
+        return n15.TASK
 
     @property
     def frames(self) -> tuple[int, int]:  # type: ignore[override]
@@ -261,7 +254,7 @@ class LeRobotFiles(NvidiaFiles):
         ), files
 
     def _statistics_of(self, step: Mapping[str, Any] | None, feature: str) -> tuple[np.ndarray, np.ndarray]:
-        return gr00t_n15.bounds(self.path, step or {}, feature)
+        return n15.bounds(self.path, step or {}, feature)
 
     def _fits(self, group: str, kind: str, key: str, found: VectorSpec) -> None:
         if (expected := self.checkpoint.vector(group, kind, key).dim) != found.dim:

@@ -8,24 +8,18 @@ from typing import Literal
 from sinew.bundle.image_recipe import ImageStep
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.gr00t_files import (
-    NvidiaFiles,
-    Record,
-    head_config,
-    processing,
-    qwen3,
-    specification,
-    token_prompt,
-)
-from sinew.convert.families.gr00t_images import image_recipe
-from sinew.convert.families.gr00t_weights import head_rules, language_rules, qwen_vision_rules
 from sinew.convert.options import Options
+from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.read.record import Record
 from sinew.convert.tensors import apply
 from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
 from sinew.core import ConvertError
+from sinew.families.gr00t.files import NvidiaFiles, head_config, processing, specification, token_prompt
+from sinew.families.gr00t.images import image_recipe
+from sinew.families.gr00t.model import Gr00tQwenConfig
+from sinew.families.gr00t.weights import head_rules, qwen_vision_rules
 from sinew.layers.qwen_vit import QwenViTConfig
 from sinew.layers.vit import ViTConfig
-from sinew.models.gr00t import Gr00tQwenConfig
 from sinew.processing.steps import size_after
 
 ARCHITECTURE = "gr00t_n1_7"

@@ -63,20 +63,6 @@ def _blocks(upstream: str, ours: str) -> Rules:
     )
 
 
-def language_rules(upstream: str, layers: int) -> Rules:
-    """Return the rules of a Qwen3 model of which the first ``layers`` are read; the others are dropped."""
-    old, new = upstream + r"layers\.(\d+)\.", r"language.layers.\1."
-    dropped = "|".join(str(i) for i in range(layers, 4 * layers + 64))
-    return (
-        Rule(upstream + rf"layers\.({dropped})\..*"),
-        Rule(old + r"self_attn\.(.*)", (new + r"attn.\2",)),
-        Rule(old + r"input_layernorm\.(.*)", (new + r"input_norm.\2",)),
-        Rule(old + r"post_attention_layernorm\.(.*)", (new + r"post_norm.\2",)),
-        Rule(old + r"(mlp\..*)", (new + r"\2",)),
-        Rule(upstream + r"embed_tokens\.(.*)", (r"language.embed_tokens.\1",)),
-    )
-
-
 def siglip_rules(upstream: str, patch: int) -> Rules:
     """Return the rules of a SigLIP tower; its pooling head is read by nobody."""
     old, new = upstream + r"encoder\.layers\.(\d+)\.", r"vision.layers.\1."

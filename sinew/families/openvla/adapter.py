@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sinew.families.openvla.model import PrismaticConfig, PrismaticVLM, last_row
 from sinew.layers.attention import block_mask
 from sinew.layers.bridge import BridgeHead
 from sinew.layers.linear import Embedding
 from sinew.layers.mlp import MLP
 from sinew.layers.rope import Rotation
-from sinew.models.openvla import PrismaticConfig, PrismaticVLM, last_row
 
 
 @dataclass(frozen=True)

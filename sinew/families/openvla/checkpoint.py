@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sinew.families.openvla.model import OFTConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
-from sinew.models.openvla import OFTConfig
+from sinew.models.published import published
 from sinew.presets.noise import write_tensors
 from sinew.presets.plan import Init, TensorPlan
 
-VIEWS, SIDE, LAYERS = 2, 224, 32
-WORDS = 24  # tokens of the prompt around and with an instruction of a dozen words
 TOWERS = (  # timm's names of the tensors, of which the last block is read by nobody
     "vision_backbone.featurizer",
     "vision_backbone.fused_featurizer",
@@ -33,20 +33,12 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", 
 Shape = tuple[int, ...]
 
 
-def oft_config(layers: int = LAYERS) -> OFTConfig:
+def oft_config(layers: int | None = None) -> OFTConfig:
     """Return the published configuration; ``layers`` of the language model are fewer for a shorter look."""
-    shared: dict[str, Any] = {"image_size": SIDE, "patch_size": 14, "norm_eps": 1e-6, "activation": "gelu"}
-    dino = ViTConfig(1024, 4096, 23, 16, **shared, prefix_tokens=5, layer_scale=True, final_norm=False)
-    siglip = ViTConfig(1152, 4304, 26, 16, **shared, final_norm=False)
-    return OFTConfig(
-        vision=(dino, siglip),
-        projector=(4 * (1024 + 1152), 4096),
-        language=DecoderConfig(4096, 11008, layers, 32, 32, 128, norm_eps=1e-6, rope_theta=1e4),
-        vocab_size=32064,
-        chunk_size=8,
-        max_action_dim=7,
-        max_state_dim=8,
-    )
+    config: OFTConfig = published("openvla-oft").config
+    if layers is None:
+        return config
+    return replace(config, language=replace(config.language, num_layers=layers))
 
 
 def _tower(prefix: str, config: ViTConfig) -> Iterator[tuple[str, Shape]]:

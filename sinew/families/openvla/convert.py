@@ -18,7 +18,14 @@ from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.prismatic import (
+from sinew.convert.options import Options, Setting
+from sinew.convert.read.files import read_json
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
+from sinew.families.openvla.adapter import AdapterConfig
+from sinew.families.openvla.model import OFTConfig, OpenVLAConfig
+from sinew.families.openvla.prismatic import (
     BLOCK,
     BLOCKS,
     ENDS,
@@ -30,14 +37,7 @@ from sinew.convert.families.prismatic import (
     Robot,
     towers,
 )
-from sinew.convert.options import Options, Setting
-from sinew.convert.read.files import read_json
-from sinew.convert.tensors import Rule, apply
-from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
-from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
 from sinew.layers.decoder import DecoderConfig
-from sinew.models.adapter import AdapterConfig
-from sinew.models.openvla import OFTConfig, OpenVLAConfig
 from sinew.solvers import SINGLE
 
 NAMES = ("openvla",)

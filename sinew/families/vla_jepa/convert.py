@@ -14,10 +14,20 @@ from sinew.bundle.schema import PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.chat_template import find_chat_template
 from sinew.convert.conversion import Conversion
-from sinew.convert.families.gr00t_files import Record, qwen3
-from sinew.convert.families.gr00t_qwen import VLM_FILES, grid_step, position_sections, vision_config
-from sinew.convert.families.gr00t_weights import Rules, language_rules, qwen_vision_rules, transformer_rules
-from sinew.convert.families.vla_jepa_processing import (
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, Step
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.read.record import Record
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
+from sinew.core import ConvertError, PolicySpec, VectorSpec
+from sinew.families.gr00t.head import HeadConfig
+from sinew.families.gr00t.model import SOLVER
+from sinew.families.gr00t.qwen import VLM_FILES, grid_step, position_sections, vision_config
+from sinew.families.gr00t.weights import Rules, qwen_vision_rules, transformer_rules
+from sinew.families.vla_jepa.model import JepaConfig
+from sinew.families.vla_jepa.processing import (
     BINARIZE,
     CLIP,
     ENCODER,
@@ -29,16 +39,7 @@ from sinew.convert.families.vla_jepa_processing import (
     processing,
     prompt_recipe,
 )
-from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
-from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, Step
-from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
-from sinew.convert.tensors import Rule, apply
-from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
-from sinew.core import ConvertError, PolicySpec, VectorSpec
 from sinew.layers.dit import DiTConfig
-from sinew.models.gr00t import SOLVER
-from sinew.models.gr00t_head import HeadConfig
-from sinew.models.jepa import JepaConfig
 
 ARCHITECTURE = "vla_jepa"
 NAMES = (ARCHITECTURE,)

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sinew.models.gr00t import Gr00tQwen, Gr00tQwenConfig
-from sinew.models.gr00t_head import Context
+from sinew.families.gr00t.head import Context
+from sinew.families.gr00t.model import Gr00tQwen, Gr00tQwenConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,12 @@ from typing import Any
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe, VectorStep
 from sinew.convert.chat_template import MARK, render
-from sinew.convert.families.gr00t_files import Record, token_prompt
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
 from sinew.convert.lerobot.steps import POST, PRE
+from sinew.convert.read.record import Record
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.families.gr00t.files import token_prompt
 from sinew.processing.steps import size_after
 
 PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"

@@ -1,0 +1,5 @@
+"""VLA-JEPA: GR00T's head over a language model that is read at marked tokens, in LeRobot's layout."""
+
+from sinew.registry import Family
+
+FAMILY = Family(models={"vla_jepa": "model:VLAJepa"}, converters=("convert",), base="gr00t")
