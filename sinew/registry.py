@@ -38,6 +38,7 @@ class Family:
     converters: files that read checkpoints, in the order in which they are asked. Each has NAMES (checkpoints that it
         reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of --set),
         recognises(path) and read(path, options) -> Conversion.
+    units: architecture -> what its actions are given in (:class:`sinew.core.VectorSpec`), where a bundle does not say.
     demo: writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
     base: the family that this one descends from: the only other folder that it may import.
     golden: compares a small policy in the folder with its reference's stored answers.
@@ -46,6 +47,7 @@ class Family:
 
     models: Mapping[str, str] = field(default_factory=dict)
     converters: tuple[str, ...] = ()
+    units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: str = ""
     demo: str = ""
     golden: str = ""
@@ -84,6 +86,18 @@ def model_place(architecture: str) -> tuple[Family, str]:
     if architecture not in known:
         raise BundleError(f"architecture {architecture!r} is not one of {', '.join(sorted(known))}")
     return known[architecture], known[architecture].models[architecture]
+
+
+def action_units(architecture: str) -> tuple[str, ...]:
+    """Return what a family says of its actions' units; nothing for an architecture that is not one of these. Servers
+    of other projects spell it their own way: GR00T-N1.6 and gr00t_n1_6 are the same."""
+    said = {plain(name): units for family in families() for name, units in family.units.items()}
+    return said.get(plain(architecture), ())
+
+
+def plain(architecture: str) -> str:
+    """Return an architecture's letters and digits, in lower case."""
+    return "".join(letter for letter in architecture.lower() if letter.isalnum())
 
 
 def presets() -> dict[str, Family]:

@@ -2,4 +2,9 @@
 
 from sinew.registry import Family
 
-FAMILY = Family(models={"bitvla": "model:OpenVLAOFT"}, converters=("convert",), base="openvla")
+FAMILY = Family(
+    models={"bitvla": "model:OpenVLAOFT"},
+    converters=("convert",),
+    units={"bitvla": ("opening",)},
+    base="openvla",
+)

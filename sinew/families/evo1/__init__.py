@@ -2,4 +2,4 @@
 
 from sinew.registry import Family
 
-FAMILY = Family(models={"evo1": "model:Evo1"}, converters=("convert",))
+FAMILY = Family(models={"evo1": "model:Evo1"}, converters=("convert",), units={"evo1": ("opening",)})

@@ -9,4 +9,9 @@ FAMILY = Family(
         "gr00t_n1_7": "model:Gr00tQwen",
     },
     converters=("convert",),
+    units={
+        "gr00t_n1_5": ("recorded",),
+        "gr00t_n1_6": ("opening", "axis-angle"),
+        "gr00t_n1_7": ("opening", "axis-angle"),
+    },
 )

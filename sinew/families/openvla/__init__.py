@@ -9,4 +9,5 @@ FAMILY = Family(
         "vla_adapter": "adapter:Adapter",
     },
     converters=("convert",),
+    units={"openvla": ("opening",), "openvla_oft": ("opening",), "vla_adapter": ("opening",)},
 )

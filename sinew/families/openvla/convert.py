@@ -335,7 +335,9 @@ def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpe
         name=checkpoint.name,
         cameras=tuple(CameraSpec(name, FRAME, FRAME) for name in robot.cameras),
         state=VectorSpec(head.config.max_state_dim),
-        action=VectorSpec(head.config.max_action_dim),
+        action=VectorSpec(
+            head.config.max_action_dim, units=checkpoint.action_units(head.config.max_action_dim)
+        ),
         chunk_size=robot.chunk,
         noise_dim=0,
         solver_steps=1,

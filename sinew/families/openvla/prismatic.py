@@ -146,6 +146,16 @@ class PrismaticCheckpoint:
             )
         return key, table[key]
 
+    def action_units(self, dim: int) -> tuple[str, ...]:
+        """Return the units of actions: RLDS data sets have their grippers as an opening, which the mask leaves as it
+        is. Nothing where the statistics have no mask."""
+        _, table = self.statistics
+        found = table.get("action") if isinstance(table, dict) else None
+        mask = found.get("mask") if isinstance(found, dict) else None
+        if not isinstance(mask, list) or len(mask) != dim or mask[-1]:
+            return ()
+        return ("",) * (dim - 1) + ("opening",)
+
     def normalization(
         self, vector: str, dim: int, mode: str, eps: float, clip: bool, masked: bool = True
     ) -> tuple[Normalization, tuple[VectorPart, ...]]:

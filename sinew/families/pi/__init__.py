@@ -5,4 +5,5 @@ from sinew.registry import Family
 FAMILY = Family(
     models={"pi0": "model:PI0", "pi05": "model:PI05"},
     converters=("convert", "openpi"),
+    units={"pi0": ("recorded",), "pi05": ("recorded",)},
 )

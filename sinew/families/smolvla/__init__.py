@@ -5,6 +5,7 @@ from sinew.registry import Family
 FAMILY = Family(
     models={"smolvla": "model:SmolVLA"},
     converters=("convert",),
+    units={"smolvla": ("recorded",)},
     demo="checkpoint:write_demo",
     golden="golden:check",
 )

@@ -2,4 +2,9 @@
 
 from sinew.registry import Family
 
-FAMILY = Family(models={"vla_jepa": "model:VLAJepa"}, converters=("convert",), base="gr00t")
+FAMILY = Family(
+    models={"vla_jepa": "model:VLAJepa"},
+    converters=("convert",),
+    units={"vla_jepa": ("recorded",)},
+    base="gr00t",
+)
