@@ -30,12 +30,12 @@ from sinew.layers.lowbit import dequantize
 from sinew.layers.stores.codes import codes_of
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.presets.published import PUBLISHED
+from sinew.models.published import published
 
 
 def models(layers: int) -> tuple[Model, Model, Shapes]:
     """Return BitVLA with ``layers`` layers per tower, ternary and dense with the same weights, and its shapes."""
-    found = PUBLISHED["bitvla"]()
+    found = published("bitvla")
     config = found.config
     tower = replace(config.vision[0], num_layers=layers)
     language = replace(config.language, num_layers=layers)

@@ -152,7 +152,11 @@ class CameraSpec:
 
 @dataclass(frozen=True, slots=True)
 class VectorSpec:
-    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown."""
+    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown.
+
+    Units of an action that simulators go by: ``opening`` (a gripper from 0, closed, to 1, open), ``recorded`` (as the
+    data set that it was trained on has it), ``axis-angle`` (a rotation that is no Euler angles).
+    """
 
     dim: int
     names: tuple[str, ...] = ()

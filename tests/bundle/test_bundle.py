@@ -58,7 +58,7 @@ def test_the_gguf_package_reads_the_same_file(path):
 def test_weights_equal_the_checkpoint(path, golden):
     from safetensors.torch import load_file
 
-    from sinew.convert.families.smolvla import DEAD, bundle_name
+    from sinew.families.smolvla.convert import DEAD, bundle_name
 
     bundle = Bundle(path)
     upstream = load_file(golden / "smolvla-2cam" / "checkpoint" / "model.safetensors")

@@ -13,7 +13,7 @@ import pytest
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert import convert
-from sinew.convert.families.lerobot_steps import relative_dims
+from sinew.convert.lerobot.steps import relative_dims
 from sinew.core import ConvertError
 from sinew.policy import load
 from tests.golden import Golden, assert_parity

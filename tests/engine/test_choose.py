@@ -26,7 +26,7 @@ from sinew.engine.cpu.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
-from sinew.models import REGISTRY
+from sinew.registry import architectures
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
@@ -56,8 +56,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_architecture_has_a_record_of_its_proofs() -> None:
-    assert set(NAMES) == set(REGISTRY)
-    for architecture in REGISTRY:
+    assert set(NAMES) == set(architectures())
+    for architecture in architectures():
         assert "fp32" in proofs.proved(architecture, "eager")
 
 

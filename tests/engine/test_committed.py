@@ -157,7 +157,7 @@ def test_converters_read_what_lerobot_trained(golden: Path, tmp_path: Path) -> N
 def test_a_head_with_one_time_for_all_rows_has_no_committed_rows(
     committed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sinew.models.smolvla import SmolVLA
+    from sinew.families.smolvla.model import SmolVLA
 
     monkeypatch.setattr(SmolVLA, "times_per_row", False)
     with pytest.raises(BundleError, match="spec.committed_rows: expected 0 for smolvla"):

@@ -23,9 +23,9 @@ from sinew.engine.loading import load_model
 from sinew.engine.plan.cost import on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import REWRITES, Plan
+from sinew.families.smolvla.model import SmolVLA
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.models.smolvla import SmolVLA
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Step

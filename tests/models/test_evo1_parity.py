@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sinew.models.evo1 import Context
+from sinew.families.evo1.model import Context
 from sinew.policy import Policy, load
 from sinew.processing.steps import apply_image_steps
 from tests.closeness import assert_close, rounding

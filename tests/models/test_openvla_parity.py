@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from sinew.bundle import Bundle
-from sinew.convert.families.bitvla import bundle_name
 from sinew.core import Observation, ObservationError, SinewError
+from sinew.families.bitvla.convert import bundle_name
+from sinew.families.openvla.model import bin_centres
 from sinew.layers.lowbit import codes
-from sinew.models.openvla import bin_centres
 from sinew.policy import Policy, load
 from tests.closeness import Rounding, assert_close, rounding
 from tests.golden import Golden, assert_parity, relative_l2

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from sinew.core import SinewError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import meta
+from sinew.families.smolvla import golden
 from sinew.models.base import Model
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
@@ -22,7 +23,6 @@ from sinew.perf.program import PRESETS, Program, of_model
 from sinew.perf.request import Request
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
-from sinew.presets import golden
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2602.18397
@@ -288,7 +288,7 @@ def test_a_bundle_is_traced_as_it_is_stored() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"source": "pi7"}, "expected one of smolvla, pi0, pi0.5, .*, or what"),
+        ({"source": "pi7"}, "expected one of smolvla, .*, pi0, pi0.5, or what"),
         ({"source": "pi0", "dtypes": "int7"}, "expected one of fp32, .*, got 'int7'"),
         ({"source": "pi0", "dtypes": {"eyes": "int8"}}, "dtype: expected components of vision, .*, got eyes"),
         ({"source": "pi0", "engine": "warp"}, "engine 'warp' is not one of eager, plan"),

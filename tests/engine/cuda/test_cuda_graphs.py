@@ -307,7 +307,7 @@ def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
     assert audit(case, pixels=True).found == []
 
     def spoil(model):
-        monkeypatch.setattr("sinew.models.smolvla.rounded", with_a_constant)
+        monkeypatch.setattr("sinew.families.smolvla.model.rounded", with_a_constant)
 
     assert audit(case, True, spoil).found
 
