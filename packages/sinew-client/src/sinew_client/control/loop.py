@@ -294,7 +294,7 @@ class Loop:
             return None
         said = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
         self.source.ask({**seen, **said, **request.fields}, now)
-        if seen.get("blind"):
+        if "blind" in seen:
             self._fault(step, seen["blind"])
         return seen
 
