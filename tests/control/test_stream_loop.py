@@ -37,11 +37,11 @@ class Robot:
 
     def __init__(self) -> None:
         self.done: list[float | None] = []  # the first number of a row, None for a hold
-        self.blind = ""  # why
+        self.blind = ""  # why; " ": for no reason that it says
 
     def observe(self) -> dict[str, Any]:
         if self.blind:
-            raise NoObservation(self.blind)
+            raise NoObservation(self.blind.strip())
         return {"images": {}, "state": np.zeros(2, np.float32)}
 
     def act(self, row: np.ndarray) -> None:
@@ -155,18 +155,19 @@ def test_a_robot_goes_on_after_a_long_stall() -> None:
     assert robot.done[-11:-1] == [1.0] * 10  # the very last one is the hold at the end
 
 
+@pytest.mark.parametrize("why", ["camera front is silent", " "])
 @pytest.mark.parametrize("fast_state", [False, True])
-def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool) -> None:
+def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool, why: str) -> None:
     robot, link, clock = Robot(), Link(), [0.0]
     if fast_state:  # the state is known while the camera is silent
         robot.sense = lambda: np.zeros(2, np.float32)  # type: ignore[attr-defined]
     loop = looped(robot, link, 10.0, paced(10.0, clock), 5.0, stale=10.0)
     link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
     for tick in range(8):
-        robot.blind = "camera front is silent" if 2 <= tick < 6 else ""
+        robot.blind = why if 2 <= tick < 6 else ""
         loop.tick(loop.pace.next())
     assert robot.done == [1.0, 1.0, None, None, None, None, 1.0, 1.0]
-    assert loop.controller.held == {"camera front is silent": 4}
+    assert loop.controller.held == {why.strip() or "the robot is blind": 4}
     frames = [round(10 * time) for time, _, frame in link.sent if frame]
     assert frames == [0, 6]  # as soon as there is one again
     assert len(link.sent) == (8 if fast_state else 4)

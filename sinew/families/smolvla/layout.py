@@ -53,7 +53,7 @@ class Widths:
 
     @property
     def expert_ffn(self) -> int:
-        # LeRobot's get_intermediate_size: two split_qkv, times four, rounded up to a multiple of 256.
+        # LeRobot's get_intermediate_size: two thirds, times four, rounded up to a multiple of 256.
         return -(-int(4 * int(2 * self.expert_hidden / 3)) // 256) * 256
 
     @property

@@ -259,7 +259,6 @@ class Loop:
             self._fault(step, str(blind))
             return None
         self._state = np.asarray(seen["state"], np.float32)
-        seen.pop("camera_age", None)
         given, age = seen.get("time") or None, float_of(seen.pop("age", 0.0))
         if given is None:
             self._age, seen["time"] = age, now - age
@@ -295,7 +294,7 @@ class Loop:
             return None
         said = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
         self.source.ask({**seen, **said, **request.fields}, now)
-        if seen.get("blind"):
+        if "blind" in seen:
             self._fault(step, seen["blind"])
         return seen
 
