@@ -59,7 +59,7 @@ class Family:
 
     @property
     def folder(self) -> Path:
-        return Path(__file__).parent / "families" / self.name
+        return Path(str(import_module(f"{HOME}.{self.name}").__file__)).parent
 
     def load(self, place: str) -> Any:
         """Return a file of the folder as a module, or what it calls NAME."""

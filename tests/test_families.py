@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import sinew
+import sinew.families
 from sinew import registry
+from sinew.convert import convert
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sinew"
@@ -124,3 +129,61 @@ def test_no_two_families_share_an_architecture_or_a_preset() -> None:
         [preset for family in FOLDERS.values() for preset in family.published()],
     ):
         assert len(taken) == len(set(taken))
+
+
+# ----------------------------------------------------------------------------- what a new family touches
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A family that nobody knows, made of SmolVLA's files: a folder and a line of the registry."""
+    folder = shutil.copytree(
+        HOME / "smolvla",
+        tmp_path / "families" / "toy",
+        ignore=shutil.ignore_patterns("golden", "__pycache__"),
+    )
+    for path in folder.iterdir():
+        text = (
+            path.read_text()
+            .replace("sinew.families.smolvla", "sinew.families.toy")
+            .replace('"smolvla', '"toy')
+        )
+        path.write_text(text.replace('    golden="golden:check",\n', ""))
+    monkeypatch.setattr(sinew.families, "__path__", [*sinew.families.__path__, str(folder.parent)])
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, "toy"))
+    return "toy"
+
+
+def test_a_new_family_is_its_folder_and_a_line(
+    toy: str, golden: Path, smolvla_bundle, tmp_path: Path
+) -> None:
+    """Its checkpoint converts, its bundle runs on two engines, its published size is a preset, and the actions are
+    those of the family that it was copied from; no other file was told of it."""
+    case = shutil.copytree(golden / "smolvla-2cam", tmp_path / "case")
+    for path in case.glob("checkpoint/*.json"):
+        path.write_text(path.read_text().replace('"smolvla', f'"{toy}'))
+    bundle = convert(case / "checkpoint", tmp_path / "toy.gguf", vlm=case / "vlm")
+    rng = np.random.default_rng(0)
+    known = sinew.load(smolvla_bundle(), engine="eager")
+    state = rng.standard_normal(known.spec.state.dim).astype(np.float32)
+    images = {c.name: rng.integers(0, 256, (c.height, c.width, 3), np.uint8) for c in known.spec.cameras}
+    observation = {"images": images, "state": state, "prompt": "go", "seed": 0}
+    for engine in ("eager", "plan"):
+        policy = sinew.load(bundle, engine=engine)
+        assert policy.spec.architecture == toy
+        expected = sinew.load(smolvla_bundle(), engine=engine).infer(observation).actions
+        assert np.array_equal(policy.infer(observation).actions, expected)
+    assert registry.presets()[toy].name == toy
+    assert registry.action_units("Toy") == ("recorded",)
+
+
+NAMED = re.compile(r"`(?:sinew/)?((?:families|models|convert|vlacpp|presets)/[a-z0-9_/]+(?:\.py|\.json|/))`")
+
+
+@pytest.mark.parametrize("page", ["adding-a-model", "structure"])
+def test_the_documents_name_files_that_are_there(page: str) -> None:
+    named = set(NAMED.findall((ROOT / "docs" / f"{page}.md").read_text()))
+    assert named
+    assert not {
+        name for name in named if not (PACKAGE / name).exists() and not (ROOT / "tests" / name).exists()
+    }
