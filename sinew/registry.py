@@ -18,12 +18,12 @@ from sinew.core import BundleError
 # In the order in which their converters are asked for a checkpoint, and in which messages and tables name them.
 FAMILIES = (
     "smolvla",
+    "pi",
     "gr00t",
     "evo1",
-    "vla_jepa",
     "openvla",
     "bitvla",
-    "pi",  # asked last: openpi's files are known by what they lack
+    "vla_jepa",
 )
 FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
 HOME = "sinew.families"
@@ -38,7 +38,9 @@ class Family:
     converters: files that read checkpoints, in the order in which they are asked. Each has NAMES (checkpoints that it
         reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of --set),
         recognises(path) and read(path, options) -> Conversion.
+    guesses: converters that know their files by what these lack, and are asked after those of all families.
     units: architecture -> what its actions are given in (:class:`sinew.core.VectorSpec`), where a bundle does not say.
+    hints: architecture -> what its own project's clients expect of a wire, as that wire's codec names it.
     demo: writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
     base: the family that this one descends from: the only other folder that it may import.
     golden: compares a small policy in the folder with its reference's stored answers.
@@ -47,7 +49,9 @@ class Family:
 
     models: Mapping[str, str] = field(default_factory=dict)
     converters: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
     units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     base: str = ""
     demo: str = ""
     golden: str = ""
@@ -55,7 +59,7 @@ class Family:
 
     @property
     def folder(self) -> Path:
-        return Path(__file__).parent / "families" / self.name
+        return Path(str(import_module(f"{HOME}.{self.name}").__file__)).parent
 
     def load(self, place: str) -> Any:
         """Return a file of the folder as a module, or what it calls NAME."""
@@ -93,6 +97,12 @@ def action_units(architecture: str) -> tuple[str, ...]:
     of other projects spell it their own way: GR00T-N1.6 and gr00t_n1_6 are the same."""
     said = {plain(name): units for family in families() for name, units in family.units.items()}
     return said.get(plain(architecture), ())
+
+
+def hints(architecture: str) -> tuple[str, ...]:
+    """Return what wires must know of an architecture; nothing for one that is not there."""
+    family = architectures().get(architecture)
+    return family.hints.get(architecture, ()) if family else ()
 
 
 def plain(architecture: str) -> str:

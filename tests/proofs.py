@@ -15,6 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sinew.registry import families
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "sinew" / "engine" / "proofs.json", ROOT / "docs" / "families.md"
 FAMILIES = {  # golden cases by the beginning of their names, in the order of the table
@@ -32,18 +34,7 @@ FAMILIES = {  # golden cases by the beginning of their names, in the order of th
     "vla-jepa": "vla_jepa",
 }
 NAMES = {  # of architectures, in the order of the table
-    "smolvla": "SmolVLA",
-    "pi0": "pi0",
-    "pi05": "pi0.5",
-    "gr00t_n1_5": "GR00T N1.5",
-    "gr00t_n1_6": "GR00T N1.6",
-    "gr00t_n1_7": "GR00T N1.7",
-    "evo1": "Evo-1",
-    "openvla": "OpenVLA",
-    "openvla_oft": "OpenVLA-OFT",
-    "vla_adapter": "VLA-Adapter",
-    "bitvla": "BitVLA",
-    "vla_jepa": "VLA-JEPA",
+    record["architecture"]: record["title"] for family in families() for record in family.published().values()
 }
 COLUMNS = (
     "eager",

@@ -139,6 +139,8 @@ def _converters() -> Iterator[ModuleType]:
     """Yield what reads checkpoints, in the order in which it is asked."""
     for family in registry.families():
         yield from map(family.load, family.converters)
+    for family in registry.families():
+        yield from map(family.load, family.guesses)
     yield from map(import_module, registry.FORMATS)
 
 

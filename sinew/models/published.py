@@ -11,10 +11,11 @@ from sinew.registry import PUBLISHED, presets
 
 
 class Published(NamedTuple):
-    """architecture: as bundles name it. views, side, tokens, steps: of a usual request; side in pixels, tokens with an
-    instruction of a dozen words."""
+    """architecture: as bundles name it; title: as its authors do. views, side, tokens, steps: of a usual request; side
+    in pixels, tokens with an instruction of a dozen words."""
 
     architecture: str
+    title: str
     config: Any
     views: int
     side: int

@@ -288,7 +288,7 @@ def test_a_bundle_is_traced_as_it_is_stored() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"source": "pi7"}, "expected one of smolvla, .*, pi0, pi0.5, or what"),
+        ({"source": "pi7"}, "expected one of smolvla, pi0, pi0.5, .*, or what"),
         ({"source": "pi0", "dtypes": "int7"}, "expected one of fp32, .*, got 'int7'"),
         ({"source": "pi0", "dtypes": {"eyes": "int8"}}, "dtype: expected components of vision, .*, got eyes"),
         ({"source": "pi0", "engine": "warp"}, "engine 'warp' is not one of eager, plan"),

@@ -9,6 +9,7 @@ FAMILY = Family(
         "gr00t_n1_7": "model:Gr00tQwen",
     },
     converters=("convert",),
+    hints={"gr00t_n1_5": ("groot: json text",)},
     units={
         "gr00t_n1_5": ("recorded",),
         "gr00t_n1_6": ("opening", "axis-angle"),

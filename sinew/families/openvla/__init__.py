@@ -6,7 +6,7 @@ FAMILY = Family(
     models={
         "openvla": "model:OpenVLA",
         "openvla_oft": "model:OpenVLAOFT",
-        "vla_adapter": "adapter:Adapter",
+        "vla_adapter": "adapter:VLAAdapter",
     },
     converters=("convert",),
     units={"openvla": ("opening",), "openvla_oft": ("opening",), "vla_adapter": ("opening",)},

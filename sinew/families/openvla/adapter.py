@@ -34,7 +34,7 @@ class LayerStates(NamedTuple):
     queries: Tensor  # [layers, B, Q + 1, C]: from the last prompt token on, and the proprioception
 
 
-class Adapter(PrismaticVLM):
+class VLAAdapter(PrismaticVLM):
     config_type = AdapterConfig
     config: AdapterConfig
 

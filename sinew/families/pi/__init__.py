@@ -4,6 +4,7 @@ from sinew.registry import Family
 
 FAMILY = Family(
     models={"pi0": "model:PI0", "pi05": "model:PI05"},
-    converters=("convert", "openpi"),
+    converters=("convert",),
+    guesses=("openpi",),
     units={"pi0": ("recorded",), "pi05": ("recorded",)},
 )
