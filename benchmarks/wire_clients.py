@@ -124,7 +124,11 @@ class Groot:
 
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.client = PolicyClient(host, int(port), api_key, timeout_ms=int(1e3 * TIMEOUT_S))
-        self.prompt_key = self.client.get_modality_config()["language"].modality_keys[0]
+        try:
+            self.prompt_key = self.client.get_modality_config()["language"].modality_keys[0]
+        except BaseException:
+            self.client.close()  # else the end of its context waits for it
+            raise
 
     def ask(
         self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
@@ -145,10 +149,11 @@ class Groot:
 class LeRobot:
     """The protocol has no place for a seed or for timing; every observation must be answered."""
 
-    def __init__(self, address: str, _api_key: str = "", policy: str = "blocks"):
+    def __init__(self, address: str, api_key: str = "", policy: str = "blocks", kind: str = "smolvla"):
         from tests.serve.test_lerobot_wire import Robot
 
-        self.robot, self.policy = Robot(address), policy
+        metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self.robot, self.policy, self.kind = Robot(address, metadata), policy, kind
         self.ready = False
 
     def ask(
@@ -161,7 +166,12 @@ class LeRobot:
             described = features(*frames, joints=joints)
             for name, frame in frames.items():
                 described[f"observation.images.{name}"]["shape"] = frame.shape
-            self.robot.hello(tuple(frames), lerobot_features=described, pretrained_name_or_path=self.policy)
+            self.robot.hello(
+                tuple(frames),
+                lerobot_features=described,
+                pretrained_name_or_path=self.policy,
+                policy_type=self.kind,
+            )
             self.ready = True
         self._send(dict(zip(joints, state.tolist(), strict=True)) | frames | {"task": prompt})
         actions: list[Any] = []
@@ -180,12 +190,43 @@ class LeRobot:
         self.robot.channel.close()
 
 
+class Evo1:
+    """Text frames of JSON with pictures in BGR, as the scripts of Evo-1's repository; no place for a seed or timing.
+    width: of the robot's actions, of the 24 that the model has."""
+
+    def __init__(self, address: str, api_key: str = "", width: int = 7):
+        from websockets.sync.client import connect as websocket
+
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
+        self.stack = contextlib.ExitStack()
+        opened = websocket(address, compression=None, max_size=None, additional_headers=headers)
+        self.socket = self.stack.enter_context(opened)
+        self.mask = [1] * width + [0] * (24 - width)
+
+    def ask(
+        self, frames: Frames, state: np.ndarray, prompt: str, seed: int, steps: int | None = None
+    ) -> Answer:
+        pictures = [frame[..., ::-1].tolist() for frame in frames.values()]
+        sent = {
+            "image": pictures,
+            "image_mask": [1] * len(pictures),
+            "state": state.tolist(),
+            "prompt": prompt,
+        }
+        self.socket.send(json.dumps({**sent, "action_mask": self.mask}))
+        return Answer(np.asarray(json.loads(self.socket.recv(TIMEOUT_S)), np.float32), None, None)
+
+    def close(self) -> None:
+        self.stack.close()
+
+
 CLIENTS: dict[str, Any] = {
     "native": Native,
     "openpi": OpenPI,
     "http": Http,
     "groot": Groot,
     "lerobot": LeRobot,
+    "evo1": Evo1,
 }
 
 

@@ -48,6 +48,30 @@ def golden() -> Path:
 
 
 @pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate of this machine, signed by itself, and its key, as files (PEM)."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    made = subprocess.run([*command, *names, "-keyout", key, "-out", cert], capture_output=True)
+    if made.returncode:
+        pytest.skip("openssl is needed to make a certificate")
+    return cert, key
+
+
+@pytest.fixture(scope="session")
 def smolvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Converts a golden SmolVLA checkpoint once per session: ``smolvla_bundle("smolvla-2cam") -> path``."""
     directory = tmp_path_factory.mktemp("bundles")

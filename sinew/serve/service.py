@@ -265,6 +265,12 @@ def _safe(request: Request, outcome: Outcome) -> Outcome:
         return bare(error)
 
 
+def key_of(authorization: str) -> str:
+    """Return the key in a header ``Authorization: Bearer K`` or ``Api-Key K``; empty where it is of another scheme."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() in ("api-key", "bearer") else ""
+
+
 def printable(error: SinewError) -> str:
     """For a log: an error may quote what a client sent, of any length and with line breaks in it."""
     text = str(error)[:300]

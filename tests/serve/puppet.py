@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 from sinew_client import protocol
 
-from sinew.core import ActionChunk, CameraSpec, CancelledError, Observation, PolicySpec, VectorSpec
+from sinew.core import (
+    ActionChunk,
+    CameraSpec,
+    CancelledError,
+    Observation,
+    ObservationError,
+    PolicySpec,
+    VectorSpec,
+)
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.policies import Deployment, Policies
@@ -24,10 +32,7 @@ from sinew.serve.served import ServedPolicy
 from sinew.serve.service import Service
 from sinew.serve.supervise import Supervisor
 from sinew.serve.transport.listen import Listen
-from sinew.serve.transport.zeromq import ZeroMQWire
 from sinew.serve.wires import open_wires
-from sinew.serve.wires.groot.codec import GrootCodec
-from sinew.serve.wires.native import NativeCodec
 
 WAIT_S = 60.0  # for what must happen; nothing is decided by how fast it does
 SPEC = PolicySpec(
@@ -67,6 +72,9 @@ class Puppet(ServedPolicy):
             raise self.sick
 
     def prepare(self, observation: Observation) -> Observation:
+        shape = np.shape(observation.state)
+        if shape != (self.spec.state.dim,):  # the words of sinew.processing
+            raise ObservationError("state", f"shape [{self.spec.state.dim}]", f"shape {list(shape)}")
         return observation
 
     def run(self, observation: Observation, *, cancel: threading.Event | None = None) -> ActionChunk:
@@ -102,8 +110,8 @@ def desk(
     device_lock: DeviceLock | None = None,
     **options: Any,
 ) -> Iterator[SimpleNamespace]:
-    """wires: of native, groot, web, evo1. policy: in the puppet's place. Yields puppet, service, scheduler and the
-    address of each wire."""
+    """wires: names, or web for openpi and http on one port. policy: in the puppet's place. Yields puppet, service,
+    scheduler and the address of each wire."""
     puppet = policy or Puppet()
     scheduler = Scheduler(puppet, queue_size=queue, supervisor=Supervisor(stuck_s), device_lock=device_lock)
     scheduler.start()
@@ -112,12 +120,8 @@ def desk(
     service = Service(Deployment(scheduler, puppet.spec, about, safety, *dims, manifest=manifest), **options)
     opened: dict[str, Any] = {}
     for name in wires:
-        if name in ("web", "evo1"):
-            names = ("openpi", "http") if name == "web" else (name,)
-            (opened[name],) = open_wires(dict.fromkeys(names, 0), listen or Listen())
-        else:
-            codec = NativeCodec() if name == "native" else GrootCodec()
-            opened[name] = ZeroMQWire(codec, listen or Listen())
+        names = ("openpi", "http") if name == "web" else (name,)
+        (opened[name],) = open_wires(dict.fromkeys(names, listen.port if listen else 0), listen or Listen())
     for wire in opened.values():
         wire.start(service)
     found = {name: wire.address for name, wire in opened.items()}

@@ -540,39 +540,20 @@ def test_keys(bundle, tmp_path, monkeypatch):
                 assert len(known.actions()) == 50
 
 
-def test_tls(bundle, tmp_path):
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            *(
-                "openssl",
-                "req",
-                "-x509",
-                "-newkey",
-                "rsa:2048",
-                "-nodes",
-                "-days",
-                "2",
-                "-subj",
-                "/CN=localhost",
-            ),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    arguments = ("--wire", "lerobot:0", "--threads", 1, "--tls-cert", certificate, "--tls-key", key)
+def test_tls(bundle, tmp_path, certificate):
+    cert, key = certificate
+    arguments = ("--wire", "lerobot:0", "--threads", 1, "--tls-cert", cert, "--tls-key", key)
     with serving(tmp_path, bundle, *arguments) as own:
         assert own.address.startswith("grpcs://")
-        trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
+        trusted = grpc.ssl_channel_credentials(cert.read_bytes())
         with Robot(own.address, credentials=trusted) as safe:
             safe.hello().observe()
             assert len(safe.actions()) == 50
         with Robot(own.address) as plain, pytest.raises(grpc.RpcError):
             plain.call("Ready", timeout=2)
-    certificate.write_text("no certificate")
+    (broken := tmp_path / "broken.pem").write_text("no certificate")
     with pytest.raises(SinewError, match="TLS: "):
-        LeRobotWire(Listen(tls_cert=certificate, tls_key=key))
+        LeRobotWire(Listen(tls_cert=broken, tls_key=key))
 
 
 def test_a_warning_beyond_loopback(bundle, tmp_path):

@@ -9,7 +9,6 @@ import io
 import json
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -418,29 +417,6 @@ def test_health_and_metrics(server):
 
 
 # ----------------------------------------------------------------------------- keys, TLS, what is printed
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("tls")
-    cert, key = directory / "cert.pem", directory / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "1",
-        "-subj",
-        "/CN=localhost",
-    ]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    made = subprocess.run([*command, *names, "-keyout", key, "-out", cert], capture_output=True)
-    if made.returncode:
-        pytest.skip("openssl is needed to make a certificate")
-    return cert, key
 
 
 def test_keys_and_tls(bundle, certificate, tmp_path):

@@ -24,7 +24,7 @@ from sinew.rate_limited_log import RateLimitedLog
 from sinew.serve.metrics import CONTENT_TYPE
 from sinew.serve.policies import DEFAULT
 from sinew.serve.request import Request
-from sinew.serve.service import Service
+from sinew.serve.service import Service, key_of
 from sinew.serve.transport.connections import Connection, Connections, connection_of
 from sinew.serve.transport.errors import JSON, error_answer
 from sinew.serve.transport.ledger import HELD_REQUESTS
@@ -372,10 +372,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def _key(request: web.Request) -> str:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() in ("api-key", "bearer"):
-        return key.strip()
-    return request.headers.get("X-API-Key", "")
+    return key_of(request.headers.get("Authorization", "")) or request.headers.get("X-API-Key", "")
 
 
 def _protocol(runner: web.AppRunner) -> asyncio.Protocol:

@@ -32,7 +32,7 @@ from sinew.core import (
 )
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.request import DeadlineError, Request, ShuttingDownError, SupersededError
-from sinew.serve.service import Service, UnauthorizedError, printable
+from sinew.serve.service import Service, UnauthorizedError, key_of, printable
 from sinew.serve.transport.listen import AddressError, Listen, reachable
 from sinew.serve.wires import keys
 from sinew.serve.wires.lerobot.agreements import fitting, state_folder
@@ -371,10 +371,10 @@ def _decode(
 
 
 def _key(context: Any) -> str | bytes | None:
-    """What the client sent as metadata `authorization`, alone or after the name of a scheme."""
+    """Return what the client sent as metadata `authorization`, alone or after the name of a scheme."""
     for name, value in context.invocation_metadata() or ():
         if name == "authorization":
-            return value.rpartition(" ")[2] if isinstance(value, str) else value
+            return key_of(value) or value if isinstance(value, str) else value
     return None
 
 
