@@ -19,19 +19,10 @@ from sinew.registry import families
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "sinew" / "engine" / "proofs.json", ROOT / "docs" / "families.md"
-FAMILIES = {  # golden cases by the beginning of their names, in the order of the table
-    "smolvla": "smolvla",
-    "pi0-2cam": "pi0",
-    "pi05": "pi05",
-    "groot-n15": "gr00t_n1_5",
-    "groot-n16": "gr00t_n1_6",
-    "groot-n17": "gr00t_n1_7",
-    "evo1": "evo1",
-    "openvla-ar": "openvla",
-    "openvla-oft": "openvla_oft",
-    "vla-adapter": "vla_adapter",
-    "bitvla": "bitvla",
-    "vla-jepa": "vla_jepa",
+FIXTURES = ROOT / "tests" / "fixtures"
+FAMILIES = {  # golden cases, and the architecture that each says it is of; of two names that fit, the longer counts
+    path.parent.name: path.read_text().strip()
+    for path in sorted(FIXTURES.glob("*/architecture"), key=lambda path: -len(path.parent.name))
 }
 NAMES = {  # of architectures, in the order of the table
     record["architecture"]: record["title"] for family in families() for record in family.published().values()

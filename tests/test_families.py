@@ -91,6 +91,26 @@ def test_no_file_outside_names_a_family() -> None:
     assert not found, "\n".join(found)
 
 
+def imported(path: Path) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+
+
+def test_a_folder_is_imported_by_itself_and_its_descendants() -> None:
+    """And vla.cpp's format, which reads files of several families; that one is imported to write a file alone."""
+    for path in FILES:
+        names = imported(path)
+        place = path.relative_to(ROOT).as_posix()
+        folders = {name.split(".")[2] for name in names if name.startswith("sinew.families.")}
+        if HOME in path.parents and path.parent != HOME:
+            own = FOLDERS[path.relative_to(HOME).parts[0]]
+            assert folders <= {own.name, own.base}, place
+        elif not place.startswith("sinew/vlacpp/"):
+            assert not folders, place
+            theirs = any(name.startswith("sinew.vlacpp") for name in names)
+            assert not theirs or place == "sinew/cli/export.py", place
+
+
 @pytest.mark.parametrize("place", MEANT_OTHERWISE)
 def test_every_exception_is_needed(place: str) -> None:
     words, why = MEANT_OTHERWISE[place]

@@ -120,9 +120,10 @@ class Model(nn.Module):
         """Return the context with a newer state, float32 [B, S]; as it is where the state is in the prefix."""
         return context
 
-    def component_of(self, name: str) -> str:
+    @classmethod
+    def component_of(cls, name: str) -> str:
         """Return the component ("vision", "language", "head") of a module or parameter by its name."""
-        return self.components.get(name.partition(".")[0], "head")
+        return cls.components.get(name.partition(".")[0], "head")
 
     def fold_sites(self) -> list[FoldSite]:
         """Return the norms whose readers stand in another block (:class:`sinew.layers.fold_sites.FoldSite`)."""

@@ -623,6 +623,57 @@ def test_files_that_are_no_journals_are_refused(
         assert isinstance(error, JournalError)  # noqa: PT017 - either is right, nothing else is
 
 
+def test_an_answer_to_what_a_blind_robot_had_seen_goes_nowhere() -> None:
+    loop, arm = loop_of(delay=0.2, motion={"kind": "offsets", "action": [0], "state": [0]})
+    see = arm.observe
+
+    def silent() -> Any:
+        raise Blind("no camera")
+
+    for step in range(12):
+        arm.observe = silent if step == 2 else see  # type: ignore[method-assign]
+        loop.tick(loop.pace.next())
+    assert [row is None for _, row in arm.sent] == [True] * 7 + [False] * 5  # asked anew in step 3
+    assert loop.controller.held == {"no chunk yet": 2, "no camera": 5}
+    assert loop.report().faults["total"] == 0
+
+
+def test_the_instruction_is_the_loops_else_the_robots() -> None:
+    loop, arm = loop_of()
+    see = arm.observe
+    arm.observe = lambda: {**see(), "prompt": "pour"}  # type: ignore[method-assign]
+    loop.run(3)
+    loop.prompt = ""
+    loop.run(14)
+    arm.observe = see  # type: ignore[method-assign]
+    loop.run(26)
+    requests = loop.source.requests  # type: ignore[attr-defined]
+    assert [request["prompt"] for request in requests][:5:2] == ["stack", "pour", ""]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_hold_is_said_once_when_it_begins_and_when_it_ends(
+    simulated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In simulated time it is not: holds are what is studied there."""
+    caplog.set_level("INFO")
+    loop, arm = loop_of(answer=lambda number: chunk(number) * (np.nan if number == 1 else 1))
+    if simulated:
+        loop.pace = SimulatedPace(20.0)
+    loop.run(16)
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        said == []
+        if simulated
+        else [
+            "step 0: holds: no chunk yet",
+            "step 2: goes on after: no chunk yet",
+            "step 6: holds: a chunk is not finite",
+            "step 8: goes on after: a chunk is not finite",
+        ]
+    )
+
+
 def test_commands_say_where_they_come_from() -> None:
     loop, _ = loop_of()
     seen: list[Command] = []

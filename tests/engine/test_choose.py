@@ -342,3 +342,17 @@ def test_a_probe_weighs_what_the_bundle_has(monkeypatch) -> None:
 
 def _seconds(block: probe.Block, kind: str, threads: int) -> dict[str, float]:
     return {"cpu": 1.0, "onnx": 2.0} if kind == "int8" else {"cpu": 0.0, "onnx": 0.0}
+
+
+def test_a_probe_asks_the_model_for_its_components() -> None:
+    """A language head that a bundle keeps is language: literal names counted it to the action head, once a step."""
+    shapes = {
+        "vision.a": (2, 3),
+        "connector.b": (5, 7),
+        "language.c": (11, 2),
+        "lm_head.d": (13, 3),
+        "expert.e": (4, 4),
+    }
+    infos = {name: SimpleNamespace(shape=shape) for name, shape in {**shapes, "expert.norm": (9,)}.items()}
+    bundle = SimpleNamespace(manifest=SimpleNamespace(architecture="smolvla"), infos=infos)
+    assert probe.matrices(bundle) == {"vision": 6 + 35, "language": 22 + 39, "head": 16}

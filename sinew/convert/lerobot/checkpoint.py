@@ -89,13 +89,15 @@ class Schema:
     """What a family knows of its ``config.json``.
 
     defaults: upstream's, for keys that an older version did not write. fixed: keys with the only value that is
-    implemented. unread: keys without influence on inference. steps: of the preprocessor in their order, those that
+    implemented. unread: keys without influence on inference. features: types of input features that the family reads;
+    a prompt (LANGUAGE) is read by every one. steps: of the preprocessor in their order, those that
     all families have aside; after: of the postprocessor.
     """
 
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    features: tuple[str, ...] = ("STATE", "VISUAL", "LANGUAGE")
     steps: Mapping[str, Step] = field(default_factory=dict)
     after: Mapping[str, Step] = field(default_factory=lambda: POSTPROCESSOR)
 
@@ -116,6 +118,7 @@ class LeRobotCheckpoint:
         self.type = self.config.get("type")
         self.notes: list[str] = []
         self._check_keys()
+        self._check_features()
         pre = {
             "rename_observations_processor": RENAME,
             **schema.steps,
@@ -133,7 +136,7 @@ class LeRobotCheckpoint:
     def _check_keys(self) -> None:
         known = {"input_features", "output_features", *UNREAD, *self.schema.defaults}
         known |= {*self.schema.fixed, *self.schema.unread}
-        ignored = [name for name in str(self.options.setting("ignore", "")).split(",") if name]
+        ignored = self._ignored
         for key, value in self.config.items():
             if key not in known and key not in ignored:
                 raise ConvertError(
@@ -151,6 +154,23 @@ class LeRobotCheckpoint:
         ]
         if absent:
             self.notes.append(f"not in config.json, LeRobot's defaults: {', '.join(absent)}")
+
+    @property
+    def _ignored(self) -> list[str]:
+        return [name for name in str(self.options.setting("ignore", "")).split(",") if name]
+
+    def _check_features(self) -> None:
+        """Refuse an input that nobody would read: a policy that was trained on it acts without it."""
+        table = self.config.get("input_features")
+        for name, feature in table.items() if isinstance(table, dict) else ():
+            kind = feature.get("type") if isinstance(feature, dict) else None
+            if not isinstance(kind, str) or kind in self.schema.features or name in self._ignored:
+                continue
+            raise ConvertError(
+                f"{self.file}: input_features.{name}: expected type {', '.join(self.schema.features)}, got {kind};"
+                f" where the actions do not follow from it, --set ignore={','.join([*self._ignored, name])} leaves it"
+                " aside"
+            )
 
     @property
     def name(self) -> str:
