@@ -68,7 +68,7 @@ class Expert(nn.Module):
 class PI0(ExpertModel):
     config_type = PI0Config
     float32_modules = (*ExpertModel.float32_modules, "time_mlp_in", "time_mlp_out")
-    joints = ExpertModel.joints
+    fold_sites = ExpertModel.fold_sites
     adaptive = False
     has_state_token = True  # it sees the prefix and itself, never the actions
 
@@ -167,7 +167,7 @@ class PI0(ExpertModel):
 class PI05(PI0):
     adaptive = True
     has_state_token = False
-    joints = ExpertModel.joints
+    fold_sites = ExpertModel.fold_sites
 
     def add_time_modules(self, width: int) -> None:
         self.time_mlp_in = Linear(width, width)

@@ -99,7 +99,7 @@ class Expert(nn.Module):
 
 class SmolVLA(ExpertModel):
     config_type = SmolVLAConfig
-    joints = ExpertModel.joints
+    fold_sites = ExpertModel.fold_sites
 
     def __init__(self, config: SmolVLAConfig):
         super().__init__()
