@@ -162,6 +162,15 @@ class VectorSpec:
     names: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return "name [unit]" for each number, and its place where it has no name; nothing where neither is known."""
+        if not self.names and not self.units:
+            return ()
+        names = self.names or tuple(map(str, range(self.dim)))
+        units = self.units or ("",) * self.dim
+        return tuple(f"{name} [{unit}]" if unit else name for name, unit in zip(names, units, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
