@@ -562,6 +562,7 @@ def test_a_report_counts_what_was_sent_and_what_came() -> None:
     assert [round(10 * time) for time, _, frame in link.sent if frame] == [0, 6, 7, 10]
     assert (report.watchdog, report.errors, report.label) == (False, 0, "")
     assert loop.robot.concurrent_hold is False  # type: ignore[attr-defined]
+    assert Watching(Robot(), 1.0).concurrent_hold
 
 
 def test_each_error_between_two_ticks_is_counted() -> None:

@@ -92,7 +92,6 @@ class Stream:
 
     def cancel(self) -> None:
         """Let the stream begin anew with the next sample."""
-        self._come.clear()
         self.link.restart()
 
     def close(self, wait: float = 0.0) -> None:
