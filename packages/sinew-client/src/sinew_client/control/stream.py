@@ -102,6 +102,8 @@ class Stream:
         the last error. Another thread may just be noting one more."""
         link = self.link
         fresh, self._told = link.errors - self._told, link.errors
+        if not fresh:
+            return
         kinds = list((link.faults.counts - self._kinds).elements())[:fresh]
         texts = [link.error] * fresh
         if kinds and not self._kinds:
