@@ -445,7 +445,7 @@ def test_a_newer_window_replaces_all_that_comes_after_its_first_node() -> None:
     loop.run(6)
     assert robot.done == [1.0, 1.0, None, 2.0, 2.0, None, None, None]
     assert loop.reason == "out of nodes"
-    link.ready = [StreamWindow(6, np.ones((9, 2), np.float32), 0.0, 0.0)]  # older news than there was
+    assert loop.controller.arrived(6, StreamWindow(6, np.ones((9, 2), np.float32), 0.0, 0.0))  # older news
     loop.run(7)
     assert (loop.reason, loop.report().chunks) == ("out of nodes", 3)
 
@@ -475,7 +475,7 @@ def test_a_frame_is_never_newer_than_its_sample() -> None:
 def test_an_error_is_the_reason_until_a_window_knows_a_newer_frame(caplog: pytest.LogCaptureFixture) -> None:
     loop, robot, link, _ = of()
     for number in range(6):
-        if number in (1, 2):
+        if number in (1, 2, 3):
             link.errors, link.error = link.errors + 1, "no head [internal]"
         link.ready = [StreamWindow(number, np.ones((0, 2)), 0.1 * number, 0.4 if number == 5 else 0.0)]
         loop.tick(loop.pace.next())
@@ -500,16 +500,20 @@ def test_a_blind_robot_is_not_asked_again_where_it_stands() -> None:
 def test_nothing_is_known_before_the_first_sample() -> None:
     loop, robot, link, _ = of()
     assert loop.seen() is None
+    assert [loop.controller.command(step).reason for step in range(3)] == ["the robot is blind"] * 3
+    loop, robot, link, _ = of()
     lies = StreamWindow(0, np.ones((9, 2), np.float32), 5.0, 5.0)
     assert not loop.controller.arrived(0, lies)
     assert (
         loop.controller.faults.first
         == "a window: expected times of sample and frame up to 0.100 s, got 5 and 5"
     )
-    loop.restart("a new episode")
-    link.ready = [
-        StreamWindow(0, np.ones((9, 2), np.float32), 0.0, -0.05)
-    ]  # there is no world before the first
+    for beyond in (0, 1):  # the furthest node that a delay reaches, and the next one
+        far = StreamWindow(1001 + beyond, np.ones((1, 2), np.float32), 0.0, 0.0)
+        assert loop.controller.arrived(0, far) == (not beyond)
+    loop, robot, link, _ = of()
+    loop.restart("a new episode")  # there is no world before the first
+    link.ready = [StreamWindow(0, np.ones((9, 2), np.float32), 0.0, -0.05)]
     loop.run(1)
     assert robot.done[0] == 1.0
     assert [delay for _, delay, _ in link.sent] == [1]
@@ -550,6 +554,7 @@ def test_a_report_counts_what_was_sent_and_what_came() -> None:
     loop.run(4)
     clock[0] += 0.3  # three periods pass without a tick
     loop.run(9)
+    assert link.sent[0][1] == 1  # the least delay
     report = StreamReport.of(loop)
     assert (report.ticks, report.skipped, report.seconds, report.rate) == (9, 2, 1.1, 10.0)
     assert (report.tick_hz, report.window_hz) == (8.18, 1.82)
@@ -557,6 +562,7 @@ def test_a_report_counts_what_was_sent_and_what_came() -> None:
     assert [round(10 * time) for time, _, frame in link.sent if frame] == [0, 6, 7, 10]
     assert (report.watchdog, report.errors, report.label) == (False, 0, "")
     assert loop.robot.concurrent_hold is False  # type: ignore[attr-defined]
+    assert Watching(Robot(), 1.0).concurrent_hold
 
 
 def test_each_error_between_two_ticks_is_counted() -> None:

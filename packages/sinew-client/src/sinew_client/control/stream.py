@@ -92,7 +92,6 @@ class Stream:
 
     def cancel(self) -> None:
         """Let the stream begin anew with the next sample."""
-        self._come.clear()
         self.link.restart()
 
     def close(self, wait: float = 0.0) -> None:
@@ -103,6 +102,8 @@ class Stream:
         the last error. Another thread may just be noting one more."""
         link = self.link
         fresh, self._told = link.errors - self._told, link.errors
+        if not fresh:
+            return
         kinds = list((link.faults.counts - self._kinds).elements())[:fresh]
         texts = [link.error] * fresh
         if kinds and not self._kinds:
