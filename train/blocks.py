@@ -160,6 +160,8 @@ def main() -> None:
         job.start()
     for job in jobs:
         job.join()
+    if any(job.exitcode for job in jobs):
+        raise SystemExit("error: the demonstrations were not recorded to the end")
 
     stats = statistics(Shards(folders))
     recipe = Recipe(args.cpu_seconds, ranks=args.ranks, seed=args.seed, learning_rate=args.learning_rate)

@@ -99,8 +99,10 @@ def _add(env: BlocksEnv, writer: ShardWriter, seed: int, observation: dict, acti
 
 def record_shard(folder: Path, first: int, episodes: int) -> None:
     env, writer = BlocksEnv(), ShardWriter(folder)
-    for seed in range(FIRST_SEED + first, FIRST_SEED + first + episodes):
-        record_episode(env, writer, seed)
+    for done in range(episodes):
+        record_episode(env, writer, FIRST_SEED + first + done)
+        if (done + 1) % 100 == 0 or done + 1 == episodes:
+            print(f"{folder.name}: {done + 1} of {episodes} demonstrations", flush=True)
     writer.close()
 
 

@@ -110,8 +110,9 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
         for key, value in parts.items():
             sums[key] = sums.get(key, 0.0) + float(value)
-        if step % 50 == 0:
-            history.append({"step": step, "cpu_seconds": spent, **{k: v / 50 for k, v in sums.items()}})
+        if step % 50 == 0 or spent >= recipe.cpu_seconds:
+            taken = step - (step - 1) // 50 * 50
+            history.append({"step": step, "cpu_seconds": spent, **{k: v / taken for k, v in sums.items()}})
             sums = {}
         if spent >= (evaluated + 1) / recipe.evaluations * recipe.cpu_seconds:
             evaluated += 1
@@ -120,7 +121,7 @@ def train(rank: int, task: Task, recipe: Recipe, out: Path, start: Path | None =
             )
         if rank == 0 and spent - shown > 60:
             shown = spent
-            log.info("%s", json.dumps(history[-1]))
+            log.info("%s", json.dumps(history[-1] if history else {"step": step, "cpu_seconds": spent}))
             _save(out, task, model, average, objective, recipe, history, step)
     if rank == 0:
         _save(out, task, model, average, objective, recipe, history, step)

@@ -380,7 +380,10 @@ def ros(walk: Walk) -> None:
 def sim(walk: Walk) -> None:
     walk.program(0, after="assert info['is_success']")
     walk.type(
-        "python -m train.blocks --cpu-seconds 3000 --out runs/blocks", instead=("3000", "20"), timeout=600
+        "python -m train.blocks --cpu-seconds 3000 --out runs/blocks",
+        instead=("3000", "20"),
+        adds="--episodes 40",  # of 3,600, which take eight minutes of a processor
+        timeout=600,
     )
     walk.type(
         "sinew eval runs/blocks/blocks.gguf --episodes 200", instead=("200", "2")
