@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sinew_client import ClientError
 from sinew_client.control import (
-    Blind,
     Command,
     Journal,
     Loop,
+    NoObservation,
     Outcome,
     Pace,
     Requester,
@@ -209,7 +209,7 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
 
     def observe() -> dict[str, Any]:
         if 3 <= loop.steps < 10:
-            raise Blind("front: no message")
+            raise NoObservation("front: no message")
         return seen()
 
     arm.observe = observe  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
     assert arm.sent[-2][1] is not None  # the last one is the hold at the end of the run
     loop.pause()
     loop.tick(31)
-    arm.observe = lambda: (_ for _ in ()).throw(Blind("front: no message"))  # type: ignore[method-assign]
+    arm.observe = lambda: (_ for _ in ()).throw(NoObservation("front: no message"))  # type: ignore[method-assign]
     loop.resume()
     loop.tick(32)  # where it is, is not known either
     assert not loop.paused

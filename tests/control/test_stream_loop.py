@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import (
-    Blind,
     Journal,
     Limits,
     Loop,
+    NoObservation,
     Pace,
     Settings,
     SettingsError,
@@ -41,7 +41,7 @@ class Robot:
 
     def observe(self) -> dict[str, Any]:
         if self.blind:
-            raise Blind(self.blind.strip())
+            raise NoObservation(self.blind.strip())
         return {"images": {}, "state": np.zeros(2, np.float32)}
 
     def act(self, row: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Protocol
 
 import numpy as np
 
-from sinew_client.control.interfaces import Blind
+from sinew_client.control.interfaces import NoObservation
 from sinew_client.control.loop import Loop
 from sinew_client.control.report import percentiles
 from sinew_client.control.requester import Outcome
@@ -136,7 +136,7 @@ class Watching:
             return {"state": state}
         try:
             seen = self.robot.observe() if seen is None else seen  # blind: due until there is one
-        except Blind as reason:
+        except NoObservation as reason:
             return {"state": state, "blind": str(reason)}
         following = self._due + self._period
         self._due = following if following > now else now + self._period  # what was missed is not made up for
