@@ -628,7 +628,7 @@ def test_an_answer_to_what_a_blind_robot_had_seen_goes_nowhere() -> None:
     see = arm.observe
 
     def silent() -> Any:
-        raise Blind("no camera")
+        raise NoObservation("no camera")
 
     for step in range(12):
         arm.observe = silent if step == 2 else see  # type: ignore[method-assign]
