@@ -561,6 +561,7 @@ def test_a_report_counts_what_was_sent_and_what_came() -> None:
     assert (report.windows, report.frames, report.delay, report.executed, report.misses) == (2, 4, 1, 4, 5)
     assert [round(10 * time) for time, _, frame in link.sent if frame] == [0, 6, 7, 10]
     assert (report.watchdog, report.errors, report.label) == (False, 0, "")
+    assert report.to_dict()["measured"] == report.measured
     assert loop.robot.concurrent_hold is False  # type: ignore[attr-defined]
     assert Watching(Robot(), 1.0).concurrent_hold
 

@@ -282,7 +282,7 @@ def test_real_time_measures_instead_of_simulating() -> None:
     env = World(16)
     policy = Coded(16, seconds=0.12)  # between two and three periods of 50 ms
     episode = run_episode(env, adapter_of(env), policy, Conduct(8, handover="aligned", realtime=True), seed=0)
-    assert 0.7 < episode.wall_s < 3.0
+    assert episode.wall_s > 0.7
     assert min(episode.delays) >= 2
     first = episode.delays[0]
     assert env.actions[:first] == [HOLD] * first

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Protocol
 
 import numpy as np
@@ -166,16 +166,16 @@ class StreamReport:
     misses: int
     delay: int
     label: str
-    held: dict[str, int] = field(default_factory=dict)
-    clipped: int = 0
-    measured: dict[str, Any] = field(default_factory=dict)
-    executed: int = 0
-    errors: int = 0
-    error: str = ""
-    faults: dict[str, Any] = field(default_factory=dict)
-    watchdog: bool = False
-    watchdog_holds: int = 0
-    longest_gap_ms: float = 0.0
+    held: dict[str, int]
+    clipped: int
+    measured: dict[str, Any]
+    executed: int
+    errors: int
+    error: str
+    faults: dict[str, Any]
+    watchdog: bool
+    watchdog_holds: int
+    longest_gap_ms: float
 
     @classmethod
     def of(cls, loop: Loop) -> StreamReport:
