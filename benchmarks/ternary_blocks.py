@@ -21,7 +21,7 @@ import torch
 
 from sinew import machine
 from sinew.bundle.quant import pack_ternary
-from sinew.engine.cpu.compile import compile_between
+from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.library import extension
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.engine import ON_CPU
@@ -87,7 +87,7 @@ def main() -> None:
     rewrites = set(ON_CPU)
     sides = {
         "dense": Plan.of(dense, shapes.steps, rewrites).model,
-        "ternary": compile_between(Plan.of(ternary, shapes.steps, rewrites - {"sigmoid-gelu"})).model,
+        "ternary": compile_floats(Plan.of(ternary, shapes.steps, rewrites - {"sigmoid-gelu"})).model,
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with torch.inference_mode():

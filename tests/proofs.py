@@ -31,7 +31,7 @@ COLUMNS = (
     "eager",
     "plan",
     "onnx",
-    "cuda twins",
+    "cuda references",
     "cpu",
     "native",
     "openpi",
@@ -47,8 +47,9 @@ Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a ru
 and by which `--engine auto` goes. A cell holds the precisions (of engines) or a tick (of wires) for which a test
 passed; below is which. An empty cell is not proved by a test with that family's own fixture; a wire serves any family,
 and an engine says itself what it refuses.
-`cuda twins` are the kernels' twins and the graph's program on a CPU; what ran on a GPU is in [gpu.md](gpu.md). A star:
-by a slow test alone, which `make test` leaves out (an export takes minutes). BitVLA's weights are ternary everywhere.
+`cuda references` are the kernels' references and the graph's program on a CPU; what ran on a GPU is in
+[gpu.md](gpu.md). A star: by a slow test alone, which `make test` leaves out (an export takes minutes). BitVLA's weights
+are ternary everywhere.
 """
 
 
@@ -67,7 +68,7 @@ def claims(item: Any) -> list[Claim]:
             raise ValueError(f"{item.nodeid}: no family: it has no golden case in its id")
         engine, wires = mark.kwargs.get("engine"), mark.kwargs.get("wire", ())
         engine = item.callspec.params["engine"] if engine == "*" else engine
-        engine = "cuda twins" if engine == "cuda" else engine  # on a machine without a GPU
+        engine = "cuda references" if engine == "cuda" else engine  # on a machine without a GPU
         columns = (engine,) if engine else (wires,) if isinstance(wires, str) else wires
         precision = mark.kwargs.get("precision", "fp32") if engine else ""
         test, speed = item.nodeid.partition("[")[0], "slow" if item.get_closest_marker("slow") else ""

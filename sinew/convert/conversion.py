@@ -22,7 +22,7 @@ from sinew.bundle.seen import Seen
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.options import Options
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
-from sinew.models import build_on_meta, misfit
+from sinew.models import build_on_meta, mismatch
 
 HASH_BLOCK = 1 << 20
 
@@ -112,7 +112,7 @@ class Conversion:
             name: (t.shape[0], t.nbytes // t.shape[0]) if name in packed and t.type in BY_TYPE else t.shape
             for name, t in kept.items()
         }
-        if problems := misfit(model, shapes, upstream):
+        if problems := mismatch(model, shapes, upstream):
             hint = (
                 "; if its widths are not the published ones, --arch FILE gives them"
                 if self.widths_assumed

@@ -155,7 +155,7 @@ def _on_cpu(block: Block, kind: str, x: Any, weights: list[Any]) -> Callable[[],
     import torch
 
     from sinew.bundle.quant import quantize
-    from sinew.engine.cpu.between import attend
+    from sinew.engine.cpu.float_kernels import attend
     from sinew.layers.lowbit import lowbit_linear, lowbit_linears
 
     rows = torch.from_numpy(x)

@@ -36,7 +36,7 @@ def build_on_meta(architecture: str, config: Any) -> Model:
         ) from error
 
 
-def misfit(
+def mismatch(
     model: Model, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
 ) -> str | None:
     """Return what is wrong with a set of tensors (name -> shape) for ``model``, naming them; None if they fit.

@@ -169,7 +169,7 @@ def test_an_architecture_without_a_proof_runs_eager(monkeypatch: pytest.MonkeyPa
     assert "on another processor; again" in choose(bundle, device="cpu").engine_reason
 
 
-def test_the_twins_are_never_chosen(with_recipe) -> None:
+def test_the_references_are_never_chosen(with_recipe) -> None:
     assert choose(Bundle(PEN), device="cpu").engine != "cuda"
     assert choose(Bundle(PEN), "cuda").options.device == "cuda"  # not the processor
 

@@ -21,7 +21,7 @@ from tests.closeness import Rounding, assert_close, rounding
 from tests.golden import Golden, assert_parity, relative_l2
 
 CASES = ("openvla-oft", "openvla-ar", "vla-adapter", "bitvla")
-ENGINES = ("plan", "cuda")  # as near as onnx and cpu are; cuda as twins on a CPU
+ENGINES = ("plan", "cuda")  # as near as onnx and cpu are; cuda as references on a CPU
 RELATIVE = 1e-5  # of BitVLA, whose int8 roundings are at least 4e-4 away from a tie
 
 

@@ -25,7 +25,7 @@ from sinew.layers.attention import block_mask
 from sinew.layers.connector import UnshuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer
 from sinew.layers.dit import BiasedAttention, GeluMLP
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.mlp import Projector
 from sinew.layers.norm import LayerNorm
@@ -103,9 +103,9 @@ class HeadLayer(nn.Module):
         self.norm2 = LayerNorm(size, eps=NORM_EPS)
         self.mlp = GeluMLP(size, approximate="none")
 
-    def joints(self) -> list[Joint]:
+    def fold_sites(self) -> list[FoldSite]:
         # Keys and values are made of the context, and the time comes between the second norm and its reader.
-        return [Joint(self, "norm1", (self.attn.q_proj,))]
+        return [FoldSite(self, "norm1", (self.attn.q_proj,))]
 
     def forward(self, x: Tensor, time: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """x: [B, H, C]; time: [B, C]; kv: [B, K, H, D] each; mask: bool [B, H, K] -> [B, H, C]."""
@@ -251,12 +251,12 @@ class Evo1(Model):
             )
         return self.language.norm(x)
 
-    def moment(self, t: Tensor) -> Tensor:
+    def embed_time(self, t: Tensor) -> Tensor:
         """Return the row of the time, [B, C]: int(t * 999), cut in double precision as the reference cuts it."""
         return self.head.time_embedding((t * (TIMES - 1)).long().clamp(max=TIMES - 1)).float()
 
-    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
-        return self.head.velocity(x, moment, context)
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        return self.head.velocity(x, time_embedding, context)
 
 
 def _unpadded(layer: nn.Module, x: Tensor, rotate: Rotation, mask: Tensor, valid: Tensor) -> Tensor:

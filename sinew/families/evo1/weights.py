@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sinew.bundle.writer import TensorSource
 from sinew.convert.qwen import language_rules
-from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, thirds, transpose
+from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
 from sinew.core import ConvertError
 
 LAYER = r"vision.layers.\1."
@@ -76,7 +76,7 @@ def _original_tower() -> tuple[Rule, ...]:
         Rule(tower + r"embeddings\.patch_embedding\.(.*)", (r"vision.patch_embedding.\1",)),
         Rule(old + r"ls([12])", (LAYER + r"scale\2.weight",)),
         Rule(old + r"(norm[12]\..*)", (LAYER + r"\2",)),
-        Rule(old + r"attn\.qkv\.(.*)", tuple(LAYER + rf"attn.{part}_proj.\2" for part in "qkv"), thirds),
+        Rule(old + r"attn\.qkv\.(.*)", tuple(LAYER + rf"attn.{part}_proj.\2" for part in "qkv"), split_qkv),
         Rule(old + r"attn\.proj\.(.*)", (LAYER + r"attn.o_proj.\2",)),
         Rule(old + r"(mlp\..*)", (LAYER + r"\2",)),
     )
@@ -126,7 +126,7 @@ def _head(category: int) -> tuple[Rule, ...]:
             for old, new in of_category
             for part, make in (("weight", weight), ("bias", bias))
         ),
-        Rule(BLOCK + r"attn\.in_proj_(weight|bias)", qkv, thirds),
+        Rule(BLOCK + r"attn\.in_proj_(weight|bias)", qkv, split_qkv),
         Rule(BLOCK + r"attn\.out_proj\.(.*)", (TO_BLOCK + r"attn.o_proj.\2",)),
         Rule(BLOCK + r"(norm[12]\..*)", (TO_BLOCK + r"\2",)),
         Rule(BLOCK + r"ff\.0\.(.*)", (TO_BLOCK + r"mlp.fc1.\2",)),

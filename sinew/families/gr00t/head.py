@@ -125,17 +125,17 @@ class Head(nn.Module):
             parts.append(future.to(parts[0].dtype) if parts else future)
         return torch.cat(parts, dim=1)
 
-    def moment(self, bucket: Tensor) -> Tensor:  # int64 [B] -> [B, D + (layers + 1) * 2 D]
+    def embed_time(self, bucket: Tensor) -> Tensor:  # int64 [B] -> [B, D + (layers + 1) * 2 D]
         """Return the time as the action encoder reads it, then every modulation of the transformer."""
         time = action_sinusoids(bucket, self.config.dit.hidden_size)
         modulations = self.dit.modulations(bucket).flatten(1)
         return torch.cat([time, modulations.float()], dim=-1)
 
-    def velocity(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
-        """x: [B, H, A]; moment: :meth:`moment`'s -> float32 [B, H, A]."""
+    def velocity(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        """x: [B, H, A]; time_embedding: :meth:`embed_time`'s -> float32 [B, H, A]."""
         config, (B, H, _) = self.config, x.shape
-        time, modulations = moment.split(
-            [config.dit.hidden_size, moment.shape[1] - config.dit.hidden_size], 1
+        time, modulations = time_embedding.split(
+            [config.dit.hidden_size, time_embedding.shape[1] - config.dit.hidden_size], 1
         )
         actions = self.action_encoder(x, time)  # [B, H, D]
         if config.positions:

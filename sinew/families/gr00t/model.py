@@ -20,7 +20,7 @@ from sinew.families.gr00t.head import Context, Head, HeadConfig
 from sinew.layers.attention import block_mask
 from sinew.layers.connector import UnshuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Linear
 from sinew.layers.qwen_vit import QwenViT, QwenViTConfig
 from sinew.layers.rope import Rotation
@@ -136,12 +136,12 @@ class Gr00t(Model):
                 x = x + taps[index]
         return x
 
-    def moment(self, t: Tensor) -> Tensor:
-        """Return :meth:`Head.moment` of the time's bucket, cut in double precision as the reference cuts it."""
-        return self.head.moment((t * self.config.head.buckets).long())
+    def embed_time(self, t: Tensor) -> Tensor:
+        """Return :meth:`Head.embed_time` of the time's bucket, cut in double precision as the reference cuts it."""
+        return self.head.embed_time((t * self.config.head.buckets).long())
 
-    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
-        return self.head.velocity(x, moment, context)
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        return self.head.velocity(x, time_embedding, context)
 
 
 class Gr00tEagle(Gr00t):
@@ -163,8 +163,8 @@ class Gr00tEagle(Gr00t):
     def patches_per_side(self) -> int:
         return self.config.unshuffle
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self.vision, "norm", (self.connector,))] if self.config.unshuffle == 1 else []
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self.vision, "norm", (self.connector,))] if self.config.unshuffle == 1 else []
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, C]."""

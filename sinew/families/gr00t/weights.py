@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sinew.bundle.writer import TensorSource
-from sinew.convert.tensors import Rule, moved, pick, reshape, thirds, transpose
+from sinew.convert.tensors import Rule, moved, pick, reshape, split_qkv, transpose
 
 Rules = tuple[Rule, ...]
 HEAD = r"action_head\."
@@ -100,7 +100,7 @@ def qwen_vision_rules(upstream: str) -> Rules:
         Rule(upstream + r"patch_embed\.proj\.weight", ("vision.patch_embedding.weight",), patches),
         Rule(upstream + r"patch_embed\.proj\.bias", ("vision.patch_embedding.bias",)),
         Rule(upstream + r"pos_embed\.weight", ("vision.position_embedding.weight",)),
-        Rule(old + r"attn\.qkv\.(.*)", qkv, thirds),
+        Rule(old + r"attn\.qkv\.(.*)", qkv, split_qkv),
         Rule(old + r"attn\.proj\.(.*)", (new + r"attn.o_proj.\2",)),
         Rule(old + r"mlp\.linear_(fc[12])\.(.*)", (new + r"mlp.\2.\3",)),
         Rule(old + r"(norm[12]\..*)", (new + r"\2",)),

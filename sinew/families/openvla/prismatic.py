@@ -18,7 +18,7 @@ from sinew.convert.options import Options
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_weights
 from sinew.convert.read.torch_zip import read_torch
-from sinew.convert.tensors import Rule, join, pick, reshape, thirds
+from sinew.convert.tensors import Rule, join, pick, reshape, split_qkv
 from sinew.core import ConvertError
 from sinew.layers.vit import ViTConfig
 
@@ -258,7 +258,7 @@ def tower_rules(prefix: str, target: str) -> list[Rule]:
     block, layer = re.escape(prefix) + r"blocks\.(\d+)\.", target + r"layers.\1."
     qkv = tuple(rf"{layer}attn.{part}_proj.\2" for part in "qkv")
     return [
-        Rule(block + r"attn\.qkv\.(weight|bias)", qkv, thirds),
+        Rule(block + r"attn\.qkv\.(weight|bias)", qkv, split_qkv),
         Rule(block + r"attn\.proj\.(weight|bias)", (rf"{layer}attn.o_proj.\2",)),
         Rule(block + r"(norm[12]|mlp\.fc[12])\.(weight|bias)", (rf"{layer}\2.\3",)),
         Rule(block + r"ls([12])\.scale_factor", (rf"{layer}scale\2.weight",)),

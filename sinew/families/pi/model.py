@@ -29,7 +29,7 @@ from sinew.layers.decoder import (
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.norm import AdaRMSNorm, Modulation
 from sinew.layers.rope import Rotation
-from sinew.layers.time_embedding import time_embedding
+from sinew.layers.time_embedding import sinusoidal_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
 
@@ -68,7 +68,7 @@ class Expert(nn.Module):
 class PI0(ExpertModel):
     config_type = PI0Config
     float32_modules = (*ExpertModel.float32_modules, "time_mlp_in", "time_mlp_out")
-    joints = ExpertModel.joints
+    fold_sites = ExpertModel.fold_sites
     adaptive = False
     has_state_token = True  # it sees the prefix and itself, never the actions
 
@@ -120,14 +120,14 @@ class PI0(ExpertModel):
     def prefix_depth(self) -> int:
         return len(self.expert.layers)
 
-    def moment(
+    def embed_time(
         self, t: Tensor
     ) -> Tensor:  # [B] -> [B, C], pi0.5: [B, norms, 3C]; [B, H] -> [B, H, C], [B, norms, H, 3C]
-        return self.embed_time(t)
+        return self.sinusoids(t)
 
-    def embed_time(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
+    def sinusoids(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
         width = self.config.expert.hidden_size
-        return time_embedding(t, width, self.config.min_period, self.config.max_period)
+        return sinusoidal_embedding(t, width, self.config.min_period, self.config.max_period)
 
     def context(self, prefix: Prefix) -> Context:
         config, H = self.config.expert, self.config.chunk_size
@@ -144,17 +144,17 @@ class PI0(ExpertModel):
             sees = torch.cat([key_mask(prefix.valid, S), own.expand(B, S, S)], dim=-1)
         return Context(prefix.kv, (rotate,), (sees,), prefix.state)
 
-    def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
+    def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
         """Return what the time adds to the arguments of each layer and of the final norm: nothing in pi0."""
         return [()] * len(self.expert.layers), ()
 
-    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
         cache, (rotate,), (sees,), state = context
-        h = self.embed_actions(x, moment)
+        h = self.embed_actions(x, time_embedding)
         if state is not None:
             h = torch.cat([state, h], dim=1)
         h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H
-        per_layer, final = self.modulations(moment)
+        per_layer, final = self.modulations(time_embedding)
         for layer, modulation, kv in zip(self.expert.layers, per_layer, cache, strict=True):
             q, k, v = layer.project(h, rotate, *modulation)
             attended = layer.attn.attend(q, kv, sees, own=(k, v))
@@ -167,7 +167,7 @@ class PI0(ExpertModel):
 class PI05(PI0):
     adaptive = True
     has_state_token = False
-    joints = ExpertModel.joints
+    fold_sites = ExpertModel.fold_sites
 
     def add_time_modules(self, width: int) -> None:
         self.time_mlp_in = Linear(width, width)
@@ -176,13 +176,13 @@ class PI05(PI0):
     def state_token(self, state: Tensor) -> None:
         return None  # the state is in the prompt
 
-    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         return self.action_in_proj(x)
 
     def condition(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
-        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.embed_time(t)))))
+        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.sinusoids(t)))))
 
-    def moment(self, t: Tensor) -> Tensor:
+    def embed_time(self, t: Tensor) -> Tensor:
         """Return the modulation of every norm, in the order in which they run.
 
         t [B] -> [B, 2 * layers + 1, 3C]; t [B, H] -> [B, 2 * layers + 1, H, 3C].
@@ -191,6 +191,6 @@ class PI05(PI0):
         norms = [norm for layer in self.expert.layers for norm in (layer.input_norm, layer.post_norm)]
         return torch.stack([norm.dense(condition) for norm in (*norms, self.expert.norm)], dim=1)
 
-    def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
-        *layers, final = (Modulation.of(packed) for packed in moment.unbind(dim=1))
+    def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
+        *layers, final = (Modulation.of(packed) for packed in time_embedding.unbind(dim=1))
         return list(zip(layers[::2], layers[1::2], strict=True)), (final,)

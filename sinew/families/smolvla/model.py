@@ -26,7 +26,7 @@ from sinew.layers.connector import PixelShuffleConnector
 from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.rope import Rotation
-from sinew.layers.time_embedding import time_embedding
+from sinew.layers.time_embedding import sinusoidal_embedding
 from sinew.layers.vit import VisionTransformer, ViTConfig
 from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
 
@@ -99,7 +99,7 @@ class Expert(nn.Module):
 
 class SmolVLA(ExpertModel):
     config_type = SmolVLAConfig
-    joints = ExpertModel.joints
+    fold_sites = ExpertModel.fold_sites
 
     def __init__(self, config: SmolVLAConfig):
         super().__init__()
@@ -183,9 +183,9 @@ class SmolVLA(ExpertModel):
     def head_reads_state(self) -> bool:
         return self.config.state_in_head
 
-    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
+    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
         config = self.config
-        return time_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
+        return sinusoidal_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
 
     def context(self, prefix: Prefix) -> Context:
         """Rotations and masks are those of the self layers, then of the cross layers."""
@@ -200,9 +200,9 @@ class SmolVLA(ExpertModel):
         sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
         return Context(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix), prefix.state)
 
-    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
         cache, (after_prefix, from_zero), (sees_both, sees_prefix), state = context
-        h = self.embed_actions(x, moment)
+        h = self.embed_actions(x, time_embedding)
         if state is not None:
             h = torch.cat([state, h], dim=1)
         h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H

@@ -5,6 +5,6 @@
 
 namespace lowbit {
 
-const Between* neon_between() { return &BETWEEN; }
+const FloatKernels* neon_floats() { return &FLOATS; }
 
 }  // namespace lowbit

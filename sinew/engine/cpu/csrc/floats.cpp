@@ -34,13 +34,13 @@ PUBLIC int lowbit_attend(int kernels, const float* q, const float* k, const floa
   for (int i = 0; i < 6; ++i)
     if (sizes[i] < 1 || sizes[i] > MOST) return 1;
   if (chosen == nullptr || threads < 1 || a.size > 1024 || a.heads % a.key_heads != 0) return 1;
-  const Between* between = chosen->between;
-  const auto attend = sizes[12] ? between->attend_rounded : between->attend;
+  const FloatKernels* floats = chosen->floats;
+  const auto attend = sizes[12] ? floats->attend_rounded : floats->attend;
   // A head is a task, because its keys and values are laid out anew; where heads are few, its rows are shared.
   int64_t parts = (4 * threads + a.batch * a.heads - 1) / (a.batch * a.heads);
   const int64_t most = (a.queries + 63) / 64;
   parts = threads == 1 ? 1 : parts > most ? most : parts;
-  const int64_t rows = round_up((a.queries + parts - 1) / parts, between->rows);
+  const int64_t rows = round_up((a.queries + parts - 1) / parts, floats->rows);
   std::atomic<int> failed{0};
   Pool::get().run(threads, static_cast<int>(a.batch * a.heads * parts), [&](int task) {
     thread_local Buffer buffer;
@@ -48,7 +48,7 @@ PUBLIC int lowbit_attend(int kernels, const float* q, const float* k, const floa
     const int64_t first = part * rows, last = first + rows < a.queries ? first + rows : a.queries;
     if (first >= last) return;
     try {
-      attend(a, batch, head, first, last, static_cast<char*>(buffer.get(attend_bytes(a, between->rows))));
+      attend(a, batch, head, first, last, static_cast<char*>(buffer.get(attend_bytes(a, floats->rows))));
     } catch (const std::bad_alloc&) {
       failed = 2;
     }
@@ -61,7 +61,7 @@ PUBLIC int lowbit_gelu(int kernels, float* x, int64_t count, int threads) {
   using namespace lowbit;
   const Set* chosen = set_here(kernels);
   if (chosen == nullptr || count < 0 || threads < 1) return 1;
-  in_parts(count, threads, [&](int64_t at, int64_t n) { chosen->between->gelu(x + at, n); });
+  in_parts(count, threads, [&](int64_t at, int64_t n) { chosen->floats->gelu(x + at, n); });
   return 0;
 }
 
@@ -70,7 +70,7 @@ PUBLIC int lowbit_silu_times(int kernels, float* gate, const float* up, int64_t 
   using namespace lowbit;
   const Set* chosen = set_here(kernels);
   if (chosen == nullptr || count < 0 || threads < 1) return 1;
-  in_parts(count, threads, [&](int64_t at, int64_t n) { chosen->between->silu_times(gate + at, up + at, n); });
+  in_parts(count, threads, [&](int64_t at, int64_t n) { chosen->floats->silu_times(gate + at, up + at, n); });
   return 0;
 }
 

@@ -1,6 +1,6 @@
 """Attention and activations of engine cpu against PyTorch's: one thread, alternating rounds, CPU time of the thread.
 
-python benchmarks/cpu_between.py [--rounds 15]
+python benchmarks/cpu_float_kernels.py [--rounds 15]
 
 Shapes are SmolVLA's: a view of 1024 patches, the language model's prefix, one step of the head. Ratios are medians of
 the rounds' own. The last line is JSON.
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from sinew import machine
-from sinew.engine.cpu.between import attend_twin
+from sinew.engine.cpu.float_kernels import attend_reference
 from sinew.engine.cpu.library import extension
 from sinew.engine.plan.gelu import gelu_
 
@@ -42,12 +42,12 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def sides() -> dict[str, dict[str, Callable[[], object]]]:
-    found = extension().between
+    found = extension().floats
     made: dict[str, dict[str, Callable[[], object]]] = {}
     for name, (Lq, Lk, H, Hkv, D) in ATTENTION.items():
         q, k, v = torch.randn(1, Lq, H, D), torch.randn(1, Lk, Hkv, D), torch.randn(1, Lk, Hkv, D)
         mask = None if name == "vision" else torch.ones(1, Lq, Lk, dtype=torch.bool)
-        theirs = partial(attend_twin, q, k, v, mask)
+        theirs = partial(attend_reference, q, k, v, mask)
         if name == "vision":
             theirs = partial(_flash, *(t.transpose(1, 2) for t in (q, k, v)))
         made[f"attention, {name}"] = {

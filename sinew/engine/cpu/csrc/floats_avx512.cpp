@@ -5,6 +5,6 @@
 
 namespace lowbit {
 
-const Between* avx512_between() { return &BETWEEN; }
+const FloatKernels* avx512_floats() { return &FLOATS; }
 
 }  // namespace lowbit

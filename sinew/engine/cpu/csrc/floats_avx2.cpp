@@ -5,8 +5,8 @@
 
 namespace lowbit {
 
-const Between* avx2_between() {
-  static const Between all = {BETWEEN.rows, attend, attend16, gelu, silu_times};
+const FloatKernels* avx2_floats() {
+  static const FloatKernels all = {FLOATS.rows, attend, attend16, gelu, silu_times};
   return &all;
 }
 

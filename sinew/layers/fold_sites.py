@@ -7,10 +7,10 @@ from typing import NamedTuple
 from torch import nn
 
 
-class Joint(NamedTuple):
+class FoldSite(NamedTuple):
     """A norm (``getattr(owner, norm)``) and all that reads its output.
 
-    A block that owns such a norm returns its joints from a method ``joints()``. A reader is a linear layer, or a
+    A block that owns such a norm returns them from a method ``fold_sites()``. A reader is a linear layer, or a
     block with a method ``inputs()`` that returns the linear layers which are alone in reading what the block is
     given. Both methods count only for the very class that defines them: a subclass may read its input elsewhere.
     """

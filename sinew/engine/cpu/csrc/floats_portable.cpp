@@ -5,6 +5,6 @@
 
 namespace lowbit {
 
-const Between* portable_between() { return &BETWEEN; }
+const FloatKernels* portable_floats() { return &FLOATS; }
 
 }  // namespace lowbit

@@ -1,9 +1,9 @@
 """What stands between the products of a layer, compiled: attention, GELU and gated SiLU, in float32.
 
-Each is an operator with a twin in plain PyTorch. Compiled and twin differ in rounding alone: attention is exact to
-4e-6 of the largest value, activations to 4e-7 of their input. Attention over rows that are sums of rounded products
+Each is an operator with a reference in plain PyTorch. The two differ in rounding alone: attention is exact to 4e-6 of
+the largest value, activations to 4e-7 of their input. Attention over rows that are sums of rounded products
 anyway may be ``rounded``: its products are of 16-bit integers where those are faster (AVX2), right to 4e-3 of the
-largest value at worst (``tests/engine/cpu/test_between.py`` holds all of them against float64).
+largest value at worst (``tests/engine/cpu/test_float_kernels.py`` holds all of them against float64).
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from torch import Tensor
 from sinew.layers.attention import attend as attend_masked
 
 
-def attend_twin(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _rounded: bool = False) -> Tensor:
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _rounded: bool = False) -> Tensor:
     """Return the attention of q [B, Lq, H, D] over k, v [B, Lk, Hkv, D] as [B, Lq, H * D]; mask: bool [B, Lq, Lk].
 
-    The last argument allows products rounded to 16 bits, which the twin does not need.
+    The last argument allows products rounded to 16 bits, which the reference does not need.
     """
     if mask is None:
         mask = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
     return attend_masked(q, k, v, mask)
 
 
-def gelu_twin(x: Tensor) -> None:
+def gelu_reference(x: Tensor) -> None:
     """Replace x by its GELU in tanh form."""
     x.copy_(F.gelu(x, approximate="tanh"))
 
 
-def silu_times_twin(gate: Tensor, up: Tensor) -> None:
+def silu_times_reference(gate: Tensor, up: Tensor) -> None:
     """Replace gate by silu(gate) * up."""
     gate.copy_(F.silu(gate).mul_(up))
 
 
 @dataclass(frozen=True)
-class Between:
+class FloatKernels:
     """The implementations in use."""
 
-    attend: Callable[..., Tensor] = attend_twin
-    gelu: Callable[[Tensor], None] = gelu_twin
-    silu_times: Callable[[Tensor, Tensor], None] = silu_times_twin
+    attend: Callable[..., Tensor] = attend_reference
+    gelu: Callable[[Tensor], None] = gelu_reference
+    silu_times: Callable[[Tensor, Tensor], None] = silu_times_reference
 
     @classmethod
-    def compiled(cls, library: Any, kernels: int) -> Between:
+    def compiled(cls, library: Any, kernels: int) -> FloatKernels:
         """Return those of a loaded library (:func:`sinew.engine.cpu.library.load`)."""
         return cls(
             partial(_attend, library, kernels),
@@ -110,18 +110,18 @@ def _check_dense(*tensors: Tensor) -> None:
         raise ValueError(f"activation: expected dense float32 tensors of one shape on the CPU, got {given}")
 
 
-TWINS = Between()
+REFERENCES = FloatKernels()
 
 
-def differs(between: Between) -> str:
-    """Return the name of an operation in which ``between`` is not the twin's; empty if there is none."""
+def differs(floats: FloatKernels) -> str:
+    """Return the name of an operation in which ``floats`` is not the reference's; empty if there is none."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, rows, heads, 24, generator=random) for rows, heads in ((7, 4), (19, 2), (19, 2))
     )
     mask = torch.rand(2, 7, 19, generator=random) < 0.7
     made: dict[str, dict[str, Tensor]] = {}
-    for name, each in (("wanted", TWINS), ("made", between)):
+    for name, each in (("wanted", REFERENCES), ("made", floats)):
         activated, gated = 4 * q, 4 * q
         each.gelu(activated)
         each.silu_times(gated, q)
@@ -138,12 +138,12 @@ def differs(between: Between) -> str:
     return next((name for name, same in close if not same), "")
 
 
-_on_cpu: list[Between] = [TWINS]  # the one in use
+_on_cpu: list[FloatKernels] = [REFERENCES]  # the one in use
 
 
-def install(between: Between) -> None:
-    """Let the operators compute with ``between`` on CPUs."""
-    _on_cpu[:] = [between]
+def install(floats: FloatKernels) -> None:
+    """Let the operators compute with ``floats`` on CPUs."""
+    _on_cpu[:] = [floats]
 
 
 def _attend_here(*arguments: Any) -> Tensor:

@@ -10,24 +10,24 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.engine.cpu import between, build
+from sinew.engine.cpu import build, float_kernels
 from sinew.engine.cpu import library as compiled
-from sinew.engine.cpu.between import Between
-from sinew.engine.cpu.compile import compile_between
+from sinew.engine.cpu.compile import compile_floats
+from sinew.engine.cpu.float_kernels import FloatKernels
 from sinew.engine.plan.plan import Plan
 from sinew.policy import load
 from tests.engines import run_one
 
 
 @pytest.fixture(scope="module")
-def all_between() -> dict[str, Between]:
+def all_kernels() -> dict[str, FloatKernels]:
     """The operations of every instruction set that this CPU has."""
     built = build.build()
     if built.path is None:
         pytest.skip(built.reason)
     library = compiled.load(str(built.path))
     names = compiled.kernel_names(library)
-    return {name: Between.compiled(library, index) for name, index in zip(names, count())}
+    return {name: FloatKernels.compiled(library, index) for name, index in zip(names, count())}
 
 
 @given(
@@ -42,7 +42,7 @@ def all_between() -> dict[str, Between]:
 )
 @settings(deadline=None, max_examples=60)
 def test_attention_is_that_of_float64(
-    all_between, batch, queries, keys, key_heads, group, size, masked, seed
+    all_kernels, batch, queries, keys, key_heads, group, size, masked, seed
 ) -> None:
     random = torch.Generator().manual_seed(seed)
     heads = key_heads * group
@@ -57,18 +57,18 @@ def test_attention_is_that_of_float64(
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), shared[0]) * size**-0.5
     scores = scores.masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
     wanted = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), shared[1]).flatten(2)
-    for name, each in all_between.items():
+    for name, each in all_kernels.items():
         for rounded, part in ((False, 4e-6), (True, 4e-3)):
             error = (each.attend(q, k, v, mask, rounded).double() - wanted).abs().max()
             assert error <= part * v.abs().max(), (name, rounded, float(error))
 
 
-def test_activations_are_those_of_float64(all_between) -> None:
+def test_activations_are_those_of_float64(all_kernels) -> None:
     ends = torch.tensor([0.0, -0.0, 1e-38, -1e-38, 1e-20, 60.0, -60.0, 1e4, -1e4, 1e12, -1e12])
     x = torch.cat([torch.linspace(-20, 20, 200_003), ends])
     up = torch.linspace(-3, 5, x.numel())
     wide, other = x.double(), up.double()
-    for name, each in all_between.items():
+    for name, each in all_kernels.items():
         made, gated = x.clone(), x.clone()
         each.gelu(made)
         each.silu_times(gated, up)
@@ -84,12 +84,12 @@ def test_activations_are_those_of_float64(all_between) -> None:
         assert broken.isnan().all(), name
 
 
-def test_a_value_that_is_not_finite_does_not_look_like_a_number(all_between) -> None:
+def test_a_value_that_is_not_finite_does_not_look_like_a_number(all_kernels) -> None:
     q, k, v = (torch.randn(1, 20, 2, 8) for _ in range(3))
     q[0, 3, 1, 2] = torch.nan
     broken = v.clone()
     broken[0, 5, 0, 7] = torch.inf
-    for name, each in all_between.items():
+    for name, each in all_kernels.items():
         for rounded in (False, True):
             out = each.attend(q, k, v, None, rounded).view(20, 2, 8)
             assert out[3, 1].isnan().all(), name
@@ -100,25 +100,25 @@ def test_a_value_that_is_not_finite_does_not_look_like_a_number(all_between) -> 
             assert out[:, 0, :7].isfinite().all(), name
 
 
-def test_rounded_attention_takes_any_size_of_numbers(all_between) -> None:
+def test_rounded_attention_takes_any_size_of_numbers(all_kernels) -> None:
     q, k, v = (torch.randn(1, 30, 2, 64) for _ in range(3))
     mask = torch.rand(1, 30, 30) < 0.5
-    plain = between.attend_twin(q, k, v, mask)
-    for name, each in all_between.items():
+    plain = float_kernels.attend_reference(q, k, v, mask)
+    for name, each in all_kernels.items():
         for factor in (1e-12, 1e12):  # scores stay as they are; so do weights
             made = each.attend(q * factor, k / factor, v * factor, mask, True) / factor
             assert (made - plain).abs().max() <= 4e-3 * v.abs().max(), (name, factor)
         zeros = torch.zeros_like(q)
         even = each.attend(zeros, zeros, v, mask, True)
-        wanted = between.attend_twin(zeros, zeros, v, mask)
+        wanted = float_kernels.attend_reference(zeros, zeros, v, mask)
         assert (even - wanted).abs().max() <= 4e-3 * v.abs().max(), name
         same = torch.full_like(q, 3.0)  # the largest sum that the rounding allows
         made = each.attend(same, same, same, None, True)
         assert (made - 3).abs().max() <= 1e-4, name
 
 
-def test_threads_do_not_change_a_bit(all_between) -> None:
-    each = next(iter(all_between.values()))
+def test_threads_do_not_change_a_bit(all_kernels) -> None:
+    each = next(iter(all_kernels.values()))
     q, k, v = (torch.randn(2, 150, 3, 32) for _ in range(3))
     x = torch.randn(100_000)
     before = torch.get_num_threads()
@@ -134,8 +134,8 @@ def test_threads_do_not_change_a_bit(all_between) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_tensors_that_do_not_fit_are_refused(all_between) -> None:
-    each = next(iter(all_between.values()))
+def test_tensors_that_do_not_fit_are_refused(all_kernels) -> None:
+    each = next(iter(all_kernels.values()))
     q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 6, 2, 8)
     for wrong in (
         (q.double(), k, k, None),
@@ -165,16 +165,16 @@ def test_operators_are_seen_by_tracers() -> None:
 
 @pytest.mark.parametrize("name", ["smolvla-2cam", "pi05-2cam"])
 def test_a_model_with_compiled_operators_gives_the_actions_of_one_without(
-    all_between, name, smolvla_bundle, pi_bundle, monkeypatch
+    all_kernels, name, smolvla_bundle, pi_bundle, monkeypatch
 ) -> None:
     policy = load((pi_bundle if name.startswith("pi") else smolvla_bundle)(name), engine="eager")
     inputs = policy.processor.inputs(policy.dummy_observation())
     noise = torch.randn(policy.engine.model.noise_shape, generator=torch.Generator().manual_seed(0)).numpy()
     wanted = run_one(policy.engine, inputs, noise, 4)[0]
-    plan = compile_between(Plan.of(policy.engine.model, 4, ["pack-qkv"]))
+    plan = compile_floats(Plan.of(policy.engine.model, 4, ["pack-qkv"]))
     compiled_kinds = {outcome.name for outcome in plan.outcomes if outcome.status == "applied"}
     assert {"compile ViTAttention", "compile DecoderAttention", "compile GatedMLP"} <= compiled_kinds
     policy.engine.model = plan.model
-    monkeypatch.setattr(between, "_on_cpu", [next(iter(all_between.values()))])
+    monkeypatch.setattr(float_kernels, "_on_cpu", [next(iter(all_kernels.values()))])
     got = run_one(policy.engine, inputs, noise, 4)[0]
     assert 0 < abs(got - wanted).max() <= 1e-5 * abs(wanted).max()
