@@ -38,7 +38,9 @@ def robot_opener(
 
         env, adapter = make_env(rest, env_options=given)
 
-        def simulated(_policy: dict[str, Any]) -> Opened:
+        def simulated(policy: dict[str, Any]) -> Opened:
+            if fit := getattr(adapter, "fit_actions" if pairs else "fit", None):
+                fit(policy)
             robot = SimulatedRobot(env, adapter, episodes, cameras=pairs)
             return robot, robot.task, adapter.control_hz
 

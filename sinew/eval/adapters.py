@@ -159,6 +159,10 @@ class Mapped:
         policy: what its server says about it. Raises :class:`SinewError` where the two do not go together.
         """
         self._images = self._frames_for([camera["name"] for camera in policy["cameras"]])
+        self.fit_actions(policy)
+
+    def fit_actions(self, policy: AnyMapping[str, Any]) -> None:
+        """Find the way with a policy's actions alone. Raises :class:`SinewError` where they do not fit."""
         self._convert = ACTIONS[self._action_of(policy)]
         shape, dim = self.env.action_space.shape, int(policy["action"]["dim"])
         if shape and shape != (dim,):
@@ -194,7 +198,8 @@ class Mapped:
         given = ", ".join(filter(None, policy["action"]["units"])) or "none"
         raise SinewError(
             f"the policy's action.units: expected one of {', '.join(self.mapping.action)}, got {given}; say what its"
-            f" gripper needs, one of {', '.join(ACTIONS)}: --env-options '{json.dumps({'action': 'as_is'})}'"
+            f" gripper needs, one of {', '.join(ACTIONS)}, as an option of the environment:"
+            f" '{json.dumps({'action': 'as_is'})}' (--env-options, --robot-options of sinew run)"
         )
 
     def observation(self, raw: Any) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class Player:
         if variant.target == EXPERT and hasattr(self.env.unwrapped, "expert"):
             return self.env.unwrapped.expert()
         policy = open_policy(variant, self.task.env)
-        if isinstance(policy, Remote) and hasattr(self.adapter, "fit"):
+        if isinstance(policy, (InProcess, Remote)) and hasattr(self.adapter, "fit"):
             self.adapter.fit(policy.served)
         return policy
 

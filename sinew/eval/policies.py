@@ -57,8 +57,9 @@ class InProcess:
         from sinew.policy import load
 
         self.policy = load(bundle, device, dtype, engine, threads=threads, **options)
+        self.served: dict[str, Any] = self.policy.spec.to_dict()  # as a server says it
         self.chunk_size, self.committed_rows = self.policy.spec.chunk_size, self.policy.spec.committed_rows
-        self.motion = self.policy.spec.to_dict()["motion"]
+        self.motion = self.served["motion"]
         self.solver_steps = solver_steps
         self.policy.warm_up()
 

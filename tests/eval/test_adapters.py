@@ -19,8 +19,11 @@ import pytest
 
 gymnasium = pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 
+from sinew.bundle import Bundle, write_bundle  # noqa: E402
 from sinew.cli import main  # noqa: E402
+from sinew.cli.run_robot import robot_opener  # noqa: E402
 from sinew.convert import convert  # noqa: E402
+from sinew.convert.lowbit import lowbit_sources  # noqa: E402
 from sinew.core import ActionChunk, CameraSpec, Observation, PolicySpec, SinewError, VectorSpec  # noqa: E402
 from sinew.eval import campaign, conventions, suites  # noqa: E402
 from sinew.eval.adapters import Mapped, Mapping, read_mapping  # noqa: E402
@@ -194,6 +197,51 @@ def test_a_gripper_goes_by_what_the_actions_say() -> None:
     )
     adapter.fit(policy)
     assert adapter.action(row)[-1] == -1.0
+
+
+class Hand(Still):
+    """LIBERO without its simulator: what it was told last."""
+
+    def __init__(self, tasks: Any):
+        super().__init__(gymnasium.spaces.Box(-1, 1, (6,), np.float32))
+        self.told: list[float] = []
+
+    def reset(self, **_: Any) -> Any:
+        frame = np.zeros((8, 8, 3), np.uint8)
+        pose = {"robot0_eef_pos": np.zeros(3), "robot0_eef_quat": np.array([0, 0, 0, 1.0])}
+        fingers = {"robot0_gripper_qpos": np.zeros(0)}
+        return {"agentview_image": frame, "robot0_eye_in_hand_image": frame, **pose, **fingers}, {}
+
+    def step(self, action: np.ndarray) -> Any:
+        self.told.append(float(action[-1]))
+        return self.reset()[0], 0.0, False, False, {"is_success": False}
+
+
+def with_units(bundle: Path, out: Path, unit: str) -> Path:
+    """Copy a bundle whose last action number is a gripper in these units."""
+    opened = Bundle(bundle)
+    manifest = opened.manifest
+    action = replace(manifest.spec.action, units=("",) * (manifest.spec.action.dim - 1) + (unit,))
+    said = replace(manifest, spec=replace(manifest.spec, action=action))
+    write_bundle(out, lambda: said, lowbit_sources(opened, {}))
+    return out
+
+
+@pytest.mark.parametrize("unit", ["opening", "recorded"])
+def test_a_policy_in_this_process_is_asked_for_its_gripper_too(
+    unit: str, smolvla_bundle: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only servers were: the same bundle, evaluated or run without one, closed its hand the wrong way."""
+    monkeypatch.setattr(libero, "Simulator", Hand)
+    bundle = with_units(smolvla_bundle(), tmp_path / "hand.gguf", unit)
+    spec = Bundle(bundle).manifest.spec
+    cameras = {"cameras": {camera.name: "agentview_image" for camera in spec.cameras}}
+    player = campaign.Player(Task("libero_spatial/0", env_options={**cameras, "max_steps": 2}))
+    player.play(Variant(str(bundle)), 0)
+    robot, *_ = robot_opener("gym:libero_spatial/0", json.dumps(cameras), None, None)(spec.to_dict())
+    robot.act(np.full(6, 0.9, np.float32))
+    assert robot.env.told == [-1.0 if unit == "opening" else pytest.approx(0.9)]
+    assert all(abs(each) == 1.0 for each in player.env.told) == (unit == "opening")
 
 
 @pytest.mark.parametrize("suite", [libero, simpler], ids=lambda suite: suite.__name__.rpartition(".")[2])
