@@ -22,6 +22,7 @@ STOREYS = [
     {"models"},
     {"layers", "processing", "records"},
     {"bundle"},
+    {"steps"},
     {
         "machine",
         "progress",

@@ -133,7 +133,7 @@ class VectorStep:
                      opening to the angle of the servo that drives it
     add_state        x[dims] += state[state_dims]: actions that are relative to the (stepped) state
     compose_pose     x[dims] is a pose in the frame of the pose state[state_dims]: position and six numbers of a
-                     rotation (9), or position and rotation vector (6); see ``processing/rotations.py``
+                     rotation (9), or position and rotation vector (6); see ``steps/vector/rotations.py``
     threshold        x[dims] = ``above`` where x[dims] > offset, else ``below``: a gripper that is open or shut
 
     state_dims: where they are empty, ``dims``.

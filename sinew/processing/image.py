@@ -6,8 +6,8 @@ import numpy as np
 
 from sinew.bundle.schema import ImageRecipe
 from sinew.core import ObservationError
-from sinew.processing.resize import resize_bilinear, to_planes
 from sinew.processing.steps import apply_image_steps, size_after
+from sinew.steps.image.bilinear import resize_bilinear, to_planes
 
 MAX_SIDE = 8192
 

@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from sinew.bundle.image_recipe import ImageRecipe, ImageStep
-from sinew.processing.jpeg import jpeg_round_trip
-from sinew.processing.resample import (
+from sinew.steps.image.bilinear import to_unit
+from sinew.steps.image.jpeg import jpeg_round_trip
+from sinew.steps.image.resample import (
     resize_antialias,
     resize_area,
     resize_cut,
@@ -16,8 +17,7 @@ from sinew.processing.resample import (
     resize_linear,
     resize_round,
 )
-from sinew.processing.resize import to_unit
-from sinew.processing.tensorflow_image import centre_crop, resize_lanczos3, to_uint8
+from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
 
 
 def apply_image_steps(frame: np.ndarray, recipe: ImageRecipe) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sinew.bundle.schema import VectorStep
-from sinew.processing.rotations import compose
+from sinew.steps.vector.rotations import compose
 
 
 def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | None = None) -> np.ndarray:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sinew.bundle.schema import ImageRecipe
 from sinew.processing.image import inner_size, prepare_frame
-from sinew.processing.resize import resize_bilinear, taps
+from sinew.steps.image.bilinear import resize_bilinear, taps
 
 MEAN, STD, BARS = (0.48, 0.45, 0.4), (0.23, 0.22, 0.21), 0.3
 

@@ -11,10 +11,10 @@ from sinew.bundle.image_recipe import ImageRecipe, ImageStep
 from sinew.bundle.schema import PromptRecipe
 from sinew.core import ObservationError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
-from sinew.processing.jpeg import jpeg_round_trip
 from sinew.processing.prompt import Prompter
-from sinew.processing.resample import resize_antialias, resize_area
-from sinew.processing.tensorflow_image import centre_crop, resize_lanczos3, to_uint8
+from sinew.steps.image.jpeg import jpeg_round_trip
+from sinew.steps.image.resample import resize_antialias, resize_area
+from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
 
 SIZE = (24, 20)
 RESIZE = ImageStep("resize", *SIZE, other_sizes=True)

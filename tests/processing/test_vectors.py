@@ -11,8 +11,8 @@ from sinew.bundle.schema import Normalization, VectorPart, VectorStep
 from sinew.core import BundleError, PolicySpec, VectorSpec
 from sinew.processing.limits import unit_sizes
 from sinew.processing.normalize import Normalizer, PartNormalizer
-from sinew.processing.rotations import compose, from_6d, from_vector, to_6d, to_vector
 from sinew.processing.vectors import apply_steps
+from sinew.steps.vector.rotations import compose, from_6d, from_vector, to_6d, to_vector
 
 RANGE = Normalization(
     "min_max", {"min": (0.0, -1.0, 2.0), "max": (4.0, 1.0, 2.0)}, convention="gr00t", clip=True
