@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sinew.bundle.image_recipe import MAX_SIZE, image_rules
 from sinew.bundle.seen import seen_problems
 from sinew.core import MotionSpec
+from sinew.steps.base import MAX_SIZE
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest, Normalization, Processing
@@ -33,10 +33,10 @@ def problems(manifest: Manifest) -> Iterator[str]:
     rules = {
         **_spec_rules(manifest),
         **_processing_rules(manifest),
-        **image_rules(manifest.processing.image),
-        **_pixel_rules(manifest),
     }
     yield from (problem for problem, fine in rules.items() if not fine)
+    yield from (f"processing.image{problem}" for problem in manifest.processing.image.problems())
+    yield from (problem for problem, fine in _pixel_rules(manifest).items() if not fine)
     for where, recipe, _ in normalizations(manifest.processing):
         yield from (f"{where}: {problem}" for problem in statistics_problems(recipe))
     if manifest.seen is not None:

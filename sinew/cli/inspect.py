@@ -71,28 +71,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     return record
 
 
-def step_text(step: Any) -> str:
-    if step.kind == "jpeg":
-        text = f"JPEG {step.quality}"
-    elif step.kind == "centre_crop":
-        text = f"middle {step.area:.0%} to {step.height}x{step.width}"
-    elif step.kind == "square":
-        text = "black bars to a square"
-    elif step.kind == "short_side":
-        text = f"{step.method} to a short side of {step.edge}"
-    elif step.kind == "crop":
-        text = (
-            f"middle {step.fraction:.0%} of both sides"
-            if step.fraction
-            else f"middle {step.height}x{step.width}"
-        )
-    elif step.kind == "grid":
-        text = f"{step.method} to multiples of {step.unit}"
-    else:
-        text = f"{step.method} to {step.height}x{step.width}"
-    return text + (" (other sizes)" if step.other_sizes else "")
-
-
 def tokenizer_facts(text: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
@@ -136,10 +114,7 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "policy": f"{manifest.name} ({manifest.architecture})",
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else ""),
-        "images": "".join(f"{step_text(step)}, " for step in image.steps)
-        + f"{image.resize} to {image.height}x{image.width}, {image.interpolation}, bars {image.pad}"
-        f" = {image.pad_value:g}"
-        + "".join(f", (x - {image.mean[i]:g}) / {image.std[i]:g}" for i in range(0, image.channels, 3)),
+        "images": str(image),
         "state": vector(spec.state, manifest.processing.state, manifest.processing.state_parts),
         "action": vector(spec.action, manifest.processing.action, manifest.processing.action_parts),
         "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"

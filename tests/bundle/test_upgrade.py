@@ -1,4 +1,4 @@
-"""Bundles of format 1 load as they did."""
+"""Bundles of formats 1 and 2 load as they did."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import KEY_VERSION, Manifest
+from sinew.bundle.schema import KEY_VERSION, Manifest, Processing, from_builtins, to_json
 from sinew.bundle.upgrade import upgraded
 from sinew.core import BundleError
 from sinew.policy import Policy
 from sinew.solvers import FLOW
+from sinew.steps.image.letterbox import Letterbox
 from tests.golden import Golden
 
 LATER = {"config": ("norm", "activation", "qkv_bias", "qk_norm", "sub_norms"), "spec": ("solver",)}
@@ -49,7 +50,67 @@ def test_a_bundle_of_format_1_computes_the_same_bits(case, golden, smolvla_bundl
 
 def test_what_no_format_knows_is_refused_by_name(smolvla_bundle):
     metadata = dict(Bundle(smolvla_bundle("smolvla-2cam")).file.metadata)
-    with pytest.raises(BundleError, match=r"bundle format 99 is not supported \(this version reads 1 to 2\)"):
+    with pytest.raises(BundleError, match=r"bundle format 99 is not supported \(this version reads 1 to 3\)"):
         Manifest.from_metadata(metadata | {KEY_VERSION: 99})
-    assert upgraded({"language": {"family": "mamba"}}, 1) == {"language": {"family": "mamba"}}
-    assert upgraded({"language": {"family": "gemma"}}, 2) == {"language": {"family": "gemma"}}
+    for version, family in ((1, "mamba"), (2, "gemma")):
+        assert upgraded("config", {"language": {"family": family}}, version) == {
+            "language": {"family": family}
+        }
+
+
+# ----------------------------------------------------------------------------- format 2
+
+RECORDS = json.loads(
+    Path(__file__).with_name("processing-2.json").read_text()
+)  # as every converter wrote them
+MAKERS = {
+    "smolvla": "smolvla_bundle",
+    "pi0": "pi_bundle",
+    "groot": "groot_bundle",
+    "openvla": "openvla_bundle",
+    "vla-adapter": "openvla_bundle",
+    "bitvla": "openvla_bundle",
+    "vla-jepa": "jepa_bundle",
+    "evo1": "evo1_bundle",
+}
+
+
+def read_2(record: dict) -> Processing:
+    return from_builtins(upgraded("processing", record, 2), Processing, "sinew.processing")
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_record_of_format_2_is_what_its_converter_writes_today(case, request):
+    made = request.getfixturevalue(next(maker for start, maker in MAKERS.items() if case.startswith(start)))
+    found = Bundle(made if isinstance(made, Path) else made(case)).manifest.processing
+    assert read_2(RECORDS[case]) == found
+    assert upgraded("processing", json.loads(to_json(found)), 3) == json.loads(to_json(found))
+
+
+def test_a_letterbox_of_format_2_follows_the_steps():
+    record = RECORDS["openvla-oft"]
+    steps = [step["kind"] for step in record["image"]["steps"]]
+    image = read_2({**record, "image": {**record["image"], "resize": "letterbox", "pad": "center"}}).image
+    assert [step.kind for step in image.steps] == [*steps, "letterbox"]
+    assert image.steps[-1] == Letterbox(image.height, image.width, pad="center")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"resize": "stretch"}, "unknown field 'image.resize'"),
+        ({"sharpen": 1}, "unknown field 'image.sharpen'"),
+        ({"steps": [{"kind": "sharpen"}]}, "kind: expected one of .*, got 'sharpen' - at `.*steps"),
+        ({"steps": [{"kind": "jpeg", "speed": 1}]}, "unknown field 'image.steps.speed'"),
+        (
+            {"steps": [{"kind": "jpeg", "quality": "high"}]},
+            "jpeg: Expected `int`, got `str` - at `..quality`",
+        ),
+        ({"steps": [7]}, "expected a step, an object with its kind, got int"),
+        ({"steps": 7}, "Expected `array`, got `int`"),
+    ],
+)
+def test_what_format_2_did_not_know_is_refused_by_name(changes, said):
+    record = RECORDS["smolvla-2cam"]
+    with pytest.raises(BundleError, match=said):
+        read_2({**record, "image": {**record["image"], **changes}})

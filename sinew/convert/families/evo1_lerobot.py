@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from sinew.bundle.image_recipe import ImageStep
 from sinew.bundle.schema import Normalization, VectorStep
 from sinew.convert.families.evo1_parts import Parts, Sizes
 from sinew.convert.families.lerobot import LeRobotCheckpoint, Schema
@@ -13,6 +12,7 @@ from sinew.convert.families.lerobot_stats import ACTION, STATE
 from sinew.convert.families.lerobot_steps import DEVICE, NORMALIZER, Step
 from sinew.convert.options import Options
 from sinew.core import ConvertError
+from sinew.steps.image.resize import Resize
 
 GRIPPER = {
     "binarize_gripper": False,
@@ -101,7 +101,7 @@ def read(path: Path, options: Options) -> Parts:
         category=_category(checkpoint),
         max_tokens=checkpoint.size("max_text_length"),
         side=side,
-        resize=ImageStep("resize", height=side, width=side, method="bicubic_round"),
+        resize=Resize(height=side, width=side, method="bicubic_round"),
         every_row=False,
         sizes=Sizes(
             chunk=checkpoint.size("chunk_size"),

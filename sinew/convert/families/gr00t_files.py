@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.families.gr00t_vectors import Modalities, Vectors, read_vectors
@@ -21,6 +21,7 @@ from sinew.layers.decoder import DecoderConfig
 from sinew.layers.dit import DiTConfig
 from sinew.models.gr00t import SOLVER
 from sinew.models.gr00t_head import HeadConfig
+from sinew.steps.base import MAX_SIZE
 
 LEROBOT_PREFIX = "_groot_model."
 TEXT_TOKENS = 256  # room for the instruction itself; upstream sets no limit

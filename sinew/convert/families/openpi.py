@@ -25,6 +25,7 @@ from sinew.convert.read.files import read_json
 from sinew.convert.read.jax import read_params
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.steps.image.letterbox import Letterbox
 
 SIDE, ACTION_DIM = 224, 32
 PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
@@ -88,7 +89,7 @@ def read(path: Path, options: Options) -> Conversion:
     head = paligemma_head(options, weights, tokenizer)
     config = replace(config, lm_head=head.kind)
     processing = Processing(
-        image=ImageRecipe(height=side, width=side, pad="center", interpolation="pil_bilinear"),
+        image=ImageRecipe(side, side, (Letterbox(side, side, "pil_bilinear", "center"),)),
         prompt=prompt_recipe(published, config.vocab_size, tokenizer.pad_token_id or 0),
         state=normalization(stats_file, "state", robot.state.dim, published.pi05),
         action=normalization(stats_file, "actions", robot.action.dim, published.pi05),

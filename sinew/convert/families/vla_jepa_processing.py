@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe, VectorStep
 from sinew.convert.chat_template import MARK, render
 from sinew.convert.families.gr00t_files import Record, token_prompt
@@ -17,7 +17,8 @@ from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint
 from sinew.convert.families.lerobot_steps import POST, PRE
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
-from sinew.processing.steps import size_after
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.resize import Resize
 
 PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
 SNAP, BINARIZE = "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper"
@@ -62,16 +63,15 @@ def image_recipe(checkpoint: LeRobotCheckpoint, processor: Record, grid: ImageSt
         if not isinstance(size, list) or len(size) != 2:
             raise ConvertError(f"{checkpoint.file}: resize_images_to: expected [height, width], got {size!r}")
         height, width = (checkpoint.size("resize_images_to", side) for side in size)
-        steps = (ImageStep("resize", height, width, method="area_float"), grid)
+        steps = (Resize(height, width, method="area_float"), grid)
     recipe = ImageRecipe(
         0,
         0,
-        resize="none",
         steps=steps,
         mean=tuple(processor["image_mean"]),
         std=tuple(processor["image_std"]),
     )
-    sizes = {camera.name: size_after(recipe, *_frame(camera)) for camera in checkpoint.cameras}
+    sizes = {camera.name: recipe.size_after(*_frame(camera)) for camera in checkpoint.cameras}
     if len(set(sizes.values())) > 1:
         raise ConvertError(
             f"{checkpoint.file}: resize_images_to: expected one size for all cameras, whose frames become"
