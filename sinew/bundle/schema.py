@@ -19,6 +19,7 @@ from sinew.bundle.seen import Seen
 from sinew.bundle.upgrade import READS, upgraded
 from sinew.core import BundleError, PolicySpec
 from sinew.steps.base import read_step
+from sinew.steps.vector.base import VectorStep
 
 COMPONENTS = (
     "vision",
@@ -123,37 +124,6 @@ class VectorPart:
     dim: int
     normalization: Normalization
     sin_cos: bool = False
-
-
-@dataclass(frozen=True)
-class VectorStep:
-    """One change of units or frame between a robot's vector and the one that was normalised in training.
-
-    affine           x[dims] = x[dims] * scale + offset
-    linear_to_angle  x[dims] = arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped: a gripper's linear
-                     opening to the angle of the servo that drives it
-    add_state        x[dims] += state[state_dims]: actions that are relative to the (stepped) state
-    compose_pose     x[dims] is a pose in the frame of the pose state[state_dims]: position and six numbers of a
-                     rotation (9), or position and rotation vector (6); see ``steps/vector/rotations.py``
-    threshold        x[dims] = ``above`` where x[dims] > offset, else ``below``: a gripper that is open or shut
-
-    state_dims: where they are empty, ``dims``.
-    """
-
-    kind: Literal["affine", "linear_to_angle", "add_state", "compose_pose", "threshold"]
-    dims: tuple[int, ...]
-    scale: float = 1.0
-    offset: float = 0.0
-    arm: float = 0.0  # metres
-    horn: float = 0.0  # metres
-    state_dims: tuple[int, ...] = ()
-    below: float = 1.0
-    above: float = -1.0
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Return the dimensions of the state that the step reads."""
-        return (self.state_dims or self.dims) if self.kind in ("add_state", "compose_pose") else ()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,23 @@ IMAGE_DEFAULTS = {
     "min_pixels": 0,
     "max_pixels": 0,
 }
+VECTOR_STEPS = {
+    "affine": ("dims", "scale", "offset"),
+    "linear_to_angle": ("dims", "arm", "horn"),
+    "add_state": ("dims", "state_dims"),
+    "compose_pose": ("dims", "state_dims"),
+    "threshold": ("dims", "offset", "below", "above"),
+}
+VECTOR_DEFAULTS = {
+    "dims": None,  # it had none
+    "scale": 1.0,
+    "offset": 0.0,
+    "arm": 0.0,
+    "horn": 0.0,
+    "state_dims": [],
+    "below": 1.0,
+    "above": -1.0,
+}
 LETTERBOX = {"interpolation": "bilinear", "pad": "top_left", "pad_value": 0.0}
 
 
@@ -76,15 +93,20 @@ def _image(image: Any) -> Any:
     return made
 
 
+def _vector_steps(steps: Any) -> Any:
+    if not isinstance(steps, list):
+        return steps
+    return [_fields(step, VECTOR_STEPS, VECTOR_DEFAULTS) for step in steps]
+
+
 def _fields(step: Any, kinds: Mapping[str, tuple[str, ...]], defaults: Mapping[str, Any]) -> Any:
     """Return a step of format 2 with the fields that its kind reads, the others left out."""
     fields = kinds.get(str(step.get("kind"))) if isinstance(step, dict) else None
     if fields is None:
         return step
     unread = defaults.keys() - set(fields)
-    return {key: defaults[key] for key in fields} | {
-        key: value for key, value in step.items() if key not in unread
-    }
+    usual = {key: defaults[key] for key in fields if defaults[key] is not None}
+    return usual | {key: value for key, value in step.items() if key not in unread}
 
 
-_PROCESSING = {"image": _image}
+_PROCESSING = {"image": _image, "state_steps": _vector_steps, "action_steps": _vector_steps}

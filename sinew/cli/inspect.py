@@ -95,18 +95,20 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
 
-    def vector(what: Any, recipe: Any, parts: Any) -> str:
+    def vector(what: Any, recipe: Any, parts: Any, steps: Any) -> str:
         named = f": {', '.join(what.names)}" if what.names else ""
         if parts:
             modes = ", ".join(
                 f"{part.name} {'sin_cos' if part.sin_cos else part.normalization.mode}" for part in parts
             )
-            return f"{what.dim} values{named}; {modes}"
-        return f"{what.dim} values{named}, {recipe.mode}" + (
-            f" ({', '.join(recipe.stats)})" if recipe.stats else ""
-        )
+            words = f"{what.dim} values{named}; {modes}"
+        else:
+            stats = f" ({', '.join(recipe.stats)})" if recipe.stats else ""
+            words = f"{what.dim} values{named}, {recipe.mode}{stats}"
+        return words + "".join(f"; {step}" for step in steps)
 
-    image, prompt, source = manifest.processing.image, manifest.processing.prompt, manifest.provenance
+    recipe, source = manifest.processing, manifest.provenance
+    image, prompt = recipe.image, recipe.prompt
     padding = f"to {prompt.max_tokens}" if prompt.padding == "max_length" else "none"
     tokenizer = tokenizer_facts(manifest.tokenizer)
     rows = {
@@ -115,8 +117,8 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else ""),
         "images": str(image),
-        "state": vector(spec.state, manifest.processing.state, manifest.processing.state_parts),
-        "action": vector(spec.action, manifest.processing.action, manifest.processing.action_parts),
+        "state": vector(spec.state, recipe.state, recipe.state_parts, recipe.state_steps),
+        "action": vector(spec.action, recipe.action, recipe.action_parts, recipe.action_steps),
         "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"
         + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
         "hand-over": str(choose(policy=spec.to_dict())).removeprefix("hand-over "),

@@ -12,3 +12,10 @@ IMAGE = {
     "grid": "sinew.steps.image.grid:Grid",
     "letterbox": "sinew.steps.image.letterbox:Letterbox",
 }
+VECTOR = {
+    "affine": "sinew.steps.vector.affine:Affine",
+    "linear_to_angle": "sinew.steps.vector.linear_to_angle:LinearToAngle",
+    "add_state": "sinew.steps.vector.add_state:AddState",
+    "compose_pose": "sinew.steps.vector.compose_pose:ComposePose",
+    "threshold": "sinew.steps.vector.threshold:Threshold",
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from sinew.bundle.schema import Normalization, VectorStep
+from sinew.bundle.schema import Normalization
 from sinew.convert.families.evo1_parts import Parts, Sizes
 from sinew.convert.families.lerobot import LeRobotCheckpoint, Schema
 from sinew.convert.families.lerobot_stats import ACTION, STATE
@@ -13,6 +13,8 @@ from sinew.convert.families.lerobot_steps import DEVICE, NORMALIZER, Step
 from sinew.convert.options import Options
 from sinew.core import ConvertError
 from sinew.steps.image.resize import Resize
+from sinew.steps.vector.base import VectorStep
+from sinew.steps.vector.threshold import Threshold
 
 GRIPPER = {
     "binarize_gripper": False,
@@ -163,4 +165,4 @@ def _gripper(checkpoint: LeRobotCheckpoint, dim: int) -> tuple[VectorStep, ...]:
         for name in ("threshold", "below_threshold_value", "above_threshold_value")
     )
     index = checkpoint.size("gripper_index", low=0, high=dim - 1)
-    return (VectorStep("threshold", (index,), offset=threshold, below=below, above=above),)
+    return (Threshold((index,), offset=threshold, below=below, above=above),)

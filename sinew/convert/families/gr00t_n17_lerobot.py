@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.schema import VectorStep
 from sinew.bundle.writer import TensorSource
 from sinew.convert.families import gr00t_n15
 from sinew.convert.families.gr00t_files import (
@@ -34,6 +33,8 @@ from sinew.convert.families.lerobot_steps import DEVICE, POST, POSTPROCESSOR, PR
 from sinew.convert.options import Options
 from sinew.convert.tokenizer_files import find_model_dir
 from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.steps.vector.base import VectorStep
+from sinew.steps.vector.threshold import Threshold
 
 PACK, ENCODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
 DECODE, UNPACK = "groot_n1_7_action_decode_v1", "groot_action_unpack_unnormalize_v2"
@@ -105,7 +106,7 @@ GEOMETRY = {  # of ENCODE, where the key is absent
     "letter_box_transform": False,
 }
 ALIASES = {"wrist_image": "image2"}  # a base's camera -> the name that LeRobot's LIBERO data sets have for it
-LIBERO, GRIPPER = "libero", VectorStep("threshold", (), offset=0.5, below=1.0, above=-1.0)
+LIBERO, GRIPPER = "libero", Threshold((), offset=0.5, below=1.0, above=-1.0)
 
 
 def recognises(path: Path) -> bool:

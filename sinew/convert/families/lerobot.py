@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.schema import Normalization, VectorStep
+from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.convert.families.lerobot_folder import Dataset, name_of, read_dataset
 from sinew.convert.families.lerobot_stats import (
@@ -43,6 +43,7 @@ from sinew.convert.read.safetensors import read_weights
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.processing.normalize import STATISTICS
 from sinew.steps.base import MAX_SIZE
+from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")
 # Fields of every LeRobot configuration that say where and how to train, load or upload, not what to compute.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorStep
+from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.families.embodiments import OPENPI_CONFIGS, OpenPIConfig
@@ -26,6 +26,7 @@ from sinew.convert.read.jax import read_params
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.vector.add_state import AddState
 
 SIDE, ACTION_DIM = 224, 32
 PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
@@ -99,7 +100,7 @@ def read(path: Path, options: Options) -> Conversion:
         empty_cameras=3 - len(robot.cameras),
         state_steps=robot.state_steps,
         action_steps=(
-            *((VectorStep("add_state", robot.relative),) if published.relative_actions else ()),
+            *((AddState(robot.relative),) if published.relative_actions else ()),
             *robot.action_steps,
         ),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sinew.bundle.image_recipe import ImageRecipe
-from sinew.bundle.schema import Normalization, Processing, PromptRecipe, VectorStep
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.convert.chat_template import MARK, render
 from sinew.convert.families.gr00t_files import Record, token_prompt
 from sinew.convert.families.lerobot import ACTION, STATE, LeRobotCheckpoint
@@ -19,6 +19,7 @@ from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.resize import Resize
+from sinew.steps.vector.threshold import Threshold
 
 PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
 SNAP, BINARIZE = "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper"
@@ -187,7 +188,7 @@ def processing(
     steps = checkpoint.action_steps() if has_state else ()
     if BINARIZE in named:
         dim, threshold = gripper(checkpoint, BINARIZE, vectors[1].dim)
-        steps = (*steps, VectorStep("threshold", (dim,), offset=threshold))
+        steps = (*steps, Threshold((dim,), offset=threshold))
     return Processing(
         image=image,
         prompt=prompt,
