@@ -44,7 +44,7 @@ VECTOR_STEPS = {
     "compose_pose": ("dims", "state_dims"),
     "threshold": ("dims", "offset", "below", "above"),
 }
-VECTOR_DEFAULTS = {
+VECTOR_DEFAULTS: dict[str, Any] = {
     "dims": None,  # it had none
     "scale": 1.0,
     "offset": 0.0,

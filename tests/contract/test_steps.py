@@ -364,7 +364,8 @@ def case(request: pytest.FixtureRequest) -> Any:
 
 def with_step(manifest: Manifest, case: Any, **changes: Any) -> Manifest:
     """The manifest of a bundle whose processing is the step, its fields changed."""
-    step, spec, processing = replace(case.step, **changes), manifest.spec, manifest.processing
+    step: Step = replace(case.step, **changes)
+    spec, processing = manifest.spec, manifest.processing
     if isinstance(step, ImageStep):
         image = ImageRecipe(*case.size, (step,))
         return replace(manifest, processing=replace(processing, image=image))
@@ -407,7 +408,7 @@ def test_a_step_travels_in_a_bundle(case: Any, tmp_path: Path) -> None:
 
 def test_what_a_step_does_not_have_is_refused(case: Any) -> None:
     base = next(base for base in BASES.values() if isinstance(case.step, base))
-    record = from_json(to_json(case.step), dict, "step")
+    record: dict[str, Any] = from_json(to_json(case.step), dict, "step")
     assert base.read(record) == case.step
     for wrong, said in (
         ({"kind": "sharpen"}, "kind: expected one of .*, got 'sharpen'"),
