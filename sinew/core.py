@@ -152,11 +152,24 @@ class CameraSpec:
 
 @dataclass(frozen=True, slots=True)
 class VectorSpec:
-    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown."""
+    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown.
+
+    Units of an action that simulators go by: ``opening`` (a gripper from 0, closed, to 1, open), ``recorded`` (as the
+    data set that it was trained on has it), ``axis-angle`` (a rotation that is no Euler angles).
+    """
 
     dim: int
     names: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return "name [unit]" for each number, and its place where it has no name; nothing where neither is known."""
+        if not self.names and not self.units:
+            return ()
+        names = self.names or tuple(map(str, range(self.dim)))
+        units = self.units or ("",) * self.dim
+        return tuple(f"{name} [{unit}]" if unit else name for name, unit in zip(names, units, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

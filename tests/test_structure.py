@@ -14,10 +14,13 @@ PACKAGE = ROOT / "sinew"
 STOREYS = [
     {"cli"},
     {"eval", "perf"},
-    {"checks", "presets", "serve", "sim", "validate"},
+    {"checks", "serve", "sim", "validate"},
     {"stream"},
     {"policy"},
     {"sources"},
+    {"vlacpp"},
+    {"families"},
+    {"presets"},
     {"engine", "convert", "guidance"},
     {"models"},
     {"layers", "processing", "records"},
@@ -25,6 +28,7 @@ STOREYS = [
     {"steps"},
     {
         "machine",
+        "registry",
         "progress",
         "scratch",
         "hints",

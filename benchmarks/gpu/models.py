@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
+from sinew.families.pi.model import PI0Config
+from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.norm import GemmaRMSNorm, RMSNorm
 from sinew.layers.vit import ViTConfig
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.models.pi0 import PI0Config
-from sinew.models.smolvla import SmolVLAConfig
 from sinew.processing import ModelInputs
 from sinew.steps.image.letterbox import Letterbox
 

@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sinew_client import ClientError
 from sinew_client.control import (
-    Blind,
     Command,
     Journal,
     Loop,
+    NoObservation,
     Outcome,
     Pace,
     Requester,
     Settings,
     SettingsError,
+    SimulatedPace,
     Stopped,
     repeat,
 )
@@ -75,7 +76,7 @@ class Scripted:
     def ready(self, now: float) -> bool:
         return self._due is None
 
-    def submit(self, observation: Mapping[str, Any], now: float) -> None:
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
         self.requests.append(dict(observation))
         self._due = now + self.delay
 
@@ -103,7 +104,7 @@ def loop_of(delay: float = 0.1, answer: Callable[[int], Any] = chunk, **given: A
     settings = Settings(**{"hz": 20.0, "handover": "aligned", "replan": "4", **given})
     pace = Pace(settings.period / settings.substeps, clock.now, clock.sleep)
     loop = Loop(arm, lambda: None, settings, 1, "stack", pace)  # type: ignore[arg-type, return-value]
-    loop.requester = Scripted(delay, answer)  # type: ignore[assignment]
+    loop.source = Scripted(delay, answer)  # type: ignore[assignment]
     return loop, arm
 
 
@@ -124,6 +125,16 @@ def test_ticks_do_not_drift() -> None:
     clock.time += 1.0
     assert pace.next() == 60  # the number tells the time, whole periods are gone
     assert pace.skipped == 9
+
+
+@pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
+def test_simulated_time_is_that_of_its_ticks(hz: float) -> None:
+    pace = SimulatedPace(hz)
+    assert pace.now() == 0.0
+    for number in range(300):
+        assert pace.next() == number
+        assert pace.now() == pace.since(pace.now()) == pace.due(number) == number / hz
+    assert (pace.ticks, pace.late, pace.skipped, pace.real) == (300, 0, 0, False)
 
 
 # ----------------------------------------------------------------------------- loop
@@ -198,7 +209,7 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
 
     def observe() -> dict[str, Any]:
         if 3 <= loop.steps < 10:
-            raise Blind("front: no message")
+            raise NoObservation("front: no message")
         return seen()
 
     arm.observe = observe  # type: ignore[method-assign]
@@ -207,7 +218,7 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
     assert arm.sent[-2][1] is not None  # the last one is the hold at the end of the run
     loop.pause()
     loop.tick(31)
-    arm.observe = lambda: (_ for _ in ()).throw(Blind("front: no message"))  # type: ignore[method-assign]
+    arm.observe = lambda: (_ for _ in ()).throw(NoObservation("front: no message"))  # type: ignore[method-assign]
     loop.resume()
     loop.tick(32)  # where it is, is not known either
     assert not loop.paused
@@ -233,24 +244,23 @@ def test_pause_instruction_and_resume() -> None:
     loop.pause()
     loop.run(3)
     assert [row for _, row in arm.sent] == [None] * 4
-    assert loop.requester.requests == []  # type: ignore[attr-defined]
+    assert loop.source.requests == []  # type: ignore[attr-defined]
     loop.resume()
     loop.run(6)
     assert [row for _, row in arm.sent[4:7]] == [None, None, 0]
     loop.say("pour")
     loop.run(9)
     assert [row for _, row in arm.sent[8:]] == [None, None, 100, None]
-    assert [request["prompt"] for request in loop.requester.requests] == ["stack", "pour"]  # type: ignore[attr-defined]
+    assert [request["prompt"] for request in loop.source.requests] == ["stack", "pour"]  # type: ignore[attr-defined]
 
 
 def test_actuators_faster_than_the_control_rate_get_points_between() -> None:
     loop, arm = loop_of(delay=0.0, substeps=4, motion={"kind": "absolute"}, replan="full")
     loop.run(4)
     sent = [row for _, row in arm.sent]
-    # The answer without latency is polled one step later: step 0 holds, rows 0, 1, 2 follow.
-    assert sent[:4] == [None] * 4
-    assert sent[4:8] == [0, 0, 0, 0]
-    assert sent[8:12] == [0.25, 0.5, 0.75, 1]
+    # An answer without latency is there in its own step.
+    assert sent[:4] == [0, 0, 0, 0]
+    assert sent[4:8] == [0.25, 0.5, 0.75, 1]
     np.testing.assert_allclose(np.diff([moment for moment, _ in arm.sent[:-1]]), 0.0125, atol=1e-9)
 
 
@@ -264,7 +274,7 @@ def test_offsets_follow_targets_where_the_robot_really_is() -> None:
     )  # type: ignore[method-assign, assignment, func-returns-value]
     loop.run(4)
     np.testing.assert_allclose(
-        [row for _, row in arm.sent[1:4]], [1.0, 1.2, 1.24], atol=1e-6
+        [row for _, row in arm.sent[:3]], [1.0, 1.2, 1.24], atol=1e-6
     )  # the lag is made up
 
 
@@ -426,7 +436,7 @@ def test_a_call_that_hangs_fails_at_its_deadline_and_the_next_one_gets_a_new_con
         return lambda observation, limit: hang.wait(30) if first else observation["x"]
 
     requester = Requester(connect, 1.0)
-    requester.submit({"x": 1}, 10.0)
+    requester.ask({"x": 1}, 10.0)
     begun = time.monotonic()
     while not connections:  # the thread may be late
         assert time.monotonic() < begun + 30
@@ -438,10 +448,10 @@ def test_a_call_that_hangs_fails_at_its_deadline_and_the_next_one_gets_a_new_con
     assert outcome.reason == "no answer within 1 s"
     assert not requester.ready(11.01)
     assert requester.ready(11.01 + FIRST_WAIT)
-    requester.submit({"x": 2}, 12.0)
+    requester.ask({"x": 2}, 12.0)
     assert until(requester, 12.0) == Outcome(2)  # and never the first one's answer
     hang.set()
-    requester.submit({"x": 3}, 13.0)
+    requester.ask({"x": 3}, 13.0)
     assert until(requester, 13.0) == Outcome(3)
     assert connections == [0, 1]
     requester.close()
@@ -458,12 +468,12 @@ def test_failures_wait_longer_each_time_and_reconnect() -> None:
 
     requester, now = Requester(connect, 2.5), 0.0
     for wait in (0.05, 0.1, 0.2, 0.4):
-        requester.submit({}, now)
+        requester.ask({}, now)
         assert until(requester, now).reason == "ClientError: refused"
         assert not requester.ready(now + wait - 0.001)
         now += wait + 0.001
         assert requester.ready(now)
-    requester.submit({}, now)
+    requester.ask({}, now)
     assert until(requester, now) == Outcome(2.5)
     assert requester.ready(now)
     assert requester.failures == 4
@@ -500,13 +510,13 @@ def test_calls_that_panic_are_asked_again(panic: type[BaseException], where: str
 
     requester, now = Requester(connect, 5.0), 0.0
     for _ in range(2 * ABANDONED):
-        requester.submit({}, now)
+        requester.ask({}, now)
         assert until(requester, now).reason
         now += 1.0
         assert requester.ready(now)
     if where == "connect":
         calls.append(1)
-    requester.submit({}, now)
+    requester.ask({}, now)
     assert until(requester, now) == Outcome(7)
 
 
@@ -517,7 +527,7 @@ def test_calls_that_hang_for_ever_are_forgotten_one_by_one() -> None:
     while len(begun) < ABANDONED + 4:
         if requester.ready(now):
             begun.append(now)
-            requester.submit({}, now)
+            requester.ask({}, now)
             requester.cancel()
         now += 1.0
     assert begun[:ABANDONED] == [0, 1, 2, 3]
@@ -525,7 +535,7 @@ def test_calls_that_hang_for_ever_are_forgotten_one_by_one() -> None:
     hangs.clear()
     while not requester.ready(now):
         now += 1.0
-    requester.submit({}, now)
+    requester.ask({}, now)
     assert until(requester, now) == Outcome(7)
     hang.set()
 
@@ -534,9 +544,9 @@ def test_without_a_thread_a_request_fails_and_is_made_again(monkeypatch: pytest.
     requester = Requester(lambda: lambda *_: 7, 1.0)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no thread")))
-        requester.submit({}, 0.0)
+        requester.ask({}, 0.0)
         assert "no thread" in until(requester, 0.0).reason
-    requester.submit({}, 1.0)
+    requester.ask({}, 1.0)
     assert until(requester, 1.0) == Outcome(7)
 
 
@@ -546,7 +556,7 @@ def test_calls_that_never_return_are_not_piled_up() -> None:
     now = 0.0
     for _ in range(ABANDONED):
         assert requester.ready(now)
-        requester.submit({}, now)
+        requester.ask({}, now)
         requester.cancel()
     assert not requester.ready(now)
     hang.set()
@@ -611,6 +621,57 @@ def test_files_that_are_no_journals_are_refused(
         assert repeat(path).commands == 0
     except ClientError as error:
         assert isinstance(error, JournalError)  # noqa: PT017 - either is right, nothing else is
+
+
+def test_an_answer_to_what_a_blind_robot_had_seen_goes_nowhere() -> None:
+    loop, arm = loop_of(delay=0.2, motion={"kind": "offsets", "action": [0], "state": [0]})
+    see = arm.observe
+
+    def silent() -> Any:
+        raise Blind("no camera")
+
+    for step in range(12):
+        arm.observe = silent if step == 2 else see  # type: ignore[method-assign]
+        loop.tick(loop.pace.next())
+    assert [row is None for _, row in arm.sent] == [True] * 7 + [False] * 5  # asked anew in step 3
+    assert loop.controller.held == {"no chunk yet": 2, "no camera": 5}
+    assert loop.report().faults["total"] == 0
+
+
+def test_the_instruction_is_the_loops_else_the_robots() -> None:
+    loop, arm = loop_of()
+    see = arm.observe
+    arm.observe = lambda: {**see(), "prompt": "pour"}  # type: ignore[method-assign]
+    loop.run(3)
+    loop.prompt = ""
+    loop.run(14)
+    arm.observe = see  # type: ignore[method-assign]
+    loop.run(26)
+    requests = loop.source.requests  # type: ignore[attr-defined]
+    assert [request["prompt"] for request in requests][:5:2] == ["stack", "pour", ""]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_hold_is_said_once_when_it_begins_and_when_it_ends(
+    simulated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In simulated time it is not: holds are what is studied there."""
+    caplog.set_level("INFO")
+    loop, arm = loop_of(answer=lambda number: chunk(number) * (np.nan if number == 1 else 1))
+    if simulated:
+        loop.pace = SimulatedPace(20.0)
+    loop.run(16)
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        said == []
+        if simulated
+        else [
+            "step 0: holds: no chunk yet",
+            "step 2: goes on after: no chunk yet",
+            "step 6: holds: a chunk is not finite",
+            "step 8: goes on after: a chunk is not finite",
+        ]
+    )
 
 
 def test_commands_say_where_they_come_from() -> None:

@@ -26,9 +26,10 @@ from sinew.eval.adapters import Mapped, Mapping, make_env, read_mapping  # noqa:
 from sinew.eval.policies import Remote  # noqa: E402
 from sinew.eval.report import stats  # noqa: E402
 from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
-from sinew.eval.runner import Conduct, chunk_seed, run_episode  # noqa: E402
+from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.server import serving  # noqa: E402
 from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
+from sinew.eval.sources import chunk_seed  # noqa: E402
 from tests import processes  # noqa: E402
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
@@ -162,6 +163,9 @@ def test_sweeps_are_combinations() -> None:
 # ----------------------------------------------------------------------------- hand-over, row by row
 
 
+SEEN = {"images": {}, "state": np.zeros(1, np.float32)}
+
+
 class World(gymnasium.Env):
     """Writes down what it is told to do; every frame is ``age`` steps old."""
 
@@ -173,12 +177,12 @@ class World(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         self.actions = []
-        return {}, {"frame_age": self.age / 20.0}
+        return dict(SEEN), {"frame_age": self.age / 20.0}
 
     def step(self, action):
         self.actions.append(float(action[0]))
         done = len(self.actions) >= self.steps
-        return {}, 0.0, False, done, {"frame_age": self.age / 20.0, "is_success": True}
+        return dict(SEEN), 0.0, False, done, {"frame_age": self.age / 20.0, "is_success": True}
 
 
 class Coded:
@@ -285,6 +289,23 @@ def test_real_time_measures_instead_of_simulating() -> None:
     assert env.actions[first] == 0
     later = next(value for value in env.actions if value >= 100)
     assert later == 100 + episode.delays[1]  # aligned: the row of the present
+
+
+def test_a_world_that_is_slower_than_its_clock_misses_no_row() -> None:
+    """Its time passes when it is acted on, so periods that went by without a step are late and nothing more."""
+
+    class Slow(World):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.12)  # more than two periods
+            return super().step(action)
+
+    env = Slow(8)
+    conduct = Conduct(16, handover="aligned", realtime=True)
+    episode = run_episode(env, adapter_of(env), Coded(16), conduct, seed=0)
+    rows = [value for value in env.actions if value != HOLD]
+    assert rows == [rows[0] + k for k in range(len(rows))]
+    assert (episode.steps, len(rows)) == (8, episode.executed)
+    assert episode.late_ticks >= 8
 
 
 # ----------------------------------------------------------------------------- environments
