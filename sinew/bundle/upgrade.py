@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 READS = (1, 2, 3)  # formats that this version understands; it writes the last
+NEWS = {  # format -> what it has that the one before it had otherwise
+    2: "a decoder's norm and activation by name, not by a family",
+    3: "steps of frames and vectors as lists of their own kinds, the letterbox among them",
+}
 
 # Format 1 named a decoder's norm and activation by a family.
 DECODERS = {"llama": {}, "gemma": {"norm": "gemma_rms", "activation": "gelu_tanh"}}
