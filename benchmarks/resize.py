@@ -21,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from sinew.bundle.schema import ImageRecipe
-from sinew.processing.image import inner_size, prepare_frame
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.processing.image import prepare_frame
+from sinew.steps.image.letterbox import Letterbox
 
 
 def contestants(frame: np.ndarray, recipe: ImageRecipe) -> dict[str, Callable[[], object]]:
-    height, width = inner_size(*frame.shape[:2], recipe)
+    height, width = Letterbox(recipe.height, recipe.width).inner(*frame.shape[:2])
     planes = torch.from_numpy(frame).permute(2, 0, 1)[None].contiguous().float() / 255
 
     def interpolate(x: torch.Tensor) -> torch.Tensor:
@@ -51,9 +52,8 @@ def main(rounds: int = 100) -> None:
     torch.set_num_threads(1)
     frame = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
     for side, method in ((224, "bilinear"), (512, "bilinear"), (224, "pil_bilinear")):
-        recipe = ImageRecipe(
-            side, side, interpolation=method, pad="center" if method == "pil_bilinear" else "top_left"
-        )
+        box = Letterbox(side, side, method, "center" if method == "pil_bilinear" else "top_left")
+        recipe = ImageRecipe(side, side, (box,))
         runs = contestants(frame, recipe)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds + 3):

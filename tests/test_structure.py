@@ -25,6 +25,7 @@ STOREYS = [
     {"models"},
     {"layers", "processing", "records"},
     {"bundle"},
+    {"steps"},
     {
         "machine",
         "registry",

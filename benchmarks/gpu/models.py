@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.families.pi.model import PI0Config
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
@@ -23,6 +24,7 @@ from sinew.layers.vit import ViTConfig
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
+from sinew.steps.image.letterbox import Letterbox
 
 STEPS = 10
 CAMERA = (480, 640)  # height, width of the frames that robots send
@@ -119,8 +121,7 @@ def processing(model: str, config: Any) -> Processing:
         image=ImageRecipe(
             side,
             side,
-            interpolation="pil_bilinear" if is_pi else "bilinear",
-            pad="center" if is_pi else "top_left",
+            (Letterbox(side, side, *(("pil_bilinear", "center") if is_pi else ("bilinear", "top_left"))),),
         ),
         prompt=PromptRecipe(max_tokens=256, vocab_size=config.vocab_size, pad_token_id=0),
         state=Normalization("mean_std", stats),

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sinew.bundle.image_recipe import MAX_SIZE, image_rules
 from sinew.bundle.seen import seen_problems
 from sinew.core import MotionSpec
+from sinew.steps.base import MAX_SIZE
 
 if TYPE_CHECKING:
     from sinew.bundle.schema import Manifest, Normalization, Processing
@@ -33,10 +33,13 @@ def problems(manifest: Manifest) -> Iterator[str]:
     rules = {
         **_spec_rules(manifest),
         **_processing_rules(manifest),
-        **image_rules(manifest.processing.image),
-        **_pixel_rules(manifest),
     }
     yield from (problem for problem, fine in rules.items() if not fine)
+    yield from (f"processing.image{problem}" for problem in manifest.processing.image.problems())
+    yield from (problem for problem, fine in _pixel_rules(manifest).items() if not fine)
+    for name in ("state_steps", "action_steps"):
+        for index, step in enumerate(getattr(manifest.processing, name)):
+            yield from (f"processing.{name}[{index}]: {step.kind}: {each}" for each in step.problems())
     for where, recipe, _ in normalizations(manifest.processing):
         yield from (f"{where}: {problem}" for problem in statistics_problems(recipe))
     if manifest.seen is not None:
@@ -221,7 +224,6 @@ def _words_of(manifest: Manifest) -> Iterator[str]:
 
 def _processing_rules(manifest: Manifest) -> dict[str, bool]:
     spec, processing, prompt = manifest.spec, manifest.processing, manifest.processing.prompt
-    steps = (*processing.state_steps, *processing.action_steps)
     return {
         "spec.state does not fit processing.padded_state_dim": 0
         <= spec.state.dim
@@ -263,24 +265,8 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
             for d in step.dims
         )
         and all(0 <= d < spec.state.dim for step in processing.action_steps for d in step.reads),
-        "processing: a step's numbers are not finite": all(
-            math.isfinite(number)
-            for step in steps
-            for number in (step.scale, step.offset, step.arm, step.horn, step.below, step.above)
-        ),
-        "processing: linear_to_angle needs a horn longer than 0": all(
-            step.horn > 0 for step in steps if step.kind == "linear_to_angle"
-        ),
         "processing.state_steps: expected steps that read no state": not any(
             step.reads for step in processing.state_steps
-        ),
-        "processing: add_state needs as many values of the state as of the actions": all(
-            len(step.reads) == len(step.dims) for step in steps if step.kind == "add_state"
-        ),
-        "processing: a pose has 6 or 9 numbers, in the state as in the action": all(
-            len(step.dims) in (6, 9) and len(step.reads) == len(step.dims)
-            for step in processing.action_steps
-            if step.kind == "compose_pose"
         ),
         "processing: the parts of a vector do not add up to it": all(
             not parts

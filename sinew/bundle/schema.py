@@ -18,6 +18,8 @@ from sinew.bundle.rules import problems
 from sinew.bundle.seen import Seen
 from sinew.bundle.upgrade import READS, upgraded
 from sinew.core import BundleError, PolicySpec
+from sinew.steps.base import read_step
+from sinew.steps.vector.base import VectorStep
 
 COMPONENTS = (
     "vision",
@@ -122,37 +124,6 @@ class VectorPart:
     dim: int
     normalization: Normalization
     sin_cos: bool = False
-
-
-@dataclass(frozen=True)
-class VectorStep:
-    """One change of units or frame between a robot's vector and the one that was normalised in training.
-
-    affine           x[dims] = x[dims] * scale + offset
-    linear_to_angle  x[dims] = arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped: a gripper's linear
-                     opening to the angle of the servo that drives it
-    add_state        x[dims] += state[state_dims]: actions that are relative to the (stepped) state
-    compose_pose     x[dims] is a pose in the frame of the pose state[state_dims]: position and six numbers of a
-                     rotation (9), or position and rotation vector (6); see ``processing/rotations.py``
-    threshold        x[dims] = ``above`` where x[dims] > offset, else ``below``: a gripper that is open or shut
-
-    state_dims: where they are empty, ``dims``.
-    """
-
-    kind: Literal["affine", "linear_to_angle", "add_state", "compose_pose", "threshold"]
-    dims: tuple[int, ...]
-    scale: float = 1.0
-    offset: float = 0.0
-    arm: float = 0.0  # metres
-    horn: float = 0.0  # metres
-    state_dims: tuple[int, ...] = ()
-    below: float = 1.0
-    above: float = -1.0
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Return the dimensions of the state that the step reads."""
-        return (self.state_dims or self.dims) if self.kind in ("add_state", "compose_pose") else ()
 
 
 @dataclass(frozen=True)
@@ -281,11 +252,10 @@ class Manifest:
         known |= {KEY_SEEN, KEY_HEADER, KEY_TENSORS}
         if unknown := [key for key in metadata if key not in known and not key.startswith("general.")]:
             raise BundleError(f"unknown key {unknown[0]!r} (damaged, or written by a newer version?)")
-        decoded = {
-            part: from_json(_text(metadata, f"sinew.{part}"), kind, f"sinew.{part}")
-            for part, kind in _PARTS.items()
-        }
-        decoded["config"] = upgraded(decoded["config"], version)
+        decoded = {}
+        for part, kind in _PARTS.items():
+            raw = upgraded(part, parsed(_text(metadata, f"sinew.{part}"), f"sinew.{part}"), version)
+            decoded[part] = from_builtins(raw, kind, f"sinew.{part}")
         for key, kind in ((KEY_QUANTIZATION, Quantization), (KEY_SEEN, Seen)):
             if key in metadata:
                 decoded[key.removeprefix("sinew.")] = from_json(_text(metadata, key), kind, key)
@@ -329,6 +299,11 @@ def to_json(record: Any) -> str:
 
 def from_json(text: str, kind: type[T], where: str) -> T:
     """Decode JSON text into ``kind`` (a dataclass or container), strictly."""
+    return from_builtins(parsed(text, where), kind, where)
+
+
+def parsed(text: str, where: str) -> Any:
+    """Return what JSON text says. Raises :class:`BundleError`."""
     try:
         raw = json.loads(text)
         json.dumps(
@@ -336,7 +311,7 @@ def from_json(text: str, kind: type[T], where: str) -> T:
         ).encode()  # escapes can spell half a character, which nothing can print
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{where} is not JSON: {error}") from None
-    return from_builtins(raw, kind, where)
+    return raw
 
 
 def from_builtins(raw: Any, kind: type[T], where: str) -> T:
@@ -344,7 +319,7 @@ def from_builtins(raw: Any, kind: type[T], where: str) -> T:
     import msgspec
 
     try:
-        record = msgspec.convert(raw, kind, strict=True)
+        record = msgspec.convert(raw, kind, strict=True, dec_hook=read_step)
     except (
         ValueError,
         RecursionError,
@@ -364,7 +339,7 @@ def _unknown_field(raw: Any, known: Any, path: str = "") -> str | None:
                 return f"{path}{key}"
             if found := _unknown_field(value, known[key], f"{path}{key}."):
                 return found
-    elif isinstance(raw, list) and isinstance(known, list):
+    elif isinstance(raw, list | tuple) and isinstance(known, list | tuple):  # fields of tuples stay tuples
         for left, right in zip(raw, known, strict=False):
             if found := _unknown_field(left, right, path):
                 return found

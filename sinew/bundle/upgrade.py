@@ -1,24 +1,116 @@
-"""Bundles of older formats, brought up to the present one while their header is read. Tensors never change."""
+"""Bundles of older formats, brought up to the present one while their header is read. Tensors never change.
+
+What a format does not know stays as it is, so that the decoder refuses it by name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-READS = (1, 2)  # formats that this version understands; it writes the last
+READS = (1, 2, 3)  # formats that this version understands; it writes the last
+NEWS = {  # format -> what it has that the one before it had otherwise
+    2: "a decoder's norm and activation by name, not by a family",
+    3: "steps of frames and vectors as lists of their own kinds, the letterbox among them",
+}
 
 # Format 1 named a decoder's norm and activation by a family.
 DECODERS = {"llama": {}, "gemma": {"norm": "gemma_rms", "activation": "gelu_tanh"}}
 
+# Format 2 stored all fields of every step, whichever its kind reads.
+IMAGE_STEPS = {
+    "resize": ("height", "width", "method", "other_sizes"),
+    "centre_crop": ("height", "width", "area"),
+    "jpeg": ("quality", "other_sizes"),
+    "square": (),
+    "short_side": ("edge", "method"),
+    "crop": ("height", "width", "fraction", "rounded"),
+    "grid": ("unit", "min_pixels", "max_pixels", "method"),
+}
+IMAGE_DEFAULTS = {
+    "height": 0,
+    "width": 0,
+    "method": "lanczos3",
+    "area": 1.0,
+    "quality": 95,
+    "other_sizes": False,
+    "edge": 0,
+    "fraction": 0.0,
+    "rounded": False,
+    "unit": 0,
+    "min_pixels": 0,
+    "max_pixels": 0,
+}
+VECTOR_STEPS = {
+    "affine": ("dims", "scale", "offset"),
+    "linear_to_angle": ("dims", "arm", "horn"),
+    "add_state": ("dims", "state_dims"),
+    "compose_pose": ("dims", "state_dims"),
+    "threshold": ("dims", "offset", "below", "above"),
+}
+VECTOR_DEFAULTS: dict[str, Any] = {
+    "dims": None,  # it had none
+    "scale": 1.0,
+    "offset": 0.0,
+    "arm": 0.0,
+    "horn": 0.0,
+    "state_dims": [],
+    "below": 1.0,
+    "above": -1.0,
+}
+LETTERBOX = {"interpolation": "bilinear", "pad": "top_left", "pad_value": 0.0}
 
-def upgraded(config: dict[str, Any], version: int) -> dict[str, Any]:
-    """Return the architecture's record of a bundle of format ``version`` as the present format has it.
 
-    A value that format 1 does not know stays, so that the decoder refuses it by name.
-    """
-    if version != 1:
-        return config
+def upgraded(part: str, record: Any, version: int) -> Any:
+    """Return a bundle's record ``part``, of format ``version``, as the present format has it."""
+    if not isinstance(record, dict):
+        return record
+    if part == "config" and version < 2:
+        return _config(record)
+    if part == "processing" and version < 3:
+        return record | {name: make(record[name]) for name, make in _PROCESSING.items() if name in record}
+    return record
+
+
+def _config(config: dict[str, Any]) -> dict[str, Any]:
+    """Format 1: the decoders' families."""
     made = dict(config)
     for part, record in config.items():
         if isinstance(record, dict) and (fields := DECODERS.get(str(record.get("family")))) is not None:
             made[part] = {key: value for key, value in record.items() if key != "family"} | fields
     return made
+
+
+def _image(image: Any) -> Any:
+    """Format 2: a letterbox as fields of the recipe, behind the steps."""
+    if not isinstance(image, dict):
+        return image
+    made = {key: value for key, value in image.items() if key not in ("resize", *LETTERBOX)}
+    steps, resize = image.get("steps", []), image.get("resize", "letterbox")
+    if not isinstance(steps, list) or resize not in ("letterbox", "none"):
+        return image
+    made["steps"] = [_fields(step, IMAGE_STEPS, IMAGE_DEFAULTS) for step in steps]
+    if resize == "letterbox":
+        sides = {side: image[side] for side in ("height", "width") if side in image}
+        box = {key: image.get(key, usual) for key, usual in LETTERBOX.items()}
+        made["steps"].append({"kind": "letterbox", **sides, **box})
+    return made
+
+
+def _vector_steps(steps: Any) -> Any:
+    if not isinstance(steps, list):
+        return steps
+    return [_fields(step, VECTOR_STEPS, VECTOR_DEFAULTS) for step in steps]
+
+
+def _fields(step: Any, kinds: Mapping[str, tuple[str, ...]], defaults: Mapping[str, Any]) -> Any:
+    """Return a step of format 2 with the fields that its kind reads, the others left out."""
+    fields = kinds.get(str(step.get("kind"))) if isinstance(step, dict) else None
+    if fields is None:
+        return step
+    unread = defaults.keys() - set(fields)
+    usual = {key: defaults[key] for key in fields if defaults[key] is not None}
+    return usual | {key: value for key, value in step.items() if key not in unread}
+
+
+_PROCESSING = {"image": _image, "state_steps": _vector_steps, "action_steps": _vector_steps}

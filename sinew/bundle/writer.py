@@ -88,9 +88,11 @@ def write_bundle(
     manifest: Callable[[], Manifest],
     tensors: Sequence[TensorSource],
     progress: Progress | None = None,
+    durable: bool = False,
 ) -> None:
     """Write ``tensors`` and the manifest to ``path``; the file appears only when it is complete.
 
+    durable: its bytes are on the disk before it takes its name, for a file that replaces the only one there is.
     ``manifest`` is called twice: for the first layout and, after all bytes are copied, for the final text.
     Raises :class:`BundleError` for names that do not fit the format and OSError from the file system.
     """
@@ -125,10 +127,27 @@ def write_bundle(
         header[place : place + len(BLANK)] = header_hash(header, place).encode()
         with open(partial, "r+b") as out:
             out.write(header)
+            if durable:
+                out.flush()
+                os.fsync(out.fileno())
         os.replace(partial, path)
+        if durable:
+            _sync_folder(path.parent)
 
 
-def rewrite(bundle: Bundle, manifest: Manifest, out: Path) -> None:
+def _sync_folder(folder: Path) -> None:
+    """Put a folder's names on the disk, where the system can (Windows cannot open one)."""
+    if hasattr(os, "O_DIRECTORY"):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def rewrite(
+    bundle: Bundle, manifest: Manifest, out: Path, progress: Progress | None = None, durable: bool = False
+) -> None:
     """Write the tensors of ``bundle``, byte for byte and in their order, under the header of ``manifest``."""
     tensors = [
         TensorSource(
@@ -137,7 +156,7 @@ def rewrite(bundle: Bundle, manifest: Manifest, out: Path) -> None:
         for info in sorted(bundle.infos.values(), key=lambda info: info.offset)
     ]
     manifest.check()
-    write_bundle(out, lambda: manifest, tensors)
+    write_bundle(out, lambda: manifest, tensors, progress, durable)
 
 
 def _place_of_hash(header: bytes | bytearray) -> int:

@@ -71,28 +71,6 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     return record
 
 
-def step_text(step: Any) -> str:
-    if step.kind == "jpeg":
-        text = f"JPEG {step.quality}"
-    elif step.kind == "centre_crop":
-        text = f"middle {step.area:.0%} to {step.height}x{step.width}"
-    elif step.kind == "square":
-        text = "black bars to a square"
-    elif step.kind == "short_side":
-        text = f"{step.method} to a short side of {step.edge}"
-    elif step.kind == "crop":
-        text = (
-            f"middle {step.fraction:.0%} of both sides"
-            if step.fraction
-            else f"middle {step.height}x{step.width}"
-        )
-    elif step.kind == "grid":
-        text = f"{step.method} to multiples of {step.unit}"
-    else:
-        text = f"{step.method} to {step.height}x{step.width}"
-    return text + (" (other sizes)" if step.other_sizes else "")
-
-
 def tokenizer_facts(text: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
@@ -117,18 +95,20 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
 
-    def vector(what: Any, recipe: Any, parts: Any) -> str:
+    def vector(what: Any, recipe: Any, parts: Any, steps: Any) -> str:
         named = f": {', '.join(what.names)}" if what.names else ""
         if parts:
             modes = ", ".join(
                 f"{part.name} {'sin_cos' if part.sin_cos else part.normalization.mode}" for part in parts
             )
-            return f"{what.dim} values{named}; {modes}"
-        return f"{what.dim} values{named}, {recipe.mode}" + (
-            f" ({', '.join(recipe.stats)})" if recipe.stats else ""
-        )
+            words = f"{what.dim} values{named}; {modes}"
+        else:
+            stats = f" ({', '.join(recipe.stats)})" if recipe.stats else ""
+            words = f"{what.dim} values{named}, {recipe.mode}{stats}"
+        return words + "".join(f"; {step}" for step in steps)
 
-    image, prompt, source = manifest.processing.image, manifest.processing.prompt, manifest.provenance
+    recipe, source = manifest.processing, manifest.provenance
+    image, prompt = recipe.image, recipe.prompt
     padding = f"to {prompt.max_tokens}" if prompt.padding == "max_length" else "none"
     tokenizer = tokenizer_facts(manifest.tokenizer)
     rows = {
@@ -136,12 +116,9 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "policy": f"{manifest.name} ({manifest.architecture})",
         "cameras": ", ".join(f"{c.name} {c.height}x{c.width}" for c in spec.cameras)
         + (f" (+{manifest.processing.empty_cameras} empty)" if manifest.processing.empty_cameras else ""),
-        "images": "".join(f"{step_text(step)}, " for step in image.steps)
-        + f"{image.resize} to {image.height}x{image.width}, {image.interpolation}, bars {image.pad}"
-        f" = {image.pad_value:g}"
-        + "".join(f", (x - {image.mean[i]:g}) / {image.std[i]:g}" for i in range(0, image.channels, 3)),
-        "state": vector(spec.state, manifest.processing.state, manifest.processing.state_parts),
-        "action": vector(spec.action, manifest.processing.action, manifest.processing.action_parts),
+        "images": str(image),
+        "state": vector(spec.state, recipe.state, recipe.state_parts, recipe.state_steps),
+        "action": vector(spec.action, recipe.action, recipe.action_parts, recipe.action_steps),
         "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"
         + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
         "hand-over": str(choose(policy=spec.to_dict())).removeprefix("hand-over "),

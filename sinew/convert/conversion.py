@@ -160,7 +160,7 @@ def _motion(spec: PolicySpec, processing: Processing) -> MotionSpec | None:
     """Return what actions are measured from where the processing says it: those that are added to the state here leave
     as targets in its numbers, and columns beside them (a gripper) were targets from the start."""
     steps = processing.action_steps
-    same = all(step.state_dims in ((), step.dims) for step in steps if step.reads)
+    same = all(step.reads in ((), step.dims) for step in steps)
     if any(step.reads for step in steps) and same and spec.action.dim == spec.state.dim:
         return MotionSpec("absolute")
     return None

@@ -19,7 +19,6 @@ from sinew.layers.linear import hold
 from sinew.layers.stores.codes import Codes
 from sinew.models import build_on_meta, mismatch, model_class
 from sinew.models.base import Model
-from sinew.processing.steps import size_after
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ def check_agreement(bundle: Bundle, model: Model) -> None:
     if model.grid is not None:
         patch, image = model.config.vision.patch_size, processing.image
         for camera in spec.cameras:
-            size = size_after(image, camera.height, camera.width)
+            size = image.size_after(camera.height, camera.width)
             if tuple(side // patch for side in size) != model.grid:
                 raise BundleError(
                     f"{bundle.path}: sinew.config: expected the patches of camera {camera.name}, whose frames become"

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.schema import VectorStep
 from sinew.core import RTC, SCHEDULES, Observation, ObservationError, PolicySpec
 from sinew.processing.arrays import numbers
+from sinew.steps.vector.base import VectorStep, turn_back
 
 BETA = 5.0  # Black et al. 2025: with five steps
 MAX_BETA = 1000.0
@@ -133,16 +133,10 @@ def continuation(
 
 
 def _turned_back(actions: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
-    """Return world units before ``apply_steps``. Raises :class:`ObservationError` for a step without an inverse."""
-    actions = actions.copy()
+    """Return world units before the steps. Raises :class:`ObservationError` for a step without an inverse."""
     for step in reversed(steps):
-        dims = list(step.dims)
-        if step.kind == "affine" and step.scale != 0:
-            actions[:, dims] = (actions[:, dims] - step.offset) / step.scale
-        elif step.kind == "add_state":
-            actions[:, dims] -= state[list(step.reads)]  # re-based on the state of the new frame
-        else:
+        if why := step.no_inverse:
             raise ObservationError(
-                "previous", "actions that can be turned back into the model's", f"a step {step.kind}"
+                "previous", "actions that can be turned back into the model's", f"a step {step.kind}: {why}"
             )
-    return actions
+    return turn_back(actions, steps, state)  # re-based on the state of the new frame

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sinew.bundle.schema import VectorStep
 from sinew.core import PolicySpec
 from sinew.processing.normalize import Normalizer, PartNormalizer
-from sinew.processing.vectors import apply_steps
+from sinew.steps.vector.base import VectorStep, apply_steps
 
 DEVIATIONS = 3.0  # standard deviations that count as the half width of a range
-MONOTONE = (
-    "affine",
-    "linear_to_angle",
-    "add_state",
-)  # steps that move the ends of a range to the ends of another
 FLOOR = 0.1  # of a half width, in units of the centre or of 1: joints that never moved in training have none
 
 
@@ -71,6 +65,6 @@ def unit_sizes(
         ]
     half = np.abs(ends[1] - ends[0]).max(axis=0) / 2
     for step in steps:
-        if step.kind not in MONOTONE:
+        if not step.monotone:
             half[list(step.dims)] = np.nan
     return [float(size) if np.isfinite(size) and size > 0 else None for size in half]

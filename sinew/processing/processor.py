@@ -18,7 +18,7 @@ from sinew.processing.continuation import Continuation, check_continuation, cont
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
 from sinew.processing.normalize import normalizer
 from sinew.processing.prompt import Prompter
-from sinew.processing.vectors import apply_steps
+from sinew.steps.vector.base import apply_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 
 from sinew import scratch
-from sinew.bundle.image_recipe import MAX_SIZE
 from sinew.core import MAX_SIDE, Observation, SinewError
 from sinew.records import arithmetic
 from sinew.records.archive import MAX_ARRAYS, MAX_BYTES, Archive
 from sinew.records.background_writer import BackgroundWriter, Entry
+from sinew.steps.base import MAX_SIZE
 
 MAX_NAME = 256  # characters of a camera's name in a file
 MAX_META = 1 << 20  # characters of JSON; a prompt of 65,536 takes at most 786,432

@@ -16,8 +16,8 @@ import numpy as np
 from sinew.core import ActionChunk, Observation, ObservationError, SinewError
 from sinew.processing import Processor
 from sinew.processing.arrays import numbers
-from sinew.processing.limits import MONOTONE, ranges
-from sinew.processing.vectors import apply_steps
+from sinew.processing.limits import ranges
+from sinew.steps.vector.base import apply_steps
 
 STATE_MARGIN = 20.0  # half widths of the training data from its centre; beyond, a state is refused
 WARN_MARGIN = 3.0  # and beyond this the reply carries a warning
@@ -57,7 +57,7 @@ class Safety:
         self._action_low, self._action_high = centre - action_margin * half, centre + action_margin * half
         self._names = self._spec.state.names or tuple(map(str, range(self._spec.state.dim)))
         for step in self._recipe.action_steps:
-            if step.kind not in MONOTONE:
+            if not step.monotone:
                 for bound, end in ((self._action_low, -np.inf), (self._action_high, np.inf)):
                     bound[..., list(step.dims)] = end
         relative = any(step.reads for step in self._recipe.action_steps)

@@ -30,6 +30,7 @@ from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
 from sinew.processing.normalize import STATISTICS as ORDER
+from sinew.steps.image.letterbox import Letterbox
 from sinew.vlacpp.file import FORMAT, VlacppFile
 
 STATISTICS = tuple(f"{what}_{stat}" for what in ("state", "action") for stat in ("mean", "std", "q01", "q99"))
@@ -114,7 +115,7 @@ def read(file: VlacppFile, options: Options) -> Conversion:
             max_prompt_tokens=max_tokens,
         ),
         processing=Processing(
-            image=ImageRecipe(height=side, width=side, pad=family.pad),
+            image=ImageRecipe(side, side, (Letterbox(side, side, pad=family.pad),)),
             prompt=replace(
                 family.prompt,
                 max_tokens=max_tokens,

@@ -1,4 +1,4 @@
-"""Bundles of format 1 load as they did."""
+"""Bundles of formats 1 and 2 load as they did."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from sinew.bundle import Bundle
-from sinew.bundle.schema import KEY_VERSION, Manifest
+from sinew.bundle.schema import KEY_VERSION, Manifest, Processing, from_builtins, to_json
 from sinew.bundle.upgrade import upgraded
+from sinew.cli import main
 from sinew.core import BundleError
-from sinew.policy import Policy
+from sinew.policy import Policy, load
 from sinew.solvers import FLOW
+from sinew.steps.image.letterbox import Letterbox
 from tests.golden import Golden
 
 LATER = {"config": ("norm", "activation", "qkv_bias", "qk_norm", "sub_norms"), "spec": ("solver",)}
@@ -49,7 +51,154 @@ def test_a_bundle_of_format_1_computes_the_same_bits(case, golden, smolvla_bundl
 
 def test_what_no_format_knows_is_refused_by_name(smolvla_bundle):
     metadata = dict(Bundle(smolvla_bundle("smolvla-2cam")).file.metadata)
-    with pytest.raises(BundleError, match=r"bundle format 99 is not supported \(this version reads 1 to 2\)"):
+    with pytest.raises(BundleError, match=r"bundle format 99 is not supported \(this version reads 1 to 3\)"):
         Manifest.from_metadata(metadata | {KEY_VERSION: 99})
-    assert upgraded({"language": {"family": "mamba"}}, 1) == {"language": {"family": "mamba"}}
-    assert upgraded({"language": {"family": "gemma"}}, 2) == {"language": {"family": "gemma"}}
+    for version, family in ((1, "mamba"), (2, "gemma")):
+        assert upgraded("config", {"language": {"family": family}}, version) == {
+            "language": {"family": family}
+        }
+
+
+# ----------------------------------------------------------------------------- format 2
+
+RECORDS = json.loads(
+    Path(__file__).with_name("processing-2.json").read_text()
+)  # as every converter wrote them
+MAKERS = {
+    "smolvla": "smolvla_bundle",
+    "pi0": "pi_bundle",
+    "groot": "groot_bundle",
+    "openvla": "openvla_bundle",
+    "vla-adapter": "openvla_bundle",
+    "bitvla": "openvla_bundle",
+    "vla-jepa": "jepa_bundle",
+    "evo1": "evo1_bundle",
+}
+
+
+def read_2(record: dict) -> Processing:
+    return from_builtins(upgraded("processing", record, 2), Processing, "sinew.processing")
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_record_of_format_2_is_what_its_converter_writes_today(case, request):
+    made = request.getfixturevalue(next(maker for start, maker in MAKERS.items() if case.startswith(start)))
+    found = Bundle(made if isinstance(made, Path) else made(case)).manifest.processing
+    assert read_2(RECORDS[case]) == found
+    assert upgraded("processing", json.loads(to_json(found)), 3) == json.loads(to_json(found))
+
+
+def test_a_letterbox_of_format_2_follows_the_steps():
+    record = RECORDS["openvla-oft"]
+    steps = [step["kind"] for step in record["image"]["steps"]]
+    image = read_2({**record, "image": {**record["image"], "resize": "letterbox", "pad": "center"}}).image
+    assert [step.kind for step in image.steps] == [*steps, "letterbox"]
+    assert image.steps[-1] == Letterbox(image.height, image.width, pad="center")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"resize": "stretch"}, "unknown field 'image.resize'"),
+        ({"sharpen": 1}, "unknown field 'image.sharpen'"),
+        ({"steps": [{"kind": "sharpen"}]}, "kind: expected one of .*, got 'sharpen' - at `.*steps"),
+        ({"steps": [{"kind": "jpeg", "speed": 1}]}, "unknown field 'image.steps.speed'"),
+        (
+            {"steps": [{"kind": "jpeg", "quality": "high"}]},
+            "jpeg: Expected `int`, got `str` - at `..quality`",
+        ),
+        ({"steps": [7]}, "expected a step, an object with its kind, got int"),
+        ({"steps": 7}, "Expected `array`, got `int`"),
+    ],
+)
+def test_what_format_2_did_not_know_is_refused_by_name(changes, said):
+    record = RECORDS["smolvla-2cam"]
+    with pytest.raises(BundleError, match=said):
+        read_2({**record, "image": {**record["image"], **changes}})
+
+
+# ----------------------------------------------------------------------------- sinew upgrade
+
+OLD = Path(__file__).with_name("format-2.gguf")  # the policy `egg` as format 2 wrote it
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    return Path(shutil.copyfile(OLD, tmp_path / "old.gguf"))
+
+
+def version(path: Path) -> int:
+    return Bundle(path).file.metadata[KEY_VERSION]
+
+
+def answers(path: Path) -> bytes:
+    policy = load(path, engine="eager", threads=1)
+    rng = np.random.default_rng(0)
+    frames = {c.name: rng.integers(0, 256, (c.height, c.width, 3), np.uint8) for c in policy.spec.cameras}
+    state = rng.standard_normal(policy.spec.state.dim).astype(np.float32)
+    found = [policy.infer({"images": frames, "state": state, "prompt": "go", "seed": n}) for n in range(3)]
+    return b"".join(each.actions.tobytes() for each in found)
+
+
+def test_an_upgraded_file_is_the_same_policy(old, capsys):
+    new = old.with_name("new.gguf")
+    before = old.read_bytes()
+    assert main(["upgrade", str(old), "--out", str(new)]) == 0
+    said = capsys.readouterr().out
+    assert f"{new.name}: format 2 to 3 (steps of frames and vectors" in said.replace("\n", " ")
+    assert (version(old), version(new), old.read_bytes()) == (2, 3, before)
+    assert Bundle(new).manifest == Bundle(old).manifest
+    assert Bundle(new).hashes == Bundle(old).hashes
+    assert Bundle(new).verify() == []
+    assert answers(new) == answers(old)
+    assert main(["upgrade", str(new)]) == 0
+    assert "of format 3 already; nothing was written" in capsys.readouterr().out
+
+
+def test_a_file_is_replaced_where_it_lies_and_a_link_stays_one(old, monkeypatch):
+    link = old.with_name("link.gguf")
+    link.symlink_to(old)
+    synced = []
+    monkeypatch.setattr("sinew.bundle.writer.os.fsync", synced.append)
+    wanted = Bundle(old).manifest
+    assert main(["upgrade", str(link)]) == 0
+    assert link.is_symlink()
+    assert version(old) == 3
+    assert Bundle(old).manifest == wanted
+    assert len(synced) == 2  # its bytes before it took its name, then the name
+    assert sorted(path.name for path in old.parent.iterdir()) == ["link.gguf", "old.gguf"]
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file(old, monkeypatch):
+    before = old.read_bytes()
+
+    def full(_file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sinew.bundle.writer.os.fsync", full)
+    assert main(["upgrade", str(old)]) == 1
+    assert old.read_bytes() == before
+    assert [path.name for path in old.parent.iterdir()] == ["old.gguf"]
+
+
+def test_what_cannot_be_upgraded_is_refused_by_name(old, capsys):
+    bundle, new = Bundle(old), old.with_name("new.gguf")
+    middle = max(bundle.infos.values(), key=lambda info: info.nbytes)
+    data = bytearray(old.read_bytes())
+    data[middle.offset + 7] ^= 1
+    damaged = old.with_name("damaged.gguf")
+    damaged.write_bytes(data)
+    new.write_bytes(b"mine")
+    other = old.with_name("other.gguf")
+    other.write_bytes(b"GGUF and nothing")
+    for arguments, said in (
+        ([old.parent], "expected a bundle's file, got a folder"),
+        ([old.parent / "none.gguf"], "expected a bundle's file, got none"),
+        ([old, "--out", new], "expected a file that is not there yet"),
+        ([damaged], f"1 tensors differ from what was written, {middle.name} first; nothing was written"),
+        ([other], "other.gguf"),
+    ):
+        assert main(["upgrade", *map(str, arguments)]) == 1
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert new.read_bytes() == b"mine"
+    assert version(old) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from sinew.convert import convert
 from sinew.convert.read.bpe import bpe_tokenizer
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.processing import Processor
-from sinew.processing.steps import apply_image_steps
 from tests.golden import Golden
 
 TAG = "oxe_droid_relative_eef_relative_joint"
@@ -72,9 +72,9 @@ def test_processing_equals_the_reference(case):
 def test_every_pixel_after_the_geometry(golden, groot_bundle, name):
     """The uint8 picture before the image processor's own resize."""
     recipe, g = Bundle(groot_bundle(name)).manifest.processing.image, Golden(golden / name)
-    geometry = type(recipe)(recipe.height, recipe.width, resize="none", steps=recipe.steps[:-1])
+    geometry = replace(recipe, steps=recipe.steps[:-1])
     for camera in g.cameras:
-        found = apply_image_steps(g.numpy(f"frame.{camera}"), geometry)
+        found = geometry.forward(g.numpy(f"frame.{camera}"))
         assert (found == g.numpy(f"image_uint8.{camera}").transpose(1, 2, 0)).all()
 
 
@@ -99,9 +99,9 @@ def test_other_geometries_of_the_files(golden, tmp_path, name, settings, changes
         edit(source / "processor_config.json", lambda record: record["processor_kwargs"].update(changes))
     recipe = converted(golden / name, source, tmp_path, settings=settings).processing.image
     g = Golden(golden / name)
-    geometry = type(recipe)(recipe.height, recipe.width, resize="none", steps=recipe.steps[:-1])
+    geometry = replace(recipe, steps=recipe.steps[:-1])
     for camera in g.cameras:
-        found = apply_image_steps(g.numpy(f"frame.{camera}"), geometry)
+        found = geometry.forward(g.numpy(f"frame.{camera}"))
         assert (found == g.numpy(f"alt.{alternative}.{camera}").transpose(1, 2, 0)).all()
 
 
@@ -109,7 +109,7 @@ def test_the_crop_of_nvidias_n15_configurations(golden, groot_bundle):
     manifest = Bundle(groot_bundle("groot-n15-nvidia")).manifest
     g = Golden(golden / "groot-n15")
     for camera in g.cameras:
-        found = apply_image_steps(g.numpy(f"frame.{camera}"), manifest.processing.image)
+        found = manifest.processing.image.forward(g.numpy(f"frame.{camera}"))
         assert (found == g.numpy(f"alt.nvidia_crop.{camera}").transpose(1, 2, 0)).all()
     assert "['" not in Processor(manifest).prompter.text("pick it up", np.zeros(9))  # LeRobot's own
     assert any("min_max assumed" in note for note in manifest.provenance.notes)

@@ -23,7 +23,7 @@ from sinew.convert import convert
 from sinew.core import ConvertError
 from sinew.families.pi.embodiments import OPENPI_CONFIGS
 from sinew.policy import Policy, load
-from sinew.processing.vectors import apply_steps
+from sinew.steps.vector.base import apply_steps
 from tests.convert.openpi_layout import DIM, write_checkpoint
 from tests.golden import assert_parity, integrate
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sinew.bundle import Bundle
-from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.core import BundleError, ObservationError, SinewError
 from sinew.engine.cuda.engine import CudaEngine
@@ -29,6 +29,8 @@ from sinew.models.base import Model
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Step
+from sinew.steps.image.jpeg import Jpeg
+from sinew.steps.image.letterbox import Letterbox
 from tests.engine.cuda.cuda_cases import Frozen
 from tests.engine.stand_ins import (
     KINDS,
@@ -89,10 +91,13 @@ def largest(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(got - wanted).max() / np.abs(wanted).max())
 
 
+RECIPE = ImageRecipe(SIDE, SIDE, (Letterbox(SIDE, SIDE),))
+
+
 def processing(model: Model) -> Processing:
     same = Normalization("identity")
     prompt = PromptRecipe(32, vocabulary(model), 0, padding_side="left")
-    return Processing(ImageRecipe(SIDE, SIDE), prompt, same, same, model.state_size, model.noise_shape[1])
+    return Processing(RECIPE, prompt, same, same, model.state_size, model.noise_shape[1])
 
 
 # ----------------------------------------------------------------------------- eager
@@ -275,14 +280,15 @@ def test_padding_on_the_wrong_side_is_seen(model):
 
 
 def test_recipes_that_the_device_does_not_know_stay_on_the_host():
-    plain = ImageRecipe(SIDE, SIDE)
-    assert Resize.supports(plain)
-    for other in (
-        replace(plain, steps=(ImageStep("jpeg"),)),
-        replace(plain, mean=(0.5,) * 6, std=(0.5,) * 6),
+    assert not Resize.why_not(RECIPE)
+    assert not Resize.why_not(replace(RECIPE, steps=()))
+    for other, why in (
+        (replace(RECIPE, steps=(Jpeg(),)), "JPEG 95: its library's order of sums"),
+        (replace(RECIPE, steps=(Jpeg(), *RECIPE.steps)), "2 steps"),
+        (replace(RECIPE, mean=(0.5,) * 6, std=(0.5,) * 6), "2 normalisations"),
     ):
-        assert not Resize.supports(other)
-        with pytest.raises(ValueError, match="resize on the host"):
+        assert why in Resize.why_not(other)
+        with pytest.raises(ValueError, match=f"{why}.*resize on the host"):
             Resize.of(SIDE, SIDE, other)
 
 

@@ -39,6 +39,7 @@ from sinew.serve.deploy import Given, deploy
 from sinew.serve.device_lock import DeviceLock
 from sinew.serve.supervise import Supervisor
 from sinew.sources.cache import Entry
+from sinew.steps.image.letterbox import Letterbox
 from tests import processes
 from tests.bundle.test_bundle import sources
 from tests.hostile import files
@@ -431,7 +432,7 @@ def test_panics_while_serving_are_errors_of_the_prompt(smolvla_bundle, golden, t
         ({"mean": (float("nan"), 0.5, 0.5)}, "numbers that are not finite"),
         ({"mean": ("a", 0.5, 0.5)}, r"Expected `float`, got `str` - at `\$.image.mean\[0\]`"),
         ({"std": (None, 0.5, 0.5)}, "Expected `float`, got `null`"),
-        ({"interpolation": "\ud800"}, "surrogates not allowed"),
+        ({"steps": (Letterbox(8, 8, "\ud800"),)}, "surrogates not allowed"),
     ],
 )
 def test_pixels_that_no_picture_has(smolvla_bundle, tmp_path, changes, message):

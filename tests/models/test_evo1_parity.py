@@ -10,7 +10,6 @@ import torch
 
 from sinew.families.evo1.model import Context
 from sinew.policy import Policy, load
-from sinew.processing.steps import apply_image_steps
 from tests.closeness import assert_close, rounding
 from tests.golden import Golden, assert_parity
 from tests.models.stages import evo1_observation as observation
@@ -68,7 +67,7 @@ def test_every_pixel_equals_the_reference(case):
     policy, g = case
     recipe = policy.manifest.processing.image
     for name, frame in observation(g).images.items():
-        found = np.ascontiguousarray(apply_image_steps(frame, recipe).transpose(2, 0, 1))
+        found = np.ascontiguousarray(recipe.forward(frame).transpose(2, 0, 1))
         if f"image_uint8.{name}" in g.tensors:
             assert (found == g.numpy(f"image_uint8.{name}")).all()
         else:

@@ -228,7 +228,7 @@ def test_the_first_layout_of_lerobots_pi0(golden, tmp_path):
     square = {name: frame[:56, :56] for name, frame in observation["images"].items()}
     expected = current.infer(observation | {"images": square}).actions
     assert (policy.infer(observation | {"images": square}).actions == expected).all()
-    assert policy.manifest.processing.image.pad == "top_left"
+    assert policy.manifest.processing.image.steps[0].pad == "top_left"
 
 
 def test_the_token_table_wins_over_a_head_that_differs(checkpoint, golden):

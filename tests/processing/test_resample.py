@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.processing.resample import resize_antialias, resize_area, resize_cut, resize_floats
+from sinew.steps.image.resample import resize_antialias, resize_area, resize_cut, resize_floats
 from tests.golden import Golden
 
 CAMERAS = ("exterior_image_1_left", "wrist_image_left")

@@ -7,24 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import PromptRecipe
 from sinew.core import ObservationError
 from sinew.processing.image import check_frame, empty_frame, prepare_frame
-from sinew.processing.jpeg import jpeg_round_trip
 from sinew.processing.prompt import Prompter
-from sinew.processing.resample import resize_antialias, resize_area
-from sinew.processing.tensorflow_image import centre_crop, resize_lanczos3, to_uint8
+from sinew.steps.image.centre_crop import CentreCrop
+from sinew.steps.image.jpeg import Jpeg, jpeg_round_trip
+from sinew.steps.image.resample import resize_antialias, resize_area
+from sinew.steps.image.resize import Resize
+from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
 
 SIZE = (24, 20)
-RESIZE = ImageStep("resize", *SIZE, other_sizes=True)
-CROP = ImageStep("centre_crop", *SIZE, area=0.9)
+RESIZE = Resize(*SIZE, other_sizes=True)
+CROP = CentreCrop(*SIZE, area=0.9)
 OPENVLA = ImageRecipe(
     *SIZE,
-    resize="none",
     mean=(0.48, 0.45, 0.4, 0.5, 0.5, 0.5),
     std=(0.23, 0.22, 0.21, 0.5, 0.5, 0.5),
-    steps=(ImageStep("jpeg", other_sizes=True), RESIZE, CROP),
+    steps=(Jpeg(other_sizes=True), RESIZE, CROP),
 )
 
 
@@ -56,8 +57,8 @@ def test_frames_of_the_right_size_skip_what_is_for_others(frame):
     ],
 )
 def test_methods(frame, method, function):
-    recipe = ImageRecipe(*SIZE, resize="none", steps=(replace(RESIZE, method=method),))
-    plain = ImageRecipe(*SIZE, resize="none")
+    recipe = ImageRecipe(*SIZE, steps=(replace(RESIZE, method=method),))
+    plain = ImageRecipe(*SIZE)
     np.testing.assert_array_equal(prepare_frame(frame, recipe), prepare_frame(function(frame, *SIZE), plain))
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from sinew.processing.jpeg import jpeg_round_trip
-from sinew.processing.tensorflow_image import (
+from sinew.steps.image.jpeg import jpeg_round_trip
+from sinew.steps.image.tensorflow import (
     centre_crop,
     crop_and_resize,
     resize_lanczos3,

@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.bundle.schema import Normalization, VectorPart, VectorStep
+from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import BundleError, PolicySpec, VectorSpec
 from sinew.processing.limits import unit_sizes
 from sinew.processing.normalize import Normalizer, PartNormalizer
-from sinew.processing.rotations import compose, from_6d, from_vector, to_6d, to_vector
-from sinew.processing.vectors import apply_steps
+from sinew.steps.vector.add_state import AddState
+from sinew.steps.vector.affine import Affine
+from sinew.steps.vector.base import apply_steps
+from sinew.steps.vector.compose_pose import ComposePose
+from sinew.steps.vector.rotations import compose, from_6d, from_vector, to_6d, to_vector
+from sinew.steps.vector.threshold import Threshold
 
 RANGE = Normalization(
     "min_max", {"min": (0.0, -1.0, 2.0), "max": (4.0, 1.0, 2.0)}, convention="gr00t", clip=True
@@ -41,9 +45,9 @@ def test_how_far_an_action_moves_when_the_output_moves_by_one():
 
     ends = Normalization("min_max", {"min": (0.0, -1.0), "max": (4.0, 1.0)})
     assert sizes(ends, 2) == [2.0, 1.0]
-    assert sizes(ends, 2, VectorStep("affine", (0,), scale=-3.0, offset=5.0)) == [6.0, 1.0]
-    assert sizes(ends, 2, VectorStep("add_state", (1,))) == [2.0, 1.0]
-    assert sizes(ends, 2, VectorStep("threshold", (1,))) == [2.0, None]
+    assert sizes(ends, 2, Affine((0,), scale=-3.0, offset=5.0)) == [6.0, 1.0]
+    assert sizes(ends, 2, AddState((1,))) == [2.0, 1.0]
+    assert sizes(ends, 2, Threshold((1,))) == [2.0, None]
     assert sizes(Normalization("mean_std", {"mean": (5.0,), "std": (0.5,)}), 1) == [0.5]
     assert sizes(Normalization("identity"), 2) == [1.0, 1.0]
     each = {"min": (0.0, 0.0, 10.0, 10.0), "max": (1.0, 2.0, 11.0, 18.0)}
@@ -52,7 +56,7 @@ def test_how_far_an_action_moves_when_the_output_moves_by_one():
         4.0,
     ]  # the widest row
     pose = Normalization("min_max", {"min": (-1.0,) * 9, "max": (1.0,) * 9})
-    assert sizes(pose, 9, VectorStep("compose_pose", tuple(range(9)))) == [None] * 9
+    assert sizes(pose, 9, ComposePose(tuple(range(9)))) == [None] * 9
 
 
 def test_statistics_of_each_step():
@@ -108,8 +112,8 @@ def test_poses_relative_to_the_state():
     turn, relative = rotations(1, 2)
     state = np.r_[7.0, 1, 2, 3, to_6d(turn)]  # a gripper, then the pose
     action = np.r_[0.1, 0.2, 0.3, to_6d(relative), 5.0][None]
-    pose = VectorStep("compose_pose", tuple(range(9)), state_dims=tuple(range(1, 10)))
-    add = VectorStep("add_state", (9,), state_dims=(0,))
+    pose = ComposePose(tuple(range(9)), state_dims=tuple(range(1, 10)))
+    add = AddState((9,), state_dims=(0,))
     found = apply_steps(action, (pose, add), state)[0]
     np.testing.assert_allclose(found[:3], turn @ [0.1, 0.2, 0.3] + [1, 2, 3], atol=1e-12)
     np.testing.assert_allclose(from_6d(found[3:9]), turn @ relative, atol=1e-12)

@@ -15,9 +15,9 @@ from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
-from sinew.bundle.schema import VectorStep
 from sinew.core import CancelledError, ObservationError, SinewError
 from sinew.policy import Policy, load
+from sinew.steps.vector.add_state import AddState
 from sinew.stream import LocalLink, Session, StreamSettings
 from sinew.stream.loops import READ, RUN, Loops
 from sinew.stream.session import Sample
@@ -247,7 +247,7 @@ def test_relative_actions_are_relative_to_the_state_that_the_model_saw(
     whole: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dims = tuple(range(min(whole.spec.action.dim, whole.spec.state.dim)))
-    relative = replace(whole.processor.recipe, action_steps=(VectorStep("add_state", dims),))
+    relative = replace(whole.processor.recipe, action_steps=(AddState(dims),))
     monkeypatch.setattr(whole.processor, "recipe", relative)
     images = {camera.name: np.zeros((8, 8, 3), np.uint8) for camera in whole.spec.cameras}
     seen = np.zeros(whole.spec.state.dim, np.float32)

@@ -15,7 +15,7 @@ from sinew.bundle.schema import Manifest
 from sinew.checks.wiring.finding import CANNOT_TELL, LOOKS_WRONG, WRONG, Finding
 from sinew.processing.limits import DEVIATIONS, ranges
 from sinew.processing.normalize import normalizer
-from sinew.processing.vectors import apply_steps
+from sinew.steps.vector.base import apply_steps
 
 GAIN = 12.0  # of the sum of squared deviations that an explanation has to save,
 LEFT = 0.5  # of the sum before it, that it may leave at most,

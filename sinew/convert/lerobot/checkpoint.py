@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import MAX_SIZE
-from sinew.bundle.schema import Normalization, VectorStep
+from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset
 from sinew.convert.lerobot.stats import (
@@ -43,6 +42,8 @@ from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import read_weights
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.processing.normalize import STATISTICS
+from sinew.steps.base import MAX_SIZE
+from sinew.steps.vector.base import VectorStep
 
 IMAGE_PREFIXES = ("observation.images.", "observation.")
 # Fields of every LeRobot configuration that say where and how to train, load or upload, not what to compute.

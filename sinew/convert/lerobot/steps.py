@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.schema import VectorStep
 from sinew.convert.read.files import read_json
 from sinew.core import ConvertError
+from sinew.steps.vector.add_state import AddState
+from sinew.steps.vector.base import VectorStep
 
 PRE, POST = "policy_preprocessor", "policy_postprocessor"
 STEP_KEYS = ("registry_name", "class", "config", "state_file", "artifacts")
@@ -169,4 +170,4 @@ def action_steps(
     dims = relative_dims(relative, action_dim, where)
     if action_dim > state_dim:
         raise ConvertError(f"{where}: expected a state of {action_dim} values or more, got {state_dim}")
-    return (VectorStep("add_state", dims),) if dims else ()
+    return (AddState(dims),) if dims else ()

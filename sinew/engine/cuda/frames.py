@@ -42,11 +42,7 @@ def runs(sizes: Sequence[Size]) -> list[Run]:
 def fits(recipe: ImageRecipe, model: Any) -> bool:
     """Return True if frames can go to the device raw: the recipe is one that the kernel knows, the image a whole
     number of patches, and the model's image tokens follow from one tower's features alone (``connect``)."""
-    if (
-        not Resize.supports(recipe)
-        or not hasattr(model, "connect")
-        or not isinstance(model.vision, PatchTower)
-    ):
+    if Resize.why_not(recipe) or not hasattr(model, "connect") or not isinstance(model.vision, PatchTower):
         return False
     patch = model.vision.config.patch_size
     return recipe.height % patch == 0 and recipe.width % patch == 0

@@ -210,7 +210,7 @@ def image_recipe(checkpoint: PrismaticCheckpoint, tower: ViTConfig) -> ImageReci
     except (KeyError, TypeError, ValueError) as error:
         raise ConvertError(f"{file}: image_mean, image_std: {error}") from None
     steps = openvla.image_steps(side, side, checkpoint.options)
-    return ImageRecipe(side, side, resize="none", mean=mean, std=std, steps=steps)
+    return ImageRecipe(side, side, mean=mean, std=std, steps=steps)
 
 
 # ----------------------------------------------------------------------------- ternary weights

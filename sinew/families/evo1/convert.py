@@ -200,9 +200,7 @@ def _processing(parts: Parts, config: Evo1Config, tokenizer: TokenizerFiles) -> 
     side = parts.side // (config.vision.patch_size * config.unshuffle)
     views = "".join(f"Image-{view + 1}: <img>{{image}}</img>\n" for view in range(parts.views))
     return Processing(
-        image=ImageRecipe(
-            parts.side, parts.side, resize="none", steps=(parts.resize,), mean=IMAGE_MEAN, std=IMAGE_STD
-        ),
+        image=ImageRecipe(parts.side, parts.side, steps=(parts.resize,), mean=IMAGE_MEAN, std=IMAGE_STD),
         prompt=PromptRecipe(
             max_tokens=parts.max_tokens,
             vocab_size=config.vocab_size,

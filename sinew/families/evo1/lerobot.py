@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from sinew.bundle.image_recipe import ImageStep
-from sinew.bundle.schema import Normalization, VectorStep
+from sinew.bundle.schema import Normalization
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
 from sinew.convert.lerobot.stats import ACTION, STATE
 from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, Step
 from sinew.convert.options import Options
 from sinew.core import ConvertError
 from sinew.families.evo1.parts import Parts, Sizes
+from sinew.steps.image.resize import Resize
+from sinew.steps.vector.base import VectorStep
+from sinew.steps.vector.threshold import Threshold
 
 GRIPPER = {
     "binarize_gripper": False,
@@ -101,7 +103,7 @@ def read(path: Path, options: Options) -> Parts:
         category=_category(checkpoint),
         max_tokens=checkpoint.size("max_text_length"),
         side=side,
-        resize=ImageStep("resize", height=side, width=side, method="bicubic_round"),
+        resize=Resize(height=side, width=side, method="bicubic_round"),
         every_row=False,
         sizes=Sizes(
             chunk=checkpoint.size("chunk_size"),
@@ -163,4 +165,4 @@ def _gripper(checkpoint: LeRobotCheckpoint, dim: int) -> tuple[VectorStep, ...]:
         for name in ("threshold", "below_threshold_value", "above_threshold_value")
     )
     index = checkpoint.size("gripper_index", low=0, high=dim - 1)
-    return (VectorStep("threshold", (index,), offset=threshold, below=below, above=above),)
+    return (Threshold((index,), offset=threshold, below=below, above=above),)

@@ -7,19 +7,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageStep
 from sinew.bundle.schema import Normalization
 from sinew.convert.options import Options
 from sinew.convert.read.record import Record
 from sinew.convert.read.torch_zip import read_torch
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.evo1.parts import Parts, Sizes
+from sinew.steps.image.resize import Resize
 
 WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
 LAYERS = 14  # of the language model, whatever the configuration says
 SIDE, VIEWS, TOKENS, STEPS = 448, 3, 1024, 50  # fixed in the server and the embedder
 VECTOR = 24  # numbers of every normalised vector of the server
-RESIZE = ImageStep("resize", height=SIDE, width=SIDE, method="cv_bilinear")
+RESIZE = Resize(height=SIDE, width=SIDE, method="cv_bilinear")
 VLM = "OpenGVLab/InternVL3-1B"
 EPS = 1e-8
 MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, str]]] = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinew.bundle.image_recipe import ImageStep
-from sinew.bundle.schema import Normalization, VectorStep
+from sinew.bundle.schema import Normalization
 from sinew.bundle.writer import TensorSource
 from sinew.core import CameraSpec, VectorSpec
+from sinew.steps.image.base import ImageStep
+from sinew.steps.vector.base import VectorStep
 
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinew.bundle.image_recipe import ImageStep
 from sinew.bundle.schema import PromptRecipe
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
@@ -33,6 +32,7 @@ from sinew.families.gr00t.images import image_recipe
 from sinew.families.gr00t.model import Gr00tEagleConfig
 from sinew.families.gr00t.weights import head_rules, siglip_rules
 from sinew.layers.vit import ViTConfig
+from sinew.steps.image.grid import Grid
 
 EAGLE_FILES = ["*.json", "merges.txt", "chat_template*"]
 PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
@@ -61,7 +61,7 @@ def n16(files: NvidiaFiles, eagle: Record, preprocessor: Record, eagle_processor
     area = eagle_processor["pixels_per_token"]
     unit = round(area**0.5)
     smallest, largest = (tokens * area for tokens in PIXEL_BOUNDS)
-    grid = ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method="pil_bicubic")
+    grid = Grid(unit=unit, min_pixels=smallest, max_pixels=largest, method="pil_bicubic")
     image, frames = image_recipe(files, preprocessor, grid)
     vision = eagle.part("vision_config")
     if vision.get("use_rope", True):

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.options import Options
@@ -21,6 +21,7 @@ from sinew.families.gr00t.head import HeadConfig
 from sinew.families.gr00t.model import SOLVER
 from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
 from sinew.layers.dit import DiTConfig
+from sinew.steps.base import MAX_SIZE
 
 LEROBOT_PREFIX = "_groot_model."
 TEXT_TOKENS = 256  # room for the instruction itself; upstream sets no limit

@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.convert.options import Options
 from sinew.convert.read.record import Record
 from sinew.core import ConvertError
 from sinew.families.gr00t.files import NvidiaFiles
-from sinew.processing.steps import size_after
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.crop import Crop
+from sinew.steps.image.resize import Resize
+from sinew.steps.image.short_side import ShortSide
+from sinew.steps.image.square import Square
 
 DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # of the processors' signatures, where the key is absent
 
@@ -38,10 +42,10 @@ def image_recipe(files: NvidiaFiles, vision: Record, grid: ImageStep) -> tuple[I
             f"{processor.path}: neither an image edge with a crop_fraction nor target and crop sizes"
         )
     if processor.get("use_albumentations"):
-        short = ImageStep("short_side", edge=edge, method="area")
-        steps: tuple[ImageStep, ...] = (short, ImageStep("crop", fraction=fraction), short)
+        short = ShortSide(edge=edge, method="area")
+        steps: tuple[ImageStep, ...] = (short, Crop(fraction=fraction), short)
         frames = _decide(frames, squared, edge)
-        steps = (ImageStep("square"), *steps) if squared else steps
+        steps = (Square(), *steps) if squared else steps
     else:
         transforms = options.setting("transforms", files.transforms)
         steps = _without_albumentations(processor, edge, fraction, squared, transforms)
@@ -73,20 +77,20 @@ def _without_albumentations(
     if transforms == "lerobot":
         cropped, final = round(edge * fraction), (target or [edge, edge])
         steps = (
-            ImageStep("resize", height=edge, width=edge, method="bicubic"),
-            ImageStep("crop", height=cropped, width=cropped),
-            ImageStep("resize", height=final[0], width=final[1], method="bicubic"),
+            Resize(height=edge, width=edge, method="bicubic"),
+            Crop(height=cropped, width=cropped),
+            Resize(height=final[0], width=final[1], method="bicubic"),
         )
     else:
         if not target or not crop:
             raise ConvertError(f"{processor.path}: image_target_size and image_crop_size are missing")
         steps = (
-            ImageStep("resize", height=target[0], width=target[1], method="bilinear"),
-            ImageStep("crop", height=crop[0], width=crop[1], rounded=True),
-            ImageStep("resize", height=target[0], width=target[1], method="bilinear"),
+            Resize(height=target[0], width=target[1], method="bilinear"),
+            Crop(height=crop[0], width=crop[1], rounded=True),
+            Resize(height=target[0], width=target[1], method="bilinear"),
         )
         squared = True if squared is None else squared  # these transforms always put bars
-    return (ImageStep("square"), *steps) if squared else steps
+    return (Square(), *steps) if squared else steps
 
 
 def with_grid(
@@ -94,8 +98,8 @@ def with_grid(
 ) -> ImageRecipe:
     """Return the recipe of ``steps`` followed by the image processor's own resize and normalisation."""
     mean, std = tuple(vision["image_mean"]), tuple(vision["image_std"])
-    recipe = ImageRecipe(0, 0, resize="none", steps=(*steps, grid), mean=mean, std=std)
-    height, width = size_after(recipe, *frames)
+    recipe = ImageRecipe(0, 0, steps=(*steps, grid), mean=mean, std=std)
+    height, width = recipe.size_after(*frames)
     return replace(recipe, height=height, width=width)
 
 

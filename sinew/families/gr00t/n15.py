@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import VectorPart
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
@@ -22,6 +22,8 @@ from sinew.core import CameraSpec, ConvertError
 from sinew.families.gr00t.files import Embodiment, Parts, choose, is_lerobot, model_type, nvidia_weights
 from sinew.families.gr00t.images import frame_size
 from sinew.families.gr00t.vectors import Vectors, min_max, named
+from sinew.steps.image.crop import Crop
+from sinew.steps.image.resize import Resize
 
 TAGS = {
     "new_embodiment": 31,
@@ -167,12 +169,12 @@ def parts(
 def image_recipe(preprocessor: Record, crop: bool) -> ImageRecipe:
     """Return the recipe of frames; crop: NVIDIA's, to 95 % of a frame first."""
     height, width = (preprocessor.part("size")[side] for side in ("height", "width"))
-    resize = ImageStep("resize", height=height, width=width, method="bicubic")
+    resize = Resize(height=height, width=width, method="bicubic")
     if crop:
-        resize = ImageStep("resize", height=height, width=width, method="bilinear_cut")
-    steps = (ImageStep("crop", fraction=CROP, rounded=True), resize) if crop else (resize,)
+        resize = Resize(height=height, width=width, method="bilinear_cut")
+    steps = (Crop(fraction=CROP, rounded=True), resize) if crop else (resize,)
     mean, std = tuple(preprocessor["image_mean"]), tuple(preprocessor["image_std"])
-    return ImageRecipe(height, width, resize="none", steps=steps, mean=mean, std=std)
+    return ImageRecipe(height, width, steps=steps, mean=mean, std=std)
 
 
 def _nvidia(path: Path, options: Options) -> Found:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.schema import VectorStep
 from sinew.bundle.writer import TensorSource
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema
 from sinew.convert.lerobot.steps import DEVICE, POST, POSTPROCESSOR, PRE, RELATIVE, Step
@@ -27,6 +26,8 @@ from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.gr00t import n15
 from sinew.families.gr00t.files import Embodiment, NvidiaFiles, choose, model_type, nvidia_weights, untied
 from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
+from sinew.steps.vector.base import VectorStep
+from sinew.steps.vector.threshold import Threshold
 
 PACK, ENCODE = "groot_n1_7_pack_inputs_v1", "groot_n1_7_vlm_encode_v1"
 DECODE, UNPACK = "groot_n1_7_action_decode_v1", "groot_action_unpack_unnormalize_v2"
@@ -98,7 +99,7 @@ GEOMETRY = {  # of ENCODE, where the key is absent
     "letter_box_transform": False,
 }
 ALIASES = {"wrist_image": "image2"}  # a base's camera -> the name that LeRobot's LIBERO data sets have for it
-LIBERO, GRIPPER = "libero", VectorStep("threshold", (), offset=0.5, below=1.0, above=-1.0)
+LIBERO, GRIPPER = "libero", Threshold((), offset=0.5, below=1.0, above=-1.0)
 
 
 def recognises(path: Path) -> bool:

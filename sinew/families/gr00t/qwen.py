@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from sinew.bundle.image_recipe import ImageStep
 from sinew.convert.chat_template import MARK, find_chat_template, render
 from sinew.convert.conversion import Conversion
 from sinew.convert.options import Options
@@ -20,7 +19,7 @@ from sinew.families.gr00t.model import Gr00tQwenConfig
 from sinew.families.gr00t.weights import head_rules, qwen_vision_rules
 from sinew.layers.qwen_vit import QwenViTConfig
 from sinew.layers.vit import ViTConfig
-from sinew.processing.steps import size_after
+from sinew.steps.image.grid import Grid
 
 ARCHITECTURE = "gr00t_n1_7"
 BACKBONE = r"backbone\.model\.model\."
@@ -61,7 +60,7 @@ def assemble(files: NvidiaFiles) -> Conversion:
 
     cameras = files.cameras(frames)
     for camera in cameras:
-        if (size := size_after(image, camera.height, camera.width)) != (image.height, image.width):
+        if (size := image.size_after(camera.height, camera.width)) != (image.height, image.width):
             raise ConvertError(
                 f"{processor.path}: expected frames of all cameras to become {image.height}x{image.width}, got"
                 f" {size[0]}x{size[1]} of {camera.name!r}, whose frames are {camera.height}x{camera.width}"
@@ -145,14 +144,14 @@ def position_sections(text: Record) -> tuple[int, int, int]:
     return time, row, column
 
 
-def grid_step(preprocessor: Record, unit: int, method: Literal["bicubic", "bicubic_float"]) -> ImageStep:
+def grid_step(preprocessor: Record, unit: int, method: Literal["bicubic", "bicubic_float"]) -> Grid:
     """Return the image processor's own resize, to multiples of ``unit`` pixels."""
     size = preprocessor.get("size", {})
     smallest = size.get("shortest_edge", preprocessor.get("min_pixels"))
     largest = size.get("longest_edge", preprocessor.get("max_pixels"))
     if smallest is None or largest is None:
         raise ConvertError(f"{preprocessor.path}: no size.shortest_edge and longest_edge")
-    return ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method=method)
+    return Grid(unit=unit, min_pixels=smallest, max_pixels=largest, method=method)
 
 
 def vision_config(vision: Record) -> QwenViTConfig:

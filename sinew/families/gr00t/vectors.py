@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from sinew.bundle.schema import Normalization, VectorPart, VectorStep
+from sinew.bundle.schema import Normalization, VectorPart
 from sinew.core import ConvertError, VectorSpec
+from sinew.steps.vector.add_state import AddState
+from sinew.steps.vector.base import VectorStep
+from sinew.steps.vector.compose_pose import ComposePose
 
 POSES = {"XYZ_ROT6D": 9, "XYZ_ROTVEC": 6}
 
@@ -180,14 +183,14 @@ def _relative(
         )
     dims, state_dims = tuple(range(start, start + dim)), tuple(range(part.start, part.stop))
     if config.get("type") == "NON_EEF":
-        return VectorStep("add_state", dims, state_dims=state_dims)
+        return AddState(dims, state_dims=state_dims)
     form = str(config.get("format"))
     if config.get("type") != "EEF" or POSES.get(form) != dim:
         raise ConvertError(
             f"{modalities.where}: relative action {key!r} of {dim} values: expected NON_EEF, or EEF as"
             f" {' or '.join(POSES)}, got {config.get('type')} as {form}"
         )
-    return VectorStep("compose_pose", dims, state_dims=state_dims)
+    return ComposePose(dims, state_dims=state_dims)
 
 
 def _offsets(parts: Sequence[VectorPart]) -> list[slice]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
@@ -39,6 +39,10 @@ from sinew.families.openvla.prismatic import (
 )
 from sinew.layers.decoder import DecoderConfig
 from sinew.solvers import SINGLE
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.centre_crop import CentreCrop
+from sinew.steps.image.jpeg import Jpeg
+from sinew.steps.image.resize import Resize
 
 NAMES = ("openvla",)
 OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
@@ -388,14 +392,14 @@ def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
     except (KeyError, TypeError) as error:
         raise ConvertError(f"{file}: tvf_normalize_params: {error}") from None
     steps = image_steps(height, width, checkpoint.options)
-    return ImageRecipe(height, width, resize="none", mean=mean, std=std, steps=steps)
+    return ImageRecipe(height, width, mean=mean, std=std, steps=steps)
 
 
 def image_steps(height: int, width: int, options: Options) -> tuple[ImageStep, ...]:
-    steps = (
-        ImageStep("jpeg", other_sizes=True),
-        ImageStep("resize", height, width, method="lanczos3", other_sizes=True),
+    steps: tuple[ImageStep, ...] = (
+        Jpeg(other_sizes=True),
+        Resize(height, width, method="lanczos3", other_sizes=True),
     )
     if not options.setting("center_crop", True):
         return steps
-    return (*steps, ImageStep("centre_crop", height, width, area=CROP_AREA))
+    return (*steps, CentreCrop(height, width, area=CROP_AREA))

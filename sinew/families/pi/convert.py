@@ -24,6 +24,7 @@ from sinew.core import ConvertError, PolicySpec
 from sinew.families.pi.model import PI0Config
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
+from sinew.steps.image.letterbox import Letterbox
 
 NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
 VARIANTS = {
@@ -320,7 +321,7 @@ def processing(
 ) -> Processing:
     if checkpoint.image_mode() != "IDENTITY":
         raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
-    old = compat == "lerobot-0.4"
+    old, side = compat == "lerobot-0.4", config.vision.image_size
     prompt = PromptRecipe(
         max_tokens=checkpoint.max_tokens,
         vocab_size=config.vocab_size,
@@ -340,11 +341,17 @@ def processing(
         )
     return Processing(
         image=ImageRecipe(
-            height=config.vision.image_size,
-            width=config.vision.image_size,
-            pad="top_left" if old_layout else "center",
-            # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
-            pad_value=-1.0 if old and not old_layout else 0.0,
+            side,
+            side,
+            (
+                Letterbox(
+                    side,
+                    side,
+                    pad="top_left" if old_layout else "center",
+                    # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
+                    pad_value=-1.0 if old and not old_layout else 0.0,
+                ),
+            ),
         ),
         prompt=prompt,
         state=checkpoint.normalization(STATE, "STATE"),

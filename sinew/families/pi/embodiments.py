@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sinew.bundle.schema import VectorStep
 from sinew.core import KeyMap, VectorSpec
+from sinew.steps.vector.affine import Affine
+from sinew.steps.vector.base import VectorStep
+from sinew.steps.vector.linear_to_angle import LinearToAngle
 
 BASE, LEFT, RIGHT = "base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb"
 
@@ -36,7 +38,7 @@ def _joints(side: str) -> tuple[str, ...]:
 # The robot measures a gripper's opening in linear units between 0.01844 and 0.05800 m and takes commands on
 # the scale of its joint; the model was trained on the servo's angle on the scale [0.5476, 1.6296] rad.
 _ALOHA_FLIPPED, _ALOHA_GRIPPERS = (1, 2, 8, 9), (6, 13)
-_FLIP = VectorStep("affine", _ALOHA_FLIPPED, scale=-1.0)
+_FLIP = Affine(_ALOHA_FLIPPED, scale=-1.0)
 ALOHA = Embodiment(
     name="aloha",
     cameras=(BASE, LEFT, RIGHT),
@@ -52,16 +54,13 @@ ALOHA = Embodiment(
     relative=(0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12),
     state_steps=(
         _FLIP,
-        VectorStep("affine", _ALOHA_GRIPPERS, scale=0.05800 - 0.01844, offset=0.01844),
-        VectorStep("linear_to_angle", _ALOHA_GRIPPERS, arm=0.036, horn=0.022),
-        VectorStep(
-            "affine", _ALOHA_GRIPPERS, scale=1 / (1.6296 - 0.5476), offset=-0.5476 / (1.6296 - 0.5476)
-        ),
+        Affine(_ALOHA_GRIPPERS, scale=0.05800 - 0.01844, offset=0.01844),
+        LinearToAngle(_ALOHA_GRIPPERS, arm=0.036, horn=0.022),
+        Affine(_ALOHA_GRIPPERS, scale=1 / (1.6296 - 0.5476), offset=-0.5476 / (1.6296 - 0.5476)),
     ),
     action_steps=(
         _FLIP,
-        VectorStep(
-            "affine",
+        Affine(
             _ALOHA_GRIPPERS,
             scale=1 / (1.4910 + 0.6213),
             offset=(0.5476 + 0.6213) / (1.4910 + 0.6213),

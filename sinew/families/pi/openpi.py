@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorStep
+from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
 from sinew.bundle.writer import TensorSource
 from sinew.convert.conversion import Conversion
 from sinew.convert.lm_head import LM_HEAD_SETTING
@@ -25,6 +25,8 @@ from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.pi.convert import PREFIXES, model_config, paligemma_head, tensors, with_end
 from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
 from sinew.families.pi.jax import read_params
+from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.vector.add_state import AddState
 
 SIDE, ACTION_DIM = 224, 32
 PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
@@ -88,7 +90,7 @@ def read(path: Path, options: Options) -> Conversion:
     head = paligemma_head(options, weights, tokenizer)
     config = replace(config, lm_head=head.kind)
     processing = Processing(
-        image=ImageRecipe(height=side, width=side, pad="center", interpolation="pil_bilinear"),
+        image=ImageRecipe(side, side, (Letterbox(side, side, "pil_bilinear", "center"),)),
         prompt=prompt_recipe(published, config.vocab_size, tokenizer.pad_token_id or 0),
         state=normalization(stats_file, "state", robot.state.dim, published.pi05),
         action=normalization(stats_file, "actions", robot.action.dim, published.pi05),
@@ -98,7 +100,7 @@ def read(path: Path, options: Options) -> Conversion:
         empty_cameras=3 - len(robot.cameras),
         state_steps=robot.state_steps,
         action_steps=(
-            *((VectorStep("add_state", robot.relative),) if published.relative_actions else ()),
+            *((AddState(robot.relative),) if published.relative_actions else ()),
             *robot.action_steps,
         ),
     )

@@ -24,6 +24,7 @@ from sinew.core import CameraSpec, ConvertError, PolicySpec
 from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
+from sinew.steps.image.letterbox import Letterbox
 
 ROPE_THETA = 10_000.0  # fixed in LeRobot's apply_rope; the language model's own rope_theta is not read
 VISION_EPS = 1e-6
@@ -258,9 +259,7 @@ def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int
         raise ConvertError(f"pad_language_to {padding!r} is neither 'longest' nor 'max_length'")
     return Processing(
         image=ImageRecipe(
-            height=height,
-            width=width,
-            resize="letterbox" if checkpoint["resize_imgs_with_padding"] else "none",
+            height, width, (Letterbox(height, width),) if checkpoint["resize_imgs_with_padding"] else ()
         ),
         prompt=PromptRecipe(
             max_tokens=checkpoint.max_tokens,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sinew.bundle.image_recipe import ImageRecipe, ImageStep
-from sinew.bundle.schema import Normalization, Processing, PromptRecipe, VectorStep
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.convert.chat_template import MARK, render
 from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
 from sinew.convert.lerobot.steps import POST, PRE
@@ -18,7 +18,9 @@ from sinew.convert.read.record import Record
 from sinew.convert.tokenizer_files import TokenizerFiles
 from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.gr00t.files import token_prompt
-from sinew.processing.steps import size_after
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.resize import Resize
+from sinew.steps.vector.threshold import Threshold
 
 PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
 SNAP, BINARIZE = "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper"
@@ -63,16 +65,15 @@ def image_recipe(checkpoint: LeRobotCheckpoint, processor: Record, grid: ImageSt
         if not isinstance(size, list) or len(size) != 2:
             raise ConvertError(f"{checkpoint.file}: resize_images_to: expected [height, width], got {size!r}")
         height, width = (checkpoint.size("resize_images_to", side) for side in size)
-        steps = (ImageStep("resize", height, width, method="area_float"), grid)
+        steps = (Resize(height, width, method="area_float"), grid)
     recipe = ImageRecipe(
         0,
         0,
-        resize="none",
         steps=steps,
         mean=tuple(processor["image_mean"]),
         std=tuple(processor["image_std"]),
     )
-    sizes = {camera.name: size_after(recipe, *_frame(camera)) for camera in checkpoint.cameras}
+    sizes = {camera.name: recipe.size_after(*_frame(camera)) for camera in checkpoint.cameras}
     if len(set(sizes.values())) > 1:
         raise ConvertError(
             f"{checkpoint.file}: resize_images_to: expected one size for all cameras, whose frames become"
@@ -188,7 +189,7 @@ def processing(
     steps = checkpoint.action_steps() if has_state else ()
     if BINARIZE in named:
         dim, threshold = gripper(checkpoint, BINARIZE, vectors[1].dim)
-        steps = (*steps, VectorStep("threshold", (dim,), offset=threshold))
+        steps = (*steps, Threshold((dim,), offset=threshold))
     return Processing(
         image=image,
         prompt=prompt,

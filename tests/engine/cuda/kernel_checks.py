@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sinew.bundle.schema import ImageRecipe
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.engine.cuda.kernels import KERNELS, Workspace
 from sinew.engine.cuda.kernels.fp8_quantize import NEEDS
 from sinew.engine.cuda.kernels.lang import triton
@@ -27,6 +27,7 @@ from sinew.engine.cuda.kernels.splitk_linear import statistics_reference
 from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT
 from sinew.engine.cuda.tune.tuning import capability
 from sinew.processing.image import prepare_frame
+from sinew.steps.image.letterbox import Letterbox
 from tests.engine.cuda import kernel_row_checks
 from tests.engine.cuda.kernel_tensors import (
     DEVICE,
@@ -242,15 +243,8 @@ def preprocess(
     module: ModuleType, dtype, device, size=(11, 14), to=(8, 12), exact=True, pad="center", patch=4, views=1
 ) -> None:
     """Against the reference and against ``sinew.processing``: for float32 the bound there is 1e-6 of a unit range."""
-    recipe = ImageRecipe(
-        height=to[0],
-        width=to[1],
-        interpolation="pil_bilinear" if exact else "bilinear",
-        pad=pad,
-        pad_value=0.0 if exact else -1.0,
-        mean=(0.5, 0.4, 0.3),
-        std=(0.5, 0.6, 0.7),
-    )
+    box = Letterbox(*to, "pil_bilinear" if exact else "bilinear", pad, 0.0 if exact else -1.0)
+    recipe = ImageRecipe(*to, (box,), mean=(0.5, 0.4, 0.3), std=(0.5, 0.6, 0.7))
     frames = np.random.default_rng(0).integers(0, 256, (views, *size, 3), dtype=np.uint8)
     resize = Resize.of(*size, recipe, device)
     images = torch.from_numpy(frames).to(device)

@@ -10,7 +10,8 @@ from collections import Counter
 import pytest
 import torch
 
-from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
 from sinew.engine.cuda.fused.fuse import ON_CUDA, fuse
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.graphs import Calls
@@ -21,6 +22,7 @@ from sinew.engine.cuda.tune import tuning
 from sinew.engine.cuda.tune.tiles import ARCHITECTURES, SHARED_MEMORY, TILES, candidates, has_work
 from sinew.engine.plan.plan import Plan
 from sinew.perf.program import preset
+from sinew.steps.image.letterbox import Letterbox
 
 pytest.importorskip("triton")
 META = torch.device("meta")
@@ -102,7 +104,7 @@ def processing_of(side: int) -> Processing:
     """As the published checkpoints have it: openpi's resize for 224, LeRobot's for 512."""
     exact, pad = ("pil_bilinear", "center") if side == 224 else ("bilinear", "top_left")
     prompt = PromptRecipe(max_tokens=256, vocab_size=100, pad_token_id=0)
-    image = ImageRecipe(side, side, interpolation=exact, pad=pad)
+    image = ImageRecipe(side, side, (Letterbox(side, side, exact, pad),))
     return Processing(image, prompt, IDENTITY, IDENTITY, 32, 32)
 
 

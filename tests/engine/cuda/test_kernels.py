@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinew.bundle.schema import ImageRecipe
+from sinew.bundle.image_recipe import ImageRecipe
 from sinew.engine.cuda.kernels import KERNELS
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.kernels.resize_tables import Resize
@@ -24,6 +24,7 @@ from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderConfig, GatedMLP
 from sinew.layers.norm import AdaRMSNorm, Modulation, rms_normalize
 from sinew.layers.rope import Rotation
 from sinew.processing.image import prepare_frame
+from sinew.steps.image.letterbox import Letterbox
 from tests.engine.cuda.kernel_checks import (
     AT_ONCE,
     CHECKS,
@@ -313,7 +314,8 @@ def test_reference_of_the_attention_is_the_layer() -> None:
 def test_reference_of_the_preprocessing_is_the_processor(size: tuple[int, int], exact: bool) -> None:
     """Pillow's part to the bit: an error of one in 255 would be 8e-3."""
     interpolation = "pil_bilinear" if exact else "bilinear"
-    recipe = ImageRecipe(height=224, width=224, interpolation=interpolation, pad_value=0.0 if exact else 0.25)  # type: ignore[arg-type]
+    box = Letterbox(224, 224, interpolation, pad_value=0.0 if exact else 0.25)  # type: ignore[arg-type]
+    recipe = ImageRecipe(224, 224, (box,))
     frame = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
     reference = KERNELS["preprocess"].reference(torch.from_numpy(frame[None]), Resize.of(*size, recipe))
     assert np.abs(reference[0].numpy() - prepare_frame(frame, recipe)).max() <= 1e-6

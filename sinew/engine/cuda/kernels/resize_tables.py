@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # kernels import on a GPU machine that has torch and triton alone
-    from sinew.bundle.schema import ImageRecipe
+    from sinew.bundle.image_recipe import ImageRecipe
 
 PLACES = 22  # Pillow's 32 bits less 8 of a pixel and 2 of headroom
 
@@ -54,29 +54,30 @@ class Resize:
     exact: bool  # integer weights
 
     @staticmethod
-    def supports(recipe: ImageRecipe) -> bool:
-        """Return True if tables can express a recipe. Engines resize on the host what they cannot."""
-        return not recipe.steps and recipe.channels == 3
+    def why_not(recipe: ImageRecipe) -> str:
+        """Return why tables cannot express a recipe, which engines then resize on the host; "" where they can."""
+        if recipe.channels != 3:
+            return f"{recipe.channels // 3} normalisations of each picture"
+        if len(recipe.steps) > 1:
+            return f"{len(recipe.steps)} steps"
+        return next((f"{step}: {why}" for step in recipe.steps if (why := step.on_host)), "")
 
     @classmethod
     def of(cls, height: int, width: int, recipe: ImageRecipe, device: torch.device | str = "cpu") -> Resize:
-        from sinew.processing.image import inner_size
+        from sinew.steps.image.letterbox import Letterbox
 
-        if not cls.supports(recipe):
-            raise ValueError(
-                "recipe: expected no steps and one normalisation, got others: resize on the host"
-            )
-        exact = recipe.resize == "letterbox" and recipe.interpolation == "pil_bilinear"
-        inner = (height, width) if recipe.resize == "none" else inner_size(height, width, recipe)
-        if recipe.resize == "none" and inner != (recipe.height, recipe.width):
+        if why := cls.why_not(recipe):
+            raise ValueError(f"recipe: expected a letterbox alone, got {why}: resize on the host")
+        box = recipe.steps[0] if recipe.steps else Letterbox(recipe.height, recipe.width)
+        assert isinstance(box, Letterbox)  # the one step that a device knows
+        if not recipe.steps and (height, width) != box.fixed:
             raise ValueError(f"frame: expected {recipe.height} x {recipe.width}, got {height} x {width}")
-        spare = recipe.height - inner[0], recipe.width - inner[1]
-        centred = exact or recipe.pad == "center"  # the Pillow form centres whatever the recipe says
-        top, left = (spare[0] // 2, spare[1] // 2) if centred else spare
+        exact = box.interpolation == "pil_bilinear"
+        inner = box.inner(height, width)
+        top, left = box.corner(inner)
         make = pillow_axis if exact else linear_axis
         mean, std = np.asarray(recipe.mean, np.float64), np.asarray(recipe.std, np.float64)
-        bars = 0.0 if exact else recipe.pad_value
-        affine = np.stack([1 / (255 * std), -mean / std, (bars - mean) / std], axis=1)
+        affine = np.stack([1 / (255 * std), -mean / std, (box.bars - mean) / std], axis=1)
         return cls(
             (height, width),
             (recipe.height, recipe.width),

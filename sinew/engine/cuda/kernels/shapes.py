@@ -301,15 +301,12 @@ def arguments(
 
 
 def recipe(problem: Problem) -> ImageRecipe:
-    from sinew.bundle.schema import ImageRecipe
+    from sinew.bundle.image_recipe import ImageRecipe
+    from sinew.steps.image.letterbox import Letterbox
 
     s = problem.sizes
-    return ImageRecipe(
-        height=s["side"],
-        width=s["side"],
-        interpolation="pil_bilinear" if s["exact"] else "bilinear",
-        pad="center" if s["exact"] else "top_left",
-    )
+    shape = ("pil_bilinear", "center") if s["exact"] else ("bilinear", "top_left")
+    return ImageRecipe(s["side"], s["side"], (Letterbox(s["side"], s["side"], *shape),))
 
 
 def dims(problem: Problem) -> tuple[int, ...]:

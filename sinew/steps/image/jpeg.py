@@ -10,9 +10,15 @@ Source of the arithmetic: libjpeg (IJG) jccolor, jcsample, jfdctint, jcdctmgr, j
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
+
+from sinew.steps.base import within
+from sinew.steps.image.base import ImageStep
 
 SCALE_BITS = 16  # fixed point of the colour transforms
 HALF = 1 << (SCALE_BITS - 1)
@@ -33,6 +39,28 @@ LUMA = np.array(  # Annex K of ITU-T T.81, table K.1
 )
 CHROMA = np.full((8, 8), 99)  # table K.2
 CHROMA[:4, :4] = [[17, 18, 24, 47], [18, 21, 26, 66], [24, 26, 56, 99], [47, 66, 99, 99]]
+
+
+@dataclass(frozen=True)
+class Jpeg(ImageStep):
+    """Written as JPEG of this ``quality`` and read again."""
+
+    quality: int = 95
+    other_sizes: bool = False
+    kind: Literal["jpeg"] = field(default="jpeg", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from within("quality", self.quality, 1, 100)
+
+    @property
+    def keeps_size(self) -> bool:
+        return True
+
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        return jpeg_round_trip(frame, self.quality)
+
+    def __str__(self) -> str:
+        return f"JPEG {self.quality}"
 
 
 def jpeg_round_trip(frame: np.ndarray, quality: int = 95) -> np.ndarray:

@@ -11,19 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from sinew.steps.image.base import to_unit
+
 
 def to_planes(frame: np.ndarray) -> np.ndarray:
     """uint8 or float32 [h, w, C] -> float32 [C, h, w] in [0, 1]."""
     return to_unit(np.ascontiguousarray(frame.transpose(2, 0, 1)))
-
-
-def to_unit(array: np.ndarray) -> np.ndarray:
-    """uint8 0 .. 255 -> float32 in [0, 1]; float32 as it is."""
-    if array.dtype != np.uint8:
-        return array
-    out = array.astype(np.float32)
-    out /= np.float32(255)
-    return out
 
 
 def resize_bilinear(frame: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -1,0 +1,50 @@
+"""The middle of a frame, its pixels as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.base import MAX_SIZE, within
+from sinew.steps.image.base import ImageStep
+
+
+@dataclass(frozen=True)
+class Crop(ImageStep):
+    """This ``fraction`` of both sides, cut to whole pixels, or ``height`` x ``width`` where it is 0.
+
+    rounded: its place is rounded (torchvision's), not cut (albumentations').
+    """
+
+    height: int = 0
+    width: int = 0
+    fraction: float = 0.0
+    rounded: bool = False
+    kind: Literal["crop"] = field(default="crop", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        if self.fraction == 0:
+            for name, side in (("height", self.height), ("width", self.width)):
+                yield from within(name, side, 1, MAX_SIZE)
+        elif not 0 < self.fraction <= 1:
+            yield f"fraction: expected a part of both sides, above 0 and at most 1, got {self.fraction:g}"
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        if self.fraction:
+            return max(int(height * self.fraction), 1), max(int(width * self.fraction), 1)
+        return min(self.height, height), min(self.width, width)
+
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        height, width = frame.shape[:2]
+        to_height, to_width = self.size(height, width)
+        spare = height - to_height, width - to_width
+        top, left = (round(n / 2) if self.rounded else n // 2 for n in spare)
+        return frame[top : top + to_height, left : left + to_width]
+
+    def __str__(self) -> str:
+        if self.fraction:
+            return f"middle {self.fraction:.0%} of both sides"
+        return f"middle {self.height}x{self.width}"

@@ -1,0 +1,52 @@
+"""The resize of Qwen's image processors: whole patches, and as many as they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.base import MAX_SIZE, within
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.methods import Method, resize, takes
+
+
+@dataclass(frozen=True)
+class Grid(ImageStep):
+    """Both sides become multiples of ``unit``, with ``min_pixels`` to ``max_pixels`` in all, by ``method``."""
+
+    unit: int
+    min_pixels: int
+    max_pixels: int
+    method: Method = "lanczos3"
+    kind: Literal["grid"] = field(default="grid", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from within("unit", self.unit, 1, MAX_SIZE)
+        yield from within("max_pixels", self.max_pixels, 1, MAX_SIZE**2)
+        yield from within("min_pixels", self.min_pixels, 1, max(self.max_pixels, 1))
+
+    @property
+    def takes(self) -> Literal["bytes", "floats"]:
+        return takes(self.method)
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the sides that Qwen's ``smart_resize`` chooses."""
+        unit = self.unit
+        rows, cols = max(round(height / unit), 1) * unit, max(round(width / unit), 1) * unit
+        if rows * cols > self.max_pixels:
+            ratio = math.sqrt(height * width / self.max_pixels)
+            rows, cols = (max(math.floor(side / ratio / unit), 1) * unit for side in (height, width))
+        elif rows * cols < self.min_pixels:
+            ratio = math.sqrt(self.min_pixels / (height * width))
+            rows, cols = (math.ceil(side * ratio / unit) * unit for side in (height, width))
+        return rows, cols
+
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        return resize(frame, *self.size(*frame.shape[:2]), self.method)
+
+    def __str__(self) -> str:
+        return f"{self.method} to multiples of {self.unit}"

@@ -1,0 +1,107 @@
+"""A frame of a fixed size that keeps its aspect ratio, with bars where that leaves room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.base import MAX_SIZE, within
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.bilinear import resize_bilinear, to_planes
+
+
+@dataclass(frozen=True)
+class Letterbox(ImageStep):
+    """To ``height`` x ``width``, resized as far as the aspect ratio allows.
+
+    interpolation: "bilinear" has half-pixel centres, no antialiasing and float results (torch's default);
+            "pil_bilinear" is Pillow's on uint8, antialiased when it shrinks, its bars black and to both sides
+            (openpi's clients and server).
+    pad:    where the picture is: "top_left" has all bars before it (LeRobot SmolVLA), "center" to both sides (openpi).
+    pad_value: of the bars, where pixels are in [0, 1].
+    """
+
+    height: int
+    width: int
+    interpolation: Literal["bilinear", "pil_bilinear"] = "bilinear"
+    pad: Literal["top_left", "center"] = "top_left"
+    pad_value: float = 0.0
+    kind: Literal["letterbox"] = field(default="letterbox", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        for name, side in (("height", self.height), ("width", self.width)):
+            yield from within(name, side, 1, MAX_SIZE)
+        if not math.isfinite(self.pad_value):
+            yield f"pad_value: expected a finite number, got {self.pad_value}"
+
+    @property
+    def takes(self) -> Literal["either"]:
+        return "either"
+
+    @property
+    def on_host(self) -> str:
+        return ""
+
+    @property
+    def fixed(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    @property
+    def centred(self) -> bool:
+        """Return True where bars go to both sides."""
+        return self.pad == "center" or self.interpolation == "pil_bilinear"
+
+    @property
+    def bars(self) -> float:
+        """Return the value of the bars, where pixels are in [0, 1]."""
+        return 0.0 if self.interpolation == "pil_bilinear" else self.pad_value
+
+    def inner(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size of the picture between the bars: the frame's divided by the larger ratio, cut.
+
+        So LeRobot's and openpi's ``resize_with_pad`` round it.
+        """
+        ratio = max(width / self.width, height / self.height)
+        return max(int(height / ratio), 1), max(int(width / ratio), 1)
+
+    def corner(self, inner: tuple[int, int]) -> tuple[int, int]:
+        """Return the row and column where a picture of this size begins."""
+        spare = self.height - inner[0], self.width - inner[1]
+        return (spare[0] // 2, spare[1] // 2) if self.centred else spare
+
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        """uint8 or float32 in [0, 1] [h, w, 3] -> float32 [height, width, 3]; uint8 by Pillow."""
+        if self.interpolation == "pil_bilinear":
+            return self._pillow(frame if frame.dtype == np.uint8 else (frame * 255).astype(np.uint8))
+        height, width = frame.shape[:2]
+        inner = self.inner(height, width)
+        planes = to_planes(frame) if inner == (height, width) else resize_bilinear(frame, *inner)
+        if inner != self.fixed:
+            top, left = self.corner(inner)
+            bottom, right = top + inner[0], left + inner[1]
+            out = np.empty((3, *self.fixed), np.float32)
+            out[:, :top] = out[:, bottom:] = out[:, :, :left] = out[:, :, right:] = self.pad_value
+            out[:, top:bottom, left:right] = planes
+            planes = out
+        return planes.transpose(1, 2, 0)
+
+    def _pillow(self, frame: np.ndarray) -> np.ndarray:
+        from PIL import Image  # here: the CUDA engine resizes on the device
+
+        height, width = frame.shape[:2]
+        if (height, width) == self.fixed:
+            return frame
+        inner = self.inner(height, width)
+        top, left = self.corner(inner)
+        resized = Image.fromarray(frame).resize((inner[1], inner[0]), Image.Resampling.BILINEAR)
+        out = Image.new("RGB", (self.width, self.height))
+        out.paste(resized, (left, top))
+        return np.asarray(out)
+
+    def __str__(self) -> str:
+        side = "center" if self.centred else self.pad
+        return f"letterbox to {self.height}x{self.width}, {self.interpolation}, bars {side} = {self.bars:g}"

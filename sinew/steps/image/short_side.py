@@ -1,0 +1,39 @@
+"""A frame whose shorter side has a fixed length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.base import MAX_SIZE, within
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.methods import Method, resize, takes
+
+
+@dataclass(frozen=True)
+class ShortSide(ImageStep):
+    """The shorter side becomes ``edge`` and the other keeps the aspect ratio, by ``method``."""
+
+    edge: int
+    method: Method = "lanczos3"
+    kind: Literal["short_side"] = field(default="short_side", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from within("edge", self.edge, 1, MAX_SIZE)
+
+    @property
+    def takes(self) -> Literal["bytes", "floats"]:
+        return takes(self.method)
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        scale = self.edge / min(height, width)
+        return max(round(height * scale), 1), max(round(width * scale), 1)
+
+    def forward(self, frame: np.ndarray) -> np.ndarray:
+        return resize(frame, *self.size(*frame.shape[:2]), self.method)
+
+    def __str__(self) -> str:
+        return f"{self.method} to a short side of {self.edge}"

@@ -1,0 +1,21 @@
+"""Where the class of each step is, by the tag that a bundle stores. A new step is its file and its line here."""
+
+from __future__ import annotations
+
+IMAGE = {
+    "resize": "sinew.steps.image.resize:Resize",
+    "centre_crop": "sinew.steps.image.centre_crop:CentreCrop",
+    "jpeg": "sinew.steps.image.jpeg:Jpeg",
+    "square": "sinew.steps.image.square:Square",
+    "short_side": "sinew.steps.image.short_side:ShortSide",
+    "crop": "sinew.steps.image.crop:Crop",
+    "grid": "sinew.steps.image.grid:Grid",
+    "letterbox": "sinew.steps.image.letterbox:Letterbox",
+}
+VECTOR = {
+    "affine": "sinew.steps.vector.affine:Affine",
+    "linear_to_angle": "sinew.steps.vector.linear_to_angle:LinearToAngle",
+    "add_state": "sinew.steps.vector.add_state:AddState",
+    "compose_pose": "sinew.steps.vector.compose_pose:ComposePose",
+    "threshold": "sinew.steps.vector.threshold:Threshold",
+}

@@ -1,0 +1,1 @@
+"""Changes of a robot's vectors: a step a file, and the rotations that they share."""

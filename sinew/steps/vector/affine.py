@@ -1,0 +1,37 @@
+"""Other units, another zero, another sign."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.vector.base import VectorStep, finite, spans
+
+
+@dataclass(frozen=True)
+class Affine(VectorStep):
+    """x * scale + offset."""
+
+    dims: tuple[int, ...]
+    scale: float = 1.0
+    offset: float = 0.0
+    kind: Literal["affine"] = field(default="affine", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from finite(scale=self.scale, offset=self.offset)
+
+    @property
+    def no_inverse(self) -> str:
+        return "" if self.scale else "a scale of zero leaves nothing of a value"
+
+    def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
+        return part * self.scale + self.offset
+
+    def inverse(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
+        return (part - self.offset) / self.scale
+
+    def __str__(self) -> str:
+        return f"x * {self.scale:g} + {self.offset:g} of {spans(self.dims)}"

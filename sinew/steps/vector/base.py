@@ -1,0 +1,90 @@
+"""What a step of a robot's vector has to say and to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sinew.steps import registry
+from sinew.steps.base import Step
+
+
+class VectorStep(Step):
+    """One change of units or frame between a robot's vector and the one that was normalised in training.
+
+    dims: of the vector, those that the step changes; the others stay as they are.
+    """
+
+    registry = registry.VECTOR
+    dims: tuple[int, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Return the dimensions of the (stepped) state that the step reads."""
+        return ()
+
+    @property
+    def monotone(self) -> bool:
+        """Return True where each dimension alone moves the ends of a range to the ends of another."""
+        return True
+
+    @property
+    def no_inverse(self) -> str:
+        """Return why the step cannot be turned back; "" where :meth:`inverse` does it."""
+        return ""
+
+    def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
+        """Return ``x[dims]``, [..., n], as the step leaves it; reference: ``state[reads]``, None without a state."""
+        raise NotImplementedError
+
+    def inverse(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
+        """Return what :meth:`forward` made this of, for a step without :attr:`no_inverse`."""
+        raise NotImplementedError
+
+    def of(self, state: np.ndarray | None) -> np.ndarray | None:
+        """Return what the step reads of a state [D]."""
+        if not self.reads:
+            return None
+        assert state is not None, "actions relative to the state need the state"
+        return state[list(self.reads)]
+
+
+def apply_steps(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray | None = None) -> np.ndarray:
+    """x: float [..., D] -> the same shape, each step applied in order.
+
+    ``state``: float [D], for steps that read it; the state after its own steps.
+    """
+    if not steps:
+        return x
+    x = x.copy()
+    for step in steps:
+        dims = list(step.dims)
+        x[..., dims] = step.forward(x[..., dims], step.of(state))
+    return x
+
+
+def turn_back(x: np.ndarray, steps: Sequence[VectorStep], state: np.ndarray) -> np.ndarray:
+    """Return what :func:`apply_steps` made x of, of steps that have an inverse; re-based on this state."""
+    x = x.copy()
+    for step in reversed(steps):
+        dims = list(step.dims)
+        x[..., dims] = step.inverse(x[..., dims], step.of(state))
+    return x
+
+
+def finite(**numbers: float) -> Iterator[str]:
+    """Yield a problem for each number that is not finite."""
+    yield from (
+        f"{name}: expected a finite number, got {value}"
+        for name, value in numbers.items()
+        if not math.isfinite(value)
+    )
+
+
+def spans(dims: Sequence[int]) -> str:
+    """Return dimensions as words: neighbours as a range."""
+    if len(dims) > 2 and list(dims) == list(range(dims[0], dims[-1] + 1)):
+        return f"{dims[0]}-{dims[-1]}"
+    return ", ".join(map(str, dims))

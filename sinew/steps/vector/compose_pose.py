@@ -1,0 +1,48 @@
+"""Poses of an end effector that are relative to the pose that the state has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.vector.base import VectorStep, spans
+from sinew.steps.vector.rotations import compose
+
+
+@dataclass(frozen=True)
+class ComposePose(VectorStep):
+    """x[dims] is a pose in the frame of the pose state[state_dims], of the state's ``dims`` where that is empty.
+
+    A pose is a position and six numbers of a rotation (9), or a position and a rotation vector (6).
+    """
+
+    dims: tuple[int, ...]
+    state_dims: tuple[int, ...] = ()
+    kind: Literal["compose_pose"] = field(default="compose_pose", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        for name, given in (("dims", self.dims), ("state_dims", self.reads)):
+            if len(given) not in (6, 9) or len(given) != len(self.dims):
+                yield f"{name}: expected the 6 or 9 numbers of a pose, in the state as in the action, got {len(given)}"
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.state_dims or self.dims
+
+    @property
+    def monotone(self) -> bool:
+        return False
+
+    @property
+    def no_inverse(self) -> str:
+        return "poses that are relative to another pose are not re-based"
+
+    def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
+        assert reference is not None  # it reads the state
+        return compose(reference, part)
+
+    def __str__(self) -> str:
+        return f"pose {spans(self.dims)} in the frame of state {spans(self.reads)}"

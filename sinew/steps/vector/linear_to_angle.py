@@ -1,0 +1,38 @@
+"""A gripper's linear opening as the angle of the servo that drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.vector.base import VectorStep, finite, spans
+
+
+@dataclass(frozen=True)
+class LinearToAngle(VectorStep):
+    """arcsin((horn^2 + x^2 - arm^2) / (2 horn x)), clipped; lengths in metres."""
+
+    dims: tuple[int, ...]
+    arm: float
+    horn: float
+    kind: Literal["linear_to_angle"] = field(default="linear_to_angle", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from finite(arm=self.arm, horn=self.horn)
+        if not self.horn > 0:
+            yield f"horn: expected a length above 0, got {self.horn:g}"
+
+    @property
+    def no_inverse(self) -> str:
+        return "two openings have one angle"
+
+    def forward(self, part: np.ndarray, reference: np.ndarray | None) -> np.ndarray:
+        with np.errstate(divide="ignore"):  # an opening of zero is beyond the clip
+            sine = (self.horn**2 + part**2 - self.arm**2) / (2 * self.horn * part)
+        return np.arcsin(np.clip(sine, -1.0, 1.0))
+
+    def __str__(self) -> str:
+        return f"opening to angle of {spans(self.dims)} (arm {self.arm:g} m, horn {self.horn:g} m)"

@@ -1,0 +1,489 @@
+"""Every step is one class that applies itself, says its size, its inverse, its rules and its words, and travels in a
+bundle: one table, steps x what is promised. Digests are of the numpy that format 2's functions ran."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sinew.bundle import Bundle
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.schema import Manifest, Normalization, from_json, to_json
+from sinew.bundle.writer import rewrite
+from sinew.core import BundleError, VectorSpec
+from sinew.engine.cuda.kernels.resize_tables import Resize as Tables
+from sinew.steps import registry
+from sinew.steps.base import Step
+from sinew.steps.image.base import ImageStep
+from sinew.steps.image.centre_crop import CentreCrop
+from sinew.steps.image.crop import Crop
+from sinew.steps.image.grid import Grid
+from sinew.steps.image.jpeg import Jpeg
+from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.image.methods import Method
+from sinew.steps.image.resize import Resize
+from sinew.steps.image.short_side import ShortSide
+from sinew.steps.image.square import Square
+from sinew.steps.vector.add_state import AddState
+from sinew.steps.vector.affine import Affine
+from sinew.steps.vector.base import VectorStep, apply_steps, turn_back
+from sinew.steps.vector.compose_pose import ComposePose
+from sinew.steps.vector.linear_to_angle import LinearToAngle
+from sinew.steps.vector.threshold import Threshold
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLE = ROOT / "sinew" / "assets" / "egg.gguf"
+FRAME = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+UNIT = FRAME.astype(np.float32) / np.float32(255)
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+# ----------------------------------------------------------------------------- frames
+
+
+@dataclass(frozen=True)
+class Image:
+    """digest: of what was made of FRAME before the step was a class; None for Pillow's, which is its version's.
+
+    refused: changes that the rules refuse, and how. on_host: why no device computes it, "" where one does.
+    """
+
+    step: ImageStep
+    digest: str | None
+    size: tuple[int, int]
+    words: str
+    refused: Mapping[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    on_host: str = "numpy alone"
+
+
+SIDES = {
+    "no height": ({"height": 0}, "height: expected 1 to 8192, got 0"),
+    "width": ({"width": 8193}, "width: expected 1 to 8192, got 8193"),
+}
+RESIZES: dict[Method, str | None] = {
+    "lanczos3": "a1f77caf6ef5e0f5",
+    "area": "7792b2c534de8005",
+    "bilinear": "b470300691ca4f75",
+    "bicubic": "54ebfc0db0a99047",
+    "pil_bicubic": None,
+    "bilinear_cut": "d9725a8f18c0d752",
+    "bicubic_round": "258f480082ed80c2",
+    "cv_bilinear": "dc972d732ad16fc6",
+    "area_float": "06bb71f600a84d2a",
+    "bicubic_float": "c6fb02687ce2d78e",
+}
+IMAGES = {
+    **{
+        f"resize {method}": Image(Resize(24, 20, method), made, (24, 20), f"{method} to 24x20", SIDES)
+        for method, made in RESIZES.items()
+    },
+    "centre_crop": Image(
+        CentreCrop(24, 20, 0.9),
+        "e74b1919712f59b8",
+        (24, 20),
+        "middle 90% to 24x20",
+        {
+            **SIDES,
+            "all": ({"area": 1.5}, "area: expected a part of the frame, above 0 and at most 1, got 1.5"),
+        },
+    ),
+    "jpeg": Image(
+        Jpeg(80),
+        "2aefc98496a74172",
+        (40, 50),
+        "JPEG 80",
+        {"quality": ({"quality": 101}, "quality: expected 1 to 100, got 101")},
+    ),
+    "square": Image(Square(), "3c4f1d27cb9daa3d", (50, 50), "black bars to a square"),  # it has no numbers
+    "short_side": Image(
+        ShortSide(32, "area"),
+        "e340be062ae93fe2",
+        (32, 40),
+        "area to a short side of 32",
+        {"edge": ({"edge": 0}, "edge: expected 1 to 8192, got 0")},
+    ),
+    "short_side of floats": Image(
+        ShortSide(32, "area_float"), "37b7362cc6706e36", (32, 40), "area_float to a short side of 32"
+    ),
+    "crop": Image(
+        Crop(fraction=0.9),
+        "3710d4b0b7f7d660",
+        (36, 45),
+        "middle 90% of both sides",
+        {
+            "more": (
+                {"fraction": 1.5},
+                "fraction: expected a part of both sides, above 0 and at most 1, got 1.5",
+            ),
+            "nothing": ({"fraction": 0.0}, "height: expected 1 to 8192, got 0"),
+        },
+    ),
+    "crop rounded": Image(
+        Crop(fraction=0.97, rounded=True), "a715bc15cfa20b8f", (38, 48), "middle 97% of both sides"
+    ),
+    "crop of sides": Image(Crop(24, 99), "af88b20d0a0f011a", (24, 50), "middle 24x99"),
+    "grid": Image(
+        Grid(8, 100, 900, "bicubic"),
+        "b9497b5e1e5e800e",
+        (24, 32),
+        "bicubic to multiples of 8",
+        {
+            "unit": ({"unit": 0}, "unit: expected 1 to 8192, got 0"),
+            "order": ({"min_pixels": 901}, "min_pixels: expected 1 to 900, got 901"),
+            "none": ({"min_pixels": 0}, "min_pixels: expected 1 to 900, got 0"),
+        },
+    ),
+    "grid that grows": Image(
+        Grid(8, 5000, 9000, "bicubic"), "a402898d7d1a5df2", (64, 80), "bicubic to multiples of 8"
+    ),
+    "grid of floats": Image(
+        Grid(8, 100, 9000, "bicubic_float"), "7b6037dd66b2556f", (40, 48), "bicubic_float to multiples of 8"
+    ),
+    "letterbox": Image(
+        Letterbox(24, 20),
+        "de07049365062229",
+        (24, 20),
+        "letterbox to 24x20, bilinear, bars top_left = 0",
+        {
+            **SIDES,
+            "bars": ({"pad_value": float("nan")}, "pad_value: expected a finite number, got nan"),
+        },
+        "",
+    ),
+    "letterbox centred": Image(
+        Letterbox(24, 40, pad="center", pad_value=-1.0),
+        "65f7c719bf6898ea",
+        (24, 40),
+        "letterbox to 24x40, bilinear, bars center = -1",
+        on_host="",
+    ),
+    "letterbox by Pillow": Image(
+        Letterbox(24, 20, "pil_bilinear"),
+        None,
+        (24, 20),
+        "letterbox to 24x20, pil_bilinear, bars center = 0",
+        on_host="",
+    ),
+}
+
+
+@pytest.fixture(params=IMAGES)
+def image(request: pytest.FixtureRequest) -> Image:
+    return IMAGES[request.param]
+
+
+def test_a_frame_is_what_it_was(image: Image) -> None:
+    step = image.step
+    made = step.forward(step.taken(FRAME))
+    assert made.shape == (*image.size, 3)
+    assert np.array_equal(step.forward(step.taken(UNIT)), made)  # floats are the bytes that they came from
+    if step.kind == "letterbox" and image.digest is not None:  # its pixels were written down normalised
+        made = ImageRecipe(*image.size, (step,)).forward(FRAME).transpose(2, 0, 1)
+        made = (made - np.float32(0.5)) / np.float32(0.5)
+    if image.digest is not None:
+        assert digest(made) == image.digest
+    else:
+        assert np.array_equal(made, by_pillow(step))
+
+
+def by_pillow(step: ImageStep) -> np.ndarray:
+    from PIL import Image as Pillow
+
+    picture = Pillow.fromarray(FRAME)
+    if isinstance(step, Resize):
+        return np.asarray(picture.resize((20, 24), Pillow.Resampling.BICUBIC))
+    black = np.zeros((24, 20, 3), np.uint8)
+    black[4:20] = np.asarray(picture.resize((20, 16), Pillow.Resampling.BILINEAR))
+    return black
+
+
+def test_a_size_is_that_of_what_is_made(image: Image) -> None:
+    step = image.step
+    for height, width in ((40, 50), (50, 40), (33, 33), (64, 17)):
+        frame = np.zeros((height, width, 3), np.uint8)
+        assert step.forward(step.taken(frame)).shape[:2] == step.size(height, width)
+        if step.fixed is not None:
+            assert step.size(height, width) == step.fixed
+        if step.keeps_size:
+            assert step.size(height, width) == (height, width)
+
+
+def test_a_device_takes_it_or_it_says_why_not(image: Image) -> None:
+    assert image.on_host in image.step.on_host
+    why = Tables.why_not(ImageRecipe(*image.size, (image.step,)))
+    assert (why == "") == (image.on_host == "")
+    assert why == "" or why.startswith(f"{image.step}: ")
+
+
+# ----------------------------------------------------------------------------- vectors
+
+ROWS = np.random.default_rng(0).uniform(-1, 1, (4, 10))
+STATE = np.random.default_rng(1).uniform(-1, 1, 10)
+POSE = tuple(range(9))
+
+
+@dataclass(frozen=True)
+class Vector:
+    """digest: of what was made of ROWS. turns_back: "" for a step with an inverse, else why it has none."""
+
+    step: VectorStep
+    digest: str
+    words: str
+    turns_back: str = ""
+    monotone: bool = True
+    refused: Mapping[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+
+
+ONE_LESS = "state_dims: expected 2 values, as of the actions, got 1"
+NO_POSE = "expected the 6 or 9 numbers of a pose, in the state as in the action, got"
+VECTORS = {
+    "affine": Vector(
+        Affine((1, 3), -2.5, 0.25),
+        "4c89434b1c8e5656",
+        "x * -2.5 + 0.25 of 1, 3",
+        refused={"inf": ({"scale": float("inf")}, "scale: expected a finite number, got inf")},
+    ),
+    "affine by zero": Vector(
+        Affine((1,), 0.0, 0.25), "", "x * 0 + 0.25 of 1", "a scale of zero leaves nothing of a value"
+    ),
+    "linear_to_angle": Vector(
+        LinearToAngle((2,), 0.036, 0.022),
+        "01e7f3bec39390b0",
+        "opening to angle of 2 (arm 0.036 m, horn 0.022 m)",
+        "two openings have one angle",
+        refused={
+            "nan": ({"arm": float("nan")}, "arm: expected a finite number, got nan"),
+            "none": ({"horn": 0.0}, "horn: expected a length above 0, got 0"),
+        },
+    ),
+    "add_state": Vector(
+        AddState((0, 4)),
+        "48857b84e07995d8",
+        "0, 4 + state 0, 4",
+        refused={"fewer": ({"state_dims": (1,)}, ONE_LESS)},
+    ),
+    "add_state of others": Vector(AddState((0, 4), (3, 5)), "8746957a34c0f651", "0, 4 + state 3, 5"),
+    "compose_pose": Vector(
+        ComposePose(POSE, tuple(range(1, 10))),
+        "646381420112d29b",
+        "pose 0-8 in the frame of state 1-9",
+        "poses that are relative to another pose are not re-based",
+        False,
+        {
+            "seven": ({"dims": tuple(range(7)), "state_dims": ()}, f"dims: {NO_POSE} 7"),
+            "other": ({"state_dims": tuple(range(6))}, f"state_dims: {NO_POSE} 6"),
+        },
+    ),
+    "compose_pose of vectors": Vector(
+        ComposePose(tuple(range(6))),
+        "5eff5934f8f01160",
+        "pose 0-5 in the frame of state 0-5",
+        "poses that are relative to another pose are not re-based",
+        False,
+    ),
+    "threshold": Vector(
+        Threshold((7,), 0.5, 1.0, -1.0),
+        "c363fe3652b22d54",
+        "-1 where 7 > 0.5, else 1",
+        "all values of a side become one",
+        False,
+        {"inf": ({"above": float("inf")}, "above: expected a finite number, got inf")},
+    ),
+}
+
+
+@pytest.fixture(params=VECTORS)
+def vector(request: pytest.FixtureRequest) -> Vector:
+    return VECTORS[request.param]
+
+
+def test_a_vector_is_what_it_was(vector: Vector) -> None:
+    before = ROWS.copy()
+    made = apply_steps(ROWS, (vector.step,), STATE)
+    if vector.digest:  # of a scale of zero there was none
+        assert digest(made) == vector.digest
+    others = [i for i in range(10) if i not in vector.step.dims]
+    assert np.array_equal(made[:, others], before[:, others])
+    assert np.array_equal(ROWS, before)
+    assert np.array_equal(apply_steps(ROWS[0], (vector.step,), STATE), made[0])
+
+
+def test_a_vector_is_turned_back_or_it_is_said_why_not(vector: Vector) -> None:
+    assert vector.step.no_inverse == vector.turns_back
+    if vector.turns_back:
+        return
+    made = apply_steps(ROWS, (vector.step,), STATE)
+    np.testing.assert_allclose(turn_back(made, (vector.step,), STATE), ROWS, rtol=0, atol=1e-15)
+
+
+def test_the_ends_of_a_range_stay_ends_where_a_step_says_so(vector: Vector) -> None:
+    """Limits of actions follow from the ends of their ranges."""
+    assert vector.step.monotone == vector.monotone
+    if vector.step.kind == "linear_to_angle":
+        low, high = np.full((1, 10), 0.03), np.full((1, 10), 0.05)
+    else:
+        low, high = np.full((1, 10), -0.5), np.full((1, 10), 0.5)
+    ends = [apply_steps(end, (vector.step,), STATE) for end in (low, high)]
+    inside = apply_steps(low + (high - low) * np.linspace(0, 1, 9)[:, None], (vector.step,), STATE)
+    if vector.monotone:
+        assert (inside >= np.minimum(*ends) - 1e-12).all()
+        assert (inside <= np.maximum(*ends) + 1e-12).all()
+
+
+def test_what_a_step_reads_is_of_the_state(vector: Vector) -> None:
+    step = vector.step
+    assert bool(step.reads) == (step.kind in ("add_state", "compose_pose"))
+    if step.reads:
+        with pytest.raises(AssertionError, match="need the state"):
+            apply_steps(ROWS, (step,))
+    else:
+        assert np.array_equal(apply_steps(ROWS, (step,)), apply_steps(ROWS, (step,), STATE))
+
+
+# ----------------------------------------------------------------------------- all of them
+
+CASES: dict[str, Any] = {**IMAGES, **VECTORS}
+REGISTRIES = {"image": registry.IMAGE, "vector": registry.VECTOR}
+BASES: dict[str, type[Step]] = {"image": ImageStep, "vector": VectorStep}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Any:
+    return CASES[request.param]
+
+
+def with_step(manifest: Manifest, case: Any, **changes: Any) -> Manifest:
+    """The manifest of a bundle whose processing is the step, its fields changed."""
+    step: Step = replace(case.step, **changes)
+    spec, processing = manifest.spec, manifest.processing
+    if isinstance(step, ImageStep):
+        image = ImageRecipe(*case.size, (step,))
+        return replace(manifest, processing=replace(processing, image=image))
+    ten, same = VectorSpec(10), Normalization("identity")
+    return replace(
+        manifest,
+        seen=None,
+        spec=replace(spec, state=ten, action=ten, noise_dim=10, motion=None, keys=()),
+        processing=replace(
+            processing,
+            state=same,
+            action=same,
+            padded_state_dim=10,
+            padded_action_dim=10,
+            action_steps=(step,),
+        ),
+    )
+
+
+def test_a_step_says_what_it_does(case: Any) -> None:
+    assert str(case.step) == case.words
+
+
+def test_rules_refuse_by_name(case: Any) -> None:
+    assert not list(case.step.problems())
+    for changes, said in case.refused.values():
+        assert next(replace(case.step, **changes).problems()) == said
+    manifest = Bundle(BUNDLE).manifest
+    for changes, said in case.refused.values():
+        with pytest.raises(BundleError, match=f"{case.step.kind}: {re.escape(said)}"):
+            with_step(manifest, case, **changes).check()
+
+
+def test_a_step_travels_in_a_bundle(case: Any, tmp_path: Path) -> None:
+    bundle = Bundle(BUNDLE)
+    wanted = with_step(bundle.manifest, case)
+    rewrite(bundle, wanted, tmp_path / "it.gguf")
+    assert Bundle(tmp_path / "it.gguf").manifest == wanted
+
+
+def test_what_a_step_does_not_have_is_refused(case: Any) -> None:
+    base = next(base for base in BASES.values() if isinstance(case.step, base))
+    record: dict[str, Any] = from_json(to_json(case.step), dict, "step")
+    assert base.read(record) == case.step
+    for wrong, said in (
+        ({"kind": "sharpen"}, "kind: expected one of .*, got 'sharpen'"),
+        ({"kind": None}, "kind: expected one of .*, got None"),
+        *(({each.name: {}}, f"{case.step.kind}: .*{each.name}") for each in fields(case.step)[:-1]),
+    ):
+        with pytest.raises(ValueError, match=said):
+            base.read(record | wrong)
+    with pytest.raises(ValueError, match="expected a step, an object with its kind, got str"):
+        base.read(case.step.kind)
+
+
+@pytest.mark.parametrize("room", REGISTRIES)
+def test_every_registered_step_has_a_row_and_a_file_of_its_own(room: str) -> None:
+    base, places = BASES[room], REGISTRIES[room]
+    assert {case.step.kind for case in CASES.values() if isinstance(case.step, base)} == set(places)
+    files = [place.split(":")[0] for place in places.values()]
+    assert len(set(files)) == len(files)
+    for kind in places:
+        found = base.registered(kind)
+        assert is_dataclass(found)
+        assert found.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert found.kind == kind
+
+
+@pytest.mark.parametrize("room", REGISTRIES)
+def test_a_step_is_named_in_its_file_and_in_the_registry_alone(room: str) -> None:
+    """Converters make steps, older formats know their tags; nothing else asks which step it has."""
+    may = ("convert/", "families/", "vlacpp/", "bundle/upgrade.py", "steps/registry.py")
+    names = {place.split(":")[1]: place.split(":")[0] for place in REGISTRIES[room].values()}
+    for path in sorted((ROOT / "sinew").rglob("*.py")):
+        place = path.relative_to(ROOT / "sinew").as_posix()
+        text = path.read_text()
+        if not place.startswith(may):
+            assert not re.search(r"\bstep\.kind [!=]=|\bstep\.kind (not )?in\b", text), place
+        for module in set(re.findall(r"from (sinew\.steps\.\w+\.\w+) import", text)) & set(names.values()):
+            assert place.startswith((*may, f"steps/{room}/", "engine/cuda/")), (place, module)
+
+
+def test_a_new_step_is_its_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that this repository has never heard of is read, checked, run, shown and written."""
+    (tmp_path / "sinew_mirror.py").write_text(MIRROR)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registry.IMAGE, "mirror", "sinew_mirror:Mirror")
+    step = ImageStep.read({"kind": "mirror", "times": 3})
+    bundle = Bundle(BUNDLE)
+    image = bundle.manifest.processing.image
+    recipe = replace(image, steps=(step, *image.steps))
+    manifest = replace(bundle.manifest, processing=replace(bundle.manifest.processing, image=recipe))
+    rewrite(bundle, manifest, tmp_path / "mirror.gguf")
+    found = Bundle(tmp_path / "mirror.gguf").manifest.processing.image
+    assert found == recipe
+    assert str(found).startswith("mirrored 3 times, letterbox")
+    assert np.array_equal(found.forward(FRAME), image.forward(FRAME[:, ::-1]))
+    assert "mirrored 3 times: its library" in Tables.why_not(replace(recipe, steps=(step,)))
+    wrong = replace(recipe, steps=(ImageStep.read({"kind": "mirror", "times": 10}),))
+    with pytest.raises(BundleError, match=r"image.steps\[0\]: mirror: times: expected 1 to 9, got 10"):
+        replace(manifest, processing=replace(manifest.processing, image=wrong)).check()
+
+
+MIRROR = """
+from dataclasses import dataclass, field
+from typing import Literal
+from sinew.steps.base import within
+from sinew.steps.image.base import ImageStep
+
+@dataclass(frozen=True)
+class Mirror(ImageStep):
+    times: int = 1
+    kind: Literal["mirror"] = field(default="mirror", kw_only=True, repr=False)
+    keeps_size = True
+    def problems(self):
+        yield from within("times", self.times, 1, 9)
+    def forward(self, frame):
+        return frame[:, ::-1] if self.times % 2 else frame
+    def __str__(self):
+        return f"mirrored {self.times} times"
+"""
