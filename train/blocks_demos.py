@@ -7,6 +7,7 @@ is never a label, and a chunk of actions ends where a disturbance begins.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from sinew.sim.blocks import BlocksEnv
 from sinew.sim.blocks_expert import act
 from sinew.sim.prompts import COLORS, PHRASINGS, SIDES
 from train.shard import ShardWriter
+
+log = logging.getLogger("train")
 
 FIRST_SEED = 1_000_000  # evaluation uses small seeds
 STEPS = 150
@@ -98,11 +101,12 @@ def _add(env: BlocksEnv, writer: ShardWriter, seed: int, observation: dict, acti
 
 
 def record_shard(folder: Path, first: int, episodes: int) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     env, writer = BlocksEnv(), ShardWriter(folder)
     for done in range(episodes):
         record_episode(env, writer, FIRST_SEED + first + done)
         if (done + 1) % 100 == 0 or done + 1 == episodes:
-            print(f"{folder.name}: {done + 1} of {episodes} demonstrations", flush=True)
+            log.info("%s: %d of %d demonstrations", folder.name, done + 1, episodes)
     writer.close()
 
 
