@@ -17,7 +17,9 @@ import lzma
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests import rules
 
@@ -32,6 +34,41 @@ USED = (  # beside the fixtures
 )
 RULES = {"model.safetensors": "weights.json", "fixture.safetensors": "fixture.json"}  # file -> its rules
 PACKED = ".xz"
+FILES_GIVEN = ("vlm", "arch", "base")  # of what a conversion is given, those that lie in the case's folder
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a golden case says of itself in ``case.json``.
+
+    home: its folder. architecture: as its bundle says it. checkpoint: the folder in it that is converted, with
+    ``given``. neighbour: another checkpoint whose weights do not fit it; None where nobody asks. statistics: the files
+    that hold its statistics. also: further cases of the folder.
+    """
+
+    home: str
+    architecture: str
+    checkpoint: str
+    given: dict[str, Any]
+    neighbour: str | None = None
+    statistics: tuple[str, ...] = ()
+    also: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def options(self, home: Path) -> dict[str, Any]:
+        """Return what its conversion is given, for a case that lies in ``home``."""
+        return {key: home / value if key in FILES_GIVEN else value for key, value in self.given.items()}
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """Return all cases by name; a folder may hold further ones (``also``) under names that begin with its own."""
+    found = {}
+    for path in sorted(FIXTURES.glob("*/case.json")):
+        record = {"home": path.parent.name, **json.loads(path.read_text())}
+        found[path.parent.name] = Case(**{**record, "statistics": tuple(record.get("statistics", ()))})
+        for name, other in record.get("also", {}).items():
+            found[name] = Case(path.parent.name, record["architecture"], **other)
+    return found
 
 
 @functools.cache

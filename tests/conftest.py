@@ -20,7 +20,7 @@ import pytest
 from sinew.convert import convert
 from sinew.policy import load
 from tests import processes
-from tests.cases import golden_cases
+from tests.cases import cases, golden_cases
 from tests.proofs import Recorder
 
 # Triton compiles or interprets from its first import on, and torch imports it where it is installed.
@@ -72,17 +72,24 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def smolvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Converts a golden SmolVLA checkpoint once per session: ``smolvla_bundle("smolvla-2cam") -> path``."""
+def case_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Converts a golden checkpoint once per session, with what its case.json says: ``case_bundle("evo1-mint")``."""
     directory = tmp_path_factory.mktemp("bundles")
 
-    def make(case: str = "smolvla-2cam") -> Path:
-        out = directory / f"{case}.gguf"
+    def make(name: str) -> Path:
+        case, out = cases()[name], directory / f"{name}.gguf"
         if not out.exists():
-            convert(golden / case / "checkpoint", out, vlm=golden / case / "vlm", name=case)
+            home = golden / case.home
+            convert(home / case.checkpoint, out, name=name, **case.options(home))
         return out
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smolvla_bundle(case_bundle: Callable[[str], Path]) -> Callable[..., Path]:
+    """The same, of one family where a test asks for none in particular."""
+    return lambda case="smolvla-2cam": case_bundle(case)
 
 
 @pytest.fixture(scope="session")
@@ -135,85 +142,28 @@ def forked_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def pi_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The same for pi0 and pi0.5: ``pi_bundle("pi05-2cam") -> path``."""
-    directory = tmp_path_factory.mktemp("bundles")
-
-    def make(case: str) -> Path:
-        out = directory / f"{case}.gguf"
-        if not out.exists():
-            convert(golden / case / "checkpoint", out, arch=golden / case / "arch.json", name=case)
-        return out
-
-    return make
-
-
-GROOT = {  # case -> folder of the checkpoint, and what has to be given with it
-    "groot-n17": (
-        "checkpoint",
-        "vlm",
-        {"embodiment": "oxe_droid_relative_eef_relative_joint"},
-        {"frames": "240x300"},
-    ),
-    "groot-n16": ("checkpoint", "eagle", {}, {"letterbox": "true"}),
-    "groot-n15": ("checkpoint", "eagle", {"base": "base"}, {}),
-    "groot-n15-nvidia": ("base", "eagle", {}, {"embodiment_id": "2"}),
-}
+def pi_bundle(case_bundle: Callable[[str], Path]) -> Callable[[str], Path]:
+    return case_bundle
 
 
 @pytest.fixture(scope="session")
-def groot_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The same for GR00T: ``groot_bundle("groot-n17") -> path``."""
-    directory = tmp_path_factory.mktemp("bundles")
-
-    def make(case: str) -> Path:
-        out = directory / f"{case}.gguf"
-        folder, vlm, options, settings = GROOT[case]
-        home = golden / case.removesuffix("-nvidia")
-        if not out.exists():
-            given = {key: home / value if key == "base" else value for key, value in options.items()}
-            convert(home / folder, out, vlm=home / vlm, settings=settings, name=case, **given)
-        return out
-
-    return make
+def groot_bundle(case_bundle: Callable[[str], Path]) -> Callable[[str], Path]:
+    return case_bundle
 
 
 @pytest.fixture(scope="session")
-def openvla_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The same for OpenVLA, OpenVLA-OFT and VLA-Adapter: ``openvla_bundle("openvla-oft") -> path``."""
-    directory = tmp_path_factory.mktemp("bundles")
-
-    def make(case: str) -> Path:
-        out = directory / f"{case}.gguf"
-        if not out.exists():
-            convert(golden / case / "checkpoint", out, name=case)
-        return out
-
-    return make
+def openvla_bundle(case_bundle: Callable[[str], Path]) -> Callable[[str], Path]:
+    return case_bundle
 
 
 @pytest.fixture(scope="session")
-def jepa_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden VLA-JEPA checkpoint, converted."""
-    home, out = golden / "vla-jepa", tmp_path_factory.mktemp("bundles") / "vla-jepa.gguf"
-    return convert(home / "checkpoint", out, vlm=home / "vlm", name="vla-jepa")
-
-
-EVO1 = {"evo1": {}, "evo1-mint": {"stats_key": "franka_ee_pose_delta/libero_10_no_noops_lerobot"}}
+def jepa_bundle(case_bundle: Callable[[str], Path]) -> Path:
+    return case_bundle("vla-jepa")
 
 
 @pytest.fixture(scope="session")
-def evo1_bundle(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The same for Evo-1 in LeRobot's layout and in the original: ``evo1_bundle("evo1-mint") -> path``."""
-    directory = tmp_path_factory.mktemp("bundles")
-
-    def make(case: str = "evo1") -> Path:
-        out = directory / f"{case}.gguf"
-        if not out.exists():
-            convert(golden / case / "checkpoint", out, vlm=golden / case / "vlm", name=case, **EVO1[case])
-        return out
-
-    return make
+def evo1_bundle(case_bundle: Callable[[str], Path]) -> Callable[..., Path]:
+    return lambda case="evo1": case_bundle(case)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

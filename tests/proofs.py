@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from sinew.registry import families
+from tests.cases import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "sinew" / "engine" / "proofs.json", ROOT / "docs" / "families.md"
-FIXTURES = ROOT / "tests" / "fixtures"
-FAMILIES = {  # golden cases, and the architecture that each says it is of; of two names that fit, the longer counts
-    path.parent.name: path.read_text().strip()
-    for path in sorted(FIXTURES.glob("*/architecture"), key=lambda path: -len(path.parent.name))
+FAMILIES = {  # golden cases, and whose they are; of two names that fit, the longer counts
+    name: cases()[name].architecture for name in sorted(cases(), key=len, reverse=True)
 }
 NAMES = {  # of architectures, in the order of the table
     record["architecture"]: record["title"] for family in families() for record in family.published().values()

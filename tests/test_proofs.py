@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.proofs import COLUMNS, FAMILIES, FIXTURES, NAMES, PAGE, RECORD, marked, render
+from tests.cases import FIXTURES, cases
+from tests.proofs import COLUMNS, FAMILIES, NAMES, PAGE, RECORD, marked, render
 
 
 def test_the_page_is_rendered_from_the_record():
@@ -30,8 +31,10 @@ def test_the_record_is_of_the_marks():
 
 
 def test_every_case_says_whose_it_is():
-    cases = {path.name for path in FIXTURES.iterdir() if path.is_dir()}
-    assert cases == FAMILIES.keys()
+    assert {path.name for path in FIXTURES.iterdir() if path.is_dir()} == {
+        case.home for case in cases().values()
+    }
+    assert FAMILIES.keys() == cases().keys()
     assert set(FAMILIES.values()) == set(NAMES)
 
 

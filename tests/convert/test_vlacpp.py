@@ -20,7 +20,7 @@ from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
 from sinew.vlacpp.write import TOKENS, export_vlacpp
-from tests.conftest import EVO1
+from tests.cases import cases
 from tests.convert.test_groot import TAG
 from tests.convert.vlacpp_families import write_prismatic, write_qwen
 from tests.convert.vlacpp_file import write_vlacpp, write_vlacpp_pi
@@ -189,7 +189,7 @@ def test_exported_families_come_back_the_same(golden, openvla_bundle, evo1_bundl
     export_vlacpp(ours, tmp_path / "theirs.gguf")
     reference = tmp_path / "reference.gguf"
     if evo1:
-        write_evo1(home, reference, EVO1[case]["stats_key"])
+        write_evo1(home, reference, cases()[case].given["stats_key"])
     else:
         write_prismatic(home, reference)
     exported, wanted = GGUFFile(tmp_path / "theirs.gguf"), GGUFFile(reference)

@@ -16,10 +16,10 @@ from sinew.bundle.gguf_file import GGUFFile
 from sinew.convert import convert
 from sinew.core import ConvertError
 from sinew.vlacpp.write import export_vlacpp
-from tests.conftest import EVO1
+from tests.cases import cases
 from tests.convert.vlacpp_rest import _weights, write_bitvla, write_eagle, write_evo1
 
-ARM = EVO1["evo1-mint"]["stats_key"]
+ARM = cases()["evo1-mint"].given["stats_key"]
 
 
 def assert_same(theirs: Bundle, ours: Bundle) -> None:

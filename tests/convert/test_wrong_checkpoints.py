@@ -10,44 +10,9 @@ import pytest
 
 from sinew.convert import convert
 from sinew.core import ConvertError
-from tests.conftest import EVO1
+from tests.cases import cases
 
-# case -> folder of the weights, what is given with it, the neighbour whose weights are put there instead, and what
-# holds the statistics (files, to be taken away).
-CASES: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
-    "smolvla-2cam": ("checkpoint", {"vlm": "vlm"}, "pi0-2cam/checkpoint", ("*processor*.safetensors",)),
-    "pi0-2cam": ("checkpoint", {"arch": "arch.json"}, "pi05-2cam/checkpoint", ("*processor*.safetensors",)),
-    "pi05-2cam": ("checkpoint", {"arch": "arch.json"}, "pi0-2cam/checkpoint", ("*processor*.safetensors",)),
-    "groot-n15": (
-        "checkpoint",
-        {"vlm": "eagle", "base": "base"},
-        "groot-n16/checkpoint",
-        ("policy_*processor_step*",),
-    ),
-    "groot-n16": (
-        "checkpoint",
-        {"vlm": "eagle", "settings": {"letterbox": "true"}},
-        "groot-n15/base",
-        ("statistics.json",),
-    ),
-    "groot-n17": (
-        "checkpoint",
-        {
-            "vlm": "vlm",
-            "settings": {"frames": "240x300"},
-            "embodiment": "oxe_droid_relative_eef_relative_joint",
-        },
-        "groot-n16/checkpoint",
-        ("statistics.json",),
-    ),
-    "evo1": ("checkpoint", {"vlm": "vlm"}, "smolvla-2cam/checkpoint", ("*processor*.safetensors",)),
-    "evo1-mint": ("checkpoint", {"vlm": "vlm", **EVO1["evo1-mint"]}, "", ("norm_stats.json",)),
-    "openvla-ar": ("checkpoint", {}, "vla-adapter/checkpoint", ()),
-    "openvla-oft": ("checkpoint", {}, "vla-adapter/checkpoint", ()),
-    "vla-adapter": ("checkpoint", {}, "openvla-oft/checkpoint", ()),
-    "bitvla": ("checkpoint", {}, "openvla-oft/checkpoint", ("dataset_statistics.json",)),
-    "vla-jepa": ("checkpoint", {"vlm": "vlm"}, "groot-n17/checkpoint", ("*processor*.safetensors",)),
-}
+CASES = {name: case for name, case in cases().items() if case.neighbour is not None}
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "mp_rank_00_model_states.pt")
 EMBODIED = ("groot-n15", "groot-n16", "groot-n17", "evo1-mint")
 LORA = ("adapter_config.json", "adapter_model.safetensors")
@@ -63,9 +28,8 @@ def broken(golden, tmp_path):
 
     def make(case: str) -> tuple[Path, dict[str, Any]]:
         shutil.copytree(golden / case, tmp_path / case, copy_function=lambda a, b: Path(b).symlink_to(a))
-        folder, given, _, _ = CASES[case]
         home = tmp_path / case
-        return home / folder, {k: home / v if k in ("vlm", "arch", "base") else v for k, v in given.items()}
+        return home / CASES[case].checkpoint, CASES[case].options(home)
 
     return make
 
@@ -90,21 +54,21 @@ def test_a_truncated_shard(broken, case):
     assert file.name in refused(path, given)
 
 
-@pytest.mark.parametrize("case", [case for case, entry in CASES.items() if entry[2]])
+@pytest.mark.parametrize("case", [case for case, entry in CASES.items() if entry.neighbour])
 def test_the_neighbours_weights(broken, golden, case):
     path, given = broken(case)
     for file in found(path, WEIGHTS):
         file.unlink()
-    for file in found(golden / CASES[case][2], WEIGHTS):
+    for file in found(golden / CASES[case].neighbour, WEIGHTS):
         (path / file.name).symlink_to(file)
     message = refused(path, given)
     assert "does not fit" in message or "is missing" in message or "action_head" in message, message
 
 
-@pytest.mark.parametrize("case", [case for case, entry in CASES.items() if entry[3]])
+@pytest.mark.parametrize("case", [case for case, entry in CASES.items() if entry.statistics])
 def test_no_statistics(broken, case):
     path, given = broken(case)
-    files = found(path, CASES[case][3])
+    files = found(path, CASES[case].statistics)
     assert files
     for file in files:
         file.unlink()
