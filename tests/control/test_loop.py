@@ -623,6 +623,20 @@ def test_files_that_are_no_journals_are_refused(
         assert isinstance(error, JournalError)  # noqa: PT017 - either is right, nothing else is
 
 
+@pytest.mark.parametrize(("deadline", "waits"), [(2.0, 2.0), (60.0, 5.0)])
+def test_a_run_ends_when_it_is_told_and_closes_its_source(deadline: float, waits: float) -> None:
+    loop, arm = loop_of(deadline=deadline)
+    closed: list[float] = []
+    loop.source.close = closed.append  # type: ignore[method-assign]
+    loop.watch(lambda command: loop.stop() if command.step == 3 else None)
+    assert not loop.stopped
+    assert loop.run().steps == 4
+    assert loop.stopped
+    assert [row for _, row in arm.sent] == [None, None, 0, 1, None]
+    loop.close()
+    assert closed == [waits]
+
+
 def test_an_answer_to_what_a_blind_robot_had_seen_goes_nowhere() -> None:
     loop, arm = loop_of(delay=0.2, motion={"kind": "offsets", "action": [0], "state": [0]})
     see = arm.observe
