@@ -120,8 +120,8 @@ def architecture(monkeypatch):
 
 # Every model, every architecture; the other pairs of them are slow.
 PAIRS = [
-    pytest.param(*model, capability, marks=() if "pi05" in model or capability == 90 else pytest.mark.slow)
-    for model in (("pi05", 3, 200, 224, 18), ("pi0", 2, 16, 224, 18), ("smolvla", 2, 48, 512, 16))
+    pytest.param(*model, capability, marks=() if "pi0.5" in model or capability == 90 else pytest.mark.slow)
+    for model in (("pi0.5", 3, 200, 224, 18), ("pi0", 2, 16, 224, 18), ("smolvla", 2, 48, 512, 16))
     for capability in ARCHITECTURES
 ]
 
@@ -146,10 +146,10 @@ def test_every_launch_of_a_chunk_is_accepted(
         "packed_attention": language + head,
         "gated_mlp": language + head,
         "splitk_linear": 2 * (language + head) + 10,
-        "norm_linear": 10 if name == "pi05" else 20,
+        "norm_linear": 10 if name == "pi0.5" else 20,
     }
     # pi0's state token and SmolVLA's, and its causal chunk, have masks of their own; its cross layers have not.
-    assert len(key_masks) == {"pi05": language + head, "pi0": language, "smolvla": 10 * 8}[name]
+    assert len(key_masks) == {"pi0.5": language + head, "pi0": language, "smolvla": 10 * 8}[name]
     per_image = {224: 256, 512: 64}[side]
     prefix = views * per_image + tokens + (name == "smolvla")
     actions = made.model.config.chunk_size
@@ -181,7 +181,7 @@ def test_tuning_is_offered_no_tile_that_leaves_programs_without_work(kernel: str
     assert {tile.split for tile in candidates(kernel, short, torch.bfloat16, 90)} == {1}
 
 
-@pytest.mark.parametrize(("name", "layers", "tokens"), [("pi05", 18, 200), ("smolvla", 16, 48)])
+@pytest.mark.parametrize(("name", "layers", "tokens"), [("pi0.5", 18, 200), ("smolvla", 16, 48)])
 @torch.no_grad()
 def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens):
     """Of the four inputs of a layer one is converted in a pass of its own: what attention leaves. The connector is
@@ -202,7 +202,7 @@ def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens
         "qkv_rope": head,
         "gated_mlp": head,
         "splitk_linear": 2 * head + 10,
-        "norm_linear": 10 if name == "pi05" else 20,
+        "norm_linear": 10 if name == "pi0.5" else 20,
     }
 
 
@@ -210,5 +210,5 @@ def test_fp8_of_vision_and_language(launches, architecture, name, layers, tokens
 def test_float32_and_four_views_fit_the_workspace(launches):
     for dtype, views in ((torch.float32, 3), (torch.bfloat16, 4)):
         launches.clear()
-        program("pi05", views, 200, 224, Kernels(META), dtype).chunk()
+        program("pi0.5", views, 200, 224, Kernels(META), dtype).chunk()
         assert sum(launches.values()) == 997 + 10 + 3 * 27 + 1
