@@ -13,8 +13,9 @@ import secrets
 import shutil
 import signal
 import stat
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,31 @@ def ended_by_signals() -> Iterator[None]:
         yield
         return
     taken = [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    before = sys.unraisablehook
     for each in taken:
         signal.signal(each, _end)
+    sys.unraisablehook = lambda unraised: _again(unraised, before)
     try:
         yield
     finally:
+        sys.unraisablehook = before
         for each in taken:
             signal.signal(each, signal.SIG_DFL)
 
 
+class _Signalled(SystemExit):
+    """The end that a signal asks for."""
+
+
 def _end(number: int, _frame: Any) -> None:
-    raise SystemExit(128 + number)
+    raise _Signalled(128 + number)
+
+
+def _again(unraised: Any, otherwise: Callable[[Any], object]) -> None:
+    """Send a signal once more that came while a finalizer or the callback of a weak reference ran: Python drops what is
+    raised there, and the work would go on to its end."""
+    end = unraised.exc_value
+    if isinstance(end, _Signalled):
+        threading.Timer(0.01, os.kill, (os.getpid(), int(end.code) - 128)).start()
+    else:
+        otherwise(unraised)

@@ -58,6 +58,32 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+DROPPED = """
+import os, signal, sys, threading, weakref
+from pathlib import Path
+from sinew import scratch
+class Thing: pass
+def callback(_gone):
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(10_000): pass  # here the signal's handler runs
+with scratch.beside(Path(sys.argv[1])) as folder:
+    (folder / "half").write_bytes(b"half")
+    thing = Thing()
+    kept = weakref.ref(thing, callback)
+    del thing
+    threading.Event().wait(600)
+"""
+
+
+def test_a_signal_whose_exception_python_drops_ends_the_process_all_the_same(tmp_path: Path) -> None:
+    """One that comes in the callback of a weak reference; importlib has such callbacks."""
+    words = ["env", "--default-signal=TERM", sys.executable, "-c", DROPPED, tmp_path / "robot"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
