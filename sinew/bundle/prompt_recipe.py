@@ -66,7 +66,7 @@ class PromptRecipe:
         for slot in ("{prompt}", "{state}"):
             if sum(step.slot == slot for step in self.steps) > MOST:
                 yield f": expected {slot} at most {MOST} times"
-        if any(held.count > MAX_SIZE for held in self.held):
+        if any(held.times > MAX_SIZE for held in self.held):
             yield f": expected at most {MAX_SIZE} tokens of all views"
 
     def __str__(self) -> str:

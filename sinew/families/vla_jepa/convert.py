@@ -216,7 +216,7 @@ def model_config(
                 hidden_size=hidden,
                 buckets=checkpoint.size("action_num_timestep_buckets"),
                 positions=max(checkpoint.size("action_max_seq_len"), positions),
-                future_tokens=marker.count,
+                future_tokens=marker.times,
                 norm_features=False,
             ),
             vocab_size=prompt.vocab_size,
@@ -229,7 +229,7 @@ def model_config(
             cols=grid[1],
             position_sections=position_sections(text),
             marker=marker.token,
-            markers=marker.count,
+            markers=marker.times,
         )
     except (ValueError, TypeError) as error:
         raise ConvertError(f"{checkpoint.file}: {error}") from None

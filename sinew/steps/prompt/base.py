@@ -21,11 +21,11 @@ class Sentence(NamedTuple):
 
 
 class Held(NamedTuple):
-    """``count`` tokens of an id that a prompt has to hold, no more and no fewer; no instruction may add one."""
+    """``times`` tokens of an id that a prompt has to hold, no more and no fewer; no instruction may add one."""
 
     what: str
     token: int
-    count: int
+    times: int
 
 
 class PromptStep(Step):
