@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from sinew.bundle import Bundle
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Manifest, Normalization, from_json, to_json
 from sinew.bundle.writer import rewrite
+from sinew.cli import main
 from sinew.core import BundleError, ObservationError, VectorSpec
 from sinew.engine.cuda.kernels.resize_tables import Resize as Tables
+from sinew.processing import Processor
 from sinew.processing.prompt import Prompter
 from sinew.steps import registry
 from sinew.steps.base import Step
@@ -583,6 +586,72 @@ def test_a_new_step_is_its_file_and_a_line(tmp_path: Path, monkeypatch: pytest.M
         replace(manifest, processing=replace(manifest.processing, image=wrong)).check()
 
 
+@pytest.mark.parametrize("room", ["prompt", "vector"])
+def test_a_new_step_of_a_prompt_or_a_vector_is_its_file_and_a_line(
+    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"sinew_new_{room}.py").write_text(NEW + (SHOUT if room == "prompt" else NEGATE))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(REGISTRIES[room], "new", f"sinew_new_{room}:New")
+    bundle = Bundle(BUNDLE)
+    processing, nothing = bundle.manifest.processing, np.zeros(bundle.manifest.spec.state.dim)
+    if room == "prompt":
+        step: Any = PromptStep.read({"kind": "new", "marks": 2})
+        prompt = replace(processing.prompt, steps=(step, *processing.prompt.steps))
+        manifest = replace(bundle.manifest, processing=replace(processing, prompt=prompt))
+    else:
+        step = VectorStep.read({"kind": "new", "dims": [0], "marks": 2})
+        manifest = replace(bundle.manifest, processing=replace(processing, action_steps=(step,)))
+    path = tmp_path / "new.gguf"
+    rewrite(bundle, manifest, path)
+    assert Bundle(path).manifest == manifest
+    assert main(["inspect", str(path)]) == 0
+    assert "something new, 2 times" in " ".join(capsys.readouterr().out.split())
+    if room == "prompt":
+        assert Processor(manifest).prompter.text("go", nothing).startswith("GO!!")
+    else:
+        chunk = np.ones((2, processing.padded_action_dim), np.float32)
+        old, new = (Processor(each).finish(chunk, nothing) for each in (bundle.manifest, manifest))
+        assert np.array_equal(new[:, 0], -2 * old[:, 0])
+        same = turn_back(new.astype(np.float64), (step,), nothing)
+        assert np.array_equal(same, old)
+    wrong = with_step(bundle.manifest, SimpleNamespace(step=step), marks=10)
+    with pytest.raises(BundleError, match=r"steps\[0\]: new: marks: expected 1 to 9, got 10"):
+        wrong.check()
+
+
+NEW = """
+from dataclasses import dataclass, field
+from typing import Literal
+from sinew.steps.base import within
+from sinew.steps.prompt.base import PromptStep
+from sinew.steps.vector.base import VectorStep
+
+class Numbered:
+    def problems(self):
+        yield from within("marks", self.marks, 1, 9)
+    def __str__(self):
+        return f"something new, {self.marks} times"
+"""
+SHOUT = """
+@dataclass(frozen=True)
+class New(Numbered, PromptStep):
+    marks: int = 1
+    kind: Literal["new"] = field(default="new", kw_only=True, repr=False)
+    def forward(self, said):
+        return said._replace(instruction=said.instruction.upper() + "!" * self.marks)
+"""
+NEGATE = """
+@dataclass(frozen=True)
+class New(Numbered, VectorStep):
+    dims: tuple[int, ...]
+    marks: int = 1
+    kind: Literal["new"] = field(default="new", kw_only=True, repr=False)
+    def forward(self, part, reference):
+        return -self.marks * part
+    def inverse(self, part, reference):
+        return part / -self.marks
+"""
 MIRROR = """
 from dataclasses import dataclass, field
 from typing import Literal
