@@ -35,6 +35,7 @@ def problems(manifest: Manifest) -> Iterator[str]:
         **_processing_rules(manifest),
     }
     yield from (problem for problem, fine in rules.items() if not fine)
+    yield from (f"processing.prompt{problem}" for problem in manifest.processing.prompt.problems())
     yield from (f"processing.image{problem}" for problem in manifest.processing.image.problems())
     yield from (problem for problem, fine in _pixel_rules(manifest).items() if not fine)
     for name in ("state_steps", "action_steps"):
@@ -223,7 +224,7 @@ def _words_of(manifest: Manifest) -> Iterator[str]:
 
 
 def _processing_rules(manifest: Manifest) -> dict[str, bool]:
-    spec, processing, prompt = manifest.spec, manifest.processing, manifest.processing.prompt
+    spec, processing = manifest.spec, manifest.processing
     return {
         "spec.state does not fit processing.padded_state_dim": 0
         <= spec.state.dim
@@ -233,28 +234,6 @@ def _processing_rules(manifest: Manifest) -> dict[str, bool]:
         <= spec.action.dim
         <= processing.padded_action_dim
         <= MAX_SIZE,
-        "processing.prompt: max_tokens out of range": 1 <= prompt.max_tokens <= MAX_SIZE,
-        f"processing.prompt: expected texts of at most {MAX_TEXT} characters": len(prompt.template)
-        + len(prompt.ensure_suffix)
-        <= MAX_TEXT
-        and prompt.template.count("{prompt}") <= 4
-        and prompt.template.count("{state}") <= 4,
-        "processing.prompt: image_text or image_tokens out of range": 0 <= prompt.image_tokens <= MAX_SIZE
-        and len(prompt.image_text) <= 64
-        and prompt.image_tokens * prompt.template.count("{image}") <= MAX_SIZE
-        and -1 <= prompt.placeholder < prompt.vocab_size,
-        "processing.prompt: marker or markers out of range": 0 <= prompt.markers <= MAX_SIZE
-        and -1 <= prompt.marker < prompt.vocab_size,
-        "processing.prompt: pad_token_id is not in the vocabulary": 0
-        <= prompt.pad_token_id
-        < prompt.vocab_size,
-        "processing.prompt: ensure_last, eos_token_id or drop is not in the vocabulary": all(
-            0 <= token < prompt.vocab_size for token in prompt.drop
-        )
-        and -1 <= prompt.ensure_last < prompt.vocab_size
-        and -1 <= prompt.eos_token_id < prompt.vocab_size,
-        "processing.prompt: state_bins or state_values out of range": 1 <= prompt.state_bins <= MAX_SIZE
-        and 0 <= prompt.state_values <= MAX_SIZE,
         "processing: a step's dims are outside its vector": all(
             0 <= d < vector.dim
             for steps, vector in (

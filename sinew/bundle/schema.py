@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from sinew.bundle.hashes import KEY_HEADER, KEY_TENSORS
 from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.bundle.rules import problems
 from sinew.bundle.seen import Seen
 from sinew.bundle.upgrade import READS, upgraded
@@ -37,52 +38,6 @@ KEY_SEEN = "sinew.seen"
 KEY_TOKENIZER = "tokenizer.huggingface.json"
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class PromptRecipe:
-    """Instruction to tokens: clean, fill ``template``, append ``ensure_suffix`` unless it is there, tokenise.
-
-    clean: strip the instruction and turn underscores and line breaks into spaces (pi0.5).
-    ``{state}`` in the template is the normalised state as bin numbers: its first ``state_values`` entries,
-    padded with zeros, each counted into ``state_bins`` equal bins of [-1, 1].
-    padding: how the model was trained; what it computes on may leave padding out. padding_side: where padding goes
-             if there is any, so also where engines put it that run a few lengths only; "left" for models whose
-             sequence goes on behind the prompt.
-    strip: without the spaces and line breaks around it. lower: in small letters. ensure_last: a token that is appended
-    unless it is the last already; -1 for none.
-    drop: tokens that only mark in the template where the model puts something of its own, such as a view.
-    words_only: in small letters, and nothing but letters, digits, underscores and spaces. as_list: as Python writes a
-    list of one text (``['pick it up']``).
-    ``{image}`` in the template is where a view stands: ``image_text`` once for each of its ``image_tokens`` tokens.
-    placeholder: the id of that text; no instruction may add one.
-    markers: how many tokens of the id ``marker`` the template holds; no instruction may add one of these either.
-    eos_token_id: ends a text that a language head says; -1 for none.
-    """
-
-    max_tokens: int
-    vocab_size: int  # rows of the model's token table; ids beyond it are refused
-    pad_token_id: int
-    template: str = "{prompt}"
-    clean: bool = False
-    state_bins: int = 256
-    state_values: int = 0
-    ensure_suffix: str = ""
-    padding: Literal["longest", "max_length"] = "longest"
-    padding_side: Literal["right", "left"] = "right"
-    add_special_tokens: bool = True
-    strip: bool = False
-    lower: bool = False
-    ensure_last: int = -1
-    drop: tuple[int, ...] = ()
-    words_only: bool = False
-    as_list: bool = False
-    image_text: str = ""
-    image_tokens: int = 0
-    placeholder: int = -1
-    marker: int = -1
-    markers: int = 0
-    eos_token_id: int = -1
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,16 @@ What a format does not know stays as it is, so that the decoder refuses it by na
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+from sinew.core import BundleError
 
 READS = (1, 2, 3)  # formats that this version understands; it writes the last
 NEWS = {  # format -> what it has that the one before it had otherwise
     2: "a decoder's norm and activation by name, not by a family",
-    3: "steps of frames and vectors as lists of their own kinds, the letterbox among them",
+    3: "frames, prompts and vectors as lists of steps, each with the fields of its kind",
 }
 
 # Format 1 named a decoder's norm and activation by a family.
@@ -58,6 +61,24 @@ VECTOR_DEFAULTS: dict[str, Any] = {
     "below": 1.0,
     "above": -1.0,
 }
+PROMPT_DEFAULTS: dict[str, Any] = {
+    "template": "{prompt}",
+    "clean": False,
+    "state_bins": 256,
+    "state_values": 0,
+    "ensure_suffix": "",
+    "strip": False,
+    "lower": False,
+    "ensure_last": -1,
+    "drop": [],
+    "words_only": False,
+    "as_list": False,
+    "image_text": "",
+    "image_tokens": 0,
+    "placeholder": -1,
+    "marker": -1,
+    "markers": 0,
+}
 LETTERBOX = {"interpolation": "bilinear", "pad": "top_left", "pad_value": 0.0}
 
 
@@ -97,6 +118,44 @@ def _image(image: Any) -> Any:
     return made
 
 
+def _prompt(prompt: Any) -> Any:
+    """Format 2: a template, and a field for each change of the instruction, the text or its tokens."""
+    if not isinstance(prompt, dict):
+        return prompt
+    if "steps" in prompt:
+        raise BundleError(
+            "sinew.processing.prompt.steps: expected format 2's fields, which has no such field"
+        )
+    old = PROMPT_DEFAULTS | {key: value for key, value in prompt.items() if key in PROMPT_DEFAULTS}
+    if any(type(old[key]) is not type(usual) for key, usual in PROMPT_DEFAULTS.items()):
+        return prompt  # whose fields are refused by name
+    changes = ("clean", "strip", "lower", "words_only", "as_list")  # in the order of format 2
+    steps: list[dict[str, Any]] = [{"kind": kind} for kind in changes if old[kind]]
+    places = {
+        "{prompt}": {"kind": "instruction"},
+        "{state}": {"kind": "state", "values": old["state_values"], "bins": old["state_bins"]},
+        "{image}": {
+            "kind": "image",
+            "text": old["image_text"],
+            "count": old["image_tokens"],
+            "token": old["placeholder"],
+        },
+    }
+    if not old["image_tokens"]:
+        places["{image}"] = {}  # it wrote nothing
+    for part in re.split(r"(\{prompt\}|\{state\}|\{image\})", old["template"]):
+        steps += [step for step in [places.get(part, {"kind": "text", "text": part})] if part and step]
+    if old["ensure_suffix"]:
+        steps.append({"kind": "suffix", "text": old["ensure_suffix"]})
+    if old["drop"]:
+        steps.append({"kind": "drop", "ids": old["drop"]})
+    if old["ensure_last"] != -1:
+        steps.append({"kind": "last", "token": old["ensure_last"]})
+    if old["markers"]:
+        steps.append({"kind": "marker", "token": old["marker"], "count": old["markers"]})
+    return {key: value for key, value in prompt.items() if key not in PROMPT_DEFAULTS} | {"steps": steps}
+
+
 def _vector_steps(steps: Any) -> Any:
     if not isinstance(steps, list):
         return steps
@@ -113,4 +172,9 @@ def _fields(step: Any, kinds: Mapping[str, tuple[str, ...]], defaults: Mapping[s
     return usual | {key: value for key, value in step.items() if key not in unread}
 
 
-_PROCESSING = {"image": _image, "state_steps": _vector_steps, "action_steps": _vector_steps}
+_PROCESSING = {
+    "image": _image,
+    "prompt": _prompt,
+    "state_steps": _vector_steps,
+    "action_steps": _vector_steps,
+}

@@ -122,8 +122,8 @@ def show(bundle: Bundle, all_tensors: bool) -> None:
         "chunk": f"{spec.chunk_size} actions, {spec.solver_steps} solver steps, noise {list(spec.noise_shape)}"
         + (f", {spec.control_hz:g} actions/s" if spec.control_hz else ""),
         "hand-over": str(choose(policy=spec.to_dict())).removeprefix("hand-over "),
-        "prompt": f"{json.dumps(prompt.template + prompt.ensure_suffix)}, at most {prompt.max_tokens} tokens,"
-        f" padding {padding}",
+        "prompt": f"{json.dumps(prompt.template)}, at most {prompt.max_tokens} tokens, padding {padding}"
+        + (f"; {prompt}" if str(prompt) else ""),
         "language head": _lm_head(bundle),
         "tokenizer": f"{tokenizer['type']}, {tokenizer['vocabulary']} entries, {tokenizer['bytes'] / 1e3:.0f} kB",
         "quantised": _quantised(manifest.quantization),

@@ -1,17 +1,17 @@
-"""Instruction to tokens, with the tokenizer and the template that the bundle carries."""
+"""Instruction to tokens, with the tokenizer and the steps that the bundle carries."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from sinew.bundle.schema import PromptRecipe
+from sinew.bundle.prompt_recipe import PromptRecipe
 from sinew.core import BundleError, ObservationError
 from sinew.processing.arrays import numbers
 from sinew.processing.tokenizer import decode, encode, open_tokenizer
+from sinew.steps.prompt.base import Sentence
 
 MAX_CHARACTERS = 1 << 16  # bounds the tokenizer's work before the token limit can
 REMEMBERED = (
@@ -29,35 +29,10 @@ class Prompter:
 
     def text(self, prompt: str, state: np.ndarray) -> str:
         """The exact string that is tokenised. ``state``: [D], normalised."""
-        if self.recipe.clean:
-            prompt = prompt.strip().replace("_", " ").replace("\n", " ")
-        if self.recipe.strip:
-            prompt = prompt.strip()
-        if self.recipe.lower:
-            prompt = prompt.lower()
-        if self.recipe.words_only:
-            prompt = re.sub(r"[^\w\s]", "", prompt.lower())
-        if self.recipe.as_list:
-            prompt = str([prompt])
-        text = self.recipe.template
-        if "{state}" in text:  # filled first: an instruction may contain anything
-            text = text.replace("{state}", " ".join(map(str, self.state_bins(state))))
-        text = text.replace("{image}", self.recipe.image_text * self.recipe.image_tokens)
-        text = text.replace("{prompt}", prompt)
-        suffix = self.recipe.ensure_suffix
-        return text if text.endswith(suffix) else text + suffix
-
-    def state_bins(self, state: np.ndarray) -> np.ndarray:
-        """Bin numbers 0 .. bins - 1 of the normalised state; values below -1 give -1, as upstream.
-
-        The comparison is numpy's ``digitize`` against float64 edges, on values in the precision in which
-        upstream normalises them: another precision would move values that lie on an edge.
-        """
-        values = np.zeros(self.recipe.state_values, state.dtype)
-        count = min(len(values), len(state))
-        values[:count] = state[:count]
-        edges = np.linspace(-1, 1, self.recipe.state_bins + 1)[:-1]
-        return np.digitize(values, edges) - 1
+        said = Sentence(prompt, "", state)
+        for step in self.recipe.steps:
+            said = step.forward(said)
+        return said.text
 
     def encode(self, prompt: object, state: np.ndarray) -> np.ndarray:
         """Token ids of the formatted instruction, int64 [L], 1 <= L <= max_tokens. Never truncates."""
@@ -80,11 +55,9 @@ class Prompter:
         return self.check_tokens(ids, "prompt")
 
     def _tokenize(self, text: str) -> np.ndarray:
-        ids, last = encode(self.tokenizer, text, self.recipe.add_special_tokens), self.recipe.ensure_last
-        if self.recipe.drop:
-            ids = [token for token in ids if token not in self.recipe.drop]
-        if last >= 0 and ids[-1:] != [last]:
-            ids = [*ids, last]
+        ids = encode(self.tokenizer, text, self.recipe.add_special_tokens)
+        for step in self.recipe.steps:
+            ids = step.tokens(ids)
         return np.asarray(ids, np.int64)
 
     def words(self, tokens: Sequence[int]) -> str:
@@ -105,12 +78,8 @@ class Prompter:
         if array.min() < 0 or array.max() >= self.recipe.vocab_size:
             expected = f"token ids in [0, {self.recipe.vocab_size})"
             raise ObservationError(name, expected, f"{array.min()} to {array.max()}")
-        images = self.recipe.image_tokens * self.recipe.template.count("{image}")
-        for what, token, wanted in (
-            ("image tokens", self.recipe.placeholder, images),
-            ("marking tokens", self.recipe.marker, self.recipe.markers),
-        ):
-            if wanted and (found := int((array == token).sum())) != wanted:
+        for what, token, wanted in self.recipe.held:
+            if (found := int((array == token).sum())) != wanted:
                 raise ObservationError(name, f"{wanted} {what} ({token})", str(found))
         return array.astype(np.int64)
 

@@ -19,3 +19,18 @@ VECTOR = {
     "compose_pose": "sinew.steps.vector.compose_pose:ComposePose",
     "threshold": "sinew.steps.vector.threshold:Threshold",
 }
+PROMPT = {
+    "clean": "sinew.steps.prompt.clean:Clean",
+    "strip": "sinew.steps.prompt.strip:Strip",
+    "lower": "sinew.steps.prompt.lower:Lower",
+    "words_only": "sinew.steps.prompt.words_only:WordsOnly",
+    "as_list": "sinew.steps.prompt.as_list:AsList",
+    "text": "sinew.steps.prompt.text:Text",
+    "instruction": "sinew.steps.prompt.instruction:Instruction",
+    "state": "sinew.steps.prompt.state:State",
+    "image": "sinew.steps.prompt.image:Image",
+    "suffix": "sinew.steps.prompt.suffix:Suffix",
+    "drop": "sinew.steps.prompt.drop:Drop",
+    "last": "sinew.steps.prompt.last:Last",
+    "marker": "sinew.steps.prompt.marker:Marker",
+}

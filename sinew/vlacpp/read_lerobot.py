@@ -23,7 +23,7 @@ from sinew.convert.options import SOLVER_STEPS_SETTING, Options
 from sinew.convert.tensors import read_array
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
-from sinew.families.pi.convert import GEMMA
+from sinew.families.pi.convert import GEMMA, WITH_STATE
 from sinew.families.pi.model import PI0Config
 from sinew.families.smolvla.convert import ROPE_THETA
 from sinew.families.smolvla.model import SmolVLAConfig
@@ -31,6 +31,12 @@ from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
 from sinew.processing.normalize import STATISTICS as ORDER
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.prompt.base import PromptStep
+from sinew.steps.prompt.clean import Clean
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.prompt.state import State
+from sinew.steps.prompt.suffix import Suffix
+from sinew.steps.prompt.template import sentence
 from sinew.vlacpp.file import FORMAT, VlacppFile
 
 STATISTICS = tuple(f"{what}_{stat}" for what in ("state", "action") for stat in ("mean", "std", "q01", "q99"))
@@ -116,12 +122,14 @@ def read(file: VlacppFile, options: Options) -> Conversion:
         ),
         processing=Processing(
             image=ImageRecipe(side, side, (Letterbox(side, side, pad=family.pad),)),
-            prompt=replace(
-                family.prompt,
+            prompt=PromptRecipe(
                 max_tokens=max_tokens,
                 vocab_size=config.vocab_size,
                 pad_token_id=tokenizer.pad_token_id or 0,
-                state_values=state_dim if "{state}" in family.prompt.template else 0,
+                steps=tuple(
+                    replace(step, values=state_dim) if isinstance(step, State) else step
+                    for step in family.prompt
+                ),
             ),
             state=_normalization(path, tensors, "state", family.mode, file.number("norm_eps")),
             action=_normalization(path, tensors, "action", family.mode, file.number("norm_eps")),
@@ -135,7 +143,7 @@ def read(file: VlacppFile, options: Options) -> Conversion:
         notes=(
             f"cameras {', '.join(cameras)}: not in the source file, "
             + ("given with --cameras" if options.cameras else "the base checkpoint's slots assumed"),
-            f"prompt {family.prompt.template + family.prompt.ensure_suffix!r}: the family's, not in the source file",
+            f"prompt {''.join(step.slot for step in family.prompt)!r}: the family's, not in the source file",
         ),
     )
 
@@ -210,20 +218,14 @@ class Family:
     config: Callable[[VlacppFile, dict[str, TensorSource]], Any]
     tokenizer: str
     cameras: tuple[str, ...]
-    prompt: PromptRecipe  # sizes are filled in from the file
+    prompt: tuple[PromptStep, ...]  # the state's size is filled in from the file
     pad: Literal["top_left", "center"] = "center"
     mode: str = "mean_std"
 
 
 _PI_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
-_LINE = PromptRecipe(max_tokens=1, vocab_size=1, pad_token_id=0, ensure_suffix="\n")
-_STATE = PromptRecipe(
-    max_tokens=1,
-    vocab_size=1,
-    pad_token_id=0,
-    clean=True,
-    template="Task: {prompt}, State: {state};\nAction: ",
-)
+_LINE = (Instruction(), Suffix("\n"))
+_STATE = (Clean(), *sentence(WITH_STATE, State(0)))
 FAMILIES = {
     "smolvla": Family(_smolvla, "SmolVLM2-500M", ("camera1", "camera2", "camera3"), _LINE, pad="top_left"),
     "pi0": Family(_pi, "PaliGemma", _PI_CAMERAS, _LINE),

@@ -17,6 +17,7 @@ from sinew.bundle.writer import TensorSource
 from sinew.convert.tensors import Rule, apply, computed, constant, fuse, moved, reshape
 from sinew.core import ConvertError
 from sinew.families.evo1.original import VECTOR
+from sinew.steps.prompt.image import Image
 from sinew.vlacpp.read_evo1 import STATISTICS
 from sinew.vlacpp.write_prismatic import language_rules
 
@@ -116,7 +117,7 @@ def keys(bundle: Bundle) -> dict[str, Any]:
         "vit_inter": vision["intermediate_size"],
         "image_size": vision["image_size"],
         "patch_size": vision["patch_size"],
-        "num_image_token": manifest.processing.prompt.image_tokens,
+        "num_image_token": next(s.count for s in manifest.processing.prompt.steps if isinstance(s, Image)),
         "lm_hidden": language["hidden_size"],
         "lm_layers_used": language["num_layers"],
         "lm_q_heads": language["num_heads"],

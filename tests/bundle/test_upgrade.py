@@ -17,8 +17,11 @@ from sinew.core import BundleError
 from sinew.policy import Policy, load
 from sinew.solvers import FLOW
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.prompt.base import Sentence
 from tests.golden import Golden
 
+# As every converter wrote them.
+RECORDS = json.loads(Path(__file__).with_name("processing-2.json").read_text())
 LATER = {"config": ("norm", "activation", "qkv_bias", "qk_norm", "sub_norms"), "spec": ("solver",)}
 
 
@@ -34,6 +37,7 @@ def as_format_1(path: Path, out: Path) -> Bundle:
             "family": family
         }
     spec = {key: value for key, value in spec.items() if key not in LATER["spec"]}
+    old["sinew.processing"] = json.dumps(RECORDS[path.stem])  # formats 1 and 2 have the same
     old |= {KEY_VERSION: 1, "sinew.config": json.dumps(config), "sinew.spec": json.dumps(spec)}
     bundle.manifest = Manifest.from_metadata(old)
     return bundle
@@ -61,9 +65,6 @@ def test_what_no_format_knows_is_refused_by_name(smolvla_bundle):
 
 # ----------------------------------------------------------------------------- format 2
 
-RECORDS = json.loads(
-    Path(__file__).with_name("processing-2.json").read_text()
-)  # as every converter wrote them
 MAKERS = {
     "smolvla": "smolvla_bundle",
     "pi0": "pi_bundle",
@@ -97,24 +98,58 @@ def test_a_letterbox_of_format_2_follows_the_steps():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("part", "changes", "said"),
     [
-        ({"resize": "stretch"}, "unknown field 'image.resize'"),
-        ({"sharpen": 1}, "unknown field 'image.sharpen'"),
-        ({"steps": [{"kind": "sharpen"}]}, "kind: expected one of .*, got 'sharpen' - at `.*steps"),
-        ({"steps": [{"kind": "jpeg", "speed": 1}]}, "unknown field 'image.steps.speed'"),
+        ("image", {"resize": "stretch"}, "unknown field 'image.resize'"),
+        ("image", {"sharpen": 1}, "unknown field 'image.sharpen'"),
+        ("image", {"steps": [{"kind": "sharpen"}]}, "kind: expected one of .*, got 'sharpen' - at `.*steps"),
+        ("image", {"steps": [{"kind": "jpeg", "speed": 1}]}, "unknown field 'image.steps.speed'"),
         (
+            "image",
             {"steps": [{"kind": "jpeg", "quality": "high"}]},
             "jpeg: Expected `int`, got `str` - at `..quality`",
         ),
-        ({"steps": [7]}, "expected a step, an object with its kind, got int"),
-        ({"steps": 7}, "Expected `array`, got `int`"),
+        ("image", {"steps": [7]}, "expected a step, an object with its kind, got int"),
+        ("image", {"steps": 7}, "Expected `array`, got `int`"),
+        ("prompt", {"shout": True}, "unknown field 'prompt.shout'"),
+        ("prompt", {"template": 7}, "unknown field 'prompt.template'"),
+        ("prompt", {"steps": []}, "prompt.steps: expected format 2's fields, which has no such field"),
     ],
 )
-def test_what_format_2_did_not_know_is_refused_by_name(changes, said):
+def test_what_format_2_did_not_know_is_refused_by_name(part, changes, said):
     record = RECORDS["smolvla-2cam"]
     with pytest.raises(BundleError, match=said):
-        read_2({**record, "image": {**record["image"], **changes}})
+        read_2({**record, part: {**record[part], **changes}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "rest"),
+    [
+        ({}, "Pick_it\n up ", []),
+        ({"clean": True, "strip": True, "lower": True}, "pick it  up", []),
+        ({"words_only": True, "as_list": True}, repr(["pick_it\n up "]), []),
+        ({"template": "a {image}{prompt} b"}, "a Pick_it\n up  b", []),  # an image of no tokens
+        ({"template": "{state};", "state_values": 3, "state_bins": 4}, "3 -1 2;", []),
+        ({"template": "{image}!", "image_text": "#", "image_tokens": 3, "placeholder": 5}, "###!", []),
+        ({"template": "go\n", "ensure_suffix": "\n"}, "go\n", []),
+        ({"template": "", "ensure_suffix": "\n"}, "\n", []),
+        ({"drop": [4], "ensure_last": 9, "marker": 3, "markers": 2}, "Pick_it\n up ", [1, 9]),
+    ],
+)
+def test_each_field_of_a_prompt_of_format_2_says_what_it_said(fields, text, rest):
+    """What was said before is written down here: format 2's own function is gone."""
+    record = {"max_tokens": 9, "vocab_size": 10, "pad_token_id": 0, **fields}
+    recipe = read_2({**RECORDS["smolvla-2cam"], "prompt": record}).prompt
+    said = Sentence("Pick_it\n up ", "", np.array([0.9, -1.5]))
+    ids = [4, 1, 4]
+    for step in recipe.steps:
+        said, ids = step.forward(said), step.tokens(ids)
+    assert said.text == text
+    assert ids == (rest or [4, 1, 4])
+    assert [tuple(held) for held in recipe.held] == [
+        *([("image tokens", 5, 3)] if "placeholder" in fields else []),
+        *([("marking tokens", 3, 2)] if "markers" in fields else []),
+    ]
 
 
 # ----------------------------------------------------------------------------- sinew upgrade
@@ -145,7 +180,7 @@ def test_an_upgraded_file_is_the_same_policy(old, capsys):
     before = old.read_bytes()
     assert main(["upgrade", str(old), "--out", str(new)]) == 0
     said = capsys.readouterr().out
-    assert f"{new.name}: format 2 to 3 (steps of frames and vectors" in said.replace("\n", " ")
+    assert f"{new.name}: format 2 to 3 (frames, prompts and vectors" in said.replace("\n", " ")
     assert (version(old), version(new), old.read_bytes()) == (2, 3, before)
     assert Bundle(new).manifest == Bundle(old).manifest
     assert Bundle(new).hashes == Bundle(old).hashes

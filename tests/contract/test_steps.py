@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ from sinew.bundle import Bundle
 from sinew.bundle.image_recipe import ImageRecipe
 from sinew.bundle.schema import Manifest, Normalization, from_json, to_json
 from sinew.bundle.writer import rewrite
-from sinew.core import BundleError, VectorSpec
+from sinew.cli import main
+from sinew.core import BundleError, ObservationError, VectorSpec
 from sinew.engine.cuda.kernels.resize_tables import Resize as Tables
+from sinew.processing import Processor
+from sinew.processing.prompt import Prompter
 from sinew.steps import registry
 from sinew.steps.base import Step
 from sinew.steps.image.base import ImageStep
@@ -31,6 +35,20 @@ from sinew.steps.image.methods import Method
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.short_side import ShortSide
 from sinew.steps.image.square import Square
+from sinew.steps.prompt.as_list import AsList
+from sinew.steps.prompt.base import PromptStep, Sentence
+from sinew.steps.prompt.clean import Clean
+from sinew.steps.prompt.drop import Drop
+from sinew.steps.prompt.image import Image
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.prompt.last import Last
+from sinew.steps.prompt.lower import Lower
+from sinew.steps.prompt.marker import Marker
+from sinew.steps.prompt.state import State
+from sinew.steps.prompt.strip import Strip
+from sinew.steps.prompt.suffix import Suffix
+from sinew.steps.prompt.text import Text
+from sinew.steps.prompt.words_only import WordsOnly
 from sinew.steps.vector.add_state import AddState
 from sinew.steps.vector.affine import Affine
 from sinew.steps.vector.base import VectorStep, apply_steps, turn_back
@@ -52,7 +70,7 @@ def digest(array: np.ndarray) -> str:
 
 
 @dataclass(frozen=True)
-class Image:
+class Frame:
     """digest: of what was made of FRAME before the step was a class; None for Pillow's, which is its version's.
 
     refused: changes that the rules refuse, and how. on_host: why no device computes it, "" where one does.
@@ -84,10 +102,10 @@ RESIZES: dict[Method, str | None] = {
 }
 IMAGES = {
     **{
-        f"resize {method}": Image(Resize(24, 20, method), made, (24, 20), f"{method} to 24x20", SIDES)
+        f"resize {method}": Frame(Resize(24, 20, method), made, (24, 20), f"{method} to 24x20", SIDES)
         for method, made in RESIZES.items()
     },
-    "centre_crop": Image(
+    "centre_crop": Frame(
         CentreCrop(24, 20, 0.9),
         "e74b1919712f59b8",
         (24, 20),
@@ -97,25 +115,25 @@ IMAGES = {
             "all": ({"area": 1.5}, "area: expected a part of the frame, above 0 and at most 1, got 1.5"),
         },
     ),
-    "jpeg": Image(
+    "jpeg": Frame(
         Jpeg(80),
         "2aefc98496a74172",
         (40, 50),
         "JPEG 80",
         {"quality": ({"quality": 101}, "quality: expected 1 to 100, got 101")},
     ),
-    "square": Image(Square(), "3c4f1d27cb9daa3d", (50, 50), "black bars to a square"),  # it has no numbers
-    "short_side": Image(
+    "square": Frame(Square(), "3c4f1d27cb9daa3d", (50, 50), "black bars to a square"),  # it has no numbers
+    "short_side": Frame(
         ShortSide(32, "area"),
         "e340be062ae93fe2",
         (32, 40),
         "area to a short side of 32",
         {"edge": ({"edge": 0}, "edge: expected 1 to 8192, got 0")},
     ),
-    "short_side of floats": Image(
+    "short_side of floats": Frame(
         ShortSide(32, "area_float"), "37b7362cc6706e36", (32, 40), "area_float to a short side of 32"
     ),
-    "crop": Image(
+    "crop": Frame(
         Crop(fraction=0.9),
         "3710d4b0b7f7d660",
         (36, 45),
@@ -128,11 +146,11 @@ IMAGES = {
             "nothing": ({"fraction": 0.0}, "height: expected 1 to 8192, got 0"),
         },
     ),
-    "crop rounded": Image(
+    "crop rounded": Frame(
         Crop(fraction=0.97, rounded=True), "a715bc15cfa20b8f", (38, 48), "middle 97% of both sides"
     ),
-    "crop of sides": Image(Crop(24, 99), "af88b20d0a0f011a", (24, 50), "middle 24x99"),
-    "grid": Image(
+    "crop of sides": Frame(Crop(24, 99), "af88b20d0a0f011a", (24, 50), "middle 24x99"),
+    "grid": Frame(
         Grid(8, 100, 900, "bicubic"),
         "b9497b5e1e5e800e",
         (24, 32),
@@ -143,13 +161,13 @@ IMAGES = {
             "none": ({"min_pixels": 0}, "min_pixels: expected 1 to 900, got 0"),
         },
     ),
-    "grid that grows": Image(
+    "grid that grows": Frame(
         Grid(8, 5000, 9000, "bicubic"), "a402898d7d1a5df2", (64, 80), "bicubic to multiples of 8"
     ),
-    "grid of floats": Image(
+    "grid of floats": Frame(
         Grid(8, 100, 9000, "bicubic_float"), "7b6037dd66b2556f", (40, 48), "bicubic_float to multiples of 8"
     ),
-    "letterbox": Image(
+    "letterbox": Frame(
         Letterbox(24, 20),
         "de07049365062229",
         (24, 20),
@@ -160,14 +178,14 @@ IMAGES = {
         },
         "",
     ),
-    "letterbox centred": Image(
+    "letterbox centred": Frame(
         Letterbox(24, 40, pad="center", pad_value=-1.0),
         "65f7c719bf6898ea",
         (24, 40),
         "letterbox to 24x40, bilinear, bars center = -1",
         on_host="",
     ),
-    "letterbox by Pillow": Image(
+    "letterbox by Pillow": Frame(
         Letterbox(24, 20, "pil_bilinear"),
         None,
         (24, 20),
@@ -178,11 +196,11 @@ IMAGES = {
 
 
 @pytest.fixture(params=IMAGES)
-def image(request: pytest.FixtureRequest) -> Image:
+def image(request: pytest.FixtureRequest) -> Frame:
     return IMAGES[request.param]
 
 
-def test_a_frame_is_what_it_was(image: Image) -> None:
+def test_a_frame_is_what_it_was(image: Frame) -> None:
     step = image.step
     made = step.forward(step.taken(FRAME))
     assert made.shape == (*image.size, 3)
@@ -207,7 +225,7 @@ def by_pillow(step: ImageStep) -> np.ndarray:
     return black
 
 
-def test_a_size_is_that_of_what_is_made(image: Image) -> None:
+def test_a_size_is_that_of_what_is_made(image: Frame) -> None:
     step = image.step
     for height, width in ((40, 50), (50, 40), (33, 33), (64, 17)):
         frame = np.zeros((height, width, 3), np.uint8)
@@ -218,7 +236,7 @@ def test_a_size_is_that_of_what_is_made(image: Image) -> None:
             assert step.size(height, width) == (height, width)
 
 
-def test_a_device_takes_it_or_it_says_why_not(image: Image) -> None:
+def test_a_device_takes_it_or_it_says_why_not(image: Frame) -> None:
     assert image.on_host in image.step.on_host
     why = Tables.why_not(ImageRecipe(*image.size, (image.step,)))
     assert (why == "") == (image.on_host == "")
@@ -350,11 +368,102 @@ def test_what_a_step_reads_is_of_the_state(vector: Vector) -> None:
         assert np.array_equal(apply_steps(ROWS, (step,)), apply_steps(ROWS, (step,), STATE))
 
 
+# ----------------------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the step makes of SAID, a text before it and tokens; how a template shows it, and which tokens it holds."""
+
+    step: PromptStep
+    words: str
+    instruction: str = " Pick up_the\nred, cube "
+    text: str = "Do:"
+    ids: tuple[int, ...] = (7, 3, 7, 1)
+    slot: str = ""
+    holds: tuple[str, int, int] | None = None
+    refused: Mapping[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+
+
+SAID = Sentence(" Pick up_the\nred, cube ", "Do:", np.array([0.9, -1.5]))
+NO_TEXT = {"nothing": ({"text": ""}, "text: expected 1 to 16384 characters, got 0")}
+NONE = {"none": ({"count": 0}, "count: expected 1 to 8192, got 0")}
+UNKNOWN = {"unknown": ({"token": 10**9}, "expected tokens of the vocabulary, 0 to ")}
+PROMPTS = {
+    "clean": Said(Clean(), "underscores and line breaks as spaces", "Pick up the red, cube"),
+    "strip": Said(Strip(), "stripped", "Pick up_the\nred, cube"),
+    "lower": Said(Lower(), "in small letters", " pick up_the\nred, cube "),
+    "words_only": Said(WordsOnly(), "small letters, digits and spaces alone", " pick up_the\nred cube "),
+    "as_list": Said(AsList(), "as a list of one text", "[' Pick up_the\\nred, cube ']"),
+    "text": Said(Text(" {x}"), '" {x}"', text="Do: {x}", slot=" {x}", refused=NO_TEXT),
+    "instruction": Said(
+        Instruction(), "the instruction", text="Do: Pick up_the\nred, cube ", slot="{prompt}"
+    ),
+    "state": Said(
+        State(3, 4),
+        "3 values of the state in 4 bins",
+        text="Do:3 -1 2",
+        slot="{state}",
+        refused={
+            "values": ({"values": -1}, "values: expected 0 to 8192, got -1"),
+            "bins": ({"bins": 0}, "bins: expected 1 to 8192, got 0"),
+        },
+    ),
+    "image": Said(
+        Image("#", 3, 5),
+        "a view, 3 times #",
+        text="Do:###",
+        slot="{image}",
+        holds=("image tokens", 5, 3),
+        refused={**NONE, **UNKNOWN},
+    ),
+    "suffix": Said(Suffix("\n"), '"\\n" at the end', text="Do:\n", slot="\n", refused=NO_TEXT),
+    "suffix that is there": Said(Suffix(":"), '":" at the end', slot=":"),
+    "drop": Said(
+        Drop((7,)),
+        "without tokens 7",
+        ids=(3, 1),
+        refused={"unknown": ({"ids": (3, -1)}, "expected tokens of the vocabulary, 0 to ")},
+    ),
+    "last": Said(Last(9), "token 9 at the end", ids=(7, 3, 7, 1, 9), refused=UNKNOWN),
+    "last that is there": Said(Last(1), "token 1 at the end"),
+    "marker": Said(Marker(3, 2), "2 tokens 3", holds=("marking tokens", 3, 2), refused={**NONE, **UNKNOWN}),
+}
+
+
+@pytest.fixture(params=PROMPTS)
+def said(request: pytest.FixtureRequest) -> Said:
+    return PROMPTS[request.param]
+
+
+def test_a_prompt_says_what_it_says(said: Said) -> None:
+    made = said.step.forward(SAID)
+    assert (made.instruction, made.text) == (said.instruction, said.text)
+    assert made.state is SAID.state
+    assert tuple(said.step.tokens([7, 3, 7, 1])) == said.ids
+    assert said.step.slot == said.slot
+    assert said.step.holds == said.holds
+
+
+def test_a_prompt_without_what_it_holds_is_refused() -> None:
+    """Tokens of several views count together, and an instruction may add none."""
+    manifest = Bundle(BUNDLE).manifest
+    recipe = replace(manifest.processing.prompt, steps=(Image("#", 2, 5), Image("#", 2, 5), Marker(6, 1)))
+    prompter = Prompter(manifest.tokenizer, recipe)
+    assert prompter.check_tokens([5, 5, 6, 5, 5]).tolist() == [5, 5, 6, 5, 5]
+    for wrong, message in (
+        ([5, 5, 5, 5, 5, 6], r"expected 4 image tokens \(5\), got 5"),
+        ([5, 5, 5, 5], r"expected 1 marking tokens \(6\), got 0"),
+    ):
+        with pytest.raises(ObservationError, match=message):
+            prompter.check_tokens(wrong)
+
+
 # ----------------------------------------------------------------------------- all of them
 
-CASES: dict[str, Any] = {**IMAGES, **VECTORS}
-REGISTRIES = {"image": registry.IMAGE, "vector": registry.VECTOR}
-BASES: dict[str, type[Step]] = {"image": ImageStep, "vector": VectorStep}
+CASES: dict[str, Any] = {**IMAGES, **VECTORS, **{f"prompt {name}": case for name, case in PROMPTS.items()}}
+REGISTRIES = {"image": registry.IMAGE, "vector": registry.VECTOR, "prompt": registry.PROMPT}
+BASES: dict[str, type[Step]] = {"image": ImageStep, "vector": VectorStep, "prompt": PromptStep}
 
 
 @pytest.fixture(params=CASES)
@@ -369,6 +478,9 @@ def with_step(manifest: Manifest, case: Any, **changes: Any) -> Manifest:
     if isinstance(step, ImageStep):
         image = ImageRecipe(*case.size, (step,))
         return replace(manifest, processing=replace(processing, image=image))
+    if isinstance(step, PromptStep):
+        prompt = replace(processing.prompt, steps=(step, Instruction()))
+        return replace(manifest, processing=replace(processing, prompt=prompt))
     ten, same = VectorSpec(10), Normalization("identity")
     return replace(
         manifest,
@@ -392,7 +504,8 @@ def test_a_step_says_what_it_does(case: Any) -> None:
 def test_rules_refuse_by_name(case: Any) -> None:
     assert not list(case.step.problems())
     for changes, said in case.refused.values():
-        assert next(replace(case.step, **changes).problems()) == said
+        if "vocabulary" not in said:  # which the recipe knows
+            assert next(replace(case.step, **changes).problems()) == said
     manifest = Bundle(BUNDLE).manifest
     for changes, said in case.refused.values():
         with pytest.raises(BundleError, match=f"{case.step.kind}: {re.escape(said)}"):
@@ -438,6 +551,10 @@ def test_every_registered_step_has_a_row_and_a_file_of_its_own(room: str) -> Non
 def test_a_step_is_named_in_its_file_and_in_the_registry_alone(room: str) -> None:
     """Converters make steps, older formats know their tags; nothing else asks which step it has."""
     may = ("convert/", "families/", "vlacpp/", "bundle/upgrade.py", "steps/registry.py")
+    usual = (
+        "bundle/prompt_recipe.py",
+        "steps/prompt/template.py",
+    )  # an instruction alone; braces of a sentence
     names = {place.split(":")[1]: place.split(":")[0] for place in REGISTRIES[room].values()}
     for path in sorted((ROOT / "sinew").rglob("*.py")):
         place = path.relative_to(ROOT / "sinew").as_posix()
@@ -445,7 +562,7 @@ def test_a_step_is_named_in_its_file_and_in_the_registry_alone(room: str) -> Non
         if not place.startswith(may):
             assert not re.search(r"\bstep\.kind [!=]=|\bstep\.kind (not )?in\b", text), place
         for module in set(re.findall(r"from (sinew\.steps\.\w+\.\w+) import", text)) & set(names.values()):
-            assert place.startswith((*may, f"steps/{room}/", "engine/cuda/")), (place, module)
+            assert place.startswith((*may, *usual, f"steps/{room}/", "engine/cuda/")), (place, module)
 
 
 def test_a_new_step_is_its_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,6 +586,72 @@ def test_a_new_step_is_its_file_and_a_line(tmp_path: Path, monkeypatch: pytest.M
         replace(manifest, processing=replace(manifest.processing, image=wrong)).check()
 
 
+@pytest.mark.parametrize("room", ["prompt", "vector"])
+def test_a_new_step_of_a_prompt_or_a_vector_is_its_file_and_a_line(
+    room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"sinew_new_{room}.py").write_text(NEW + (SHOUT if room == "prompt" else NEGATE))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(REGISTRIES[room], "new", f"sinew_new_{room}:New")
+    bundle = Bundle(BUNDLE)
+    processing, nothing = bundle.manifest.processing, np.zeros(bundle.manifest.spec.state.dim)
+    if room == "prompt":
+        step: Any = PromptStep.read({"kind": "new", "marks": 2})
+        prompt = replace(processing.prompt, steps=(step, *processing.prompt.steps))
+        manifest = replace(bundle.manifest, processing=replace(processing, prompt=prompt))
+    else:
+        step = VectorStep.read({"kind": "new", "dims": [0], "marks": 2})
+        manifest = replace(bundle.manifest, processing=replace(processing, action_steps=(step,)))
+    path = tmp_path / "new.gguf"
+    rewrite(bundle, manifest, path)
+    assert Bundle(path).manifest == manifest
+    assert main(["inspect", str(path)]) == 0
+    assert "something new, 2 times" in " ".join(capsys.readouterr().out.split())
+    if room == "prompt":
+        assert Processor(manifest).prompter.text("go", nothing).startswith("GO!!")
+    else:
+        chunk = np.ones((2, processing.padded_action_dim), np.float32)
+        old, new = (Processor(each).finish(chunk, nothing) for each in (bundle.manifest, manifest))
+        assert np.array_equal(new[:, 0], -2 * old[:, 0])
+        same = turn_back(new.astype(np.float64), (step,), nothing)
+        assert np.array_equal(same, old)
+    wrong = with_step(bundle.manifest, SimpleNamespace(step=step), marks=10)
+    with pytest.raises(BundleError, match=r"steps\[0\]: new: marks: expected 1 to 9, got 10"):
+        wrong.check()
+
+
+NEW = """
+from dataclasses import dataclass, field
+from typing import Literal
+from sinew.steps.base import within
+from sinew.steps.prompt.base import PromptStep
+from sinew.steps.vector.base import VectorStep
+
+class Numbered:
+    def problems(self):
+        yield from within("marks", self.marks, 1, 9)
+    def __str__(self):
+        return f"something new, {self.marks} times"
+"""
+SHOUT = """
+@dataclass(frozen=True)
+class New(Numbered, PromptStep):
+    marks: int = 1
+    kind: Literal["new"] = field(default="new", kw_only=True, repr=False)
+    def forward(self, said):
+        return said._replace(instruction=said.instruction.upper() + "!" * self.marks)
+"""
+NEGATE = """
+@dataclass(frozen=True)
+class New(Numbered, VectorStep):
+    dims: tuple[int, ...]
+    marks: int = 1
+    kind: Literal["new"] = field(default="new", kw_only=True, repr=False)
+    def forward(self, part, reference):
+        return -self.marks * part
+    def inverse(self, part, reference):
+        return part / -self.marks
+"""
 MIRROR = """
 from dataclasses import dataclass, field
 from typing import Literal

@@ -19,6 +19,7 @@ from sinew.convert import convert
 from sinew.convert.tensors import read_array
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
+from sinew.steps.prompt.template import sentence
 from sinew.vlacpp.write import TOKENS, export_vlacpp
 from tests.cases import cases
 from tests.convert.test_groot import TAG
@@ -240,10 +241,10 @@ def test_what_vlacpp_has_no_place_for_is_refused(groot_bundle, smolvla_bundle, t
     ):
         export_vlacpp(Bundle(groot_bundle("groot-n15")), tmp_path / "theirs.gguf")
     bundle = Bundle(smolvla_bundle("smolvla-2cam"))
-    prompt = replace(bundle.manifest.processing.prompt, template="Do: {prompt}")
+    prompt = replace(bundle.manifest.processing.prompt, steps=sentence("Do: {prompt}"))
     bundle.manifest = replace(bundle.manifest, processing=replace(bundle.manifest.processing, prompt=prompt))
     with pytest.raises(
-        ConvertError, match="processing.prompt.template is 'Do: {prompt}', which vla.cpp's file has no"
+        ConvertError, match="processing.prompt.steps is .*'text': 'Do: '.*, which vla.cpp's file has no"
     ):
         export_vlacpp(bundle, tmp_path / "theirs.gguf")
     assert list(tmp_path.iterdir()) == []

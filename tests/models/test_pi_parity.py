@@ -15,6 +15,7 @@ from sinew.convert import convert
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.layers.attention import block_mask
 from sinew.policy import Policy, load
+from sinew.steps.prompt.state import State
 from tests.convert.vlacpp_file import write_vlacpp_pi
 from tests.engines import run_one
 from tests.golden import Golden, assert_parity
@@ -306,13 +307,14 @@ def test_each_family_is_told_from_the_other(checkpoint):
 
 def test_state_bins_are_numpy_digitize_on_float32(pi_bundle):
     """Bins of the state in the prompt are picked by comparison; edges and their neighbours decide it."""
-    prompter = load(pi_bundle("pi05-2cam"), engine="eager", allow_missing_cameras=True).processor.prompter
+    steps = Bundle(pi_bundle("pi05-2cam")).manifest.processing.prompt.steps
+    (state,) = (step for step in steps if isinstance(step, State))
     edges = np.linspace(-1, 1, 257)[:-1].astype(np.float32)
     around = np.concatenate([edges, np.nextafter(edges, np.float32(-2)), np.nextafter(edges, np.float32(2))])
     extremes = np.float32([-1, 1, -1.0000001, 1.5, -7, 0, 1e-9, -1e-9])
     for value in np.concatenate([around, extremes]):
         exact = sum(float(value) >= -1 + 2 * k / 256 for k in range(256)) - 1
-        assert prompter.state_bins(np.float32([value]))[0] == exact
+        assert state.numbers(np.float32([value]))[0] == exact
 
 
 def test_an_instruction_cannot_inject_the_state(pi_bundle):

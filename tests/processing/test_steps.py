@@ -17,6 +17,12 @@ from sinew.steps.image.jpeg import Jpeg, jpeg_round_trip
 from sinew.steps.image.resample import resize_antialias, resize_area
 from sinew.steps.image.resize import Resize
 from sinew.steps.image.tensorflow import centre_crop, resize_lanczos3, to_uint8
+from sinew.steps.prompt.base import PromptStep
+from sinew.steps.prompt.drop import Drop
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.prompt.last import Last
+from sinew.steps.prompt.lower import Lower
+from sinew.steps.prompt.template import sentence
 
 SIZE = (24, 20)
 RESIZE = Resize(*SIZE, other_sizes=True)
@@ -87,15 +93,16 @@ TOKENIZER = """{"version": "1.0", "truncation": null, "padding": null, "added_to
  "model": {"type": "WordLevel", "vocab": {"up": 0, "down": 1, "?": 2, "<image>": 3, "go": 4}, "unk_token": "?"}}"""
 
 
-def ids(prompt: str, **fields) -> list[int]:
-    recipe = PromptRecipe(max_tokens=8, vocab_size=5, pad_token_id=2, **fields)
+def ids(prompt: str, *steps: PromptStep) -> list[int]:
+    recipe = PromptRecipe(8, 5, 2, steps)
     return Prompter(TOKENIZER, recipe).encode(prompt, np.zeros(1)).tolist()
 
 
 def test_prompt_fields():
-    assert ids("UP") == [2]
-    assert ids("UP", lower=True) == [0]
-    assert ids("up", ensure_last=1) == [0, 1]
-    assert ids("up down", ensure_last=1) == [0, 1]
-    assert ids("up", template="go <image> {prompt}") == [4, 3, 0]
-    assert ids("up", template="go <image> {prompt}", drop=(3,)) == [4, 0]
+    said = Instruction()
+    assert ids("UP", said) == [2]
+    assert ids("UP", Lower(), said) == [0]
+    assert ids("up", said, Last(1)) == [0, 1]
+    assert ids("up down", said, Last(1)) == [0, 1]
+    assert ids("up", *sentence("go <image> {prompt}")) == [4, 3, 0]
+    assert ids("up", *sentence("go <image> {prompt}"), Drop((3,))) == [4, 0]

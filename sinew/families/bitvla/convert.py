@@ -31,6 +31,8 @@ from sinew.families.openvla.model import OFTConfig
 from sinew.families.openvla.prismatic import BLOCKS, ENDS, STATE, PrismaticCheckpoint
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
+from sinew.steps.prompt.drop import Drop
+from sinew.steps.prompt.template import sentence
 
 NAMES = ("bitvla",)
 OPTIONS = openvla.OPTIONS
@@ -114,8 +116,7 @@ def assemble(
     except ValueError as error:
         raise ConvertError(f"{path / 'config.json'}: {error}") from None
     template = f"{SYSTEM}{VIEWS}{STATE_TOKEN}{QUESTION}<|eot_id|>Assistant: "
-    prompt = {"template": template, "drop": marks}
-    head = Head("bitvla", config, [], dead, prompt)
+    head = Head("bitvla", config, [], dead, (*sentence(template), Drop(marks)))
     weights = {bundle_name(name): source for name, source in checkpoint.tensors.items()}
     weights |= apply(action | state, [*ENDS, *BLOCKS, *STATE])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]

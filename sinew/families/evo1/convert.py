@@ -26,6 +26,9 @@ from sinew.families.evo1.parts import IMAGE_MEAN, IMAGE_STD, Parts
 from sinew.families.evo1.weights import rename
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
+from sinew.steps.prompt.image import Image
+from sinew.steps.prompt.strip import Strip
+from sinew.steps.prompt.template import sentence
 
 NAMES = ("evo1",)
 OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset", "cameras", "embodiment")
@@ -205,12 +208,11 @@ def _processing(parts: Parts, config: Evo1Config, tokenizer: TokenizerFiles) -> 
             max_tokens=parts.max_tokens,
             vocab_size=config.vocab_size,
             pad_token_id=tokenizer.pad_token_id or 0,
-            template=f"{views}{{prompt}}",
-            strip=True,
+            steps=(
+                Strip(),
+                *sentence(f"{views}{{prompt}}", image=Image(PLACEHOLDER, side**2, config.image_token)),
+            ),
             padding="max_length" if parts.every_row else "longest",
-            image_text=PLACEHOLDER,
-            image_tokens=side**2,
-            placeholder=config.image_token,
         ),
         state=parts.state_normalization,
         action=parts.action_normalization,

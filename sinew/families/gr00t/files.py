@@ -22,6 +22,10 @@ from sinew.families.gr00t.model import SOLVER
 from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
 from sinew.layers.dit import DiTConfig
 from sinew.steps.base import MAX_SIZE
+from sinew.steps.prompt.as_list import AsList
+from sinew.steps.prompt.image import Image
+from sinew.steps.prompt.template import sentence
+from sinew.steps.prompt.words_only import WordsOnly
 
 LEROBOT_PREFIX = "_groot_model."
 TEXT_TOKENS = 256  # room for the instruction itself; upstream sets no limit
@@ -320,10 +324,9 @@ def token_prompt(
         max_tokens=len(fixed) + TEXT_TOKENS,
         vocab_size=vocab_size,
         pad_token_id=tokenizer.pad_token_id or 0,
-        template=template,
-        words_only=formal,
-        as_list=listed,
-        image_text=image_text,
-        image_tokens=image_tokens,
-        placeholder=placeholder,
+        steps=(
+            *([WordsOnly()] if formal else []),
+            *([AsList()] if listed else []),
+            *sentence(template, image=Image(image_text, image_tokens, placeholder)),
+        ),
     )

@@ -43,6 +43,10 @@ from sinew.steps.image.base import ImageStep
 from sinew.steps.image.centre_crop import CentreCrop
 from sinew.steps.image.jpeg import Jpeg
 from sinew.steps.image.resize import Resize
+from sinew.steps.prompt.base import PromptStep
+from sinew.steps.prompt.last import Last
+from sinew.steps.prompt.lower import Lower
+from sinew.steps.prompt.template import sentence
 
 NAMES = ("openvla",)
 OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
@@ -106,7 +110,7 @@ class Head(NamedTuple):
     config: Any
     rules: list[Rule]
     dead: tuple[str, ...]
-    prompt: dict[str, Any]
+    prompt: tuple[PromptStep, ...]
 
 
 def read(path: Path, options: Options) -> Conversion:
@@ -274,12 +278,12 @@ def decoder(checkpoint: PrismaticCheckpoint, text: dict[str, Any]) -> DecoderCon
         raise ConvertError(f"{where}: text_config: {error}") from None
 
 
-def openvla_prompt(tokenizer: TokenizerFiles) -> dict[str, Any]:
+def openvla_prompt(tokenizer: TokenizerFiles) -> tuple[PromptStep, ...]:
     """The prompt that OpenVLA was trained with; the lone space at its end is a token of its own (29871 in Llama's)."""
     first = Tokenizer.from_str(tokenizer.text).encode("In:").ids[:1]
     if first != [tokenizer.token_id("<s>")]:
         raise ConvertError(f"{tokenizer.path}: expected a tokenizer that begins with <s>, got token {first}")
-    return {"template": f"In: {QUESTION}\nOut:", "ensure_last": tokenizer.token_id("\u2581")}
+    return (*sentence(f"In: {QUESTION}\nOut:"), Last(tokenizer.token_id("\u2581")))
 
 
 def oft_head(
@@ -330,7 +334,7 @@ def adapter_head(
         ),
         Rule(BLOCK + r"film_gen\..*", (r"film_gen.\g<0>",)),
     ]
-    return Head("vla_adapter", config, rules, ("film_gen.", "language_model.lm_head."), {"template": CHAT})
+    return Head("vla_adapter", config, rules, ("film_gen.", "language_model.lm_head."), sentence(CHAT))
 
 
 def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpec:
@@ -370,8 +374,7 @@ def processing(
             max_tokens=MAX_TOKENS,
             vocab_size=head.config.vocab_size,
             pad_token_id=pad,
-            lower=True,
-            **head.prompt,
+            steps=(Lower(), *head.prompt),
         ),
         state=state,
         action=action,

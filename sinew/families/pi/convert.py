@@ -25,6 +25,11 @@ from sinew.families.pi.model import PI0Config
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.prompt.clean import Clean
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.prompt.state import State
+from sinew.steps.prompt.suffix import Suffix
+from sinew.steps.prompt.template import sentence
 
 NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
 VARIANTS = {
@@ -47,6 +52,7 @@ SO400M = {
     "patch_size": 14,
 }
 VOCABULARY = 257_152
+WITH_STATE = "Task: {prompt}, State: {state};\nAction: "  # pi0.5's
 GEMMA: dict[str, Any] = {"norm": "gemma_rms", "activation": "gelu_tanh"}
 DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
     "paligemma_variant": "gemma_2b",
@@ -329,16 +335,12 @@ def processing(
         padding=checkpoint.padding or "max_length",
     )
     if checkpoint.type == "pi0":
-        prompt = replace(prompt, ensure_suffix="\n")
+        prompt = replace(prompt, steps=(Instruction(), Suffix("\n")))
     else:
         state_dim = checkpoint.vector("input_features", "STATE", STATE).dim
-        prompt = replace(
-            prompt,
-            template="Task: {prompt}, State: {state};\nAction: ",
-            clean=True,
-            # LeRobot 0.4 padded the state before it was written into the prompt.
-            state_values=config.max_state_dim if old else state_dim,
-        )
+        # LeRobot 0.4 padded the state before it was written into the prompt.
+        state = State(config.max_state_dim if old else state_dim)
+        prompt = replace(prompt, steps=(Clean(), *sentence(WITH_STATE, state)))
     return Processing(
         image=ImageRecipe(
             side,

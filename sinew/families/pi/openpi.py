@@ -22,10 +22,16 @@ from sinew.convert.read import safetensors
 from sinew.convert.read.files import read_json
 from sinew.convert.tokenizer_files import load_tokenizer
 from sinew.core import CameraSpec, ConvertError, PolicySpec
-from sinew.families.pi.convert import PREFIXES, model_config, paligemma_head, tensors, with_end
+from sinew.families.pi.convert import PREFIXES, WITH_STATE, model_config, paligemma_head, tensors, with_end
 from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
 from sinew.families.pi.jax import read_params
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.prompt.base import PromptStep
+from sinew.steps.prompt.clean import Clean
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.prompt.state import State
+from sinew.steps.prompt.suffix import Suffix
+from sinew.steps.prompt.template import sentence
 from sinew.steps.vector.add_state import AddState
 
 SIDE, ACTION_DIM = 224, 32
@@ -148,17 +154,16 @@ def read_weights(path: Path, architecture: str) -> tuple[dict[str, TensorSource]
 
 
 def prompt_recipe(published: OpenPIConfig, vocab_size: int, pad_id: int) -> PromptRecipe:
-    recipe = PromptRecipe(
+    said: tuple[PromptStep, ...] = (Instruction(), Suffix("\n"))
+    if published.pi05 and published.state_in_prompt:
+        said = sentence(WITH_STATE, State(published.embodiment.state.dim))
+    return PromptRecipe(
         max_tokens=PROMPT_TOKENS[published.pi05],
         vocab_size=vocab_size,
         pad_token_id=pad_id,
-        clean=True,
+        steps=(Clean(), *said),
         padding="max_length",
     )
-    if published.pi05 and published.state_in_prompt:
-        template = "Task: {prompt}, State: {state};\nAction: "
-        return replace(recipe, template=template, state_values=published.embodiment.state.dim)
-    return replace(recipe, ensure_suffix="\n")
 
 
 def find_statistics(path: Path) -> Path:

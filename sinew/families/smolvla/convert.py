@@ -25,6 +25,8 @@ from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.vit import ViTConfig
 from sinew.steps.image.letterbox import Letterbox
+from sinew.steps.prompt.instruction import Instruction
+from sinew.steps.prompt.suffix import Suffix
 
 ROPE_THETA = 10_000.0  # fixed in LeRobot's apply_rope; the language model's own rope_theta is not read
 VISION_EPS = 1e-6
@@ -266,7 +268,7 @@ def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int
             vocab_size=config.vocab_size,
             pad_token_id=pad_id,
             eos_token_id=eos_id,
-            ensure_suffix="\n",
+            steps=(Instruction(), Suffix("\n")),
             padding=padding,
         ),
         state=checkpoint.normalization(STATE, "STATE"),

@@ -139,7 +139,7 @@ def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
     template, template_file = find_chat_template(vlm_dir)
     prompt = prompt_recipe(checkpoint, vlm, tokenizer, template, template_file, rows * cols)
     check_depth(checkpoint, vlm.part("text_config"))
-    checkpoint.check_tokens(prompt.placeholder, prompt.marker)
+    checkpoint.check_tokens(*(held.token for held in prompt.held))
     model = model_config(checkpoint, vlm, prompt, vectors, (rows, cols))
     spec = PolicySpec(
         architecture=ARCHITECTURE,
@@ -191,6 +191,7 @@ def model_config(
     grid: tuple[int, int],
 ) -> JepaConfig:
     """Return the sizes of the model. grid: rows and columns of a view's image tokens."""
+    image, marker = prompt.held
     text = vlm.part("text_config")
     kind, layers = checkpoint["action_model_type"], checkpoint.size("action_num_layers")
     if kind not in PRESETS:
@@ -215,20 +216,20 @@ def model_config(
                 hidden_size=hidden,
                 buckets=checkpoint.size("action_num_timestep_buckets"),
                 positions=max(checkpoint.size("action_max_seq_len"), positions),
-                future_tokens=prompt.markers,
+                future_tokens=marker.times,
                 norm_features=False,
             ),
             vocab_size=prompt.vocab_size,
             chunk_size=chunk,
             max_state_dim=vectors[0].dim,
             max_action_dim=vectors[1].dim,
-            image_token=prompt.placeholder,
+            image_token=image.token,
             vision=vision_config(vlm.part("vision_config")),
             rows=grid[0],
             cols=grid[1],
             position_sections=position_sections(text),
-            marker=prompt.marker,
-            markers=prompt.markers,
+            marker=marker.token,
+            markers=marker.times,
         )
     except (ValueError, TypeError) as error:
         raise ConvertError(f"{checkpoint.file}: {error}") from None

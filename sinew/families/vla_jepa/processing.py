@@ -20,6 +20,7 @@ from sinew.core import CameraSpec, ConvertError, VectorSpec
 from sinew.families.gr00t.files import token_prompt
 from sinew.steps.image.base import ImageStep
 from sinew.steps.image.resize import Resize
+from sinew.steps.prompt.marker import Marker
 from sinew.steps.vector.threshold import Threshold
 
 PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
@@ -138,7 +139,7 @@ def prompt_recipe(
     text = text.replace(placeholder, "{image}").replace(MARK, "{prompt}")
     vocabulary = max(vlm.part("text_config")["vocab_size"], tokenizer.tokenizer.get_vocab_size())
     recipe = token_prompt(text, tokenizer, vocabulary, vlm["image_token_id"], image_tokens, False)
-    return replace(recipe, marker=tokenizer.token_id(embodied), markers=markers)
+    return replace(recipe, steps=(*recipe.steps, Marker(tokenizer.token_id(embodied), markers)))
 
 
 def fill(checkpoint: LeRobotCheckpoint, values: Mapping[str, str]) -> str:

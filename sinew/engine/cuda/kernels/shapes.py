@@ -305,8 +305,9 @@ def recipe(problem: Problem) -> ImageRecipe:
     from sinew.steps.image.letterbox import Letterbox
 
     s = problem.sizes
-    shape = ("pil_bilinear", "center") if s["exact"] else ("bilinear", "top_left")
-    return ImageRecipe(s["side"], s["side"], (Letterbox(s["side"], s["side"], *shape),))
+    side = s["side"]
+    box = Letterbox(side, side, "pil_bilinear", "center") if s["exact"] else Letterbox(side, side)
+    return ImageRecipe(side, side, (box,))
 
 
 def dims(problem: Problem) -> tuple[int, ...]:

@@ -1,0 +1,57 @@
+"""What a step of a prompt has to say and to do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sinew.steps import registry
+from sinew.steps.base import Step
+
+MAX_TEXT = 1 << 14  # characters that a step may write
+
+
+class Sentence(NamedTuple):
+    """instruction: as the steps so far have left it. text: what they have written. state: [D], normalised."""
+
+    instruction: str
+    text: str
+    state: np.ndarray
+
+
+class Held(NamedTuple):
+    """``times`` tokens of an id that a prompt has to hold, no more and no fewer; no instruction may add one."""
+
+    what: str
+    token: int
+    times: int
+
+
+class PromptStep(Step):
+    """A change of the instruction, a part of the text that is tokenised, or a change of its tokens."""
+
+    registry = registry.PROMPT
+
+    @property
+    def slot(self) -> str:
+        """Return what the step writes, as a template shows it; "" for one that writes nothing."""
+        return ""
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        """Return the tokens that the step knows by their ids, which the vocabulary has to have."""
+        return ()
+
+    @property
+    def holds(self) -> Held | None:
+        """Return the tokens that a prompt holds because of the step."""
+        return None
+
+    def forward(self, said: Sentence) -> Sentence:
+        """Return the sentence after the step."""
+        return said
+
+    def tokens(self, ids: list[int]) -> list[int]:
+        """Return the tokens of the finished text after the step."""
+        return ids

@@ -1,0 +1,21 @@
+"""pi0.5's cleaning of an instruction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.prompt.base import PromptStep, Sentence
+
+
+@dataclass(frozen=True)
+class Clean(PromptStep):
+    """The instruction stripped, underscores and line breaks as spaces."""
+
+    kind: Literal["clean"] = field(default="clean", kw_only=True, repr=False)
+
+    def forward(self, said: Sentence) -> Sentence:
+        return said._replace(instruction=said.instruction.strip().replace("_", " ").replace("\n", " "))
+
+    def __str__(self) -> str:
+        return "underscores and line breaks as spaces"

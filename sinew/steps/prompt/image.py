@@ -1,0 +1,43 @@
+"""Where a view stands in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.base import MAX_SIZE, within
+from sinew.steps.prompt.base import Held, PromptStep, Sentence
+
+
+@dataclass(frozen=True)
+class Image(PromptStep):
+    """``text`` once for each of ``count`` tokens, whose id is ``token``: the model puts the view's features there."""
+
+    text: str
+    count: int
+    token: int
+    kind: Literal["image"] = field(default="image", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from within("count", self.count, 1, MAX_SIZE)
+        if len(self.text) > 64:
+            yield f"text: expected at most 64 characters, got {len(self.text)}"
+
+    @property
+    def slot(self) -> str:
+        return "{image}"
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return (self.token,)
+
+    @property
+    def holds(self) -> Held:
+        return Held("image tokens", self.token, self.count)
+
+    def forward(self, said: Sentence) -> Sentence:
+        return said._replace(text=said.text + self.text * self.count)
+
+    def __str__(self) -> str:
+        return f"a view, {self.count} times {self.text}"

@@ -1,0 +1,25 @@
+"""Where the instruction stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.prompt.base import PromptStep, Sentence
+
+
+@dataclass(frozen=True)
+class Instruction(PromptStep):
+    """The instruction, as the steps before have left it."""
+
+    kind: Literal["instruction"] = field(default="instruction", kw_only=True, repr=False)
+
+    @property
+    def slot(self) -> str:
+        return "{prompt}"
+
+    def forward(self, said: Sentence) -> Sentence:
+        return said._replace(text=said.text + said.instruction)
+
+    def __str__(self) -> str:
+        return "the instruction"

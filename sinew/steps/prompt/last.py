@@ -1,0 +1,26 @@
+"""The token that a prompt ends in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.prompt.base import PromptStep
+
+
+@dataclass(frozen=True)
+class Last(PromptStep):
+    """``token`` behind the others, unless it is the last already."""
+
+    token: int
+    kind: Literal["last"] = field(default="last", kw_only=True, repr=False)
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return (self.token,)
+
+    def tokens(self, ids: list[int]) -> list[int]:
+        return ids if ids[-1:] == [self.token] else [*ids, self.token]
+
+    def __str__(self) -> str:
+        return f"token {self.token} at the end"

@@ -1,0 +1,21 @@
+"""An instruction in small letters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.prompt.base import PromptStep, Sentence
+
+
+@dataclass(frozen=True)
+class Lower(PromptStep):
+    """The instruction in small letters."""
+
+    kind: Literal["lower"] = field(default="lower", kw_only=True, repr=False)
+
+    def forward(self, said: Sentence) -> Sentence:
+        return said._replace(instruction=said.instruction.lower())
+
+    def __str__(self) -> str:
+        return "in small letters"

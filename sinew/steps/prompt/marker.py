@@ -1,0 +1,33 @@
+"""Tokens that a model reads its own outputs at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.base import MAX_SIZE, within
+from sinew.steps.prompt.base import Held, PromptStep
+
+
+@dataclass(frozen=True)
+class Marker(PromptStep):
+    """``count`` tokens of the id ``token``, which the text writes; no instruction may add one."""
+
+    token: int
+    count: int
+    kind: Literal["marker"] = field(default="marker", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from within("count", self.count, 1, MAX_SIZE)
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return (self.token,)
+
+    @property
+    def holds(self) -> Held:
+        return Held("marking tokens", self.token, self.count)
+
+    def __str__(self) -> str:
+        return f"{self.count} tokens {self.token}"

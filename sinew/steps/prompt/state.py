@@ -1,0 +1,49 @@
+"""The state in the words of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sinew.steps.base import MAX_SIZE, within
+from sinew.steps.prompt.base import PromptStep, Sentence
+
+
+@dataclass(frozen=True)
+class State(PromptStep):
+    """The normalised state as bin numbers: its first ``values`` entries, padded with zeros, each counted into ``bins``
+    equal bins of [-1, 1].
+    """
+
+    values: int
+    bins: int = 256
+    kind: Literal["state"] = field(default="state", kw_only=True, repr=False)
+
+    def problems(self) -> Iterator[str]:
+        yield from within("values", self.values, 0, MAX_SIZE)
+        yield from within("bins", self.bins, 1, MAX_SIZE)
+
+    @property
+    def slot(self) -> str:
+        return "{state}"
+
+    def forward(self, said: Sentence) -> Sentence:
+        return said._replace(text=said.text + " ".join(map(str, self.numbers(said.state))))
+
+    def numbers(self, state: np.ndarray) -> np.ndarray:
+        """Return bin numbers 0 .. bins - 1 of a normalised state [D]; values below -1 give -1, as upstream.
+
+        The comparison is numpy's ``digitize`` against float64 edges, on values in the precision in which
+        upstream normalises them: another precision would move values that lie on an edge.
+        """
+        values = np.zeros(self.values, state.dtype)
+        count = min(len(values), len(state))
+        values[:count] = state[:count]
+        edges = np.linspace(-1, 1, self.bins + 1)[:-1]
+        return np.digitize(values, edges) - 1
+
+    def __str__(self) -> str:
+        return f"{self.values} values of the state in {self.bins} bins"

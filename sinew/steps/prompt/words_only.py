@@ -1,0 +1,22 @@
+"""GR00T's formal language."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sinew.steps.prompt.base import PromptStep, Sentence
+
+
+@dataclass(frozen=True)
+class WordsOnly(PromptStep):
+    """The instruction in small letters, and nothing but letters, digits, underscores and spaces."""
+
+    kind: Literal["words_only"] = field(default="words_only", kw_only=True, repr=False)
+
+    def forward(self, said: Sentence) -> Sentence:
+        return said._replace(instruction=re.sub(r"[^\w\s]", "", said.instruction.lower()))
+
+    def __str__(self) -> str:
+        return "small letters, digits and spaces alone"
