@@ -38,9 +38,9 @@ from sinew import figures, machine
 from sinew.engine.eager.engine import EagerEngine
 from sinew.eval.adapters import make_env
 from sinew.eval.report.stats import mcnemar, wilson
-from sinew.eval.runner import Conduct, Episode, run_episode
+from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Latency
-from sinew.eval.streaming import Costs, run_stream_episode
+from sinew.eval.sources import Costs
 from sinew.perf.hardware import Network
 from sinew.policy import Policy, load
 from sinew.processing import ModelInputs

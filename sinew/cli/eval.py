@@ -325,7 +325,7 @@ def _run(
     try:
         from sinew.eval import campaign
         from sinew.eval.report.report import document
-        from sinew.eval.streaming import reactions
+        from sinew.eval.runner import reactions
     except ModuleNotFoundError as error:
         raise MissingPackageError("evaluation", error.name or "mujoco") from None
     errors = terminal.console(stderr=True)

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from sinew_client.control import Command, Loop
+from sinew_client.control import Command, Controller, Loop
 from sinew_client.control.report import hz
 
 from sinew.cli.run_robot import episodes_text
@@ -119,7 +119,8 @@ class View:
             self._events = [*self._events[-4:], f"step {command.step}: goes on"]
 
     def picture(self) -> Panel:
-        loop, command = self.loop, self._command
+        loop, command, controller = self.loop, self._command, self.loop.controller
+        assert isinstance(controller, Controller)
         state = "paused" if loop.paused else "holds" if command is None or command.row is None else "moves"
         colour = {"paused": "yellow", "holds": "red", "moves": "green"}[state]
         facts = Table.grid(padding=(0, 2))
@@ -131,23 +132,21 @@ class View:
         if self.keys.typing is not None:
             facts.add_row("new instruction", Text(f"{self.keys.typing}_", style="bold"))
         facts.add_row("state", Text(state, style=f"bold {colour}"))
-        left = loop.controller.player.trajectory.left(command.step + 1) if command is not None else 0
-        size = max(loop.controller.player.size, 1)
+        left = controller.trajectory.left(command.step + 1) if command is not None else 0
+        size = max(controller.player.size, 1)
         facts.add_row("rows left", ProgressBar(total=size, completed=min(left, size), width=30))
         age = (
             "-"
             if command is None or command.row is None
             else f"{1e3 * command.age / loop.settings.hz:.0f} ms"
         )
-        delay = 1e3 * loop.controller.player.delay.steps / loop.settings.hz
+        delay = 1e3 * controller.delay.steps / loop.settings.hz
         facts.add_row("chunk age", f"{age}, a request takes {delay:.0f} ms{hz(delay)}")
-        if failed := str(loop.controller.faults):
+        if failed := str(controller.faults):
             facts.add_row("errors", Text(failed, style="red"))
         facts.add_row("steps", f"{loop.steps} at {loop.settings.hz:g} Hz, {loop.pace.late} late")
-        held = loop.controller.held
-        facts.add_row(
-            "held", f"{sum(held.values())} steps, clipped {loop.controller.clipped_commands} commands"
-        )
+        held = controller.held
+        facts.add_row("held", f"{sum(held.values())} steps, clipped {controller.clipped_commands} commands")
         if command is not None and command.row is not None:
             facts.add_row("command", Text(" ".join(f"{value:+.3f}" for value in command.row[:8])))
         help_line = Text("space pauses or goes on   p instruction   q stops", style="dim")

@@ -13,12 +13,21 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
 from sinew_client import Client, ClientError
-from sinew_client.control import Limits, Planner, StreamLoop
+from sinew_client.control import (
+    Journal,
+    Limits,
+    Loop,
+    Planner,
+    Settings,
+    Stream,
+    StreamController,
+    StreamReport,
+)
 from sinew_client.control.defaults import stated
 from sinew_client.control.planner import open_planner
 from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.settings import LARGEST_CHUNK
-from sinew_client.control.stream import StreamReport, Watching
+from sinew_client.control.stream import Watching
 from sinew_client.errors import Refused
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
@@ -69,6 +78,7 @@ def stream(
     seconds: Annotated[float | None, Parameter(validator=validators.Number(gt=0))] = None,
     episodes: Annotated[int | None, Parameter(validator=validators.Number(gte=1))] = None,
     session: str = "",
+    record: Path | None = None,
     runs: Runs = RUNS,
 ) -> int:
     """Drive a robot with a stream: prefixes of the newest frame and runs of the head never wait for each other.
@@ -104,6 +114,7 @@ def stream(
         seconds: end after this long.
         episodes: of gym:ENV, end after so many.
         session: name of this robot's stream on its connection.
+        record: file for the journal; `sinew client --replay FILE` repeats its decisions.
     """
     with ExitStack() as stack:
         try:
@@ -124,17 +135,19 @@ def stream(
             options = {"rtc": rtc, "interpolation": interpolation, "text_tokens": text_tokens}
             said = json_object("--motion", motion) or stated(policy) or getattr(machine, "motion", None)
             most = _most_nodes(policy, float(rate))
+            settings = Settings(
+                hz=float(rate), motion=said, limits=found.to_dict() if found is not None else None, stale=stale,
+                chunk_size=most, watchdog=watchdog, fusion=fusion,
+            )  # fmt: skip
+            settings.of_stream(dim)  # what is wrong with it is said before a stream is opened
             link = open_link(float(rate), session, options, given, most)
             stack.callback(link.close)
-            try:
-                loop = StreamLoop(
-                    Watching(machine, camera_hz), link, float(rate), dim, given, fusion,
-                    found.to_dict() if found is not None else None, stale, motion=said, max_rows=most,
-                    watchdog=watchdog,
-                )  # fmt: skip
-            except ValueError as error:
-                raise SinewError(str(error)) from error
+            loop = Loop(Watching(machine, camera_hz), Stream(link), settings, dim, given)
             follow_episodes(machine, loop.restart, prompt)
+            if record is not None:
+                journal = Journal(record, settings, dim, robot=robot, target=target, prompt=given)
+                stack.callback(journal.close)
+                loop.listeners.append(journal.put)
             planning = None
             if plan is not None:
                 planning = Planner(plan, planner_hz, loop.seen, loop.say)
@@ -144,11 +157,15 @@ def stream(
             raise SinewError(refusal(str(error), machine, policy)) from error
         except ClientError as error:
             raise SinewError(str(error)) from error
-    histograms = {name: histogram(1e3 * each for each in loop.reactions.anywhere(name)) for name in LOOPS}
+    controller = loop.controller
+    assert isinstance(controller, StreamController)
+    histograms = {
+        name: histogram(1e3 * each for each in controller.reactions.anywhere(name)) for name in LOOPS
+    }
     result = {"schema": SCHEMA, "robot": robot, **report.to_dict(), "histograms_ms": histograms}
     result |= {"prompt": prompt or loop.prompt, **episodes_of(machine)}
     if text_tokens:
-        newest = loop.newest
+        newest = controller.newest
         result["text"] = {"running": newest.text, "said": newest.said} if newest is not None else {}
     terminal.console(stderr=True).print(report_table(report, episodes_row(machine)))
     failed = status.problems(report.faults, report.executed, report.held, loop.stopped)
@@ -219,15 +236,16 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
     return policy, here
 
 
-def _drive(loop: StreamLoop, machine: Any, ticks: int | None) -> StreamReport:
+def _drive(loop: Loop, machine: Any, ticks: int | None) -> StreamReport:
     """Run under the live view where there is a terminal; a signal ends the run with the robot holding."""
     with handled((signal.SIGTERM, signal.SIGHUP), lambda *_: loop.stop()):
         try:
             if not sys.stdout.isatty():
                 terminal.log(logging.WARNING, "%(message)s")
-                return loop.run(ticks)
-            with StreamView(loop, machine):
-                return loop.run(ticks)
+                loop.run(ticks)
+            else:
+                with StreamView(loop, machine):
+                    loop.run(ticks)
         except KeyboardInterrupt:  # the robot holds already: the loop has seen to that
             loop.stop()
-            return loop.report()
+    return StreamReport.of(loop)

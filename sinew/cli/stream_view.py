@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from sinew_client.control import Loop, Stream, StreamController, StreamReport
 from sinew_client.control.reaction import LOOPS, Reactions, histogram
 from sinew_client.control.report import gap, hz
-from sinew_client.control.stream import StreamLoop, StreamReport
 
 from sinew.cli.run_robot import episodes_text
 
@@ -25,8 +25,10 @@ WIDEST = 40  # bins of a histogram
 class StreamView:
     """A panel that is drawn on a thread of its own; the loop waits for nothing."""
 
-    def __init__(self, loop: StreamLoop, machine: Any = None, console: Console | None = None):
-        self.loop, self.machine = loop, machine
+    def __init__(self, loop: Loop, machine: Any = None, console: Console | None = None):
+        assert isinstance(loop.source, Stream)
+        assert isinstance(loop.controller, StreamController)
+        self.loop, self.machine, self.link, self.controller = loop, machine, loop.source.link, loop.controller
         self._before = (time.monotonic(), 0, 0)
         self._rates = (0.0, 0.0)
         self._live = Live(
@@ -41,8 +43,8 @@ class StreamView:
         self._live.stop()
 
     def picture(self) -> Panel:
-        loop = self.loop
-        now, ticks, windows = time.monotonic(), loop.ticks, loop.windows
+        loop, controller, link = self.loop, self.controller, self.link
+        now, ticks, windows = time.monotonic(), loop.steps, controller.windows
         then, old_ticks, old_windows = self._before
         if now - then > 0.5:
             self._rates = ((ticks - old_ticks) / (now - then), (windows - old_windows) / (now - then))
@@ -54,23 +56,23 @@ class StreamView:
         facts.add_row(
             "state", Text(f"holds: {loop.reason}", style="bold red") if loop.reason else Text("moves")
         )
-        facts.add_row("made by", loop.link.label or "-")
-        facts.add_row("ticks", f"{self._rates[0]:.0f} of {loop.rate:g} per second, {loop.pace.late} late")
-        facts.add_row("windows", f"{self._rates[1]:.0f} per second, {loop.misses} ticks without a node")
-        if loop.link.errors:
-            facts.add_row("errors", Text(f"{loop.link.errors}, the last: {loop.link.error}", style="red"))
-        newest = loop.newest
+        facts.add_row("made by", link.label or "-")
+        facts.add_row("ticks", f"{self._rates[0]:.0f} of {controller.hz:g} per second, {loop.pace.late} late")
+        facts.add_row("windows", f"{self._rates[1]:.0f} per second, {controller.misses} ticks without a node")
+        if link.errors:
+            facts.add_row("errors", Text(f"{link.errors}, the last: {link.error}", style="red"))
+        newest = controller.newest
         if newest is not None:
             facts.add_row(
                 "newest window",
                 f"prefix {newest.prefix_age_ms:.0f} ms old, sample {newest.sensor_age_ms:.1f} ms, head"
-                f" {newest.head_ms:.1f} ms{hz(newest.head_ms)}, first node {max(1, loop.delay.steps)} ticks after"
+                f" {newest.head_ms:.1f} ms{hz(newest.head_ms)}, first node {max(1, controller.delay.steps)} ticks after"
                 " its sample",
             )
             if newest.text or newest.said:
                 facts.add_row("says", Text(newest.text or newest.said))
         for name in LOOPS:
-            facts.add_row(f"{name} reaction", reaction_line(loop.reactions, name))
+            facts.add_row(f"{name} reaction", reaction_line(controller.reactions, name))
         return Panel(Group(facts), title="sinew stream")
 
 

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
 from sinew.eval.policies import EXPERT, EvalPolicy, InProcess, Remote, identity, open_policy
-from sinew.eval.runner import Conduct, Episode, run_episode
+from sinew.eval.runner import Conduct, Episode, run_episode, run_stream_episode
 from sinew.eval.settings import Task, Variant
+from sinew.eval.sources import Costs
 
 LOG = "episodes.jsonl"
 OnEpisode = Callable[[Variant, Episode], None]
@@ -146,8 +147,6 @@ class Player:
             variant.edge_adapter,
         )
         if variant.stream:
-            from sinew.eval.streaming import Costs, run_stream_episode
-
             if not isinstance(self._policy, InProcess):
                 raise SinewError(
                     "stream: expected a bundle; a server streams by its own clock (`sinew stream`)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,11 @@ class SimulatedRobot:
 
     successes: how many of the finished episodes succeeded. on_episode: called with a reason and the instruction when
     another one has begun. cameras: camera of the policy -> the environment's; the same names where absent.
+    options: of the environment's resets. actions: what the environment was given in this episode, one for each of its
+    ``steps``. info: what it said last.
     """
 
+    _seen: dict[str, Any] | None  # of this step, once somebody has looked
     concurrent_hold = False  # a hold is a step of its world, which it takes one after the other
 
     def __init__(
@@ -32,46 +34,57 @@ class SimulatedRobot:
         episodes: int | None = None,
         seed: int = 5000,
         cameras: Mapping[str, str] | None = None,
+        options: dict[str, Any] | None = None,
     ):
         self.env, self.adapter, self.episodes, self._seed = env, adapter, episodes, seed
         self.finished = self.successes = 0
         self.on_episode: Callable[[str, str], None] | None = None
-        self._cameras = cameras or {}
-        self._last: Any = None
+        self._cameras, self._options = cameras or {}, options
         self._begin()
 
     def observe(self) -> dict[str, Any]:
-        seen = self.adapter.observation(self._raw)
-        age = float(self._info.get("frame_age", 0.0))
-        return {
-            "images": renamed(seen["images"], self._cameras),
-            "state": seen["state"],
-            "time": time.monotonic() - age,
-        }
+        """Return what the environment shows, drawn once per step. ``age`` is that of what a chunk counts its rows from,
+        ``camera_age`` that of the frames, where it is another one."""
+        return dict(self._look())
+
+    def _look(self) -> dict[str, Any]:
+        if self._seen is None:
+            seen = dict(self.adapter.observation(self._raw))
+            if self._cameras:
+                seen["images"] = renamed(seen["images"], self._cameras)
+            seen["age"] = float(self.info.get("frame_age", 0.0))
+            if "camera_age" in self.info:
+                seen["camera_age"] = float(self.info["camera_age"])
+            self._seen = seen
+        return self._seen
 
     @property
     def task(self) -> str:
         """The environment's own instruction of this episode, "" where it has none."""
-        return str(self.adapter.observation(self._raw).get("prompt", ""))
+        return str(self._look().get("prompt", ""))
+
+    @property
+    def steps(self) -> int:
+        return len(self.actions)
 
     def act(self, row: np.ndarray) -> None:
         self._step(self.adapter.action(row))
 
     def hold(self) -> None:
         if not self._over:
-            self._step(self.adapter.hold(self._last))
+            self._step(self.adapter.hold(self.actions[-1] if self.actions else None))
 
     @property
     def _over(self) -> bool:
         return self.episodes is not None and self.finished >= self.episodes
 
     def _step(self, action: Any) -> None:
-        self._last = action
-        self._raw, reward, terminated, truncated, self._info = self.env.step(action)
-        self._steps += 1
-        if terminated or truncated or self._steps >= self.adapter.max_steps:
+        self.actions.append(action)
+        self._raw, reward, terminated, truncated, self.info = self.env.step(action)
+        self._seen = None
+        if terminated or truncated or self.steps >= self.adapter.max_steps:
             self.finished += 1
-            self.successes += self.adapter.success(self._info, terminated, float(reward))
+            self.successes += self.adapter.success(self.info, terminated, float(reward))
             if self._over:
                 raise Stopped(f"{self.finished} episodes, {self.successes} successes")
             self._begin()
@@ -79,6 +92,21 @@ class SimulatedRobot:
                 self.on_episode("a new episode", self.task)
 
     def _begin(self) -> None:
-        self._raw, self._info = self.env.reset(seed=self._seed + self.finished)
-        self._last = None
-        self._steps = 0
+        self._raw, self.info = self.env.reset(seed=self._seed + self.finished, options=self._options)
+        self._seen = None
+        self.actions: list[Any] = []
+
+
+class StreamedRobot(SimulatedRobot):
+    """Shows each frame once, with its own age; the state at every look."""
+
+    _shown: float | None = None  # when the newest frame that was shown was taken, seconds
+
+    def observe(self) -> dict[str, Any]:
+        seen = super().observe()
+        seen["age"] = seen.pop("camera_age", seen["age"])
+        taken = round(self.steps / self.adapter.control_hz - seen["age"], 6)
+        if taken == self._shown:
+            del seen["images"]
+        self._shown = taken
+        return seen

@@ -8,22 +8,41 @@ paired: at the same seed they meet the same world and the same luck.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sinew_client.control import Adapter, Command, Refinement, Settings, choose
+from sinew_client.control import (
+    Adapter,
+    Command,
+    Loop,
+    Pace,
+    Settings,
+    SimulatedPace,
+    Stream,
+    StreamController,
+    choose,
+)
 from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.control.reaction import LOOPS, histogram
+from sinew_client.control.report import percentiles
+from sinew_client.control.settings import LARGEST_CHUNK
+from sinew_client.control.windows import OUT_OF_NODES
 
-from sinew.eval.channel import Measured, Simulated
 from sinew.eval.policies import EvalPolicy
+from sinew.eval.robot import SimulatedRobot, StreamedRobot
 from sinew.eval.settings import Latency, rows_between
+from sinew.eval.sources import Costs, Measured, Simulated, SimulatedLink, chunk_seed, way
+from sinew.stream import Session, StreamSettings
 
 if TYPE_CHECKING:
     import gymnasium
 
     from sinew.eval.adapters import EnvAdapter
+    from sinew.policy import Policy
+
+NEVER_S = 1e9  # seconds; no frame of an environment is too old to act on
 
 Watcher = Callable[[int, dict[str, Any], bool], None]  # control step, observation, a chunk has been asked for
 
@@ -54,6 +73,7 @@ class Episode:
     jerk: float = 0.0
     reactions_ms: dict[str, list[float]] = field(default_factory=dict)  # of streams, by loop
     faults: dict[str, int] = field(default_factory=dict)  # answers that could not be executed, by kind
+    reasons: dict[str, int] = field(default_factory=dict)  # of holds -> control steps
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,12 +96,6 @@ class Conduct:
     edge_adapter: str = ""  # a file: refines the newest chunk in every control step (docs/fleet.md)
 
 
-def chunk_seed(noise: int, seed: int, replan: int) -> int:
-    """Seed of the noise of one chunk; 63 bits, as every wire can carry."""
-    words = np.random.SeedSequence([noise, seed, replan]).generate_state(2, np.uint32)
-    return int(words[0]) << 31 | int(words[1]) >> 1
-
-
 def run_episode(
     env: gymnasium.Env,
     adapter: EnvAdapter,
@@ -90,20 +104,56 @@ def run_episode(
     seed: int,
     watch: Watcher | None = None,
 ) -> Episode:
-    """Play one episode. ``watch`` sees every control step before it is taken."""
+    """Play one episode with the robot's own loop. ``watch`` sees every control step before it is taken."""
     begun = time.perf_counter()
-    raw, info = env.reset(seed=seed, options=conduct.reset_options)
+    robot = SimulatedRobot(env, adapter, 1, seed, options=conduct.reset_options)
+    task = adapter.task(robot.info)
     policy.start(env)
-    channel: Simulated | Measured = (
-        Measured(policy, adapter.control_hz) if conduct.realtime else Simulated(policy)
+    settings, edge = _settings(adapter, policy, conduct)
+    source: Measured | Simulated
+    if conduct.realtime:
+        pace, source = Pace(settings.period), Measured(policy, conduct.noise, seed)
+    else:
+        pace = SimulatedPace(settings.hz)
+        source = Simulated(policy, conduct.noise, seed, conduct.latency, settings.hz)
+    tally = Tally()
+    loop = Loop(robot, source, settings, 0, pace=pace, adapter=edge)
+    loop.listeners.append(tally.hear)
+    if watch is not None:
+        loop.watch(lambda command: watch(command.step, robot.observe(), tally.asked == command.step))
+    try:
+        report = loop.run()
+    finally:
+        loop.close()
+    seam, jerk = smoothness(robot.actions, tally.seams)
+    return Episode(
+        seed=seed,
+        task=task,
+        success=bool(robot.successes),
+        steps=robot.steps,
+        chunks=len(tally.delays),
+        executed=report.executed,
+        held=tally.held,
+        misses=tally.misses,
+        delays=tally.delays,
+        latency_ms=[round(value, 3) for value in source.latencies],
+        chunk_size=policy.chunk_size,
+        late_ticks=report.late + report.skipped,
+        wall_s=round(time.perf_counter() - begun, 4),
+        seam=round(seam, 5),
+        jerk=round(jerk, 5),
+        faults=dict(report.faults["kinds"]),
+        reasons=report.held,
     )
+
+
+def _settings(adapter: EnvAdapter, policy: EvalPolicy, conduct: Conduct) -> tuple[Settings, Adapter | None]:
+    """Return how the robot is controlled, and the edge adapter beside it."""
     replan = conduct.replan
     if isinstance(replan, int):
         replan = str(rows_between(replan, policy.chunk_size))
-    edge_adapter = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
-    chosen = choose(
-        conduct.handover, conduct.motion, {"motion": policy.motion}, refined=edge_adapter is not None
-    )
+    edge = Adapter.read(conduct.edge_adapter) if conduct.edge_adapter else None
+    chosen = choose(conduct.handover, conduct.motion, {"motion": policy.motion}, refined=edge is not None)
     settings = Settings(
         adapter.control_hz,
         chosen.handover,
@@ -111,105 +161,104 @@ def run_episode(
         motion=chosen.motion,
         future=conduct.future,
         committed_rows=policy.committed_rows,
-        refine=0 if edge_adapter is None else edge_adapter.form.max_age,
+        refine=0 if edge is None else edge.form.max_age,
         chunk_size=policy.chunk_size,
+        stale=NEVER_S,
     )
-    controller = settings.controller(0)
-    edge = None if edge_adapter is None else Refinement(edge_adapter, controller)
-    player = controller.player
-    task = adapter.task(info)
-    last: Any = None
-    observation: dict[str, Any] = {}
-    state: Any = None
-    step = asked = executed = held = misses = 0
-    starved = False  # since the request under way there has been a step without an action
-    delays: list[int] = []
-    smoothness = _Smoothness()
+    return settings, edge
 
-    def poll() -> None:
-        nonlocal misses
-        if player.request is not None and (actions := channel.poll(step)) is not None:
-            delays.append(step - player.request.step)
-            if edge is not None:
-                edge.arrived(actions)
-            controller.arrived(step, actions)
-            misses += starved and len(delays) > 1  # the first chunk has no deadline: nothing runs out
 
-    try:
-        while True:
-            # An answer that arrives now frees the policy for a question now, with this observation.
-            poll()
-            looks = watch is not None or player.motion.needs_state or controller.refines(step)
-            if (asks := controller.wants_chunk(step)) or looks:
-                observation = adapter.observation(raw)  # drawing frames may take longer than everything else
-                state = observation.get("state")
-            if asks:
-                rng = np.random.default_rng([conduct.noise, seed, asked, 1])
-                age = round(float(info.get("frame_age", 0.0)) * adapter.control_hz)
-                delay = conduct.latency.steps(rng, adapter.control_hz)
-                request = controller.ask(step, step - age, state)
-                if edge is not None:
-                    edge.asked(observation)
-                noise_seed = chunk_seed(conduct.noise, seed, asked)
-                channel.submit({**observation, **request.fields}, noise_seed, step, delay)
-                asked, starved = asked + 1, False
-                poll()  # no latency at all
-            if edge is not None and controller.refines(step):
-                edge.refine(step, observation)
-            command = controller.command(step, state)
-            if command.row is None:
-                action = adapter.hold(last)
-                held += bool(delays)
-                starved = True
-            else:
-                action = adapter.action(command.row)
-                executed += 1
-            smoothness.add(action, command)
-            if watch is not None:
-                watch(step, observation, asks)
-            raw, reward, terminated, truncated, info = env.step(action)
-            last = action
-            step += 1
-            channel.tick()
-            if terminated or truncated or step >= adapter.max_steps:
-                break
-    finally:
-        channel.close()
+def run_stream_episode(
+    env: gymnasium.Env, adapter: EnvAdapter, policy: Policy, conduct: Conduct, seed: int, costs: Costs
+) -> Episode:
+    """Play one episode on a stream, whose windows take the conduct's latency longer to arrive.
+
+    Environments may tell when something happened (``info["stimuli"]``: "image" and "sensor", seconds or None); the
+    episode then has the reaction to it.
+    """
+    begun = time.perf_counter()
+    robot = StreamedRobot(env, adapter, 1, seed, options=conduct.reset_options)
+    task, hz = adapter.task(robot.info), adapter.control_hz
+    pace = SimulatedPace(hz)
+    settings = StreamSettings(hz, costs.guidance, seed=chunk_seed(conduct.noise, seed, 0) >> 2)
+    session = Session(policy, settings, robot.task, clock=lambda: 0.0)
+    link = SimulatedLink(session, costs, pace.now, way(conduct.latency))
+    played = Settings(hz, stale=NEVER_S, fusion="latest_only", chunk_size=LARGEST_CHUNK)
+    loop = Loop(robot, Stream(link), played, policy.spec.action.dim, robot.task, pace)
+    report, controller = loop.run(), loop.controller
+    assert isinstance(controller, StreamController)
+    reactions = {
+        name: [round(1e3 * each, 3) for each in controller.reactions.of(name, [at])]
+        for name, at in robot.info.get("stimuli", {}).items()
+        if at is not None
+    }
     return Episode(
         seed=seed,
         task=task,
-        success=adapter.success(info, terminated, float(reward)),
-        steps=step,
-        chunks=len(delays),
-        executed=executed,
-        held=held,
-        misses=misses,
-        delays=delays,
-        latency_ms=[round(value, 3) for value in channel.latencies],
-        chunk_size=policy.chunk_size,
-        late_ticks=channel.late_ticks,
+        success=bool(robot.successes),
+        steps=robot.steps,
+        chunks=report.chunks,
+        executed=report.executed,
+        held=report.held.get(OUT_OF_NODES, 0),
+        misses=controller.misses,
+        delays=[],
+        latency_ms=[],
+        chunk_size=policy.spec.chunk_size,
         wall_s=round(time.perf_counter() - begun, 4),
-        seam=round(smoothness.seam, 5),
-        jerk=round(smoothness.jerk, 5),
-        faults=dict(controller.faults.counts),
+        reactions_ms=reactions,
+        faults=dict(report.faults["kinds"]),
+        reasons=report.held,
     )
 
 
-class _Smoothness:
-    """How far commands jump at the seams of chunks, and how unsteady they are everywhere."""
+class Tally:
+    """Counts what happens in an episode, as a listener of its controller.
+
+    asked: the step of the newest request. held: steps after the first answer in which there was nothing to execute.
+    seams: steps that began another chunk.
+    """
 
     def __init__(self) -> None:
-        self.seam = 0.0
-        self._actions: list[np.ndarray] = []
+        self.asked = -1
+        self.held = self.misses = 0
+        self.delays: list[int] = []
+        self.seams: list[int] = []
+        self._waiting = self._starved = False  # the latter: there was a step without a row since the request
 
-    def add(self, action: Any, command: Command) -> None:
-        action = np.atleast_1d(np.asarray(action, np.float64))
-        if command.seam and self._actions:
-            self.seam = max(self.seam, float(np.abs(action - self._actions[-1]).max()))
-        self._actions.append(action)
+    def hear(self, event: str, values: dict[str, Any]) -> None:
+        if event == "ask":
+            self.asked, self._waiting, self._starved = values["step"], True, False
+        elif event in ("arrived", "bad_chunk") and self._waiting:
+            self._waiting = False
+            self.delays.append(values["step"] - self.asked)
+            # The first chunk has no deadline: nothing runs out.
+            self.misses += self._starved and len(self.delays) > 1
+        elif event == "command":
+            command: Command = values["command"]
+            if command.row is None:
+                self.held += bool(self.delays)
+                self._starved = True
+            elif command.seam:
+                self.seams.append(command.step)
 
-    @property
-    def jerk(self) -> float:
-        if len(self._actions) < 4:
-            return 0.0
-        return float(np.sqrt(np.mean(np.diff(np.stack(self._actions), 3, axis=0) ** 2)))
+
+def smoothness(actions: Sequence[Any], seams: Sequence[int]) -> tuple[float, float]:
+    """Return how far actions jump at most at the seams of chunks, and how unsteady they are everywhere (``Episode``).
+
+    seams: indices of the actions that began another chunk.
+    """
+    rows = [np.atleast_1d(np.asarray(action, np.float64)) for action in actions]
+    jumps = [float(np.abs(rows[k] - rows[k - 1]).max()) for k in seams if 0 < k < len(rows)]
+    if len(rows) < 4:
+        return max(jumps, default=0.0), 0.0
+    return max(jumps, default=0.0), float(np.sqrt(np.mean(np.diff(np.stack(rows), 3, axis=0) ** 2)))
+
+
+def reactions(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return p50, p95, p99, max and a histogram of the milliseconds that each loop of a stream took to react."""
+    found: dict[str, Any] = {}
+    for name in LOOPS:
+        values = [each for episode in episodes for each in episode.reactions_ms.get(name, ())]
+        if values:
+            found[name] = {**percentiles(values), "count": len(values), "histogram": histogram(values)}
+    return found

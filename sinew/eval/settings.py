@@ -72,7 +72,7 @@ class Latency:
 class Variant:
     """What a sweep changes. ``replan``: actions per inference (S), 0 the full chunk, or another rule of the robot's
     (``sinew_client.control.parse_rule``). ``handover``: auto takes what the policy's actions ask for. ``stream``:
-    PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.streaming), which then takes
+    PREFIX:HEAD[:GUIDANCE], the milliseconds of the two loops of a stream (sinew.eval.sources), which then takes
     the place of chunks. ``edge_adapter``: a file, see docs/fleet.md."""
 
     target: str  # a bundle file, tcp://host:port, or "expert"

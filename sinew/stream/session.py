@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sinew_client.control.stream import MAX_DELAY
+from sinew_client.control.windows import MAX_DELAY
 
 from sinew.core import RTC, Observation, ObservationError, SinewError
 from sinew.stream.text import MAX_TOKENS, SILENT, Speech, Text

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 from sinew_client import ClientError
-from sinew_client.control import Planner
+from sinew_client.control import Loop, Planner, Settings, Stream, StreamReport
 from sinew_client.control.pace import Pace
 from sinew_client.control.planner import open_planner
-from sinew_client.control.stream import StreamLoop, Watching
+from sinew_client.control.stream import Watching
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
@@ -21,16 +21,21 @@ from sinew.cli import main
 from sinew.cli.stream_view import StreamView, report_table
 
 
-def test_a_dry_robot_streams(rolling_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "1.5"]) == 0
-    )
+def test_a_dry_robot_streams(
+    rolling_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "stream.jsonl"
+    asked = ["stream", str(rolling_bundle), "--engine", "eager", "--prompt", "go", "--seconds", "1.5"]
+    assert main([*asked, "--record", str(journal)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["label"].startswith("gradual flow matching")
     assert result["ticks"] == 150
     assert result["windows"] > 0
     assert result["errors"] == 0
     assert set(result["histograms_ms"]) == {"sensor", "image"}
+    assert main(["client", "--replay", str(journal)]) == 0
+    repeated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (repeated["commands"], repeated["differ"]) == (150, 0)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +121,10 @@ class Arm:
 def test_what_the_view_and_the_report_show() -> None:
     arm, link, clock = Arm(), Replayed(), [0.0]
     pace = Pace(0.01, now=lambda: clock[0], sleep=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
-    loop = StreamLoop(Watching(arm, 25.0, lambda: clock[0]), link, 100.0, 1, "go", pace=pace)
-    report = loop.run(40)
+    settings = Settings(100.0, fusion="latest_only")
+    loop = Loop(Watching(arm, 25.0, lambda: clock[0]), Stream(link), settings, 1, "go", pace)
+    loop.run(40)
+    report = StreamReport.of(loop)
     assert (arm.rows, arm.seen) == (39, 40)  # the first tick had nothing yet
     assert [images is not None for _, images in link.sent[:5]] == [
         True,

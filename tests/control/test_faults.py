@@ -291,7 +291,7 @@ def test_random_sequences_of_faults(seed: int) -> None:
         replan=rng.choice(["1", "4", "full", "queue:0.3"]),
         max_age=rng.choice([0.2, 0.5, 3.0]),
     )
-    requester = loop.requester = Scripted(0.05, answer)  # type: ignore[assignment]
+    requester = loop.source = Scripted(0.05, answer)  # type: ignore[assignment]
     witness = Witness(int((loop.settings.max_age or 0) * loop.settings.hz))
     loop.listeners.append(witness.hear)
     for _ in range(12):

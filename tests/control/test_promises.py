@@ -294,7 +294,7 @@ class Hostile(RuleBasedStateMachine):
         pace = Pace(PERIOD, self.now, self.sleep)
         self.loop = Loop(self, lambda: self.call, chosen, DIM, "go", pace, self.watch, hold_refused=True)  # type: ignore[arg-type]
         self.loop.listeners.append(self.hear)
-        self.loop.requester.submit = self.submit  # type: ignore[method-assign]
+        self.loop.source.ask = self.ask  # type: ignore[method-assign]
 
     # -- the robot
 
@@ -368,7 +368,7 @@ class Hostile(RuleBasedStateMachine):
 
     def answer(self, value: Any) -> bool:
         """Answer the request under way, and wait until that is known; False without one."""
-        requester = self.loop.requester
+        requester = self.loop.source
         if self.pending is None or not requester.busy:
             return False
         self.pending.put(value)
@@ -379,13 +379,13 @@ class Hostile(RuleBasedStateMachine):
 
     def come_back(self) -> None:
         """Let calls that hang, and that nobody waits for any more, return."""
-        if self.pending is not None and not self.loop.requester.busy:
+        if self.pending is not None and not self.loop.source.busy:
             self.hanging.append(self.pending)
             self.pending = None
         for call in self.hanging:
             call.put(None)
         self.hanging.clear()
-        while self.loop.requester._hanging:
+        while self.loop.source._hanging:
             time.sleep(1e-4)
 
     # -- clocks
@@ -413,10 +413,10 @@ class Hostile(RuleBasedStateMachine):
             self.loop.tick(self.loop.pace.next())
             assert self.sent == sent + 1  # one command or one hold
 
-    def submit(self, observation: Mapping[str, Any], now: float) -> None:
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
         if self.pending is not None:
             self.hanging.append(self.pending)
-        Requester.submit(self.loop.requester, observation, now)
+        Requester.ask(self.loop.source, observation, now)
         self.pending = self.waiting.get(timeout=60)
         self.exposed.append(self.newest)
 
@@ -439,7 +439,7 @@ class Hostile(RuleBasedStateMachine):
 
     def until_asked(self) -> None:
         for _ in range(12):
-            if self.loop.requester.busy or self.loop.paused:
+            if self.loop.source.busy or self.loop.paused:
                 break
             self.ticks(1)
 
@@ -493,7 +493,7 @@ class Hostile(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "loop"):
             self.all_is_well()
-            self.loop.requester.cancel()
+            self.loop.source.cancel()
             self.come_back()
 
 

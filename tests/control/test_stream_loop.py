@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client.control import Blind, Limits, Pace, SettingsError, StreamLoop
-from sinew_client.control.loop import AHEAD_S
-from sinew_client.control.stream import MAX_DELAY, Watching
+from sinew_client.control import (
+    Blind,
+    Journal,
+    Limits,
+    Loop,
+    Pace,
+    Settings,
+    SettingsError,
+    Stream,
+    StreamReport,
+    repeat,
+)
+from sinew_client.control.controller import AHEAD_S
+from sinew_client.control.stream import Watching
+from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
@@ -46,11 +59,22 @@ class Link:
     def __init__(self) -> None:
         self.ready: list[StreamWindow] = []
         self.sent: list[tuple[float, int, bool]] = []
+        self.frames: list[float] = []  # when those were exposed that were sent
         self.restarts = self.errors = 0
         self.error, self.faults = "", Faults()
 
-    def send(self, state: Any, time: float, delay: int = 1, images: Any = None, *_: Any, **__: Any) -> bool:
+    def send(
+        self,
+        state: Any,
+        time: float,
+        delay: int = 1,
+        images: Any = None,
+        frame_time: float | None = None,
+        prompt: str = "",
+    ) -> bool:
         self.sent.append((time, delay, images is not None))
+        if frame_time is not None:
+            self.frames.append(frame_time)
         return True
 
     def windows(self) -> list[StreamWindow]:
@@ -60,10 +84,20 @@ class Link:
     def restart(self) -> None:
         self.restarts += 1
 
+    def close(self) -> None: ...
+
 
 def paced(rate: float, clock: list[float]) -> Pace:
     """Return the pace of a clock that only waiting moves."""
     return Pace(1 / rate, lambda: clock[0], lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+
+
+def looped(
+    robot: Any, link: Any, rate: float, pace: Pace, camera_hz: float, prompt: str = "go", **given: Any
+) -> Loop:
+    """Return the loop of a robot on a stream whose windows replace each other, by the pace's clock."""
+    settings = Settings(rate, **{"fusion": "latest_only", **given})
+    return Loop(Watching(robot, camera_hz, pace.now), Stream(link), settings, 2, prompt, pace)
 
 
 def window(step: int, run: int, frame_time: float, value: float, sample_time: float = 0.0) -> StreamWindow:
@@ -72,7 +106,7 @@ def window(step: int, run: int, frame_time: float, value: float, sample_time: fl
 
 def test_windows_of_the_last_episode_are_not_executed_in_the_next_one() -> None:
     robot, link = Robot(), Link()
-    loop = StreamLoop(Watching(robot, 10.0, lambda: 0.0), link, 10.0, 2, "go", pace=paced(10.0, [0.0]))
+    loop = looped(robot, link, 10.0, paced(10.0, [0.0]), 10.0)
 
     def tick(*windows: StreamWindow) -> None:
         link.ready = list(windows)
@@ -86,7 +120,7 @@ def test_windows_of_the_last_episode_are_not_executed_in_the_next_one() -> None:
     assert loop.reason == "a new episode"
     tick(window(4, 1, 0.2, 3.0))  # of another session, which counts its runs anew
     assert robot.done == [1.0, 1.0, None, None, 3.0]
-    assert (loop.reason, link.restarts, loop.held) == ("", 1, {"a new episode": 2})
+    assert (loop.reason, link.restarts, loop.controller.held) == ("", 1, {"a new episode": 2})
 
 
 def test_a_robot_goes_on_after_a_long_stall() -> None:
@@ -114,9 +148,7 @@ def test_a_robot_goes_on_after_a_long_stall() -> None:
             return found
 
     robot, link = Robot(), Stalling()
-    loop = StreamLoop(
-        Watching(robot, 30.0, lambda: clock[0]), link, rate, 2, "go", pace=paced(rate, clock), stale=10.0
-    )
+    loop = looped(robot, link, rate, paced(rate, clock), 30.0, stale=10.0)
     loop.run(int(4 * rate))
     assert max(delay for _, delay, _ in link.sent) <= MAX_DELAY
     assert len(way) < 20
@@ -128,23 +160,21 @@ def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool) -> No
     robot, link, clock = Robot(), Link(), [0.0]
     if fast_state:  # the state is known while the camera is silent
         robot.sense = lambda: np.zeros(2, np.float32)  # type: ignore[attr-defined]
-    loop = StreamLoop(Watching(robot, 5.0, lambda: clock[0]), link, 10.0, 2, "go", pace=paced(10.0, clock))
+    loop = looped(robot, link, 10.0, paced(10.0, clock), 5.0, stale=10.0)
     link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
-    loop.stale = 10.0
     for tick in range(8):
         robot.blind = "camera front is silent" if 2 <= tick < 6 else ""
         loop.tick(loop.pace.next())
     assert robot.done == [1.0, 1.0, None, None, None, None, 1.0, 1.0]
-    assert loop.held == {"camera front is silent": 4}
+    assert loop.controller.held == {"camera front is silent": 4}
     frames = [round(10 * time) for time, _, frame in link.sent if frame]
     assert frames == [0, 6]  # as soon as there is one again
     assert len(link.sent) == (8 if fast_state else 4)
 
 
-def of(rate: float = 10.0, **given: Any) -> tuple[StreamLoop, Robot, Link, list[float]]:
+def of(rate: float = 10.0, **given: Any) -> tuple[Loop, Robot, Link, list[float]]:
     robot, link, clock = Robot(), Link(), [0.0]
-    watching = Watching(robot, rate, lambda: clock[0])
-    return StreamLoop(watching, link, rate, 2, "go", pace=paced(rate, clock), **given), robot, link, clock
+    return looped(robot, link, rate, paced(rate, clock), rate, **given), robot, link, clock
 
 
 @pytest.mark.parametrize(
@@ -179,9 +209,9 @@ def test_a_window_that_lies_has_failed(bad: dict[str, Any], fusion: str) -> None
     link.ready = [StreamWindow(**{**good, "step": 2, "run": 2, **bad})]
     loop.run(5)
     assert robot.done[:2] + robot.done[3:] == [1.0, 1.0, 1.0, None, None, None]
-    (reason,) = loop.held
+    (reason,) = loop.controller.held
     assert reason.startswith("a window")
-    report = loop.report()
+    report = StreamReport.of(loop)
     assert (report.errors, report.faults["kinds"], report.windows) == (1, {"bad_chunk": 1}, 1)
     link.ready = [StreamWindow(**{**good, "step": 5, "sample_time": 0.4, "frame_time": 0.4, "run": 1})]
     loop.run(12)
@@ -196,13 +226,12 @@ def test_a_frame_is_as_old_as_the_first_window_that_knew_it() -> None:
     link.ready = [StreamWindow(100, np.ones((5, 2), np.float32), 0.2, 0.2, run=1)]
     loop.run(8)
     assert robot.done[4:-1] == [1.0] + [None] * 4
-    assert "the newest frame is too old" in loop.held
+    assert "the newest frame is too old" in loop.controller.held
 
 
 def test_a_stream_is_limited_from_where_the_robot_stands() -> None:
-    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"})
+    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"}, stale=9.0)
     link.ready = [StreamWindow(0, np.full((9, 2), 3.0, np.float32), 0.0, 0.0, run=1)]
-    loop.stale = 9.0
     loop.run(2)
     np.testing.assert_allclose(robot.done[:2], [0.1, 0.2], atol=1e-6)
     for motion in (None, {"kind": "relative", "action": [0, 1], "state": [0, 1]}):
@@ -219,7 +248,8 @@ def test_a_frame_of_another_clock_holds(seen: dict[str, Any]) -> None:
     loop, robot, link, _ = of()
     link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
     robot.observe = lambda: {"images": {}, "state": np.zeros(2, np.float32), **seen}  # type: ignore[method-assign]
-    report = loop.run(3)
+    loop.run(3)
+    report = StreamReport.of(loop)
     assert (report.executed, report.frames) == (0, 0)
     assert all("time is not of this clock" in reason for reason in report.held)
 
@@ -276,7 +306,7 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
 
     def act(row: np.ndarray) -> None:
         done.append(True)
-        now = loop._time(loop._step)  # type: ignore[arg-type]
+        now = loop._time(loop.controller._step)  # type: ignore[arg-type]
         if limited:
             if loop.pace.skipped > skipped:
                 robot.moved = np.zeros(2)  # type: ignore[attr-defined]
@@ -298,16 +328,18 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
             clock[0] += event
         else:
             ahead, count, width, sample, frame, run, extra = event
-            now = 0.0 if loop._step is None else loop._time(loop._step)
+            now = 0.0 if loop.controller._step is None else loop._time(loop.controller._step)
             rows = np.full((count, width), float(len(frames))) + extra
             frames.append(now + frame)
-            link.ready = [StreamWindow((loop._step or 0) + ahead, rows, now + sample, now + frame, run=run)]
+            link.ready = [
+                StreamWindow((loop.controller._step or 0) + ahead, rows, now + sample, now + frame, run=run)
+            ]
         for _ in range(3):
             skipped, count = loop.pace.skipped, len(done)
             loop.tick(loop.pace.next())
             assert len(done) == count + 1
-    now = loop._time(loop._step)  # type: ignore[arg-type]
-    step = loop._step or 0
+    now = loop._time(loop.controller._step)  # type: ignore[arg-type]
+    step = loop.controller._step or 0
     link.ready = [StreamWindow(step, np.full((9, 2), float(len(frames))), now, now, run=9)]
     frames.append(now)
     loop.tick(loop.pace.next())
@@ -317,6 +349,192 @@ def test_whatever_windows_come_and_clocks_do(events: list[Any], limited: bool, f
 def test_a_robot_that_is_blind_at_once_ends_no_run() -> None:
     robot, link = Robot(), Link()
     robot.blind = "no camera"
-    report = StreamLoop(Watching(robot, 5.0, lambda: 0.0), link, 10.0, 2, pace=paced(10.0, [0.0])).run(3)
+    report = looped(robot, link, 10.0, paced(10.0, [0.0]), 5.0, "").run(3)
     held: Mapping[str, int] = report.held
     assert (held, link.sent) == ({"no camera": 3}, [])
+
+
+def test_a_paused_stream_drops_its_plan_and_goes_on_with_newer_windows() -> None:
+    loop, robot, link, _ = of()
+
+    def tick(*windows: StreamWindow) -> None:
+        link.ready = list(windows)
+        loop.tick(loop.pace.next())
+
+    tick(window(0, 1, 0.0, 1.0))
+    loop.pause()
+    tick(window(1, 2, 0.0, 2.0))
+    tick()
+    assert (loop.reason, len(link.sent), link.restarts) == ("paused", 1, 1)
+    loop.resume()
+    tick(window(3, 3, 0.0, 3.0))  # was under way
+    assert loop.reason == "no window yet"
+    tick(window(4, 4, 0.3, 4.0, 0.3))
+    assert robot.done == [1.0, None, None, None, 4.0]
+
+
+def test_another_instruction_takes_no_node_away() -> None:
+    loop, robot, link, _ = of()
+    link.ready = [window(0, 1, 0.0, 1.0)]
+    loop.run(2)
+    loop.say("stop")
+    loop.run(4)
+    assert robot.done == [1.0, 1.0, None, 1.0, 1.0, None]  # the holds are those at the end of a run
+    assert (loop.prompt, link.restarts) == ("stop", 0)
+
+
+def test_a_journal_repeats_a_stream(tmp_path: Path) -> None:
+    """Windows that overlap, come too late or lie, a silent camera, errors, a pause and another world: to the bit."""
+    limits = {"low": -2, "high": 2, "velocity": 20.0, "acceleration": 300.0}
+    given = {"limits": limits, "motion": {"kind": "absolute"}, "stale": 0.45, "fusion": "average"}
+    loop, robot, link, _ = of(**given)
+    journal = Journal(tmp_path / "stream.jsonl", loop.settings, 2)
+    loop.listeners.append(journal.put)
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        now = number / 10
+        seen = now - 0.1 * rng.integers(0, 4)
+        if rng.random() < 0.5:
+            rows = rng.normal(size=(int(rng.integers(0, 6)), 1 if rng.random() < 0.1 else 2)).astype(
+                np.float32
+            )
+            link.ready = [StreamWindow(number + int(rng.integers(-2, 3)), rows, max(0.0, seen), seen)]
+        if rng.random() < 0.05:
+            link.errors, link.error = link.errors + 1, f"error {number} [internal]"
+            link.faults.add("internal", link.error)
+        robot.blind = "no camera" if rng.random() < 0.1 else ""
+        if number in (60, 120):
+            loop.pause()
+        elif number in (63, 121):
+            loop.resume()
+        elif number == 150:
+            loop.restart("a new episode")
+        loop.tick(loop.pace.next())
+    journal.close()
+    report = StreamReport.of(loop)
+    assert set(report.held) > {"no camera", "paused", "out of nodes", "the newest frame is too old"}
+    assert report.executed > 60
+    assert report.clipped
+    assert (report.errors - report.faults["kinds"]["bad_chunk"]) == report.faults["kinds"]["internal"] > 2
+    found = repeat(tmp_path / "stream.jsonl")
+    assert (found.commands, found.differences) == (200, [])
+    assert found.held == sum(report.held.values())
+
+
+def test_what_a_stream_has_nothing_to_do_with_is_refused() -> None:
+    for setting in ({"replan": "4"}, {"substeps": 2}, {"max_age": 1.0}, {"refine": 3}, {"future": True}):
+        (name,) = setting
+        with pytest.raises(SettingsError, match=f"^{name}: expected none beside fusion, got"):
+            Settings(10.0, fusion="latest_only", **setting)
+    with pytest.raises(SettingsError, match="^fusion: expected one of"):
+        of(fusion="mean")
+    with pytest.raises(SettingsError, match="^fusion: expected how windows of a stream are fused, got ''"):
+        of(fusion="")
+    with pytest.raises(
+        SettingsError, match="^fusion: expected none of chunks that are asked for, got 'average'"
+    ):
+        Loop(Robot(), lambda: None, Settings(10.0, fusion="average"), 2)  # type: ignore[arg-type, return-value]
+
+
+def test_a_newer_window_replaces_all_that_comes_after_its_first_node() -> None:
+    loop, robot, link, _ = of(stale=9.0)
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0)]
+    loop.run(2)
+    link.ready = [StreamWindow(2, np.full((2, 2), 2.0, np.float32), 0.1, 0.1)]
+    loop.run(6)
+    assert robot.done == [1.0, 1.0, None, 2.0, 2.0, None, None, None]
+    assert loop.reason == "out of nodes"
+    link.ready = [StreamWindow(6, np.ones((9, 2), np.float32), 0.0, 0.0)]  # older news than there was
+    loop.run(7)
+    assert (loop.reason, loop.report().chunks) == ("out of nodes", 3)
+
+
+def test_commands_of_a_stream_say_how_old_their_frame_is() -> None:
+    loop, robot, link, _ = of(stale=9.0)
+    ages = []
+    loop.watch(lambda command: ages.append((command.age, command.chunk, command.index)))
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, prefix_age_ms=7.0)]
+    loop.run(3)
+    link.ready = [StreamWindow(3, np.ones((20, 2), np.float32), 0.2, 0.1, prefix_age_ms=9.0)]
+    loop.run(5)
+    assert ages == [(0, 1, 0), (1, 1, 1), (2, 1, 2), (2, 2, 0), (3, 2, 1)]
+    measured = StreamReport.of(loop).measured
+    assert (measured["prefix_age_ms"]["max"], measured["image_age_ms"]["max"]) == (9.0, 300.0)
+    assert loop.report().age_ms["max"] == 300.0
+
+
+def test_a_frame_is_never_newer_than_its_sample() -> None:
+    loop, robot, link, _ = of()
+    ages = iter((-0.05, 0.25))
+    robot.observe = lambda: {"images": {}, "state": np.zeros(2), "age": next(ages)}  # type: ignore[method-assign]
+    loop.run(2)
+    assert link.frames == pytest.approx([0.0, -0.15])
+
+
+def test_an_error_is_the_reason_until_a_window_knows_a_newer_frame(caplog: pytest.LogCaptureFixture) -> None:
+    loop, robot, link, _ = of()
+    for number in range(6):
+        if number in (1, 2):
+            link.errors, link.error = link.errors + 1, "no head [internal]"
+        link.ready = [StreamWindow(number, np.ones((0, 2)), 0.1 * number, 0.4 if number == 5 else 0.0)]
+        loop.tick(loop.pace.next())
+    assert loop.controller.held == {"out of nodes": 2, "no head [internal]": 4}
+    assert [record.message for record in caplog.records].count("no head [internal]") == 1
+
+
+def test_a_blind_robot_is_not_asked_again_where_it_stands() -> None:
+    """Limits want to know it, but not in a step that holds anyway; a step without a sample holds as well."""
+    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"})
+    looks = []
+    see = robot.observe
+    robot.observe = lambda: looks.append(1) or see()  # type: ignore[method-assign, func-returns-value]
+    robot.blind = "no camera"
+    link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0)]
+    loop.run(3)
+    assert len(looks) == 3
+    assert loop.controller.command(3).reason == "the robot is blind"
+    assert loop.controller.arrived(3, StreamWindow(4, np.ones((2, 2)), 0.0, 0.0))
+
+
+def test_nothing_is_known_before_the_first_sample() -> None:
+    loop, robot, link, _ = of()
+    assert loop.seen() is None
+    lies = StreamWindow(0, np.ones((9, 2), np.float32), 5.0, 5.0)
+    assert not loop.controller.arrived(0, lies)
+    assert (
+        loop.controller.faults.first
+        == "a window: expected times of sample and frame up to 0.100 s, got 5 and 5"
+    )
+    loop.restart("a new episode")
+    link.ready = [
+        StreamWindow(0, np.ones((9, 2), np.float32), 0.0, -0.05)
+    ]  # there is no world before the first
+    loop.run(1)
+    assert robot.done[0] == 1.0
+    assert [delay for _, delay, _ in link.sent] == [1]
+    assert loop.seen() is None  # a robot that has no cameras shows nothing
+    robot.observe = lambda: {"images": {"front": 1}, "state": np.ones(2)}  # type: ignore[method-assign]
+    link.ready = [StreamWindow(1, np.ones((9, 2), np.float32), 0.0, 0.0, said="the egg")]
+    loop.run(2)
+    assert loop.prompt == "go"
+    seen = loop.seen()
+    assert seen is not None
+    assert (seen[0], seen[1]["images"], seen[1]["said"]) == ("go", {"front": 1}, "the egg")
+    np.testing.assert_array_equal(seen[1]["state"], [1, 1])
+
+
+def test_limits_begin_anew_where_the_robot_stands_in_another_world() -> None:
+    loop, robot, link, _ = of(limits={"velocity": 1.0}, motion={"kind": "absolute"}, stale=9.0)
+    robot.sense = lambda: np.full(2, at, np.float32)  # type: ignore[attr-defined]
+    at = 0.0
+    link.ready = [StreamWindow(0, np.full((9, 2), 5.0, np.float32), 0.0, 0.0)]
+    loop.run(2)
+    at = 3.0
+    loop.restart("a new episode")
+    link.errors, link.error = 1, "busy"
+    loop.run(3)
+    assert (loop.reason, loop.report().unanswered) == ("busy", 1)
+    link.ready = [StreamWindow(3, np.full((9, 2), 5.0, np.float32), 0.2, 0.2)]
+    loop.run(5)
+    assert loop.report().unanswered == 0
+    assert [row for row in robot.done if row is not None] == pytest.approx([0.1, 0.2, 3.1, 3.2])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Loop, Settings, StreamLoop
+from sinew_client.control import Loop, Settings, Stream
 from sinew_client.control.robots import LeRobotArm
 from sinew_client.control.stream import Watching
 from sinew_client.control.watchdog import LEAST_S, PERIODS, Watchdog
@@ -68,8 +68,9 @@ def chunk_loop(arm: Arm, **given: Any) -> Loop:
     return Loop(arm, lambda: lambda *_: np.zeros((30, 1), np.float32), settings, 1)
 
 
-def stream_loop(arm: Arm, watchdog: bool = True) -> StreamLoop:
-    return StreamLoop(Watching(arm, 25.0), Link(), 25.0, 1, watchdog=watchdog)
+def stream_loop(arm: Arm, watchdog: bool = True) -> Loop:
+    settings = Settings(25.0, fusion="latest_only", watchdog=watchdog)
+    return Loop(Watching(arm, 25.0), Stream(Link()), settings, 1)
 
 
 class Running:
@@ -89,8 +90,7 @@ class Running:
         self.loop.stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-        if isinstance(self.loop, Loop):
-            self.loop.close()
+        self.loop.close()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_after_a_watchdogs_hold_a_robot_starts_from_rest() -> None:
     loop = chunk_loop(arm, **given)
     heard: list[tuple[str, int]] = []
     loop.listeners.append(lambda event, _: heard.append((event, len(rows))))
-    loop.requester._connect = lambda: lambda *_: np.full((500, 1), 100.0, np.float32)
+    loop.source._connect = lambda: lambda *_: np.full((500, 1), 100.0, np.float32)
     with Running(loop, arm):
         until(lambda: len(rows) > 5 and rows[-1] - rows[-2] > 2 * push)
         arm.blocks = "act"

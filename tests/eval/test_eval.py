@@ -26,9 +26,10 @@ from sinew.eval.adapters import Mapped, Mapping, make_env, read_mapping  # noqa:
 from sinew.eval.policies import Remote  # noqa: E402
 from sinew.eval.report import stats  # noqa: E402
 from sinew.eval.report.gate import Gate, read_gate  # noqa: E402
-from sinew.eval.runner import Conduct, chunk_seed, run_episode  # noqa: E402
+from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.server import serving  # noqa: E402
 from sinew.eval.settings import Latency, Task, Variant, sweep  # noqa: E402
+from sinew.eval.sources import chunk_seed  # noqa: E402
 from tests import processes  # noqa: E402
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sinew"
@@ -162,6 +163,9 @@ def test_sweeps_are_combinations() -> None:
 # ----------------------------------------------------------------------------- hand-over, row by row
 
 
+SEEN = {"images": {}, "state": np.zeros(1, np.float32)}
+
+
 class World(gymnasium.Env):
     """Writes down what it is told to do; every frame is ``age`` steps old."""
 
@@ -173,12 +177,12 @@ class World(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         self.actions = []
-        return {}, {"frame_age": self.age / 20.0}
+        return dict(SEEN), {"frame_age": self.age / 20.0}
 
     def step(self, action):
         self.actions.append(float(action[0]))
         done = len(self.actions) >= self.steps
-        return {}, 0.0, False, done, {"frame_age": self.age / 20.0, "is_success": True}
+        return dict(SEEN), 0.0, False, done, {"frame_age": self.age / 20.0, "is_success": True}
 
 
 class Coded:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control.stream import StreamLoop
+from sinew_client.control import Loop, Settings, Stream, StreamReport
 from sinew_client.streams import StreamLink, StreamWindow
 
 from tests.serve.puppet import until
@@ -65,19 +65,24 @@ def resident(process: int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def phase(server: subprocess.Popen, loops: list[StreamLoop], seconds: float) -> dict[str, Any]:
+def told(loop: Loop) -> tuple[int, int]:
+    """Return the windows that came, and the ticks without a node."""
+    return loop.controller.chunks, loop.controller.misses  # type: ignore[attr-defined]
+
+
+def phase(server: subprocess.Popen, loops: list[Loop], seconds: float) -> dict[str, Any]:
     """Wait until the first robot has begun so many seconds of ticks; return what both did, and the server's memory."""
 
     def counts() -> np.ndarray:  # [robots, 4]
-        return np.array([[loop.ticks, loop.windows, loop.misses, loop.link.dropped] for loop in loops])  # type: ignore[attr-defined]
+        return np.array([[loop.steps, *told(loop), loop.source.link.dropped] for loop in loops])  # type: ignore[attr-defined]
 
     begun, before, memory = time.monotonic(), counts(), [resident(server.pid)]
-    end = loops[0].ticks + int(seconds * RATE)
-    looks = iter(np.linspace(loops[0].ticks, end, 12)[1:-1])
+    end = loops[0].steps + int(seconds * RATE)
+    looks = iter(np.linspace(loops[0].steps, end, 12)[1:-1])
     due = next(looks)
-    while loops[0].ticks < end:
+    while loops[0].steps < end:
         threading.Event().wait(0.2)
-        if loops[0].ticks >= due:
+        if loops[0].steps >= due:
             memory.append(resident(server.pid))
             due = next(looks, np.inf)
     memory.append(resident(server.pid))
@@ -102,12 +107,13 @@ def test_two_robots_and_a_server_that_is_killed(rolling_bundle: Path) -> None:
         port = probe.getsockname()[1]
     server = serve(rolling_bundle, port)
     links = [Link(f"tcp://127.0.0.1:{port}", RATE, name) for name in ("left", "right")]
-    loops = [StreamLoop(Mover(), link, RATE, 1, "go", stale=STALE_S) for link in links]
+    settings = Settings(RATE, stale=STALE_S, fusion="latest_only")
+    loops = [Loop(Mover(), Stream(link), settings, 1, "go") for link in links]
     threads = [threading.Thread(target=loop.run) for loop in loops]
     for thread in threads:
         thread.start()
     try:
-        until(lambda: all(loop.windows > 50 for loop in loops), "windows of both")
+        until(lambda: all(loop.controller.chunks > 50 for loop in loops), "windows of both")
         first = phase(server, loops, SECONDS / 2)
         lost = [link.lost for link in links]
         os.kill(server.pid, signal.SIGKILL)
@@ -117,9 +123,9 @@ def test_two_robots_and_a_server_that_is_killed(rolling_bundle: Path) -> None:
             "a hold",
         )
         server = serve(rolling_bundle, port)
-        windows = [loop.windows for loop in loops]
+        windows = [loop.controller.chunks for loop in loops]
         until(
-            lambda: all(loop.windows > old + 50 for loop, old in zip(loops, windows, strict=True)),
+            lambda: all(loop.controller.chunks > old + 50 for loop, old in zip(loops, windows, strict=True)),
             "windows again",
         )
         for link, count in zip(links, lost, strict=True):
@@ -134,15 +140,17 @@ def test_two_robots_and_a_server_that_is_killed(rolling_bundle: Path) -> None:
         server.wait()
         for link in links:
             link.close()
-    for told in (first, second, *(loop.report().to_dict() for loop in loops)):
+    for told in (first, second, *(StreamReport.of(loop).to_dict() for loop in loops)):
         print(json.dumps(told))
     assert [link.lost for link in links] == [0, 0]
     for loop in loops:
         robot: Mover = loop.robot  # type: ignore[assignment]
-        assert robot.executed + sum(loop.held.values()) == loop.ticks  # each executed or held, never both
+        assert (
+            robot.executed + sum(loop.controller.held.values()) == loop.steps
+        )  # each executed or held, never both
         # A busy machine may stop a thread between the look at the clock and the command.
-        assert max(loop.reactions.ages("image")) <= STALE_S + 2.0
-        assert max(loop.reactions.ages("sensor")) <= 10.0
+        assert max(loop.controller.reactions.ages("image")) <= STALE_S + 2.0
+        assert max(loop.controller.reactions.ages("sensor")) <= 10.0
     assert max(first["grown"], second["grown"]) < FLAT
     if MINUTES:
         for now, then in zip(second["window_hz"], first["window_hz"], strict=True):

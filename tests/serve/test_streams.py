@@ -18,9 +18,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client import Client, ServerError, schema
-from sinew_client.control import Planner
+from sinew_client.control import Loop, Planner, Settings, Stream, StreamReport
 from sinew_client.control.pace import Pace
-from sinew_client.control.stream import StreamLoop
 from sinew_client.link import KEEPALIVE
 from sinew_client.streams import StreamLink, StreamWindow, decode_window
 
@@ -61,12 +60,10 @@ class Robot:
         self.ticks = self.holds = 0
         self.rows: list[np.ndarray] = []
 
-    def sense(self) -> np.ndarray:
+    def observe(self) -> dict[str, Any]:
         self.ticks += 1
-        return np.float32([np.sin(self.ticks), 0.0])
-
-    def look(self) -> dict[str, Any] | None:
-        return {"images": {"front": FRAME}, "age": 0.01} if self.ticks % 3 == 1 else None
+        frame = {"images": {"front": FRAME}, "age": 0.01} if self.ticks % 3 == 1 else {}
+        return {"state": np.float32([np.sin(self.ticks), 0.0]), **frame}
 
     def act(self, row: np.ndarray) -> None:
         self.rows.append(row)
@@ -75,19 +72,19 @@ class Robot:
         self.holds += 1
 
 
-def robot_loop(link: StreamLink) -> StreamLoop:
+def robot_loop(link: StreamLink) -> Loop:
     """The robot's loop as a test drives it: a tick is begun when the last one has done its part."""
-    loop = StreamLoop(Robot(), link, RATE, 1, "go", pace=Pace(1 / RATE))
+    loop = Loop(Robot(), Stream(link), Settings(RATE, fusion="latest_only"), 1, "go", Pace(1 / RATE))
     loop.pace.next()
     return loop
 
 
-def drive(loop: StreamLoop, until_windows: int) -> None:
+def drive(loop: Loop, until_windows: int) -> None:
     """Tick until so many windows have come."""
 
     def ticked() -> bool:
         loop.tick(loop.pace.next())
-        return loop.windows >= until_windows
+        return loop.controller.chunks >= until_windows
 
     until(ticked, f"{until_windows} windows")
 
@@ -99,14 +96,14 @@ def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> 
         loop = robot_loop(link)
         drive(loop, 20)
         until(lambda: loop.tick(loop.pace.next()) or loop.robot.rows, "a row in time")
-        newest = loop.newest
+        newest = loop.controller.newest
         assert newest is not None
         assert link.label.startswith("gradual flow matching")
         assert newest.rows.shape == (6, 1)
         assert newest.frame_time <= newest.sample_time
         assert newest.step > newest.sample_time * RATE
         assert len(server.streams) == 1
-    before = loop.windows
+    before = loop.controller.chunks
     for _ in range(12):  # nobody is there: windows run out, the robot holds, and nothing is raised
         loop.tick(loop.pace.next())
     assert loop.reason in ("out of nodes", "no window yet")
@@ -116,8 +113,8 @@ def test_a_robot_streams_and_goes_on_with_a_restarted_server(policy: Policy) -> 
         assert len(server.streams) == 1
         link.close()
         until(lambda: not len(server.streams), "the end of the stream")
-    report = loop.report()
-    assert report.windows == loop.windows
+    report = StreamReport.of(loop)
+    assert report.windows == loop.controller.chunks
     assert {
         "sensor_reaction_ms",
         "image_reaction_ms",
@@ -144,11 +141,11 @@ def test_a_planner_changes_the_instruction_in_mid_stream(policy: Policy) -> None
         assert robot.session.prompt == "go"
         planner.once()
         until(lambda: loop.tick(loop.pace.next()) or robot.session._seen[1] == "stop", "a prefix of it")
-        drive(loop, loop.windows + 3)
+        drive(loop, loop.controller.chunks + 3)
         assert list(server.streams._robots.values()) == [robot]
         planner.once()
         planner.close()
-        loop.link.close()
+        loop.close()
     assert seen == [("go", {"images", "state"}), ("stop", {"images", "state"})]
 
 
@@ -520,7 +517,7 @@ def test_requests_leave_streams_a_share_and_have_the_rest(
             assert ran[0] <= before + 1  # and not what they did not use before
         release.set()
         asking.join(WAIT_S)
-        drive(loop, loop.windows + 5)
+        drive(loop, loop.controller.chunks + 5)
 
 
 def test_a_silent_stream_ends_without_a_message_of_anybody(policy: Policy) -> None:

@@ -14,9 +14,9 @@ import sinew.sim  # noqa: F401 - registers the environments
 from sinew.cli import main
 from sinew.core import SinewError
 from sinew.eval.adapters import make_env
-from sinew.eval.runner import Conduct
+from sinew.eval.runner import Conduct, run_stream_episode
 from sinew.eval.settings import Latency
-from sinew.eval.streaming import Costs, SimulatedLink, run_stream_episode, way
+from sinew.eval.sources import Costs, SimulatedLink, way
 from sinew.policy import load
 from sinew.sim.egg import CONTROL_HZ, CRUSH, SPEED, STIFFNESS, EggEnv, act
 from sinew.stream import Window

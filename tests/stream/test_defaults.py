@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from sinew.cli.stream import stream
-from sinew.eval.streaming import Costs
+from sinew.eval.sources import Costs
 from sinew.stream import StreamSettings
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control.pace import Pace
-from sinew_client.control.stream import MAX_DELAY, StreamLoop
+from sinew_client.control import Loop, Settings, SimulatedPace, Stream
+from sinew_client.control.windows import MAX_DELAY
 from sinew_client.faults import Faults
 from sinew_client.streams import StreamWindow
 
@@ -50,11 +50,8 @@ class Once:
 class Still:
     """A robot that does nothing."""
 
-    def sense(self) -> np.ndarray:
-        return np.zeros(2, np.float32)
-
-    def look(self) -> None:
-        return None
+    def observe(self) -> dict[str, Any]:
+        return {"state": np.zeros(2, np.float32)}
 
     def act(self, row: np.ndarray) -> None: ...
 
@@ -340,10 +337,10 @@ def test_an_answer_that_is_too_late_still_tells_how_late(
     assert window.rows.shape == (0, 1)
     late, fresh = StreamWindow(40, window.rows, 0.0, 0.0), StreamWindow(40, np.ones((6, 1)), 0.38, 0.0, run=2)
     link = Once([late, fresh])
-    loop = StreamLoop(Still(), link, 100.0, 1, pace=Pace(0.01, now=lambda: 0.0, sleep=lambda _: None))
-    loop.pace._start = 0.0
-    for step in (39, 40):
-        loop.tick(step)
+    loop = Loop(Still(), Stream(link), Settings(100.0, fusion="latest_only"), 1, pace=SimulatedPace(100.0))
+    loop.pace._number = 38
+    for _ in range(2):
+        loop.tick(loop.pace.next())
     assert link.delays == [39, 2]
 
 

@@ -132,7 +132,9 @@ class Bridge:
         if command.row is None:
             self._halt()
             return
-        rows = planned(self.loop.controller, command)
+        controller = self.loop.controller
+        assert isinstance(controller, Controller)
+        rows = planned(controller, command)
         self._target = rows[0]
         if command.chunk != self._chunk:
             self.robot.follow(rows)

@@ -1,7 +1,8 @@
 """The robot's side of action chunks: what is executed when, and what happens when nothing arrives.
 
 :class:`Loop` runs a robot at a fixed rate. What it decides is :class:`Controller`, which knows neither clocks nor
-sockets; the evaluator of Sinew drives the same one in simulated time. numpy alone.
+sockets. Chunks that are asked for and streams are both a :class:`Source`, and a :class:`SimulatedPace` plays the same
+loop without a clock, as the evaluator of Sinew does. numpy alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from sinew_client.control.blend import Fusion, parse_fusion
 from sinew_client.control.controller import Command, Controller
 from sinew_client.control.defaults import AS_IS, Choice, choose
 from sinew_client.control.handover import METHODS, Handover, parse_handover
+from sinew_client.control.interfaces import Blind, Robot, Source, Stopped
 from sinew_client.control.journal import Journal, is_journal, repeat, watched
-from sinew_client.control.loop import Blind, Loop, Robot, Stopped
+from sinew_client.control.loop import Loop
 from sinew_client.control.motion import Absolute, Motion, Offsets, Relative
 from sinew_client.control.motion_fit import MotionFit, MotionWatch, fit_offsets
-from sinew_client.control.pace import Pace
+from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.planner import Planner
 from sinew_client.control.player import Player
 from sinew_client.control.refinement import Refinement
@@ -27,8 +29,9 @@ from sinew_client.control.requester import Outcome, Requester
 from sinew_client.control.safety import Guard, Limits, LimitsError
 from sinew_client.control.servers import Servers
 from sinew_client.control.settings import Settings, SettingsError
-from sinew_client.control.stream import StreamLoop, StreamReport, StreamRobot
+from sinew_client.control.stream import Stream, StreamReport
 from sinew_client.control.trajectory import Node, Trajectory
+from sinew_client.control.windows import StreamController
 
 __all__ = [
     "AS_IS",
@@ -66,10 +69,12 @@ __all__ = [
     "Servers",
     "Settings",
     "SettingsError",
+    "SimulatedPace",
+    "Source",
     "Stopped",
-    "StreamLoop",
+    "Stream",
+    "StreamController",
     "StreamReport",
-    "StreamRobot",
     "Trajectory",
     "choose",
     "fit_offsets",

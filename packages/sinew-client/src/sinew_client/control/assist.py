@@ -150,7 +150,7 @@ class Assist:
             if why and self._far.ready(self._clock()):
                 self.asked[why] += 1
                 self._sent = (now, state)
-                self._far.submit(observation, self._clock())
+                self._far.ask(observation, self._clock())
             if self._followed is not None:
                 rest = self._followed.rest(now, self.hz)
                 if 2 * len(rest) > len(self._followed.targets):

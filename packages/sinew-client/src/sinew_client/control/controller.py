@@ -9,8 +9,11 @@ from typing import Any, Callable
 
 import numpy as np
 
+from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.motion import Motion
 from sinew_client.control.player import Player, Request
 from sinew_client.control.safety import Guard, RowsError, checked_rows
+from sinew_client.control.trajectory import Trajectory
 from sinew_client.faults import Faults
 from sinew_client.protocol import MAX_ROWS
 
@@ -22,6 +25,7 @@ REASONS, OTHER = (
     100,
     "other reasons",
 )  # reasons quote what servers say, so there may not be any number of them
+AHEAD_S = 0.1  # by which a frame's time may be later than the clock says
 UNTRAINED = "the delay is longer than the rows that the policy was trained to continue"
 
 
@@ -43,57 +47,131 @@ class Command:
     seam: bool = False
 
 
-class Controller:
-    """A player behind a guard. Everything that goes wrong ends in a hold; everything that comes back ends it.
+class BaseController:
+    """What every controller is: a guard before each command, a reason for each hold, and counts of both.
 
-    max_age: control steps after its frame beyond which a row is not executed any more; None: a row is valid in its
-        own step, however old its frame.
-    finish: True executes the rows at hand after a request has failed; False holds at once.
-    dim: numbers of a command; 0: as many as the first chunk has. max_rows: of a chunk. Another one has failed.
+    A subclass says when to ask (:meth:`wants_chunk`, :meth:`ask`), takes answers (:meth:`arrived`, :meth:`failed`) and
+    plans (:meth:`_planned`). Everything that goes wrong ends in a hold; everything that comes back ends it.
+
+    dim: numbers of a command; 0: as many as the first answer has. max_rows: of an answer. Another one has failed.
+    continuous: answers come by themselves and say what they were made from, so what cannot be seen, or another
+    instruction, takes none of them away. delay: control steps from a question to its answer.
 
     Call :meth:`command` exactly once per control step, with steps that grow.
     """
 
+    continuous = False
+    needs_state = False  # in every control step, for the command
+    starting = STARTING  # the reason of a hold before there is anything to execute
+
     def __init__(
         self,
-        player: Player,
-        guard: Guard | None = None,
-        max_age: int | None = None,
-        finish: bool = False,
-        dim: int = 0,
-        max_rows: int = MAX_ROWS,
+        trajectory: Trajectory,
+        motion: Motion,
+        delay: DelayEstimate,
+        guard: Guard | None,
+        dim: int,
+        max_rows: int,
     ):
+        self.trajectory, self.motion, self.delay, self.guard = trajectory, motion, delay, guard
         self.dim, self.max_rows = dim, max_rows
-        self.player, self.guard, self.max_age, self.finish = player, guard, max_age, finish
         self.paused = False
         self.held: Counter = Counter()  # reason -> control steps
         self.clipped: Counter = Counter()  # "joint.limit" -> commands
         self.clipped_commands = 0
         self.ages: Counter = Counter()  # control steps since the frame -> executed rows
-        self.faults = Faults()  # answers that failed, and chunks that nothing could execute
-        self.unanswered = 0  # requests without an answer since the last chunk
+        self.faults = Faults()  # answers that failed, and those that nothing could execute
+        self.unanswered = 0  # questions without an answer since the last one
         self.listeners: list[Callable[[str, dict], None]] = []
-        self._fault = ""  # why the robot holds until a chunk arrives
+        self._fault = ""  # why the robot holds until an answer arrives
         self._chunk = -1
         self._step: int | None = None  # of the last command
+
+    # ------------------------------------------------------------------------- what a subclass says
+
+    @property
+    def chunks(self) -> int:
+        """Return how many answers were taken."""
+        raise NotImplementedError
+
+    @property
+    def said(self) -> str:
+        """Return the newest text of the policy's language head, "" where it says none."""
+        return ""
+
+    def wants_chunk(self, step: int) -> bool:
+        """Return True if an observation is to be sent in this step."""
+        raise NotImplementedError
+
+    def refines(self, step: int) -> bool:
+        """Return True if an edge adapter's rows would be taken in this step."""
+        return False
+
+    def ask(
+        self,
+        step: int,
+        frame: int,
+        state: np.ndarray | None = None,
+        time: float = 0.0,
+        frame_time: float = 0.0,
+    ) -> Request:
+        """Take note of a question; return what goes with it. time, frame_time: seconds since the first tick, of the
+        question and of its newest frame, which ``frame`` counts in control steps."""
+        raise NotImplementedError
+
+    def arrived(self, step: int, answer: Any) -> bool:
+        """Take an answer; return whether it is one. What no robot may be sent is a fault."""
+        raise NotImplementedError
+
+    def failed(self, step: int, reason: str, kind: str = "") -> None:
+        """Take note of an answer that will not come: no server, no network, too late, refused.
+
+        kind: of the error, "" for what is none (:func:`~sinew_client.faults.kind_of`).
+        """
+        self._tell("failed", {"step": step, "reason": reason, "kind": kind})
+        self.unanswered += 1
+        if kind:
+            self.faults.add(kind, reason)
+
+    def broken(self, step: int, reason: str) -> None:
+        """Take note of an answer that no robot may be sent."""
+        self._tell("bad_chunk", {"step": step, "reason": reason})
+        self.faults.add("bad_chunk", reason)
+
+    def fault(self, step: int, reason: str, moved: bool = False) -> None:
+        """Hold: the observation cannot be trusted, or the robot says so. moved: it may be elsewhere now, as at the
+        beginning of another episode."""
+        raise NotImplementedError
+
+    def leaves(self, command: Command, time: float) -> None:
+        """Take note of when a command goes to the robot, seconds since the first tick."""
+
+    def _planned(self, step: int, state: np.ndarray | None) -> Command:
+        raise NotImplementedError
+
+    def _commanded(self, command: Command, state: np.ndarray | None) -> None:
+        """Take note of what is sent: after the limits."""
+
+    def _drop(self) -> None:
+        """Forget what is planned, and what is under way."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------------- events
 
     def pause(self) -> None:
-        """Hold from the next command on; the plan is dropped, a request under way is ignored."""
+        """Hold from the next command on; the plan is dropped, what is under way is ignored."""
         self._tell("pause", {})
         self.paused = True
-        self.player.failed()
-        self.player.restart()
+        self._drop()
 
     def resume(self, position: np.ndarray | None = None, moved: bool = True) -> None:
-        """Go on with a fresh chunk.
+        """Go on with a fresh answer.
 
         position: where the robot is, in the numbers of a command, if known. moved: somebody may have moved it since the
         last command; without a position nothing is sent until :meth:`stands` says one, where limits begin with it.
         """
         self._tell("resume", {"position": position, "moved": moved})
-        self.paused, self._fault = False, STARTING
+        self.paused, self._fault = False, self.starting
         if self.guard is not None:
             if moved or position is not None:
                 self.guard.start(position)
@@ -104,7 +182,7 @@ class Controller:
         """Return True if a row is due in this step and the limits need to know where the robot is (:meth:`stands`)."""
         if self.paused or self.guard is None or self.guard.known:
             return False
-        return self.player.trajectory.at(step) is not None
+        return self.trajectory.at(step) is not None
 
     def stands(self, position: np.ndarray | None) -> None:
         """Take note of where the robot is, standing still: in the numbers of a command, NaN where it is not known."""
@@ -118,19 +196,95 @@ class Controller:
         if self.guard is not None:
             self.guard.held()
 
+    # ------------------------------------------------------------------------- commands
+
+    def command(self, step: int, state: np.ndarray | None = None) -> Command:
+        """Return the command of this step. state: the robot's, where the motion needs it.
+
+        Raises ValueError for a step that has had its command.
+        """
+        if self.guard is not None and self._step is not None and step > self._step + 1:
+            self.guard.skipped()
+        found = self._planned(step, state)
+        self._step = step
+        if found.row is None:
+            self._hold(found)
+        else:
+            self._commanded(found, state)
+            self.ages[found.age] += 1
+        self.clipped.update(found.clipped)
+        self.clipped_commands += bool(found.clipped)
+        self._tell("command", {"command": found, "state": state})
+        return found
+
+    def _guarded(self, step: int, row: np.ndarray, age: int, chunk: int, index: int) -> Command:
+        """Return the command of a row behind the guard, or the hold that the guard wants."""
+        seam, self._chunk = self._chunk not in (-1, chunk), chunk
+        if self.guard is None:
+            return Command(step, row, "", (), age, chunk, index, seam)
+        verdict = self.guard.check(row)
+        if verdict.row is None:
+            return Command(step, None, verdict.reason, verdict.clipped)
+        return Command(step, verdict.row, "", verdict.clipped, age, chunk, index, seam)
+
+    def _hold(self, found: Command) -> None:
+        known = found.reason in self.held or len(self.held) < REASONS
+        self.held[found.reason if known else OTHER] += 1
+        if self.guard is not None:
+            self.guard.held()
+
+    def _tell(self, event: str, values: dict) -> None:
+        for listener in self.listeners:
+            listener(event, values)
+
+
+class Controller(BaseController):
+    """Plays chunks that are asked for, one at a time: a player behind a guard.
+
+    max_age: control steps after its frame beyond which a row is not executed any more; None: a row is valid in its
+        own step, however old its frame.
+    finish: True executes the rows at hand after a request has failed; False holds at once.
+    """
+
+    def __init__(
+        self,
+        player: Player,
+        guard: Guard | None = None,
+        max_age: int | None = None,
+        finish: bool = False,
+        dim: int = 0,
+        max_rows: int = MAX_ROWS,
+    ):
+        super().__init__(player.trajectory, player.motion, player.delay, guard, dim, max_rows)
+        self.player, self.max_age, self.finish = player, max_age, finish
+        self.needs_state = player.motion.needs_state
+
+    @property
+    def chunks(self) -> int:
+        return self.player.chunks
+
+    # ------------------------------------------------------------------------- events
+
     def wants_chunk(self, step: int) -> bool:
         return not self.paused and self.player.wants_chunk(step)
 
-    def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> Request:
+    def ask(
+        self,
+        step: int,
+        frame: int,
+        state: np.ndarray | None = None,
+        time: float = 0.0,
+        frame_time: float = 0.0,
+    ) -> Request:
         """Begin a request; see :meth:`Player.ask`."""
         self._tell("ask", {"step": step, "frame": frame, "state": state})
         return self.player.ask(step, frame, state)
 
-    def arrived(self, step: int, actions: Any) -> bool:
+    def arrived(self, step: int, answer: Any) -> bool:
         """Take the answer to the request under way; return whether it is a chunk: anything but 1 to ``max_rows`` rows
         of ``dim`` finite real numbers is a fault, and so is what the motion cannot follow."""
         try:
-            rows = checked_rows(actions, self.dim, self.max_rows)
+            rows = checked_rows(answer, self.dim, self.max_rows)
         except RowsError as error:
             self.broken(step, str(error))
             return False
@@ -145,7 +299,6 @@ class Controller:
         return True
 
     def refines(self, step: int) -> bool:
-        """Return True if an edge adapter's rows would be taken in this step."""
         return not self.paused and self.player.refines(step)
 
     def refined(self, step: int, rows: np.ndarray, state: np.ndarray | None = None) -> None:
@@ -160,29 +313,21 @@ class Controller:
             self.player.refined(rows, step, state)
 
     def failed(self, step: int, reason: str, kind: str = "") -> None:
-        """Give up the request under way, which will not be answered: no server, no network, too late, refused.
-
-        kind: of the error, "" for what is none (:func:`~sinew_client.faults.kind_of`).
-        """
-        self._tell("failed", {"step": step, "reason": reason, "kind": kind})
-        self.unanswered += 1
-        if kind:
-            self.faults.add(kind, reason)
+        super().failed(step, reason, kind)
         self._fail(step, reason, drop=not self.finish)
         self.player.delay.reconnected()
 
     def broken(self, step: int, reason: str) -> None:
         """Take note of an answer that no robot may be sent: hold until a good one."""
-        self._tell("bad_chunk", {"step": step, "reason": reason})
-        self._break(step, reason)
+        super().broken(step, reason)
+        self._fail(step, reason, drop=True)
 
     def _break(self, step: int, reason: str) -> None:
         self.faults.add("bad_chunk", reason)
         self._fail(step, reason, drop=True)
 
     def fault(self, step: int, reason: str, moved: bool = False) -> None:
-        """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so. moved: it may be elsewhere
-        now, as at the beginning of another episode."""
+        """Hold until a fresh chunk: the observation cannot be trusted, or the robot says so."""
         self._tell("fault", {"step": step, "reason": reason, "moved": moved})
         self._fail(step, reason, drop=True)
         if moved and self.guard is not None:
@@ -194,28 +339,13 @@ class Controller:
             self.player.restart(step)
             self._fault = reason
 
+    def _drop(self) -> None:
+        self.player.failed()
+        self.player.restart()
+
     # ------------------------------------------------------------------------- commands
 
-    def command(self, step: int, state: np.ndarray | None = None) -> Command:
-        """Return the command of this step. state: the robot's, where the motion needs it.
-
-        Raises ValueError for a step that has had its command.
-        """
-        if self.guard is not None and self._step is not None and step > self._step + 1:
-            self.guard.skipped()
-        found = self._command(step, state)
-        self._step = step
-        if found.row is None:
-            self._hold(found)
-        else:
-            self.player.commanded(step, found.row, state)
-            self.ages[found.age] += 1
-        self.clipped.update(found.clipped)
-        self.clipped_commands += bool(found.clipped)
-        self._tell("command", {"command": found, "state": state})
-        return found
-
-    def _command(self, step: int, state: np.ndarray | None) -> Command:
+    def _planned(self, step: int, state: np.ndarray | None) -> Command:
         node = self.player.take(step)
         if self.paused:
             return Command(step, None, PAUSED)
@@ -239,22 +369,12 @@ class Controller:
             self.player.restart(step)
             self._fault = str(error)
             return Command(step, None, self._fault)
-        seam, self._chunk = self._chunk not in (-1, node.chunk), node.chunk
-        if self.guard is None:
-            return Command(step, row, "", (), age, node.chunk, node.index, seam)
-        verdict = self.guard.check(row)
-        if verdict.row is None:
+        found = self._guarded(step, row, age, node.chunk, node.index)
+        if found.row is None:
             self.player.restart(step)
-            self._fault = verdict.reason
-            return Command(step, None, verdict.reason, verdict.clipped)
-        return Command(step, verdict.row, "", verdict.clipped, age, node.chunk, node.index, seam)
+            self._fault = found.reason
+        return found
 
-    def _hold(self, found: Command) -> None:
-        known = found.reason in self.held or len(self.held) < REASONS
-        self.held[found.reason if known else OTHER] += 1
-        if self.guard is not None:
-            self.guard.held()
-
-    def _tell(self, event: str, values: dict) -> None:
-        for listener in self.listeners:
-            listener(event, values)
+    def _commanded(self, command: Command, state: np.ndarray | None) -> None:
+        assert command.row is not None
+        self.player.commanded(command.step, command.row, state)

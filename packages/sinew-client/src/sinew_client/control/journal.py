@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from sinew_client.control.controller import Command, Controller
+from sinew_client.control.controller import BaseController, Command, Controller
 from sinew_client.control.motion_fit import MotionFit, MotionWatch
 from sinew_client.control.safety import MAX_DIM
 from sinew_client.control.settings import Settings
@@ -108,7 +108,7 @@ def repeat(path: Path) -> Repeated:
 
     Raises :class:`JournalError` for a file that is no journal.
     """
-    controller: Controller | None = None
+    controller: BaseController | None = None
     commands = held = 0
     differences: list[str] = []
     for number, event in _read(path):
@@ -190,6 +190,11 @@ def _check(event: dict[str, Any]) -> None:
             kind(name, given[name])
 
 
+def _time(name: str, value: Any) -> None:
+    if not _is_number(value):
+        raise ValueError(f"{name}: expected a number, got {shown(value)}")
+
+
 def _step(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_STEP:
         raise ValueError(f"{name}: expected a whole number up to {MAX_STEP}, got {shown(value)}")
@@ -261,27 +266,36 @@ _FIELDS: dict[str, dict[str, Callable[[str, Any], None]]] = {
         "clipped": _texts,
         "seam": _flag,
     },
-    "ask": {"step": _step, "frame": _step, "state": _vector},
+    "ask": {"step": _step, "frame": _step, "state": _vector, "time": _time},
     "arrived": {"step": _step, "actions": _rows},
+    "window": {"step": _step, "first": _step, "rows": _rows, "sample_time": _time, "frame_time": _time},
     "refined": {"step": _step, "rows": _rows, "state": _vector},
     "failed": {"step": _step, "reason": _plain_text, "kind": _plain_text},
     "fault": {"step": _step, "reason": _plain_text},
     "resume": {"position": _vector, "moved": _flag},
 }
-_OPTIONAL = ("kind", "moved")  # older journals lack them
+_OPTIONAL = ("kind", "moved", "time")  # older journals lack them; the last one is of streams
 
 
-def _apply(controller: Controller, event: dict[str, Any]) -> Command | None:
+def _apply(controller: BaseController, event: dict[str, Any]) -> Command | None:
     """Tell the controller an event; a command is returned, to be compared."""
     kind = event["event"]
     if kind == "command":
         values = dict(event["command"])
         return Command(**{**values, "row": _array(values["row"]), "clipped": tuple(values["clipped"])})
     if kind == "ask":
-        controller.ask(event["step"], event["frame"], _array(event["state"]))
+        controller.ask(event["step"], event["frame"], _array(event["state"]), event.get("time", 0.0))
     elif kind == "arrived":
         controller.arrived(event["step"], np.array(event["actions"], np.float32))
+    elif kind == "window":
+        from sinew_client.streams import StreamWindow  # needs more than numpy
+
+        rows = np.array(event["rows"], np.float32)
+        rows = rows if rows.size else rows.reshape(0, controller.dim)  # of a window that came too late
+        times = event["sample_time"], event["frame_time"]
+        controller.arrived(event["step"], StreamWindow(event["first"], rows, *times))
     elif kind == "refined":
+        assert isinstance(controller, Controller)
         controller.refined(event["step"], np.array(event["rows"], np.float32), _array(event["state"]))
     elif kind == "failed":
         controller.failed(event["step"], event["reason"], event.get("kind", ""))

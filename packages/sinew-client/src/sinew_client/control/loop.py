@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
-from typing import Any, Callable, Mapping, Protocol
+from typing import Any, Callable, Mapping
 
 import numpy as np
 
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
-from sinew_client.control.controller import Command, Controller
+from sinew_client.control.controller import AHEAD_S, BaseController, Command, Controller
+from sinew_client.control.interfaces import Blind, Robot, Source, Stopped
 from sinew_client.control.motion import interpolate
-from sinew_client.control.pace import Pace
+from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
 from sinew_client.control.report import Cadence, cadence
 from sinew_client.control.requester import Call, Requester
@@ -25,50 +27,18 @@ from sinew_client.faults import MISFITS
 logger = logging.getLogger(__name__)
 
 
-AHEAD_S = 0.1  # by which a frame's time may be later than the clock says
-
 OTHER_CLOCK = "the newest frame's time is not of this clock (time.monotonic): "
 
 
-class Robot(Protocol):
-    """The three methods that a robot has. Each is called from one thread, should return within a period, and is not
-    called before the one before has returned, but for ``hold``.
-
-    A robot that cannot be held from another thread while ``observe`` or ``act`` blocks, such as one with a bus that is
-    read in ``observe`` and not locked, says so with an attribute ``concurrent_hold`` = False: it then has no command
-    and no hold for as long as they block.
-    """
-
-    def observe(self) -> Mapping[str, Any]:
-        """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; ``time``, seconds of the loop's clock
-        (time.monotonic) at which the newest frame was exposed, where the robot knows it. Raises :class:`Blind` where
-        there is nothing to act on."""
-
-    def act(self, row: np.ndarray) -> None:
-        """Send one command, float32 [D] in the policy's units."""
-
-    def hold(self) -> None:
-        """Stay where you are: repeat the last position, or zero velocity, as the robot needs it. May be called from
-        another thread (:class:`~sinew_client.control.watchdog.Watchdog`) while ``observe`` or ``act`` has not returned
-        for two periods; never beside another ``hold``, and no command is sent before it has returned."""
-
-
-class Blind(Exception):  # noqa: N818 - what the robot is
-    """No observation that may be acted on, such as of a camera that fell silent: raised by ``observe``. The robot holds
-    with its text as the reason until there is one again."""
-
-
-class Stopped(Exception):  # noqa: N818 - raised by a robot to end the loop
-    """The end of a run: raised by ``observe`` or ``act`` when there is nothing more to do."""
-
-
 class Loop:
-    """Runs a robot with chunks from ``connect()``'s call until :meth:`stop`.
+    """Runs a robot with the rows of a source until :meth:`stop`.
 
-    connect: see :class:`Requester`; its call returns float [H, D]. prompt: the instruction, may change at any time.
-    watch: called after every control step with the command; must be quick. adapter: refines chunks in every control
-    step; the settings' ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused
-    for what it is, and ask again: of a robot whose instruction or cameras come later.
+    source: a :class:`Source`, or what opens a connection for requests (``connect`` of a :class:`Requester`), whose call
+    returns float [H, D]. prompt: the instruction, may change at any time; "": what the robot's observations say.
+    pace: when ticks begin; :class:`~sinew_client.control.pace.SimulatedPace` plays without a clock. watch: called after
+    every control step with the command; must be quick. adapter: refines chunks in every control step; the settings'
+    ``refine`` is its ``max_age``. hold_refused: hold also where the very first request is refused for what it is, and
+    ask again: of a robot whose instruction or cameras come later.
 
     While it runs a watchdog holds the robot where the loop is late by two periods, unless the settings or the robot say
     that it must not (``Settings.watchdog``, ``Robot.concurrent_hold``).
@@ -79,7 +49,7 @@ class Loop:
     def __init__(
         self,
         robot: Robot,
-        connect: Callable[[], Call],
+        source: Source | Callable[[], Call],
         settings: Settings,
         dim: int,
         prompt: str = "",
@@ -93,11 +63,23 @@ class Loop:
                 f"refine: expected an adapter's max_age with one, else 0, got {settings.refine}"
             )
         settings.check_start(dim)
+        if bool(settings.fusion) != getattr(source, "continuous", False):
+            wanted = (
+                "none of chunks that are asked for"
+                if settings.fusion
+                else "how windows of a stream are fused"
+            )
+            raise SettingsError(f"fusion: expected {wanted}, got {settings.fusion!r}")
         self.robot, self.settings, self.prompt = robot, settings, prompt
-        self.controller: Controller = settings.controller(dim)
+        self.controller: BaseController = settings.controller(dim)
         self._dim = dim
-        self._edge = None if adapter is None else Refinement(adapter, self.controller)
-        self.requester = Requester(connect, settings.deadline)
+        self._edge: Refinement | None = None
+        if adapter is not None:
+            assert isinstance(self.controller, Controller)
+            self._edge = Refinement(adapter, self.controller)
+        self.source: Source = (
+            source if hasattr(source, "poll") else Requester(source, settings.deadline)  # type: ignore[assignment, arg-type]
+        )
         self.pace = pace or Pace(settings.period / settings.substeps)
         self.watchdog = watchdog_of(robot, self.pace.period, settings.watchdog, self.pace.real)
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
@@ -109,6 +91,8 @@ class Loop:
         self._last: np.ndarray | None = None  # the last command of a control step
         self._command: Command | None = None
         self._state: np.ndarray | None = None
+        self._images: Mapping[str, Any] = {}  # of the newest frame
+        self._age = 0.0  # of the newest frame when the present tick began, seconds
 
     def watch(self, watcher: Callable[[Command], None]) -> None:
         """Call ``watcher`` after every control step; it must be quick."""
@@ -128,7 +112,8 @@ class Loop:
         self._wish(self._resume)
 
     def say(self, prompt: str) -> None:
-        """Change the instruction; rows that follow the old one are dropped."""
+        """Change the instruction; rows that follow the old one are dropped, but a stream's windows follow the new one
+        from the next prefix on."""
         self._wish(lambda: self._say(prompt))
 
     def restart(self, reason: str, prompt: str = "") -> None:
@@ -145,12 +130,25 @@ class Loop:
     def paused(self) -> bool:
         return self.controller.paused
 
+    @property
+    def reason(self) -> str:
+        """Return why the robot holds, "" while it moves."""
+        return "" if self._command is None else self._command.reason
+
+    def seen(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the instruction and the newest observation, for a planner; None before there is one. ``said`` in it is
+        the last text of the policy's language head, where one was asked for."""
+        if self._state is None or not self._images:
+            return None
+        said = self.controller.said
+        return self.prompt, {"images": self._images, "state": self._state, **({"said": said} if said else {})}
+
     def report(self) -> Cadence:
         return cadence(
             self.controller,
             self.pace,
             self.steps,
-            self.requester.failures,
+            self.source.failures,
             self.settings.substeps,
             self.watchdog,
         )
@@ -170,12 +168,13 @@ class Loop:
         except Stopped as end:
             logger.info("the robot has ended the run: %s", end)
         finally:
-            self.robot.hold()
+            with contextlib.suppress(Stopped):  # which it may do at its last hold
+                self.robot.hold()
         return self.report()
 
     def close(self) -> None:
         """End the connection; waits for a request under way, but not longer than its deadline or 5 s."""
-        self.requester.close(min(self.settings.deadline, 5.0))
+        self.source.close(min(self.settings.deadline, 5.0))
 
     def tick(self, number: int) -> None:
         """Do what is due in one tick of the pace: a control step, or a point between two."""
@@ -193,6 +192,7 @@ class Loop:
         if command.row is None:
             self.robot.hold()
         elif self.settings.substeps == 1:
+            self.controller.leaves(command, self._time(step))  # before: acting may take its time
             self.robot.act(command.row)
         else:
             self.robot.act(interpolate(self._last, command.row, (part + 1) / self.settings.substeps))
@@ -207,12 +207,14 @@ class Loop:
             wish()
         self._poll(step, now)
         seen = None
-        if (self.controller.player.motion.needs_state and not self.paused) or self.controller.refines(step):
+        if (self.controller.needs_state and not self.paused) or self.controller.refines(step):
             seen = self._observe(step, now)
-        if self.controller.wants_chunk(step) and self.requester.ready(now):
+        if self.controller.wants_chunk(step) and self.source.ready(now):
             seen = self._ask(step, now)
+            if not self.controller.continuous:
+                self._poll(step, now)  # an answer that takes no time
         if self._edge is not None and seen is not None:
-            self._refine(self._edge, step, seen)
+            self._adapted(step, self._edge.refine, step, seen)
         if self.controller.wants_position(step) and (seen or self._observe(step, now)) is not None:
             self.controller.stands(self._measured(self._state))
 
@@ -226,8 +228,14 @@ class Loop:
             self._watch(command)
         return command
 
+    def _time(self, step: int) -> float:
+        """Return seconds since the first tick, never before this control step was due."""
+        return max(step / self.settings.hz, self.pace.since(self.pace.now()))
+
     def _log(self, command: Command) -> None:
-        """Log the beginning and the end of a hold, with its reason."""
+        """Log the beginning and the end of a hold, with its reason. In simulated time holds are what is studied."""
+        if isinstance(self.pace, SimulatedPace):
+            return
         before = self._command.reason if self._command is not None else ""
         if command.reason and command.reason != before:
             logger.warning("step %d: holds: %s", command.step, command.reason)
@@ -235,57 +243,70 @@ class Loop:
             logger.info("step %d: goes on after: %s", command.step, before)
 
     def _poll(self, step: int, now: float) -> None:
-        outcome = self.requester.poll(now)
-        if outcome is None:
-            return
-        if outcome.reason:
-            self.controller.failed(step, outcome.reason, outcome.kind)
-            if outcome.kind in MISFITS and not (self.controller.player.chunks or self._hold_refused):
-                raise Refused(outcome.reason)
-        elif self.controller.arrived(step, outcome.value) and self._edge is not None:
-            self._edge.arrived(outcome.value)
+        while (outcome := self.source.poll(now)) is not None:
+            if outcome.reason:
+                self.controller.failed(step, outcome.reason, outcome.kind)
+                if outcome.kind in MISFITS and not (self.controller.chunks or self._hold_refused):
+                    raise Refused(outcome.reason)
+            elif self.controller.arrived(step, outcome.value) and self._edge is not None:
+                self._edge.arrived(outcome.value)
 
     def _observe(self, step: int, now: float) -> dict[str, Any] | None:
         """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
         try:
             seen = dict(self.robot.observe())
-        except Blind as reason:
-            self.requester.cancel()
-            self.controller.fault(step, str(reason))
+        except Blind as blind:
+            self._fault(step, str(blind))
             return None
         self._state = np.asarray(seen["state"], np.float32)
-        given = seen.get("time") or None
-        seen["time"] = now if given is None else float_of(given)
-        age = 0.0 if given is None else self.pace.now() - seen["time"]  # after a look that took its time
-        reason = frame_fault(age, self.settings.stale)
+        seen.pop("camera_age", None)
+        given, age = seen.get("time") or None, float_of(seen.pop("age", 0.0))
+        if given is None:
+            self._age, seen["time"] = age, now - age
+        else:
+            seen["time"] = float_of(given)
+            self._age = now - seen["time"]
+            age = self.pace.now() - seen["time"]  # after a look that took its time
+        # Of a stream a node counts, and the frame that it was made from.
+        reason = frame_fault(age, math.inf if self.controller.continuous else self.settings.stale)
         if not reason and not np.all(np.isfinite(self._state)):
             reason = "the state is not finite"
         if reason:
-            self.requester.cancel()
-            self.controller.fault(step, reason)
+            self._fault(step, reason)
             return None
+        self._images = seen.get("images", self._images)
         return seen
+
+    def _fault(self, step: int, reason: str) -> None:
+        """Hold for what cannot be seen. The answer to a request is not worth waiting for then; a stream goes on."""
+        if not self.controller.continuous:
+            self.source.cancel()
+        self.controller.fault(step, reason)
 
     def _ask(self, step: int, now: float) -> dict[str, Any] | None:
         """Send a request; return what it has seen."""
         seen = self._observe(step, now)
         if seen is None:
             return None
-        frame = step - max(0, round((now - seen["time"]) * self.settings.hz))
-        request = self.controller.ask(step, frame, self._state)
-        self.requester.submit({**seen, "prompt": self.prompt, **request.fields}, now)
+        frame = step - max(0, round(self._age * self.settings.hz))
+        times = self._time(step), self.pace.since(seen["time"])
+        request = self.controller.ask(step, frame, self._state, *times)
+        if self._edge is not None and not self._adapted(step, self._edge.asked, seen):
+            return None
+        said = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
+        self.source.ask({**seen, **said, **request.fields}, now)
+        if seen.get("blind"):
+            self._fault(step, seen["blind"])
         return seen
 
-    def _refine(self, edge: Refinement, step: int, seen: dict[str, Any]) -> None:
-        """Let the adapter see what was asked about, and refine the newest chunk; what it cannot take is a fault."""
+    def _adapted(self, step: int, what: Callable[..., None], *given: Any) -> bool:
+        """Do something with the adapter; what it cannot take is a fault."""
         try:
-            request = self.controller.player.request
-            if request is not None and request.step == step:
-                edge.asked(seen)
-            edge.refine(step, seen)
+            what(*given)
         except AdapterError as error:
-            self.requester.cancel()
-            self.controller.fault(step, str(error))
+            self._fault(step, str(error))
+            return False
+        return True
 
     # ------------------------------------------------------------------------- between two ticks
 
@@ -295,7 +316,7 @@ class Loop:
 
     def _pause(self) -> None:
         if not self.controller.paused:
-            self.requester.cancel()
+            self.source.cancel()
             self.controller.pause()
             self._last = None  # somebody may move the robot
 
@@ -304,7 +325,7 @@ class Loop:
             self.controller.resume(self._position(), moved)
 
     def _restart(self, reason: str, prompt: str) -> None:
-        self.requester.cancel()
+        self.source.cancel()
         self.controller.fault(0 if self._command is None else self._command.step + 1, reason, moved=True)
         self._last = None
         if prompt:
@@ -321,6 +342,8 @@ class Loop:
     def _say(self, prompt: str) -> None:
         if prompt != self.prompt:
             self._instruct(prompt)
+            if self.controller.continuous:
+                return  # windows follow it from the next prefix on
             paused = self.controller.paused
             self._pause()
             if not paused:
@@ -336,7 +359,7 @@ class Loop:
 
     def _measured(self, state: np.ndarray) -> np.ndarray:
         """Return where a robot of this state is in the numbers of a command, NaN where it does not say so."""
-        return self.controller.player.motion.position(state, self._dim)
+        return self.controller.motion.position(state, self._dim)
 
     def _from(self) -> np.ndarray | None:
         """Return what the command of this step moves from, if known: points between are on the way from there."""

@@ -64,6 +64,10 @@ class Pace:
         assert self._start is not None, "no tick has begun"
         return self._start + number * self.period
 
+    def since(self, moment: float) -> float:
+        """Return the seconds from when the first tick was due to a moment of the clock; 0 before there is one."""
+        return 0.0 if self._start is None else moment - self._start
+
     def _wait(self) -> float:
         """Return the seconds until the next tick is due, less than none where it is late."""
         now = self.now()
@@ -74,3 +78,26 @@ class Pace:
             self.set_back += 1
         self._seen = now
         return self.due(self._number) - now
+
+
+class SimulatedPace(Pace):
+    """Time that ticks alone move: tick k begins k periods after the first one, however long the ones before took.
+
+    hz: ticks per second. What is run at it is a function of what it is given, and of no machine's clock.
+    """
+
+    def __init__(self, hz: float):
+        super().__init__(1.0 / hz, now=lambda: max(0, self._number) / hz)
+        self._hz = hz
+
+    def next(self) -> int:
+        """Begin the next tick and return its number."""
+        self._number += 1
+        self.ticks += 1
+        return self._number
+
+    def due(self, number: int) -> float:
+        return number / self._hz
+
+    def since(self, moment: float) -> float:
+        return moment

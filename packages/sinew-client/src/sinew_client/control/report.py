@@ -8,7 +8,7 @@ from typing import Any, Iterable
 
 import numpy as np
 
-from sinew_client.control.controller import Controller
+from sinew_client.control.controller import BaseController
 from sinew_client.control.pace import Pace
 from sinew_client.control.watchdog import Watchdog
 
@@ -76,7 +76,7 @@ class Cadence:
 
 
 def cadence(
-    controller: Controller, pace: Pace, steps: int, failed: int, substeps: int, watchdog: Watchdog
+    controller: BaseController, pace: Pace, steps: int, failed: int, substeps: int, watchdog: Watchdog
 ) -> Cadence:
     """Return the report of a run. steps: control steps with a command or a hold. failed: requests without answer."""
     span = (pace.ticks + pace.skipped) * pace.period
@@ -92,14 +92,14 @@ def cadence(
         skipped=pace.skipped,
         jitter_ms=percentiles(1e3 * second for second in pace.lateness),
         age_ms=percentiles(Counter(ages).elements()),
-        chunks=controller.player.chunks,
+        chunks=controller.chunks,
         failed_requests=failed,
         held=dict(controller.held),
         clipped_commands=controller.clipped_commands,
         clipped=dict(controller.clipped),
         faults=controller.faults.to_dict(),
         unanswered=controller.unanswered,
-        request_ms=round(1e3 * period * controller.player.delay.steps, 3),
+        request_ms=round(1e3 * period * controller.delay.steps, 3),
         watchdog=watchdog.active,
         watchdog_holds=watchdog.holds,
         longest_gap_ms=round(1e3 * watchdog.longest, 3),

@@ -48,6 +48,8 @@ class Requester:
     that is set back moves what was noted with it.
     """
 
+    continuous = False  # an answer for each observation
+
     def __init__(self, connect: Callable[[], Call], deadline: float):
         self._connect, self.deadline = connect, deadline
         self._worker: _Worker | None = None
@@ -68,7 +70,7 @@ class Requester:
         self._look(now)
         return not self.busy and now >= self._not_before and self._free(now)
 
-    def submit(self, observation: Mapping[str, Any], now: float) -> None:
+    def ask(self, observation: Mapping[str, Any], now: float) -> None:
         """Send a request. Raises RuntimeError when one is under way."""
         if self.busy:
             raise RuntimeError("a request is under way")

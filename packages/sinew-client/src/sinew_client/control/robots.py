@@ -9,7 +9,7 @@ from typing import Any, Callable, Mapping
 
 import numpy as np
 
-from sinew_client.control.loop import Robot
+from sinew_client.control.interfaces import Robot
 from sinew_client.errors import ClientError
 from sinew_client.modules import load_named
 

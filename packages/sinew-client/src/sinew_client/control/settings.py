@@ -8,24 +8,30 @@ from typing import Any, Mapping
 
 import numpy as np
 
-from sinew_client.control.controller import Controller
+from sinew_client.control.blend import parse_fusion
+from sinew_client.control.controller import BaseController, Controller
 from sinew_client.control.defaults import HANDOVER, REPLAN, Choice, choose
 from sinew_client.control.handover import parse_handover
 from sinew_client.control.motion import Absolute, Motion, Relative, parse_motion
 from sinew_client.control.player import Player
 from sinew_client.control.replan import parse_rule
 from sinew_client.control.safety import Guard, Limits
+from sinew_client.control.windows import StreamController
 from sinew_client.errors import ClientError
 from sinew_client.given import shown
 from sinew_client.protocol import MAX_ROWS
 
 LARGEST_CHUNK = 8192  # rows, as bundles have them
 _KINDS: Mapping[str, tuple] = {
-    **dict.fromkeys(("handover", "replan"), (str,)),
+    **dict.fromkeys(("handover", "replan", "fusion"), (str,)),
     **dict.fromkeys(("motion", "limits"), (Mapping, type(None))),
     **dict.fromkeys(("finish", "future", "watchdog"), (bool,)),
     **dict.fromkeys(("substeps", "committed_rows", "refine", "chunk_size"), (Integral,)),
 }
+# What says how chunks are asked for and played, which a stream has nothing to do with.
+_OF_CHUNKS = (
+    "handover", "replan", "max_age", "finish", "future", "substeps", "committed_rows", "refine"
+)  # fmt: skip
 
 
 class SettingsError(ClientError, ValueError):
@@ -54,6 +60,10 @@ class Settings:
     chunk_size: rows of the policy's chunks, as it states them: more are not taken; 0: not known, then
         :data:`~sinew_client.protocol.MAX_ROWS`.
     watchdog: hold the robot from another thread while its loop is late, as where ``observe`` blocks (:class:`Loop`).
+    fusion: how the windows of a stream are fused (:func:`~sinew_client.control.blend.parse_fusion`); "": chunks are
+        asked for. Of a stream, ``hz`` is the rate of its nodes, ``stale`` counts for the frame that a node was made
+        from, ``chunk_size`` for the nodes of a window, and motion says only where the robot is before its first
+        command: nodes go out as they come.
     """
 
     hz: float
@@ -71,6 +81,7 @@ class Settings:
     refine: int = 0
     chunk_size: int = 0
     watchdog: bool = True
+    fusion: str = ""
 
     def __post_init__(self) -> None:
         for name in ("hz", "deadline", "stale", "max_age"):
@@ -92,6 +103,9 @@ class Settings:
             raise SettingsError(f"refine: expected 0 or more control steps, got {self.refine}")
         if not 0 <= self.chunk_size <= LARGEST_CHUNK:
             raise SettingsError(f"chunk_size: expected 0 to {LARGEST_CHUNK} rows, got {self.chunk_size}")
+        for name in _OF_CHUNKS if self.fusion else ():
+            if getattr(self, name) != getattr(Settings, name):
+                raise SettingsError(f"{name}: expected none beside fusion, got {shown(getattr(self, name))}")
 
     @property
     def period(self) -> float:
@@ -106,8 +120,22 @@ class Settings:
         except ValueError as error:
             raise SettingsError(str(error)) from error
 
-    def controller(self, dim: int) -> Controller:
+    def controller(self, dim: int) -> BaseController:
         """Return a controller for commands of ``dim`` numbers. Raises ClientError that names a bad setting."""
+        return self.of_stream(dim) if self.fusion else self.of_chunks(dim)
+
+    def of_stream(self, dim: int) -> StreamController:
+        """Return a controller of a stream's windows."""
+        try:
+            fusion = parse_fusion(self.fusion)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        motion = self.parse_motion()
+        guard = Guard(self._limits(dim), self.period, motion.still(dim))
+        return StreamController(fusion, self.hz, self.stale, motion, guard, dim, self.chunk_size or MAX_ROWS)
+
+    def of_chunks(self, dim: int) -> Controller:
+        """Return a controller of chunks by request."""
         try:
             player = Player(
                 parse_handover(self.choice.handover),
@@ -132,21 +160,25 @@ class Settings:
             raise SettingsError(
                 "substeps: expected motion absolute or relative; between other rows there is no way"
             )
-        limits = Limits.parse(self.limits, dim) if self.limits is not None else None
         max_age = None if self.max_age is None else int(self.max_age * self.hz)
-        guard = Guard(limits, self.period, player.motion.still(dim))
+        guard = Guard(self._limits(dim), self.period, player.motion.still(dim))
         return Controller(player, guard, max_age, self.finish, dim, self.chunk_size or MAX_ROWS)
 
     def check_start(self, dim: int) -> None:
         """Raise :class:`SettingsError` where limits of velocity or acceleration have nothing to begin with."""
-        if self.limits is not None:
-            check_start(Limits.parse(self.limits, dim), self.parse_motion())
+        if (limits := self._limits(dim)) is not None:
+            check_start(limits, self.parse_motion())
+
+    def _limits(self, dim: int) -> Limits | None:
+        return Limits.parse(self.limits, dim) if self.limits is not None else None
 
     def parse_motion(self) -> Motion:
+        """Return what actions are measured from; of a stream, whose nodes are added to nothing, where the robot is."""
         try:
-            return parse_motion(self.motion)
+            found = parse_motion(self.motion)
         except ValueError as error:
             raise SettingsError(str(error)) from error
+        return Motion() if self.fusion and isinstance(found, Relative) else found
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,218 @@
+"""A controller of a stream: windows of nodes come by themselves and edit what is not executed yet."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sinew_client.control.blend import Fusion
+from sinew_client.control.controller import AHEAD_S, PAUSED, BaseController, Command
+from sinew_client.control.delay import DelayEstimate
+from sinew_client.control.motion import Motion
+from sinew_client.control.player import Request
+from sinew_client.control.reaction import Reactions
+from sinew_client.control.safety import Guard, RowsError, checked_rows
+from sinew_client.control.trajectory import Node, Trajectory
+
+if TYPE_CHECKING:
+    from sinew_client.streams import StreamWindow
+
+logger = logging.getLogger(__name__)
+
+LONGEST_REASON = 400  # characters
+WINDOWS = 256  # of which the origin of nodes is remembered
+PREFIXES = 10_000  # whose ages are remembered
+MAX_DELAY = 1000  # nodes: what a longer stall measures would only keep windows out of reach after it
+NO_WINDOW, OUT_OF_NODES, OLD_FRAME, BLIND = (
+    "no window yet",
+    "out of nodes",
+    "the newest frame is too old",
+    "the robot is blind",
+)
+
+
+class StreamController(BaseController):
+    """Executes the node of each control step, which is a node of the stream. Times are seconds since the first tick.
+
+    hz: nodes per second. stale: seconds beyond which the frame that a node was made from is too old to act on; the
+    robot holds then. motion: says where the robot is before its first command. What the robot cannot see holds it in
+    that step and takes no node away.
+
+    A window counts as failed where it has other rows than up to ``max_rows`` of ``dim`` finite numbers, begins at no
+    node that a delay can reach, or knows a sample or frame that is not there yet.
+
+    windows: how many were taken; bad: those that could not be. misses: steps without a node after the first window.
+    """
+
+    continuous = True
+    starting = NO_WINDOW
+
+    def __init__(
+        self,
+        fusion: Fusion,
+        hz: float,
+        stale: float,
+        motion: Motion,
+        guard: Guard,
+        dim: int,
+        max_rows: int,
+    ):
+        super().__init__(Trajectory(), motion, DelayEstimate(initial=1), guard, dim, max_rows)
+        self.hz, self.stale, self._fusion = hz, stale, fusion
+        self.windows = self.bad = self.misses = 0
+        self.reactions = Reactions()
+        self.newest: StreamWindow | None = None
+        self.prefix_ages: list[float] = []
+        self._about: OrderedDict = OrderedDict()  # number of a window, as it came -> the window
+        self._asked = -1  # the step of the newest sample, and when it was
+        self._time = -math.inf
+        self._world = -math.inf  # what was seen up to then is of another world
+        self._blind = (-1, "")  # the step in which the robot cannot act on what it sees, and why
+        self._failing = ""  # the last error since there was news
+
+    @property
+    def chunks(self) -> int:
+        return self.windows
+
+    @property
+    def said(self) -> str:
+        return "" if self.newest is None else self.newest.said
+
+    # ------------------------------------------------------------------------- events
+
+    def wants_chunk(self, step: int) -> bool:
+        return not self.paused
+
+    def wants_position(self, step: int) -> bool:
+        return self._blind[0] != step and super().wants_position(step)
+
+    def ask(
+        self,
+        step: int,
+        frame: int,
+        state: np.ndarray | None = None,
+        time: float = 0.0,
+        frame_time: float = 0.0,
+    ) -> Request:
+        """Take note of a sample; return what goes with it."""
+        self._tell("ask", {"step": step, "frame": frame, "state": state, "time": time})
+        self._asked, self._time = step, time
+        delay = max(1, self.delay.steps)
+        return Request(
+            step, frame, state, {"time": time, "frame_time": min(frame_time, time), "delay": delay}
+        )
+
+    def arrived(self, step: int, answer: StreamWindow) -> bool:
+        """Take a window; return whether it is one that nodes may be made of."""
+        try:
+            rows = self._checked(answer, step)
+        except RowsError as error:
+            self.broken(step, str(error))
+            return False
+        self._tell(
+            "window",
+            {
+                "step": step,
+                "first": answer.step,
+                "rows": rows,
+                "sample_time": answer.sample_time,
+                "frame_time": answer.frame_time,
+            },
+        )
+        self.windows += 1
+        self.unanswered = 0
+        if self.newest is not None and answer.sample_time < self.newest.sample_time:
+            return True  # of a stream that was replaced: never older news over newer
+        self.delay.add(min(step - int(answer.sample_time * self.hz + 1e-6), MAX_DELAY))
+        if answer.frame_time > self._world:
+            self._put(answer, rows)
+        return True
+
+    def failed(self, step: int, reason: str, kind: str = "") -> None:
+        """Take note of an error in place of a window: what is planned is executed, then the robot holds for it."""
+        super().failed(step, reason, kind)
+        self._fails(reason)
+
+    def broken(self, step: int, reason: str) -> None:
+        super().broken(step, reason)
+        self.bad += 1
+        self._fails(reason)
+
+    def fault(self, step: int, reason: str, moved: bool = False) -> None:
+        """Hold in this step, whatever is planned. moved: the world is another one, such as a new episode's; hold until
+        a window knows a newer frame than those so far."""
+        self._tell("fault", {"step": step, "reason": reason, "moved": moved})
+        if not moved:
+            self._blind = (step, reason or BLIND)
+            return
+        self._drop()
+        self._fault = reason
+        if self.guard is not None:
+            self.guard.start(None)
+
+    def leaves(self, command: Command, time: float) -> None:
+        about = self._about[command.chunk]
+        self.reactions.add(time, about.sample_time, about.frame_time)
+
+    def _drop(self) -> None:
+        self.trajectory.clear()
+        self._world, self._failing = self._time, ""
+
+    def _fails(self, reason: str) -> None:
+        if reason[:LONGEST_REASON] != self._failing:
+            logger.warning("%s", reason)
+        self._failing = reason[:LONGEST_REASON]
+
+    def _checked(self, window: StreamWindow, step: int) -> np.ndarray:
+        """Return the rows of a window, float32 [K, D]. Raises :class:`RowsError`."""
+        rows = checked_rows(window.rows, self.dim, self.max_rows, least=0, what="a window")
+        now, reach = max(0.0, self._time) + AHEAD_S, step + self.hz * AHEAD_S + MAX_DELAY
+        if not (0.0 <= window.sample_time <= now and -math.inf < window.frame_time <= now):
+            raise RowsError(
+                f"a window: expected times of sample and frame up to {now:.3f} s, got {window.sample_time:g} and"
+                f" {window.frame_time:g}"
+            )
+        if not window.step <= reach:
+            raise RowsError(f"a window: expected to begin up to node {int(reach)}, got {window.step}")
+        return rows
+
+    def _put(self, window: StreamWindow, rows: np.ndarray) -> None:
+        """Plan a window's nodes."""
+        if self.newest is None or window.frame_time > self.newest.frame_time:
+            self._failing = ""
+        self.newest, self._fault = window, ""
+        number = self.windows
+        self._about[number] = window
+        while len(self._about) > WINDOWS:
+            self._about.popitem(last=False)
+        if math.isfinite(window.prefix_age_ms):
+            self.prefix_ages.append(window.prefix_age_ms)
+        del self.prefix_ages[:-PREFIXES]
+        nodes = [Node(window.step + k, row, window.step, number, k) for k, row in enumerate(rows)]
+        fused = self.trajectory.fused(nodes, self._fusion)
+        self.trajectory.cut(window.step)
+        self.trajectory.put(fused)
+
+    # ------------------------------------------------------------------------- commands
+
+    def _planned(self, step: int, state: np.ndarray | None) -> Command:
+        node = self.trajectory.take(step)
+        if self.paused:
+            return Command(step, None, PAUSED)
+        if self._blind[0] == step:
+            return Command(step, None, self._blind[1])
+        if self._asked != step:
+            return Command(step, None, BLIND)
+        if node is None:
+            self.misses += bool(self.windows)
+            why = self._failing or self._fault or (OUT_OF_NODES if self.windows else NO_WINDOW)
+            return Command(step, None, why)
+        about = self._about.get(node.chunk)
+        if about is None or self._time - about.frame_time > self.stale:
+            return Command(step, None, self._failing or OLD_FRAME)
+        age = max(0, int((self._time - about.frame_time) * self.hz + 1e-6))
+        return self._guarded(step, node.row, age, node.chunk, node.index)
