@@ -29,6 +29,7 @@ STOREYS = [
         "hints",
         "figures",
         "core",
+        "extras",
         "solvers",
         "keys",
         "signals",

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from sinew import __version__, machine
 from sinew.checks.check import Check, gib
 from sinew.checks.loaded import bundle
-from sinew.core import DISTRIBUTION, SinewError, install
+from sinew.core import SinewError
+from sinew.extras import DISTRIBUTION, install
 
 __all__ = ["Check", "bundle", "installation"]
 

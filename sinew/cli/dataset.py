@@ -11,7 +11,8 @@ from sinew_client.control.defaults import REPLAN
 from sinew import progress
 from sinew.cli import terminal
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Flag, Runs
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
+from sinew.extras import MissingPackageError
 
 
 def dataset(

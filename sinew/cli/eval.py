@@ -25,13 +25,14 @@ from sinew.cli import status, terminal
 from sinew.cli.eval_variants import settled
 from sinew.cli.eval_variants import variants as variants_of
 from sinew.cli.options import CAMERAS, RUNS, Cameras, Runs, json_object
-from sinew.core import MissingPackageError, SinewError
+from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.policies import EXPERT
 from sinew.eval.report import stats
 from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
+from sinew.extras import MissingPackageError
 from sinew.sources import is_server
 
 if TYPE_CHECKING:

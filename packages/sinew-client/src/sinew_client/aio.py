@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from sinew_client import protocol
 from sinew_client.errors import ClientError, RequestTimeout
-from sinew_client.protocol import ActionChunk
+from sinew_client.types import ActionChunk
 
 
 class AsyncClient:

@@ -13,7 +13,7 @@ from typing import Any
 from sinew_client import protocol
 from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout, ServerError
 from sinew_client.link import Link, place_of
-from sinew_client.protocol import ActionChunk
+from sinew_client.types import ActionChunk
 
 logger = logging.getLogger("sinew_client")
 
