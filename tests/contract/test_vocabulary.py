@@ -102,7 +102,10 @@ def test_a_specification_with_all_there_is() -> None:
         ({"action": {"dim": 0}}, "policy.action.dim: expected 1 or more, got 0"),
         ({"solver": {"kind": "magic"}}, "policy.solver.kind: expected one of euler, single, table"),
         ({"solver": {"kind": "table"}}, "policy.solver: .*rows of a table"),
-        ({"solver": {"kind": "table", "table": [[1, 2]]}}, r"policy.solver.table\[0\]: expected a list of 3, got 2"),
+        (
+            {"solver": {"kind": "table", "table": [[1, 2]]}},
+            r"policy.solver.table\[0\]: expected a list of 3, got 2",
+        ),
         ({"keys": [{"wire": "x", "images": {"a": 1}, "state": []}]}, "policy.keys.*expected a text, got 1"),
     ],
 )

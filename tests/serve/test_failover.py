@@ -84,9 +84,9 @@ def test_a_robot_goes_on_with_the_other_server():
                 return lambda observation, limit: client.infer(observation, timeout=limit).actions
 
             requester = Requester(connect, deadline=WAIT_S)
-            requester.submit(GOOD, 0.0)
+            requester.ask(GOOD, 0.0)
             assert np.isfinite(until(lambda: requester.poll(0.0)).value).all()
-        requester.submit(GOOD, 1.0)
+        requester.ask(GOOD, 1.0)
         assert np.isfinite(until(lambda: requester.poll(1.0)).value).all()
         assert (requester.failures, second.puppet.computed) == (0, ["go"])
         requester.close(WAIT_S)

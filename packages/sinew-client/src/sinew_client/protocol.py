@@ -56,6 +56,11 @@ def need_pillow() -> None:
         raise ClientError("jpeg_quality needs Pillow: pip install 'sinew-vla-client[jpeg]'") from error
 
 
+def given(observation: Observation | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an observation as the mapping that a request is made of."""
+    return vars(observation) if isinstance(observation, Observation) else observation
+
+
 def encode_infer(
     observation: Mapping[str, Any],
     request_id: int,
@@ -249,7 +254,7 @@ def check_limits(chunk: ActionChunk, limits) -> None:
 def decode_metadata(reply) -> dict:
     """Return what a server says of itself. Raises :class:`ClientError` for what is no object of JSON."""
     try:
-        found = json.loads(reply.metadata)
+        found = json.loads(reply.metadata or "{}")
     except (ValueError, RecursionError) as error:
         raise ClientError(f"the reply's metadata is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -230,7 +230,7 @@ class ActionChunk:
 
 # ----------------------------------------------------------------------------- from a wire
 
-_FORMS = {
+_FORMS: Any = {
     "str": (str, "a text"),
     "int": (int, "a whole number"),
     "float": ((int, float), "a number"),
