@@ -128,50 +128,43 @@ class BaseClient:
     # ------------------------------------------------------------------------- rules
 
     def _asking(self, parts: Sequence, request_id: int, timeout: float | None) -> Asking:
-        """Return the reply; the time begins with the first attempt. Raises what ``Client.infer`` says."""
+        """Return the reply of the present server, or of the next that gives one; the time begins with each round of
+        the addresses. Raises what ``Client.infer`` says."""
         limit = self.timeout if timeout is None else timeout
-        if self.retries or len(self._addresses) > 1:
+        addresses, count = self._addresses, len(self._addresses)
+        if self.retries or count > 1:
             parts = [b"".join(parts)]  # what may be sent twice is what the cameras saw now
-        for attempt in range(self.retries + 1):
-            try:
-                reply = yield from self._each(parts, request_id, time.monotonic() + limit)
-            except ConnectionLost:
-                if attempt == self.retries:
-                    raise
-                continue
-            if reply is not None:
-                return reply
+        for retry in range(self.retries, -1, -1):
+            end = time.monotonic() + limit
+            for others in range(count - 1, -1, -1):  # that are still to be asked
+                if self._closed:
+                    raise ClientError("the client is closed")
+                place, begin = addresses.place, time.monotonic()
+                if begin >= end:
+                    break
+                share = (end - begin) / (others + 1)
+                connected = end if count == 1 else begin + min(self.connect_timeout, share)
+                try:
+                    answer = yield Attempt(parts, request_id, connected, end)
+                    if answer is not None:
+                        return self._decoded(answer, request_id)
+                except (ConnectionLost, ServerError) as error:
+                    lost = isinstance(error, ConnectionLost)
+                    if not lost and error.code not in LEAVING:
+                        raise
+                    self._move(place, str(error))
+                    if others:
+                        continue
+                    if not (lost and retry):
+                        raise
+                    break
+                self._move(place, "no answer in time")
+                break
         raise RequestTimeout(
             "no answer from {} within {:g} s{}".format(
                 " or ".join(self.addresses), limit, f" in {self.retries + 1} attempts" if self.retries else ""
             )
         )
-
-    def _each(self, parts: Sequence, request_id: int, end: float) -> Asking:
-        """Return the reply of the present server, or of the next that gives one; None at ``end``. Raises the last
-        server's error."""
-        for others in range(len(self._addresses) - 1, -1, -1):  # that are still to be asked
-            if self._closed:
-                raise ClientError("the client is closed")
-            place, begin = self.place, time.monotonic()
-            if begin >= end:
-                return None
-            patience = min(self.connect_timeout, (end - begin) / (others + 1))
-            connected = begin + patience if len(self._addresses) > 1 else end
-            try:
-                answer = yield Attempt(parts, request_id, connected, end)
-                if answer is not None:
-                    return self._decoded(answer, request_id)
-            except (ConnectionLost, ServerError) as error:
-                if isinstance(error, ServerError) and error.code not in LEAVING:
-                    raise
-                self._move(place, str(error))
-                if not others:
-                    raise
-                continue
-            self._move(place, "no answer in time")
-            return None
-        return None
 
     def _decoded(self, answer: bytes, request_id: int) -> Any:
         """Return a reply. One that cannot be read, or answers something else, ends the connection: who knows what

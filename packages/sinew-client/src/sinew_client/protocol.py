@@ -26,6 +26,7 @@ MAX_ROWS, MAX_DIM = (
     1024,
 )  # of an answer: rows where nobody says what its policy states, numbers of a row
 
+_KNOWN = frozenset(OBSERVATION_KEYS)
 _SCALARS = frozenset(("prompt", "session", "seed", "solver_steps", "time", "deadline_ms", *CONTINUATION_KEYS))
 _IMAGES = schema.PredictRequest.DESCRIPTOR.fields_by_name["images"].number
 _DATA = schema.Image.DESCRIPTOR.fields_by_name["data"].number
@@ -82,7 +83,7 @@ def infer_parts(
     """Return an INFER request to a policy, "" for the server's first: its bytes in parts, of which the frames are views
     of those given. Raises :class:`InvalidObservation` naming the field that does not fit."""
     for key in observation:
-        if key not in OBSERVATION_KEYS:
+        if key not in _KNOWN:
             raise InvalidObservation(str(key), f"one of {', '.join(OBSERVATION_KEYS)}", "an unknown key")
     for key in ("images", "state"):
         if observation.get(key) is None:
