@@ -19,6 +19,7 @@ from cyclopts import Parameter, validators
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from sinew_client.control import AS_IS
 from sinew_client.control.defaults import HANDOVER, REPLAN
+from sinew_client.policy import is_address
 
 from sinew import figures, machine
 from sinew.cli import status, terminal
@@ -33,7 +34,6 @@ from sinew.eval.report.gate import Gate, read_gate
 from sinew.eval.runner import Episode
 from sinew.eval.settings import Latency, Task, Variant, parse_replan
 from sinew.extras import MissingPackageError
-from sinew.sources import is_server
 
 if TYPE_CHECKING:
     from sinew.eval.foreign.run import Foreign
@@ -288,7 +288,7 @@ def _recording(text: str, workers: int | None, realtime: bool, stream: str | Non
 
 def default_env(target: str, cameras: Cameras) -> str:
     """The task to play where none was asked for."""
-    if target == EXPERT or is_server(target):
+    if target == EXPERT or is_address(target):
         return ENV
     try:
         from sinew.eval.fitting import task_of

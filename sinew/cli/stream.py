@@ -29,6 +29,7 @@ from sinew_client.control.reaction import LOOPS, histogram
 from sinew_client.control.settings import LARGEST_CHUNK
 from sinew_client.control.stream import Watching
 from sinew_client.errors import Refused
+from sinew_client.policy import is_address
 from sinew_client.protocol import MAX_ROWS
 from sinew_client.streams import StreamLink
 
@@ -48,7 +49,6 @@ from sinew.cli.stream_view import StreamView, report_table
 from sinew.core import SinewError
 from sinew.keys import key_from_environment
 from sinew.signals import handled
-from sinew.sources import is_server
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _most_nodes(policy: dict[str, Any], rate: float) -> int:
 
 def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return what the policy says about itself, and what opens a stream to it."""
-    if is_server(target):
+    if is_address(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
         with Client(target, timeout=10.0, api_key=key_from_environment()) as client:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sinew_client.errors import (
     ClientError,
+    ClosedError,
     ConnectionLost,
     InvalidObservation,
     ObservationError,
@@ -15,6 +16,7 @@ from sinew_client.errors import (
     SinewError,
     UnsafeChunk,
 )
+from sinew_client.policy import Policy, connect
 from sinew_client.types import ActionChunk, Observation, PolicySpec, Timing
 
 if TYPE_CHECKING:
@@ -26,16 +28,19 @@ __all__ = [
     "ActionChunk",
     "Client",
     "ClientError",
+    "ClosedError",
     "ConnectionLost",
     "InvalidObservation",
     "Observation",
     "ObservationError",
+    "Policy",
     "PolicySpec",
     "RequestTimeout",
     "ServerError",
     "SinewError",
     "Timing",
     "UnsafeChunk",
+    "connect",
 ]
 
 _LATER = {"Client": "sinew_client.client"}  # who only wants the words needs no protobuf

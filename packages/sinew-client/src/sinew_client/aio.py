@@ -10,7 +10,7 @@ from typing import Any, Mapping
 from sinew_client import protocol, zmtp
 from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
-from sinew_client.errors import ClientError, ConnectionLost
+from sinew_client.errors import ClientError, ClosedError, ConnectionLost
 from sinew_client.link import MAX_REPLY, payload_of, set_options
 from sinew_client.types import ActionChunk, Observation
 
@@ -70,7 +70,7 @@ class AsyncClient(BaseClient):
         if self._opening is not None:
             self._opening.cancel()
         for link in list(self._links):
-            link.end(ClientError("the client is closed"))
+            link.end(ClosedError("the client is closed"))
         self._links.clear()
         await asyncio.sleep(0)  # the loop closes the sockets
 
@@ -137,7 +137,7 @@ class AsyncClient(BaseClient):
             if error is None and self._link is not None:
                 return self._link  # type: ignore[no-any-return]
             if self._closed:
-                raise ClientError("the client is closed")
+                raise ClosedError("the client is closed")
             if isinstance(error, ConnectionLost):  # somebody else is there
                 raise error
             if len(self.addresses) > 1:
@@ -157,7 +157,7 @@ class AsyncClient(BaseClient):
         await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic()))
         if not task.done():
             return socket.timeout("no connection in time")
-        return ClientError("the client is closed") if task.cancelled() else task.exception()
+        return ClosedError("the client is closed") if task.cancelled() else task.exception()
 
     def _take(self, task: Any) -> None:
         """Make a connection that was opened the present one."""

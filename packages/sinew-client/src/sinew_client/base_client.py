@@ -13,8 +13,8 @@ from typing import Any, Generator, Mapping, NamedTuple, Optional, Sequence
 
 from sinew_client import protocol
 from sinew_client.addresses import LEAVING, Addresses
-from sinew_client.errors import ClientError, ConnectionLost, RequestTimeout, ServerError
-from sinew_client.types import ActionChunk
+from sinew_client.errors import ClientError, ClosedError, ConnectionLost, RequestTimeout, ServerError
+from sinew_client.types import ActionChunk, PolicySpec
 
 logger = logging.getLogger("sinew_client")
 
@@ -64,6 +64,7 @@ class BaseClient:
         self.max_rows = max_rows
         self._warned: set = set()
         self._ids = itertools.count(1)  # 0 is what a server answers when it could not read the id
+        self._spec: PolicySpec | None = None  # of the server at the other end of the link
         self._link: Any = None
         self._closed = False
         self._begin()
@@ -138,7 +139,7 @@ class BaseClient:
             end = time.monotonic() + limit
             for others in range(count - 1, -1, -1):  # that are still to be asked
                 if self._closed:
-                    raise ClientError("the client is closed")
+                    raise ClosedError("the client is closed")
                 place, begin = addresses.place, time.monotonic()
                 if begin >= end:
                     break

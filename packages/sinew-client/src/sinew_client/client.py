@@ -13,7 +13,7 @@ from sinew_client.addresses import pauses
 from sinew_client.base_client import Asking, Attempt, BaseClient
 from sinew_client.errors import ConnectionLost
 from sinew_client.link import Link
-from sinew_client.types import ActionChunk, Observation
+from sinew_client.types import ActionChunk, Observation, PolicySpec
 
 
 class Client(BaseClient):
@@ -87,6 +87,13 @@ class Client(BaseClient):
     def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
         return protocol.decode_metadata(self._drive(self._control("METADATA", "", timeout)))
+
+    @property
+    def spec(self) -> PolicySpec:
+        """What the server's policy reads and writes: asked for once a connection. Raises what :meth:`metadata` does."""
+        if self._spec is None:
+            self._spec = PolicySpec.from_dict(self.metadata().get("policy"))
+        return self._spec
 
     def health(self, *, timeout: float | None = None) -> dict:
         """Return status and counters of the server. Answered at once, also during an inference."""
@@ -173,7 +180,7 @@ class Client(BaseClient):
     def _forget(self) -> None:
         if self._link is not None:
             self._link.close()
-            self._link = None
+            self._link = self._spec = None
 
     def _after_fork(self) -> None:
         """Begin anew in a child process, on a connection of its own."""

@@ -66,6 +66,10 @@ class LateChunk(UnsafeChunk):
     """The answer belongs to an observation that is older than the caller wants to act on."""
 
 
+class ClosedError(ClientError):
+    """The policy, or the client of it, was closed before it was asked."""
+
+
 class Refused(ClientError):  # noqa: N818
     """The policy does not take what the robot shows it, and did not before the robot first moved."""
 
