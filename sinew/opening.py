@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,12 @@ def open_policy(source: Any, split: str | None = None, api_key: str = "", **opti
 
     from sinew.stream.split import SplitPolicy
 
-    try:
-        return SplitPolicy(policy, Client(split, api_key=api_key), whole=True)
-    except BaseException:
-        policy.close()
-        raise
+    with ExitStack() as opened:
+        opened.callback(policy.close)
+        client = opened.enter_context(Client(split, api_key=api_key))
+        found = SplitPolicy(policy, client, whole=True)
+        opened.pop_all()
+    return found
 
 
 def _is_recording(source: Any) -> bool:

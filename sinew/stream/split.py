@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from sinew_client import Client, ClientError
+from sinew_client import Client
+from sinew_client.control.servers import PolicyCall
 from sinew_client.policy import OpenPolicy
 
 from sinew.core import ActionChunk, Observation, SinewError, Timing
@@ -37,36 +37,20 @@ class Trip:
 class SplitCalls:
     """Opens calls of a robot's controller to a policy in two places: what a Requester takes as ``connect``.
 
-    address: of the server's ``context.FORM``, as Client takes it. Raises ClientError for what a call meets.
+    address: of the server's ``context.FORM``, as Client takes it.
     """
 
     def __init__(self, policy: Policy, address: str, api_key: str = ""):
         self._policy, self._address, self._key = policy, address, api_key
         self._template = template_of(policy)  # takes seconds, and does not change with a connection
 
-    def __call__(self) -> SplitCall:
-        return SplitCall(self._policy, Client(self._address, api_key=self._key), self._template)
-
-
-class SplitCall:
-    """One connection: ``call(observation, seconds)`` returns actions float32 [H, action_dim]."""
-
-    def __init__(self, policy: Policy, client: Client, template: Any = None):
-        self._client = client
+    def __call__(self) -> PolicyCall:
+        client = Client(self._address, api_key=self._key)
         try:
-            self.policy = SplitPolicy(policy, client, template)
+            return PolicyCall(SplitPolicy(self._policy, client, self._template))
         except Exception:
             client.close()
             raise
-
-    def __call__(self, observation: Mapping[str, Any], limit: float) -> np.ndarray:
-        try:
-            return self.policy.infer(observation, timeout=limit).actions
-        except SinewError as error:
-            raise ClientError(str(error)) from error
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def template_of(policy: Policy) -> tuple[Any, Any]:
