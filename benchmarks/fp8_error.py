@@ -1,4 +1,4 @@
-"""Error of a chunk in FP8: relative L2 against float32 eager, emulated on the CPU by the twin.
+"""Error of a chunk in FP8: relative L2 against float32 eager, emulated on the CPU by the reference.
 
 ``python -m benchmarks.fp8_error`` takes the golden cases (tests/cases.py, one checkpoint each): components, scales per
 row and calibrated with several headrooms, bfloat16 and noise on the weights beside them. ``--trained`` instead: the
@@ -25,7 +25,7 @@ from sinew.convert import convert
 from sinew.engine.cuda.fp8 import scales as calibration
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.plan import Plan
-from sinew.engine.plan.rewrite import twin
+from sinew.engine.plan.rewrite import clone_model
 from sinew.policy import Policy, load
 from tests.cases import golden_cases
 from tests.golden import Golden, relative_l2
@@ -58,7 +58,7 @@ def rows(case: Path, path: Path) -> Iterator[dict[str, Any]]:
     for planned in (False, True):
         for components in COMPONENTS:
             for headroom in HEADROOMS:
-                changed = Plan.of(model, STEPS).model if planned else twin(model)
+                changed = Plan.of(model, STEPS).model if planned else clone_model(model)
                 engine = EagerEngine(changed, CPU)
                 layers, scales = calibration.linears(changed, components), None
                 if headroom is not None:
@@ -106,7 +106,7 @@ def trained(path: Path) -> Iterator[dict[str, Any]]:
     yield row("bfloat16", load(path, "cpu", "bf16", "eager").engine)
     for components in COMPONENTS[2:]:
         for calibrated in (False, True):
-            model = twin(policy.engine.model)
+            model = clone_model(policy.engine.model)
             engine = EagerEngine(model, CPU)
             layers, scales = calibration.linears(model, components), None
             if calibrated:

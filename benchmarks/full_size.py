@@ -78,19 +78,19 @@ def write(name: str, out: Path) -> dict[str, Any]:
     if name in FAMILIES:
         inflate(FAMILIES[name], out)
     elif name == "smolvla":
-        from sinew.presets.random_checkpoint import write_checkpoint
+        from sinew.families.smolvla.checkpoint import write_checkpoint
 
         write_checkpoint(out, dtype="native")
     elif name == "groot-n17":
-        from sinew.presets.groot_checkpoint import write_groot_checkpoint
+        from sinew.families.gr00t.checkpoint import write_groot_checkpoint
 
         write_groot_checkpoint(out / "checkpoint")
     elif name == "openvla-oft":
-        from sinew.presets.openvla_checkpoint import write_openvla_checkpoint
+        from sinew.families.openvla.checkpoint import write_openvla_checkpoint
 
         write_openvla_checkpoint(out / "checkpoint", golden_cases() / "openvla-oft" / "checkpoint")
     else:
-        from sinew.presets.pi_checkpoint import write_pi_checkpoint
+        from sinew.families.pi.checkpoint import write_pi_checkpoint
 
         write_pi_checkpoint(out / "checkpoint", "pi0" if name == "pi0" else "pi05")
     return {"bytes": sum(file.stat().st_size for file in weights(name, out))}

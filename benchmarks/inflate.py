@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from sinew.presets.noise import write_tensors
-from sinew.presets.smolvla_layout import TensorPlan
+from sinew.presets.plan import TensorPlan
 from tests.cases import golden_cases
 
 SHARD = 4 << 30  # bytes

@@ -177,8 +177,8 @@ def client(threads: int) -> None:
 
 def prepare(out: Path, peer: Path, tiny: bool) -> float:
     """Write the checkpoint, the folder that LeRobot loads, and the bundle; return seconds of the conversion."""
-    from sinew.presets.random_checkpoint import write_checkpoint
-    from sinew.presets.smolvla_layout import TINY
+    from sinew.families.smolvla.checkpoint import write_checkpoint
+    from sinew.families.smolvla.layout import TINY
 
     made = write_checkpoint(out / "made", widths=TINY if tiny else None, cameras=2)
     view, vlm = out / "lerobot", out / "vlm"

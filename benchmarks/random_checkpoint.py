@@ -12,8 +12,8 @@ from cyclopts import run
 from rich.console import Console
 from rich.progress import Progress
 
-from sinew.presets.random_checkpoint import write_checkpoint
-from sinew.presets.smolvla_layout import TINY, StorageRecipe
+from sinew.families.smolvla.checkpoint import write_checkpoint
+from sinew.families.smolvla.layout import TINY, StorageRecipe
 
 
 def main(

@@ -21,7 +21,7 @@ import torch
 
 from sinew import machine
 from sinew.bundle.quant import pack_ternary
-from sinew.engine.cpu.compile import compile_between
+from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.library import extension
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan.engine import ON_CPU
@@ -30,12 +30,12 @@ from sinew.layers.lowbit import dequantize
 from sinew.layers.stores.codes import codes_of
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.presets.published import PUBLISHED
+from sinew.models.published import published
 
 
 def models(layers: int) -> tuple[Model, Model, Shapes]:
     """Return BitVLA with ``layers`` layers per tower, ternary and dense with the same weights, and its shapes."""
-    found = PUBLISHED["bitvla"]()
+    found = published("bitvla")
     config = found.config
     tower = replace(config.vision[0], num_layers=layers)
     language = replace(config.language, num_layers=layers)
@@ -87,7 +87,7 @@ def main() -> None:
     rewrites = set(ON_CPU)
     sides = {
         "dense": Plan.of(dense, shapes.steps, rewrites).model,
-        "ternary": compile_between(Plan.of(ternary, shapes.steps, rewrites - {"sigmoid-gelu"})).model,
+        "ternary": compile_floats(Plan.of(ternary, shapes.steps, rewrites - {"sigmoid-gelu"})).model,
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with torch.inference_mode():

@@ -2,7 +2,7 @@
 
 A head is asked several times (flow matching, diffusion) or once (regression). In all of them a step has the form
 
-    x <- keep * x + gain * act(x, moment, context)
+    x <- keep * x + gain * act(x, time_embedding, context)
 
 with numbers that depend on the step alone: Euler keeps x and adds dt times a velocity, a single pass keeps nothing
 and takes the output as it is, a linear multi-step or DDIM sampler has a table. The loop works on anything that can be
@@ -23,7 +23,7 @@ __all__ = ["FLOW", "SINGLE", "Guidance", "Solver", "Step", "solve"]
 class Guidance(Protocol):
     """Steers a solution: computes the output that a step uses, in place of ``act(x)``.
 
-    ``act`` is the head at this step (its moment and context are bound), so ``torch.func.vjp(act, x)`` is the
+    ``act`` is the head at this step (its time embedding and context are bound), so ``torch.func.vjp(act, x)`` is the
     vector-Jacobian product that real-time chunking needs. An engine that is given a guidance runs without inference
     mode, whose tensors autograd refuses.
 
@@ -39,25 +39,25 @@ def solve(
     act: Callable[[Any, Any], Any],
     x: Array,
     steps: Sequence[Step],
-    moments: Iterable[Any],
+    time_embeddings: Iterable[Any],
     after_step: Callable[[], None] | None = None,
     guidance: Guidance | None = None,
 ) -> Array:
     """Return x [B, H, A] after all ``steps`` (of :meth:`Solver.steps`).
 
-    act: (x, moment) -> output [B, H, A]. moments: what the head takes from each step's time, in order; they may be
-    computed lazily. after_step runs after each step: timing, cancellation.
+    act: (x, time_embedding) -> output [B, H, A]. time_embeddings: what the head takes from each step's time, in
+    order; they may be computed lazily. after_step runs after each step: timing, cancellation.
     """
-    for step, moment in zip(steps, moments, strict=True):
+    for step, time_embedding in zip(steps, time_embeddings, strict=True):
         if guidance is None:
-            output = act(x, moment)
+            output = act(x, time_embedding)
         else:
-            output = guidance(partial(_at, act, moment), x, step)
+            output = guidance(partial(_at, act, time_embedding), x, step)
         x = step.advance(x, output)
         if after_step:
             after_step()
     return x
 
 
-def _at(act: Callable[[Any, Any], Any], moment: Any, x: Any) -> Any:
-    return act(x, moment)
+def _at(act: Callable[[Any, Any], Any], time_embedding: Any, x: Any) -> Any:
+    return act(x, time_embedding)

@@ -28,7 +28,7 @@ USED = (  # beside the fixtures
     Path(__file__),
     Path(rules.__file__),
     PRESETS / "frames.py",
-    PRESETS / "golden" / "smolvla-tiny.gguf",
+    ROOT / "sinew" / "families" / "smolvla" / "golden" / "smolvla-tiny.gguf",
 )
 RULES = {"model.safetensors": "weights.json", "fixture.safetensors": "fixture.json"}  # file -> its rules
 PACKED = ".xz"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# All tests whose result depends on arithmetic; the CUDA engine's twins, 40 % of all tests' time, on one case each.
+# All tests whose result depends on arithmetic; the CUDA engine's references, 40 % of all tests' time, on one case each.
 TESTS = (
     *("tests/models", "tests/layers", "tests/control", "tests/processing", "tests/stream", "tests/validate"),
     *(

@@ -15,41 +15,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sinew.registry import families
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "sinew" / "engine" / "proofs.json", ROOT / "docs" / "families.md"
-FAMILIES = {  # golden cases by the beginning of their names, in the order of the table
-    "smolvla": "smolvla",
-    "pi0-2cam": "pi0",
-    "pi05": "pi05",
-    "groot-n15": "gr00t_n1_5",
-    "groot-n16": "gr00t_n1_6",
-    "groot-n17": "gr00t_n1_7",
-    "evo1": "evo1",
-    "openvla-ar": "openvla",
-    "openvla-oft": "openvla_oft",
-    "vla-adapter": "vla_adapter",
-    "bitvla": "bitvla",
-    "vla-jepa": "vla_jepa",
+FIXTURES = ROOT / "tests" / "fixtures"
+FAMILIES = {  # golden cases, and the architecture that each says it is of; of two names that fit, the longer counts
+    path.parent.name: path.read_text().strip()
+    for path in sorted(FIXTURES.glob("*/architecture"), key=lambda path: -len(path.parent.name))
 }
 NAMES = {  # of architectures, in the order of the table
-    "smolvla": "SmolVLA",
-    "pi0": "pi0",
-    "pi05": "pi0.5",
-    "gr00t_n1_5": "GR00T N1.5",
-    "gr00t_n1_6": "GR00T N1.6",
-    "gr00t_n1_7": "GR00T N1.7",
-    "evo1": "Evo-1",
-    "openvla": "OpenVLA",
-    "openvla_oft": "OpenVLA-OFT",
-    "vla_adapter": "VLA-Adapter",
-    "bitvla": "BitVLA",
-    "vla_jepa": "VLA-JEPA",
+    record["architecture"]: record["title"] for family in families() for record in family.published().values()
 }
 COLUMNS = (
     "eager",
     "plan",
     "onnx",
-    "cuda twins",
+    "cuda references",
     "cpu",
     "native",
     "openpi",
@@ -65,8 +47,9 @@ Rendered by `python -m tests.proofs` from `sinew/engine/proofs.json`, which a ru
 and by which `--engine auto` goes. A cell holds the precisions (of engines) or a tick (of wires) for which a test
 passed; below is which. An empty cell is not proved by a test with that family's own fixture; a wire serves any family,
 and an engine says itself what it refuses.
-`cuda twins` are the kernels' twins and the graph's program on a CPU; what ran on a GPU is in [gpu.md](gpu.md). A star:
-by a slow test alone, which `make test` leaves out (an export takes minutes). BitVLA's weights are ternary everywhere.
+`cuda references` are the kernels' references and the graph's program on a CPU; what ran on a GPU is in
+[gpu.md](gpu.md). A star: by a slow test alone, which `make test` leaves out (an export takes minutes). BitVLA's weights
+are ternary everywhere.
 """
 
 
@@ -85,7 +68,7 @@ def claims(item: Any) -> list[Claim]:
             raise ValueError(f"{item.nodeid}: no family: it has no golden case in its id")
         engine, wires = mark.kwargs.get("engine"), mark.kwargs.get("wire", ())
         engine = item.callspec.params["engine"] if engine == "*" else engine
-        engine = "cuda twins" if engine == "cuda" else engine  # on a machine without a GPU
+        engine = "cuda references" if engine == "cuda" else engine  # on a machine without a GPU
         columns = (engine,) if engine else (wires,) if isinstance(wires, str) else wires
         precision = mark.kwargs.get("precision", "fp32") if engine else ""
         test, speed = item.nodeid.partition("[")[0], "slow" if item.get_closest_marker("slow") else ""

@@ -17,7 +17,7 @@ from gguf import GGUFWriter
 from safetensors.numpy import load
 
 from sinew.bundle import Bundle
-from sinew.presets.golden import BUNDLE
+from sinew.families.smolvla.golden import BUNDLE
 from tests import cases, rules
 
 UNPACK = cases.unpack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.proofs import COLUMNS, NAMES, PAGE, RECORD, marked, render
+from tests.proofs import COLUMNS, FAMILIES, FIXTURES, NAMES, PAGE, RECORD, marked, render
 
 
 def test_the_page_is_rendered_from_the_record():
@@ -27,6 +27,12 @@ def test_the_record_is_of_the_marks():
     )
     for test, columns in marks.items():
         assert recorded[test] == columns or "*" in columns, test
+
+
+def test_every_case_says_whose_it_is():
+    cases = {path.name for path in FIXTURES.iterdir() if path.is_dir()}
+    assert cases == FAMILIES.keys()
+    assert set(FAMILIES.values()) == set(NAMES)
 
 
 def test_every_family_matches_its_reference_in_eager():

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from sinew.convert.families.smolvla import bundle_name, model_config, open_checkpoint
 from sinew.convert.read.files import read_json
-from sinew.models.smolvla import SmolVLA, SmolVLAConfig
+from sinew.families.smolvla.convert import bundle_name, model_config, open_checkpoint
+from sinew.families.smolvla.model import SmolVLA, SmolVLAConfig
 
 PAD, UNKNOWN = "<|im_end|>", "<unk>"
 _SPECIAL = (PAD, UNKNOWN, "<fake_token_around_image>", "<global-img>", "<image>", "\n")

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from sinew.convert import convert
+from sinew.families.smolvla.model import SmolVLA
 from sinew.models.expert import Prefix
-from sinew.models.smolvla import SmolVLA
 from sinew.policy import Policy, load
 from train.blocks import DESIGN, BlocksTask
 from train.blocks_demos import HOLD

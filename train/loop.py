@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sinew.convert import convert
-from sinew.models.smolvla import SmolVLA
+from sinew.families.smolvla.model import SmolVLA
 from train.checkpoint import Design, Statistics, build_tokenizer, write_configs, write_weights
 from train.curve import plot
 from train.half import use_half_products

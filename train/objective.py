@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sinew.families.smolvla.model import SmolVLA
 from sinew.models.expert import Prefix
-from sinew.models.smolvla import SmolVLA
 
 
 @dataclass

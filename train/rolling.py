@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sinew.models.smolvla import SmolVLA
+from sinew.families.smolvla.model import SmolVLA
 from train.objective import Batch, repeated
 
 LATE = 6.0  # rows that may have passed between two runs

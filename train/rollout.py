@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from sinew.models.smolvla import SmolVLA
+from sinew.families.smolvla.model import SmolVLA
 from sinew.solvers import solve
 from train.checkpoint import PAD, Statistics
 
@@ -52,7 +52,7 @@ class Actor:
         image_tokens = self.model.embed_images(to_pixels(pixels))
         model, steps = self.model, self.solver_steps
         context = model.read(image_tokens, cameras, tokens, mask, torch.from_numpy(state))
-        evaluations = model.solver.steps(steps), model.moments(steps)
+        evaluations = model.solver.steps(steps), model.time_embeddings(steps)
         x = solve(lambda x, m: model.act(x, m, context), torch.from_numpy(noise), *evaluations)
         return x.numpy() * self.stats["action"]["std"] + self.stats["action"]["mean"]
 

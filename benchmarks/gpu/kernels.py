@@ -6,7 +6,7 @@
 (d) PyTorch's attention against the packed one
 
 ``python benchmarks/gpu/kernels.py [--only a,b,c,d] [--out FILE]``. Needs torch, triton and a CUDA device,
-no other dependency. Every kernel is checked against its twin before it is timed. Without a GPU it prints the
+no other dependency. Every kernel is checked against its reference before it is timed. Without a GPU it prints the
 shapes, their rooflines and what is missing, and ends with status 1. The last line is JSON.
 """
 
@@ -86,7 +86,7 @@ def resized(problem: Problem, rows: int) -> Problem:
 
 
 def checked(problem: Problem, tile: Tile | None, copies: int) -> list[Launch]:
-    """Launches of a problem on ``copies`` sets of tensors, the first one compared with its twin."""
+    """Launches of a problem on ``copies`` sets of tensors, the first one compared with its reference."""
     made = []
     for index in range(copies):
         positional, options = arguments(problem, DEVICE)
@@ -98,17 +98,17 @@ def checked(problem: Problem, tile: Tile | None, copies: int) -> list[Launch]:
 
 
 def compare(problem: Problem, positional: list[Any], options: dict[str, Any]) -> None:
-    """Raise unless what the kernel wrote is what its twin computes."""
-    twin = KERNELS[problem.kernel].twin
+    """Raise unless what the kernel wrote is what its reference computes."""
+    reference = KERNELS[problem.kernel].reference
     if problem.kernel == "qkv_rope":
         *inputs, q, k, v, _ = positional
-        wanted = twin(*inputs, (q.shape[1], k.shape[1]), **options)
+        wanted = reference(*inputs, (q.shape[1], k.shape[1]), **options)
         got, want = (torch.cat([part.flatten(1) for part in parts], 1) for parts in ((q, k, v), wanted))
     else:
         inputs = {"packed_attention": 3, "fp8_product": 4}.get(problem.kernel, 2)  # then the output
-        got, want = positional[inputs], twin(*positional[:inputs], **options)
+        got, want = positional[inputs], reference(*positional[:inputs], **options)
     error = (got.float() - want.float()).norm() / want.float().norm()
-    assert error <= TOLERANCE, f"{problem.name}: relative L2 error {error} against its twin"
+    assert error <= TOLERANCE, f"{problem.name}: relative L2 error {error} against its reference"
 
 
 def kernel_row(label: str, problem: Problem, replays: int) -> Iterator[Row]:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe
+from sinew.families.pi.model import PI0Config
+from sinew.families.smolvla.model import SmolVLAConfig
 from sinew.layers.decoder import DecoderConfig
 from sinew.layers.norm import GemmaRMSNorm, RMSNorm
 from sinew.layers.vit import ViTConfig
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.models.pi0 import PI0Config
-from sinew.models.smolvla import SmolVLAConfig
 from sinew.processing import ModelInputs
 
 STEPS = 10

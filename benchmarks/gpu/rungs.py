@@ -1,7 +1,7 @@
 """The rungs of the ladder: the same model, executed in different ways, each from host frames to host actions.
 
 Every rung takes uint8 frames, tokens, a state and noise from host memory and returns world actions in host memory.
-``eager`` copies the frames to the device and prepares them there with PyTorch (the twin of the
+``eager`` copies the frames to the device and prepares them there with PyTorch (the reference of the
 kernel), so that what differs is how the model is executed and not where frames are resized.
 """
 
@@ -54,7 +54,7 @@ class Eager:
         lap()
         context = self.model.read(image_tokens, cameras, tokens, valid, state)
         lap()
-        evaluations = self.model.solver.steps(steps), self.model.moments(steps)
+        evaluations = self.model.solver.steps(steps), self.model.time_embeddings(steps)
         x = solve(lambda x, m: self.model.act(x, m, context), noise, *evaluations, lap)
         chunk = x[0].float().cpu().numpy()
         spans = [1e3 * (b - a) for a, b in pairwise(laps)]
@@ -65,7 +65,7 @@ class Eager:
         if size not in self.tables:
             self.tables[size] = Resize.of(*size, self.image, self.device)
         batch = torch.from_numpy(np.stack(frames)).to(self.device)
-        return preprocess.twin(batch, self.tables[size])[None]
+        return preprocess.reference(batch, self.tables[size])[None]
 
 
 class Engine:

@@ -78,7 +78,7 @@ def _each(session: Session, call: Callable[[], Any]) -> float:
 
 
 def checks(session: Session) -> None:
-    """Every kernel against its twin, with the bounds of a GPU (in the interpreter without one)."""
+    """Every kernel against its reference, with the bounds of a GPU (in the interpreter without one)."""
     from tests.engine.cuda import kernel_checks
 
     failed = 0
@@ -91,7 +91,9 @@ def checks(session: Session) -> None:
                 kernel_checks.run(name, dtype, sizes)
             else:
                 row["skipped"] = "FP8 needs compute capability 8.9"
-        except ModuleNotFoundError as missing:  # Pillow, against which one kernel is compared beside its twin
+        except (
+            ModuleNotFoundError
+        ) as missing:  # Pillow, against which one kernel is compared beside its reference
             row["skipped"] = f"{missing.name} is not installed"
         except Exception as caught:  # noqa: BLE001 - one kernel's failure is a row, the others still count
             row["error"] = f"{type(caught).__name__}: {caught}"[:400]
@@ -158,7 +160,7 @@ def between(session: Session) -> None:
 
 
 def measured(session: Session, parts: Mapping[str, Callable[[], Iterator[Row]]]) -> None:
-    """Emit the rows of all parts as they come, while there is time. ``wrong`` in a row: a kernel is not its twin."""
+    """Emit the rows of all parts as they come, while there is time. ``wrong`` in a row: a kernel differs."""
     failures = []
     for name, part in parts.items():
         rows = part()

@@ -299,10 +299,11 @@ def _echo(listening: socket.socket) -> None:
 
 def golden() -> list[Check]:
     """Compare a small policy with the reference implementation's stored outputs."""
-    if _absent("sinew.presets.golden"):
-        return [Check("golden", "warn", "this installation carries no golden fixture", "reinstall sinew")]
-    from sinew.presets import golden as fixture
+    from sinew.registry import families
 
+    checks = [family.load(family.golden) for family in families() if family.golden]
+    if not checks:
+        return [Check("golden", "warn", "this installation carries no golden fixture", "reinstall sinew")]
     return [
         Check(
             name,
@@ -310,7 +311,8 @@ def golden() -> list[Check]:
             detail,
             "" if ok else "do not trust actions of this install",
         )
-        for name, ok, detail in fixture.check()
+        for check in checks
+        for name, ok, detail in check()
     ]
 
 

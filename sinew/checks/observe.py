@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sinew_client.control import Blind, Stopped
+from sinew_client.control import NoObservation, Stopped
 
 from sinew.bundle.schema import Manifest
 from sinew.bundle.seen import Seen
-from sinew.checks.wiring import CANNOT_TELL, WRONG, Finding, Watch, findings, misfit
+from sinew.checks.wiring import CANNOT_TELL, WRONG, Finding, Watch, findings, mismatch
 from sinew.core import SinewError
 from sinew.processing import Processor
 from sinew.processing.thumbnails import Gathering
@@ -49,14 +49,16 @@ def live(
                     raise TypeError(f"expected a mapping with images and state, got {type(seen).__name__}")
                 if over.is_set():
                     return
-                if not watch.looks and (refused := misfit(processor, seen)) is not None:
+                if not watch.looks and (refused := mismatch(processor, seen)) is not None:
                     first.append(refused)
                 watch.add(seen, now, now - started)
             except Stopped:
                 break
             except Exception as error:  # noqa: BLE001 - whatever a driver raises is what is looked for
                 watch.fault(
-                    str(error) if isinstance(error, Blind) else f"{type(error).__name__}: {error}"[:300]
+                    str(error)
+                    if isinstance(error, NoObservation)
+                    else f"{type(error).__name__}: {error}"[:300]
                 )
             beat.set()
             if time.monotonic() >= until:
@@ -86,7 +88,7 @@ def recorded(folder: Path, manifest: Manifest) -> tuple[int, list[Finding]]:
         if (when := record.observation.time) is not None:
             seen["time"] = when
         watch = watches.setdefault(name, Watch())
-        if not watch.looks and (refused := misfit(processor, seen)) is not None:
+        if not watch.looks and (refused := mismatch(processor, seen)) is not None:
             first.append(refused)
         watch.add(seen)
     found = first

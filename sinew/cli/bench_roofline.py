@@ -33,7 +33,7 @@ def roofline_record(policy: Policy, threads: int, described: dict[str, Any]) -> 
     if policy.device != "cpu":
         return {"reason": f"no measured peaks for {policy.device}"}
     if policy.facts.one_graph:
-        return {"reason": "the cuda engine's twins are no program that a CPU was calibrated for"}
+        return {"reason": "the cuda engine's references are no program that a CPU was calibrated for"}
     try:
         from sinew.engine.example import Shapes
         from sinew.perf.machine import fit as calibration

@@ -34,7 +34,7 @@ def export(bundle: Path, /, *, onnx: Path | None = None, vlacpp: Path | None = N
     if onnx is not None:
         return _export_onnx(opened, onnx)
     assert vlacpp is not None
-    from sinew.convert.vlacpp_export import export_vlacpp
+    from sinew.vlacpp.write import export_vlacpp
 
     export_vlacpp(opened, vlacpp)
     size = vlacpp.stat().st_size

@@ -1,6 +1,6 @@
 """``sinew demo --full-size``: the whole way with no download, at full size.
 
-A random SmolVLA checkpoint of 450M parameters is written, converted, served by a real server process, and
+A random checkpoint of full size is written, converted, served by a real server process, and
 asked for actions by the real client over a socket, with photographs that scikit-image's wheel carries.
 The weights are noise: the timings mean something, the actions do not.
 """
@@ -22,7 +22,7 @@ from sinew import machine
 from sinew.core import BundleError, SinewError
 from sinew.eval.server import serving
 from sinew.extras import MissingPackageError
-from sinew.presets.smolvla_layout import TINY, Widths
+from sinew.registry import families
 
 if TYPE_CHECKING:
     from sinew_client import ActionChunk, Client
@@ -34,7 +34,7 @@ def run(workdir: Path, console: Console, *, prepare_only: bool, rounds: int, tin
     """The whole way; ``tiny`` takes a policy of a million parameters, for tests."""
     scenes = photographs()
     workdir.mkdir(parents=True, exist_ok=True)
-    bundle = prepare_bundle(workdir, console, TINY if tiny else Widths())
+    bundle = prepare_bundle(workdir, console, tiny)
     if prepare_only:
         return
     started = time.perf_counter()
@@ -61,22 +61,22 @@ def photographs() -> list[tuple[str, tuple[np.ndarray, np.ndarray]]]:
 # ----------------------------------------------------------------------------- checkpoint and bundle
 
 
-def prepare_bundle(workdir: Path, console: Console, widths: Widths) -> Path:
+def prepare_bundle(workdir: Path, console: Console, tiny: bool) -> Path:
     """Write checkpoint and bundle unless they are there; returns the bundle."""
     from sinew.convert import convert
-    from sinew.presets.random_checkpoint import write_checkpoint
 
     bundle = workdir / "policy.gguf"
     if is_current(bundle):
         console.print(f"bundle      {bundle} from an earlier run")
         return bundle
+    family = next(family for family in families() if family.demo)
     weights = workdir / "checkpoint" / "model.safetensors"
     if weights.is_file():
         console.print(f"checkpoint  {weights.parent} from an earlier run")
     else:
         with transfer(console, "writing") as bar:
             started = time.perf_counter()
-            made = write_checkpoint(workdir, widths=widths, progress=bar)
+            made = family.load(family.demo)(workdir, tiny, bar)
         seconds = time.perf_counter() - started
         console.print(f"checkpoint  {made.parameters:,} random parameters, {_rate(made.nbytes, seconds)}")
     total, done = weights.stat().st_size, 0
@@ -88,7 +88,7 @@ def prepare_bundle(workdir: Path, console: Console, widths: Widths) -> Path:
 
     with transfer(console, "converting") as bar:
         started = time.perf_counter()
-        convert(weights.parent, bundle, vlm=workdir / "vlm", name="smolvla-random", progress=advance)
+        convert(weights.parent, bundle, vlm=workdir / "vlm", name=f"{family.name}-random", progress=advance)
     seconds = time.perf_counter() - started
     console.print(f"bundle      {bundle}, {_rate(bundle.stat().st_size, seconds)}")
     return bundle

@@ -127,12 +127,11 @@ def chunk_to_dict(chunk: ActionChunk) -> dict[str, object]:
 def print_chunk(chunk: ActionChunk, policy: Policy, rows: int | None = None) -> None:
     """The chunk as a table, a row per action; ``rows`` cuts a long one short."""
     spec = policy.spec
-    names = spec.action.names or tuple(str(i) for i in range(spec.action.dim))
-    units = spec.action.units or ("",) * spec.action.dim
+    names = spec.action.labels or tuple(map(str, range(spec.action.dim)))
     table = Table(title=f"action chunk of {spec.name}: {len(chunk.actions)} actions, seed {chunk.seed}")
     table.add_column("step", justify="right")
-    for name, unit in zip(names, units, strict=True):
-        table.add_column(f"{name} [{unit}]" if unit else name, justify="right", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     shown = chunk.actions if rows is None else chunk.actions[:rows]
     for step, action in enumerate(shown):
         table.add_row(str(step), *(f"{value:.4f}" for value in action))

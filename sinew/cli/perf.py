@@ -52,7 +52,7 @@ def run(
     """Latency by component on one or more machines, from the traced program.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
+        source: as of `sinew infer`, or a family's preset, at their published size.
         hardware: names of machines (`sinew perf machines`), repeatable or with commas; thor, rtx4090, h200 if absent.
         dtype: WEIGHTS[/ACTIVATIONS[/CACHE]], or COMPONENT=..., comma-separated: vision=fp8,language=fp8.
         traffic: fused keeps everything between products on the chip; unfused is what the eager engine moves.
@@ -167,7 +167,7 @@ def need(
 
     Args:
         rate: chunks per second.
-        model: as of `sinew infer`, or a family's preset, smolvla to vla-jepa.
+        model: as of `sinew infer`, or a family's preset.
         efficiency: share of the roofline that software reaches; well-tuned engines reach 0.6 to 0.85.
         data: a file with more machines.
     """

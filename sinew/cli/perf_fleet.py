@@ -31,7 +31,7 @@ def fleet(
     From the calibrated model (`sinew perf calibrate`), and with --measure from batches that are timed here too.
 
     Args:
-        source: as of `sinew infer`; a family's preset, smolvla to vla-jepa, without --measure too.
+        source: as of `sinew infer`; a family's preset, without --measure too.
         hz: requests per second of each robot.
         deadline_ms: from a robot's frame to its answer.
         max_batch: as of `sinew serve`.

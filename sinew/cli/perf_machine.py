@@ -42,7 +42,7 @@ def fit(
     """Does a policy fit a board's memory, and how much can be asked of it there? Exit code 1 if it does not.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
+        source: as of `sinew infer`, or a family's preset, at their published size.
         hardware: name of a machine of `sinew perf machines`, whose memory is meant; orin-nano if nothing is said.
         memory_gib: the board's memory, in place of the machine's.
         system_gib: what the operating system and other programs take, in place of the machine's.
@@ -142,7 +142,7 @@ def calibrate(
     """Measure this machine and a policy's stages on it; later predictions and `sinew bench` use what is found.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, with random weights.
+        source: as of `sinew infer`, or a family's preset, with random weights.
         threads: for compute; chosen from the cores of this process if absent.
         dtype: compute type.
         engine: whose stages to measure; for others than eager the source is a bundle.
@@ -179,7 +179,7 @@ def predict(
     """What an engine will take on this machine, with an error band. Needs `sinew perf calibrate` first.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
+        source: as of `sinew infer`, or a family's preset, at their published size.
         threads: for compute, as calibrated; chosen from the cores of this process if absent.
         dtype: compute type, as calibrated.
         engine: as calibrated.

@@ -36,7 +36,7 @@ def scenario(
     """Where to run a policy: on the robot, on a server, split; in step or asynchronously; as two systems.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa.
+        source: as of `sinew infer`, or a family's preset.
         server: the machine at the far end.
         device: the machine on the robot.
         network: links in between, in order, repeatable; wifi7 if absent.

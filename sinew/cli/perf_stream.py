@@ -28,7 +28,7 @@ def stream(
     """How fast the loops of a stream turn on one machine. Exit code 1 if none of the machines reaches the rate.
 
     Args:
-        source: as of `sinew infer`, or a family's preset, smolvla to vla-jepa, at their published size.
+        source: as of `sinew infer`, or a family's preset, at their published size.
         hardware: names of machines, repeatable or separated by commas; rtx4090, h200, thor and agx-orin if absent.
         camera_hz: frames, and so prefixes, per second.
         hz: head runs per second that are wanted beside them.

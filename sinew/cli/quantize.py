@@ -274,7 +274,9 @@ def _in_fp8(opened: Bundle, chosen: dict[str, Any], count: int, out: Path) -> tu
     processing, plan = opened.manifest.processing, Plan.of(model, rewrites=ON_CUDA)
     engine = CudaEngine(plan, torch.device("cpu"), processing=processing, options=options, scales=scales)
     errors = measure(reference, engine, islice(stream, count))
-    record = _record(chosen, 8, errors, origin, f"the kernels' twins in float32, torch {torch.__version__}")
+    record = _record(
+        chosen, 8, errors, origin, f"the kernels' references in float32, torch {torch.__version__}"
+    )
     record = replace(record, scales=scales)
     write(opened, record, out)
     return record, f"8 bits, e4m3; inputs of {len(scales)} layers have scales of as many observations before"

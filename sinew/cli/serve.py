@@ -307,11 +307,7 @@ def ready_text(
 
 
 def _vector(spec: VectorSpec) -> str:
-    names = [
-        f"{name} [{unit}]" if unit else name
-        for name, unit in zip(spec.names, spec.units or ("",) * len(spec.names), strict=True)
-    ]
-    return f"{spec.dim} numbers" + (f": {', '.join(names)}" if names else "")
+    return f"{spec.dim} numbers" + (f": {', '.join(spec.labels)}" if spec.labels else "")
 
 
 def say(text: str) -> None:

@@ -75,7 +75,7 @@ def tune(
     opened, where = open_bundle(bundle), parse_device(device)
     if where.type == "cpu":
         raise SinewError(
-            f"--device {device}: expected cuda or cuda:N; the kernels' twins on a CPU have no tiles to tune"
+            f"--device {device}: expected cuda or cuda:N; the kernels' references on a CPU have no tiles to tune"
         )
     if not opened.infos:
         raise SinewError(f"{bundle}: expected a bundle with weights, got the head of exported graphs")
@@ -167,7 +167,7 @@ class Session:
             self.lengths[length] = trials.summary()
 
     def _variants(self, plan: Plan, length: int) -> Row:
-        from sinew.engine.cuda.tune.variants import settle
+        from sinew.engine.cuda.tune.variants import choose
 
         steps = self.bundle.manifest.spec.solver_steps
 
@@ -179,7 +179,7 @@ class Session:
             return self.whole(lambda: engine.run(*sample, steps))
 
         try:
-            return settle(self.options, self.device, plan.model, partial(self._engine, plan), chunks, whole)
+            return choose(self.options, self.device, plan.model, partial(self._engine, plan), chunks, whole)
         except Exception as error:  # noqa: BLE001 - what was tuned is kept; the report says what failed
             self.unsettled = True
             return {"reason": f"not settled: {type(error).__name__}: {error}"[:600]}

@@ -1,18 +1,19 @@
-"""Upstream checkpoints -> bundles. One module per family; adding one adds a name to ``FAMILIES``."""
+"""Upstream checkpoints -> bundles. Who reads which is the families' own word (:mod:`sinew.registry`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from sinew import registry
 from sinew.bundle.rules import range_notes
 from sinew.bundle.writer import Progress
-from sinew.convert.families.lerobot_folder import read_dataset, resolve
-from sinew.convert.families.lerobot_stats import seen_in
+from sinew.convert.lerobot.folder import read_dataset, resolve
+from sinew.convert.lerobot.stats import seen_in
 from sinew.convert.options import COMPAT, Options, parse_motion
 from sinew.convert.read.files import read_json
 from sinew.convert.read.safetensors import refuse_adapter
@@ -22,10 +23,6 @@ from sinew.core import ConvertError, SinewError
 if TYPE_CHECKING:  # with torch, which telling a checkpoint from a bundle does not need
     from sinew.convert.conversion import Conversion
 
-# Modules of sinew.convert.families, in the order in which they are asked. Each has NAMES (checkpoints that it
-# reads, for messages), OPTIONS (fields of Options that it reads), SETTINGS (of --set), recognises(path) and
-# read(path, options) -> Conversion.
-FAMILIES = ("smolvla", "pi", "gr00t", "evo1", "openpi", "vla_jepa", "openvla", "bitvla", "vlacpp")
 # What readers meet in files whose values have other types than upstream writes. Each reader names the fields that it
 # knows to go wrong; this is for the rest.
 MALFORMED = (
@@ -138,15 +135,24 @@ def _read(path: Path, options: Options) -> Conversion:
     return replace(conversion, notes=notes)
 
 
+def _converters() -> Iterator[ModuleType]:
+    """Yield what reads checkpoints, in the order in which it is asked."""
+    for family in registry.families():
+        yield from map(family.load, family.converters)
+    for family in registry.families():
+        yield from map(family.load, family.guesses)
+    yield from map(import_module, registry.FORMATS)
+
+
 def recognise(path: Path) -> ModuleType:
     """Return the family module that reads ``path``. Raises :class:`ConvertError` with all names if there is none."""
     if path.is_dir():
         refuse_adapter(path)
     modules = []
-    for name in FAMILIES:
-        modules.append(import_module(f"sinew.convert.families.{name}"))
-        if modules[-1].recognises(path):
-            return modules[-1]
+    for module in _converters():
+        modules.append(module)
+        if module.recognises(path):
+            return module
     record = read_json(path / "config.json")
     kind = record.get("type", record.get("model_type"))
     known = ", ".join(name for module in modules for name in module.NAMES)

@@ -22,18 +22,16 @@ from sinew.bundle.seen import Seen
 from sinew.bundle.writer import Progress, TensorSource, write_bundle
 from sinew.convert.options import Options
 from sinew.core import BundleError, ConvertError, MotionSpec, PolicySpec
-from sinew.models import build_on_meta, misfit
+from sinew.models import build_on_meta, mismatch
 
 HASH_BLOCK = 1 << 20
-
-WIDTHS_BY_ARCH = ("smolvla", "pi0", "pi05")  # whose files leave widths out, which --arch gives
 
 
 @dataclass(frozen=True)
 class Conversion:
     """What will be written. ``tensors``: by name, which ``rename`` turns into the bundle's; the sources in it keep
     the names that the user knows, for messages. dead: prefixes of names that inference never reads. sources: files
-    whose hashes go into the provenance."""
+    whose hashes go into the provenance. widths_assumed: the checkpoint leaves widths out, and --arch gave none."""
 
     architecture: str
     format: str
@@ -47,6 +45,7 @@ class Conversion:
     sources: list[Path] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     seen: Seen | None = None
+    widths_assumed: bool = False
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -66,8 +65,7 @@ class Conversion:
             for t, s in self.tensors.items()
             if t not in dropped
         }
-        wide = self.architecture in WIDTHS_BY_ARCH and options.arch is None
-        self._check(kept, {self.rename(t): s.name for t, s in self.tensors.items()}, wide)
+        self._check(kept, {self.rename(t): s.name for t, s in self.tensors.items()})
         with ThreadPoolExecutor(1) as pool:  # hashing keeps the second core busy while the first copies
             hashes = [pool.submit(_sha256, path) for path in self.sources]
 
@@ -102,9 +100,8 @@ class Conversion:
                 raise ConvertError(f"the checkpoint cannot become a bundle: {error}") from None
             write_bundle(out, _laid_out_first(manifest, hashes), list(kept.values()), progress)
 
-    def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str], published: bool) -> None:
-        """Every tensor of the model is there with its shape, and nothing else. published: its widths are not the
-        checkpoint's own word."""
+    def _check(self, kept: dict[str, TensorSource], upstream: dict[str, str]) -> None:
+        """Every tensor of the model is there with its shape, and nothing else."""
         try:
             model = build_on_meta(self.architecture, self.config)
         except (ValueError, TypeError, ZeroDivisionError, OverflowError, RuntimeError) as error:
@@ -115,8 +112,12 @@ class Conversion:
             name: (t.shape[0], t.nbytes // t.shape[0]) if name in packed and t.type in BY_TYPE else t.shape
             for name, t in kept.items()
         }
-        if problems := misfit(model, shapes, upstream):
-            hint = "; if its widths are not the published ones, --arch FILE gives them" if published else ""
+        if problems := mismatch(model, shapes, upstream):
+            hint = (
+                "; if its widths are not the published ones, --arch FILE gives them"
+                if self.widths_assumed
+                else ""
+            )
             raise ConvertError(f"the checkpoint does not fit its config: {problems}{hint}")
         if odd := next(
             (t for t in kept.values() if t.type not in (BY_TYPE if t.name in packed else TORCH_DTYPES)), None

@@ -161,7 +161,7 @@ def split(source: TensorSource, sizes: Sequence[int], axis: int = 0) -> tuple[Te
     return tuple(moved(lambda x, s=slice(*span): x[(*before, s)], source) for span in spans)
 
 
-def thirds(source: TensorSource) -> tuple[TensorSource, ...]:
+def split_qkv(source: TensorSource) -> tuple[TensorSource, ...]:
     """Return queries, keys and values of a fused projection [3 * width, ...]."""
     size = source.shape[0] // 3 if source.shape else 0
     return split(source, (size,) * 3)

@@ -179,4 +179,4 @@ def _choice(
 
 def _worth_saying(passed_over: Sequence[tuple[str, str]]) -> list[str]:
     """Leave out what is for a device that is not here."""
-    return [problem for name, problem in passed_over if "twins" not in problem or "valid" in problem]
+    return [problem for name, problem in passed_over if "references" not in problem or "valid" in problem]

@@ -17,7 +17,7 @@ from sinew.engine.cpu.library import extension
 from sinew.engine.stores import Placement, Storage
 from sinew.layers.linear import hold
 from sinew.layers.stores.codes import Codes
-from sinew.models import build_on_meta, misfit, model_class
+from sinew.models import build_on_meta, mismatch, model_class
 from sinew.models.base import Model
 from sinew.processing.steps import size_after
 
@@ -92,7 +92,7 @@ def load_model(
     modules: dict[str, Any] = dict(model.named_modules())
     for name, store in stores.items():
         hold(modules[name], store)
-    if problems := misfit(model, placement.shapes(stores)):
+    if problems := mismatch(model, placement.shapes(stores)):
         raise BundleError(f"{bundle.path}: {problems}")
     check_agreement(bundle, model)
     model.solver = manifest.spec.solver

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -69,13 +70,7 @@ def measure(bundle: Bundle, recipe: Mapping[str, str], threads: int | None) -> M
     count = machine.recommended_threads()[0] if threads is None else threads
     spec, image = bundle.manifest.spec, bundle.manifest.processing.image
     patches = (image.height // 16) * (image.width // 16)
-    sizes = {"vision": 0, "language": 0, "head": 0}
-    for name, info in bundle.infos.items():
-        if len(info.shape) == 2:
-            room = {"vision": "vision", "connector": "vision", "language": "language"}.get(
-                name.split(".")[0], "head"
-            )
-            sizes[room] += math.prod(info.shape)
+    sizes = matrices(bundle)
     times = {
         "vision": sizes["vision"] / MANY.weights * len(spec.cameras) * patches / MANY.tokens,
         "head": sizes["head"] / FEW.weights * spec.solver_steps * spec.chunk_size / FEW.tokens,
@@ -85,6 +80,18 @@ def measure(bundle: Bundle, recipe: Mapping[str, str], threads: int | None) -> M
         for engine, seconds in block_seconds(block, recipe.get(component, "fp32"), count).items():
             total[engine] += times[component] * seconds
     return Measured(**total)
+
+
+def matrices(bundle: Bundle) -> Counter[str]:
+    """Return how many numbers the matrices of each component have, by the components that the model names."""
+    from sinew.models import model_class
+
+    cls = model_class(bundle.manifest.architecture)
+    sizes: Counter[str] = Counter()
+    for name, info in bundle.infos.items():
+        if len(info.shape) == 2:
+            sizes[cls.component_of(name)] += math.prod(info.shape)
+    return sizes
 
 
 def block_seconds(block: Block, kind: str, threads: int) -> dict[str, float]:
@@ -148,7 +155,7 @@ def _on_cpu(block: Block, kind: str, x: Any, weights: list[Any]) -> Callable[[],
     import torch
 
     from sinew.bundle.quant import quantize
-    from sinew.engine.cpu.between import attend
+    from sinew.engine.cpu.float_kernels import attend
     from sinew.layers.lowbit import lowbit_linear, lowbit_linears
 
     rows = torch.from_numpy(x)

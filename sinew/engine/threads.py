@@ -15,7 +15,9 @@ TRIES = 3
 TOO_LONG_S = 1.0  # an inference of this length gains from all cores, and trying would cost seconds
 
 
-def settle(infer: Callable[[], object], set_threads: Callable[[int], None], many: int) -> tuple[int, str]:
+def tune_threads(
+    infer: Callable[[], object], set_threads: Callable[[int], None], many: int
+) -> tuple[int, str]:
     """Leave the faster of ``many`` threads and one set, and say why. Call where inference will run: pools of threads
     belong to the thread that uses them. ``infer`` must have run before."""
     if many == 1:

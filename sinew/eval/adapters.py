@@ -22,6 +22,7 @@ from sinew_client.modules import ModuleError, load_module, load_named
 from sinew.core import SinewError
 from sinew.eval import suites
 from sinew.eval.conventions import ACTIONS, STATES, turned
+from sinew.registry import action_units, plain
 
 ADAPTERS = {"direct": "sinew.eval.adapters:Direct"}
 
@@ -101,7 +102,8 @@ class Mapping:
         this environment has no frame for, and that they do without.
     turned: the frames are upside down, and are turned by 180 degrees.
     state: keys whose values are concatenated; "key|name" passes one through a function of ``conventions.STATES``.
-    action: a function of ``conventions.ACTIONS``, for all policies or by architecture ("" for the others).
+    action: a function of ``conventions.ACTIONS``, for all policies, or by a unit of their actions or by architecture,
+        of which the first that fits counts ("" for the others; without it they are refused).
     clip: actions are cut to the action space. False where that says less than the environment takes.
     prompt: the instruction; empty takes the environment's ``task_description``.
     hold: "last" repeats the last action (absolute actions), "zero" sends zeros (relative ones), "rest" sends
@@ -144,7 +146,7 @@ class Mapped:
         self.env, self.mapping = env, mapping
         self.control_hz = _control_hz(env, mapping.control_hz)
         self._images = mapping.images
-        self._convert = ACTIONS[self._action_of("")]
+        self._convert = ACTIONS["as_is" if isinstance(mapping.action, dict) else mapping.action]
         self._last_raw: Any = None
 
     @property
@@ -157,7 +159,7 @@ class Mapped:
         policy: what its server says about it. Raises :class:`SinewError` where the two do not go together.
         """
         self._images = self._frames_for([camera["name"] for camera in policy["cameras"]])
-        self._convert = ACTIONS[self._action_of(policy["architecture"])]
+        self._convert = ACTIONS[self._action_of(policy)]
         shape, dim = self.env.action_space.shape, int(policy["action"]["dim"])
         if shape and shape != (dim,):
             raise SinewError(f"the policy's actions have {dim} numbers, the environment takes {shape[0]}")
@@ -178,11 +180,22 @@ class Mapped:
             )
         return found
 
-    def _action_of(self, architecture: str) -> str:
+    def _action_of(self, policy: AnyMapping[str, Any]) -> str:
         if isinstance(self.mapping.action, str):
             return self.mapping.action
-        plain = {_plain(name): action for name, action in self.mapping.action.items()}
-        return plain.get(_plain(architecture), plain.get("", "as_is"))
+        architecture = str(policy["architecture"])
+        units = [unit for unit in policy["action"]["units"] if unit in self.mapping.action]
+        units = units or list(action_units(architecture))
+        for said, action in self.mapping.action.items():
+            if said and (said in units or plain(said) == plain(architecture)):
+                return action
+        if "" in self.mapping.action:
+            return self.mapping.action[""]
+        given = ", ".join(filter(None, policy["action"]["units"])) or "none"
+        raise SinewError(
+            f"the policy's action.units: expected one of {', '.join(self.mapping.action)}, got {given}; say what its"
+            f" gripper needs, one of {', '.join(ACTIONS)}: --env-options '{json.dumps({'action': 'as_is'})}'"
+        )
 
     def observation(self, raw: Any) -> dict[str, Any]:
         self._last_raw = raw
@@ -301,11 +314,6 @@ def read_mapping(path: Path) -> Mapping:
         raise SinewError(f"{path}: expected an object with images and state, keys of {sorted(known)}")
     lists = {name: tuple(values[name]) for name in ("state", "unseen", "rest") if name in values}
     return Mapping(**{**values, **lists})
-
-
-def _plain(architecture: str) -> str:
-    """GR00T-N1.6 and gr00t_n1_6 are the same."""
-    return "".join(letter for letter in architecture.lower() if letter.isalnum())
 
 
 def _find(raw: Any, key: str) -> np.ndarray:

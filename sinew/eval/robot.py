@@ -43,8 +43,8 @@ class SimulatedRobot:
         self._begin()
 
     def observe(self) -> dict[str, Any]:
-        """Return what the environment shows, drawn once per step. ``age`` is that of what a chunk counts its rows from,
-        ``camera_age`` that of the frames, where it is another one."""
+        """Return what the environment shows, drawn once per step. ``age`` is that of what a chunk counts its rows
+        from."""
         return dict(self._look())
 
     def _look(self) -> dict[str, Any]:
@@ -52,10 +52,7 @@ class SimulatedRobot:
             seen = dict(self.adapter.observation(self._raw))
             if self._cameras:
                 seen["images"] = renamed(seen["images"], self._cameras)
-            seen["age"] = float(self.info.get("frame_age", 0.0))
-            if "camera_age" in self.info:
-                seen["camera_age"] = float(self.info["camera_age"])
-            self._seen = seen
+            self._seen = {**seen, "age": float(self.info.get("frame_age", 0.0))}
         return self._seen
 
     @property
@@ -104,7 +101,7 @@ class StreamedRobot(SimulatedRobot):
 
     def observe(self) -> dict[str, Any]:
         seen = super().observe()
-        seen["age"] = seen.pop("camera_age", seen["age"])
+        seen["age"] = float(self.info.get("camera_age", seen["age"]))
         taken = round(self.steps / self.adapter.control_hz - seen["age"], 6)
         if taken == self._shown:
             del seen["images"]

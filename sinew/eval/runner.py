@@ -110,9 +110,10 @@ def run_episode(
     task = adapter.task(robot.info)
     policy.start(env)
     settings, edge = _settings(adapter, policy, conduct)
+    pace: Pace
     source: Measured | Simulated
     if conduct.realtime:
-        pace, source = Pace(settings.period), Measured(policy, conduct.noise, seed)
+        pace, source = StepByStep(settings.period), Measured(policy, conduct.noise, seed)
     else:
         pace = SimulatedPace(settings.hz)
         source = Simulated(policy, conduct.noise, seed, conduct.latency, settings.hz)
@@ -209,6 +210,14 @@ def run_stream_episode(
         faults=dict(report.faults["kinds"]),
         reasons=report.held,
     )
+
+
+class StepByStep(Pace):
+    """The clock of a world that stands still between its steps: each tick is the next step, however late it is."""
+
+    def next(self) -> int:
+        super().next()
+        return self.ticks - 1
 
 
 class Tally:

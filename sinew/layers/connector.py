@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Linear
 from sinew.layers.norm import LayerNorm
 
@@ -47,8 +47,8 @@ class UnshuffleConnector(nn.Module):
         self.fc1 = Linear(vision_size * scale**2, language_size)
         self.fc2 = Linear(language_size, language_size)
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "norm", (self.fc1,))]
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "norm", (self.fc1,))]
 
     def forward(self, x: Tensor, rows: int, cols: int) -> Tensor:  # [B, rows * cols, C] -> [B, tokens, C']
         grid = x.transpose(1, 2).unflatten(2, (rows, cols))  # [B, C, rows, cols]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.attention import attend
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, linear_layer
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, Modulation, RMSNorm
 from sinew.layers.rope import Rotation
@@ -57,7 +57,7 @@ class DecoderAttention(nn.Module):
     """Projections of one attention. ``kv_input_size`` differs from the stream's in cross-attention.
 
     What engines may replace: :meth:`heads`, the projections, and :meth:`attend`. What stands between them,
-    :meth:`turn_query` and :meth:`turn_key`, stays the model's.
+    :meth:`rotate_query` and :meth:`rotate_key`, stays the model's.
     """
 
     def __init__(self, config: DecoderConfig, kv_input_size: int | None = None):
@@ -75,8 +75,8 @@ class DecoderAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
         self.o_norm = RMSNorm(q_size, eps) if config.sub_norms else None
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "o_norm", (self.o_proj,))] if self.o_norm is not None else []
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "o_norm", (self.o_proj,))] if self.o_norm is not None else []
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return (self.q_proj,) if self.is_cross else (self.q_proj, self.k_proj, self.v_proj)
@@ -93,15 +93,15 @@ class DecoderAttention(nn.Module):
         k, v = self.key_value(h, h)
         return self.query(h), k, v
 
-    def turn_query(self, q: Tensor, rotate: Rotation) -> Tensor:
+    def rotate_query(self, q: Tensor, rotate: Rotation) -> Tensor:
         return rotate(q if self.q_norm is None else self.q_norm(q))
 
-    def turn_key(self, k: Tensor, rotate: Rotation) -> Tensor:
+    def rotate_key(self, k: Tensor, rotate: Rotation) -> Tensor:
         return rotate(k if self.k_norm is None else self.k_norm(k))
 
     def project(self, h: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(h)
-        return self.turn_query(q, rotate), self.turn_key(k, rotate), v
+        return self.rotate_query(q, rotate), self.rotate_key(k, rotate), v
 
     def output(self, attended: Tensor) -> Tensor:  # [B, L, H * D] -> [B, L, C]
         return self.o_proj(attended if self.o_norm is None else self.o_norm(attended))
@@ -144,8 +144,8 @@ class GatedMLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.norm = RMSNorm(config.intermediate_size, config.norm_eps) if config.sub_norms else None
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "norm", (self.down_proj,))] if self.norm is not None else []
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "norm", (self.down_proj,))] if self.norm is not None else []
 
     def inputs(self) -> tuple[nn.Module, ...]:
         return self.gate_proj, self.up_proj
@@ -170,8 +170,8 @@ class DecoderLayer(nn.Module):
         self.post_norm = decoder_norm(config)
         self.mlp = GatedMLP(config)
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "input_norm", (self.attn,)), Joint(self, "post_norm", (self.mlp,))]
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "input_norm", (self.attn,)), FoldSite(self, "post_norm", (self.mlp,))]
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """x: [B, L, C] -> rotated q [B, L, H, D] and k, plain v [B, L, Hkv, D]."""
@@ -179,7 +179,7 @@ class DecoderLayer(nn.Module):
 
     def query(self, x: Tensor, rotate: Rotation) -> Tensor:
         """x: [B, L, C] -> rotated q [B, L, H, D]: all that cross-attention projects in a step."""
-        return self.attn.turn_query(self.attn.query(self.input_norm(x)), rotate)
+        return self.attn.rotate_query(self.attn.query(self.input_norm(x)), rotate)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [B, L, C], attended: [B, L, H * D] -> the layer's output [B, L, C]."""

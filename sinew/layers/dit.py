@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.layers.attention import attend
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Linear, rounded
 from sinew.layers.norm import LayerNorm
 from sinew.layers.sizes import check_sizes
@@ -115,8 +115,8 @@ class SelfAttentionLayer(nn.Module):
         self.norm2 = LayerNorm(size, eps=NORM_EPS)
         self.mlp = GeluMLP(size)
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "norm1", (self.attn,)), Joint(self, "norm2", (self.mlp,))]
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "norm1", (self.attn,)), FoldSite(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x: [B, L, C]; mask: bool [B, L, L], True = may see -> [B, L, C]."""

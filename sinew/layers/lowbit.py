@@ -8,7 +8,7 @@ weight is ``scale * (code - offset)``. The product rounds each row of activation
 
 ``sinew/bundle/quant.py`` has the formats. The product is BitNet's for ternary weights (Wang et al. 2023, section 2;
 ``smallest`` is 1e-5 there). What follows the exact sums is rounded in one stated order, so a compiled kernel is equal
-to the twin here in every bit.
+to the reference here in every bit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def quantize_rows(x: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
     return whole, torch.where(finite, scale, torch.nan)
 
 
-def twin(
+def reference(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, name: str, smallest: float
 ) -> Tensor:
     """Compute the product in plain PyTorch: x float32 [M, K] -> float32 [M, N]. It defines what kernels compute."""
@@ -95,7 +95,7 @@ def twin(
     return y if bias is None else y + bias
 
 
-def twin_all(
+def reference_all(
     x: Tensor,
     weights: Sequence[Tensor],
     scales: Sequence[Tensor | None],
@@ -103,19 +103,19 @@ def twin_all(
     name: str,
     smallest: float,
 ) -> list[Tensor]:
-    """Compute :func:`twin` for each of several layers that read the same x."""
+    """Compute :func:`reference` for each of several layers that read the same x."""
     layers = zip(weights, scales, biases, strict=True)
-    return [twin(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
+    return [reference(x, weight, scale, bias, name, smallest) for weight, scale, bias in layers]
 
 
 MultiplyAll = Callable[
     [Tensor, Sequence[Tensor], "Sequence[Tensor | None]", "Sequence[Tensor | None]", str, float], list[Tensor]
 ]
-_on_cpu: list[MultiplyAll] = [twin_all]  # the one in use
+_on_cpu: list[MultiplyAll] = [reference_all]  # the one in use
 
 
 def install(multiply_all: MultiplyAll) -> None:
-    """Let the operators compute with ``multiply_all`` on CPUs; it has to equal :func:`twin_all` in every bit."""
+    """Let the operators compute with ``multiply_all`` on CPUs; it has to equal :func:`reference_all` in every bit."""
     _on_cpu[:] = [multiply_all]
 
 
@@ -144,9 +144,9 @@ _LIBRARY.define(
     " -> Tensor[]"
 )
 _LIBRARY.impl("lowbit_linear", _compute, "CPU")
-_LIBRARY.impl("lowbit_linear", twin, "CompositeExplicitAutograd")
+_LIBRARY.impl("lowbit_linear", reference, "CompositeExplicitAutograd")
 _LIBRARY.impl("lowbit_linears", _compute_all, "CPU")
-_LIBRARY.impl("lowbit_linears", twin_all, "CompositeExplicitAutograd")
+_LIBRARY.impl("lowbit_linears", reference_all, "CompositeExplicitAutograd")
 torch.library.register_fake("sinew::lowbit_linear", _shape, lib=_LIBRARY)
 torch.library.register_fake("sinew::lowbit_linears", _shapes, lib=_LIBRARY)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, Linear
 from sinew.layers.norm import LayerNorm
 from sinew.layers.rope import Rotation
@@ -91,8 +91,8 @@ class PatchMerger(nn.Module):
         self.fc1 = Linear(size, size)
         self.fc2 = Linear(size, config.output_size)
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "norm", (self.fc1,))]
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "norm", (self.fc1,))]
 
     def forward(self, x: Tensor) -> Tensor:  # [B, L, C] in block order -> [B, L / merge^2, output_size]
         B, L, C = x.shape

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def time_embedding(t: Tensor, size: int, min_period: float, max_period: float) -> Tensor:
+def sinusoidal_embedding(t: Tensor, size: int, min_period: float, max_period: float) -> Tensor:
     """Return sines, then cosines, float32 [..., size], of t [...] in [0, 1], rounded to float32 first as upstream's is.
 
     Periods run geometrically from ``min_period`` to ``max_period``. The angles reach 2 pi / 0.004, where a

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Embedding, linear_layer
 from sinew.layers.norm import LayerNorm
 from sinew.layers.rope import Rotation
@@ -129,8 +129,8 @@ class ViTLayer(nn.Module):
         self.scale1: nn.Module = LayerScale(config.hidden_size) if config.layer_scale else nn.Identity()
         self.scale2: nn.Module = LayerScale(config.hidden_size) if config.layer_scale else nn.Identity()
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "norm1", (self.attn,)), Joint(self, "norm2", (self.mlp,))]
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "norm1", (self.attn,)), FoldSite(self, "norm2", (self.mlp,))]
 
     def forward(self, x: Tensor, rotate: Rotation | None = None) -> Tensor:  # [B, L, C]
         turn = () if rotate is None else (rotate,)  # an attention of another kind need not take it

@@ -1,39 +1,21 @@
-"""Architectures, by the name a bundle gives. One file each; adding one adds a line here."""
+"""Models by the name that a bundle gives: made without memory, and compared with the tensors that are found."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from sinew.core import BundleError, SinewError
+from sinew.core import SinewError
 from sinew.models.base import Model
-
-REGISTRY = {
-    "smolvla": "sinew.models.smolvla:SmolVLA",
-    "pi0": "sinew.models.pi0:PI0",
-    "pi05": "sinew.models.pi0:PI05",
-    "gr00t_n1_5": "sinew.models.gr00t:Gr00tEagle",
-    "gr00t_n1_6": "sinew.models.gr00t:Gr00tEagle",
-    "gr00t_n1_7": "sinew.models.gr00t:Gr00tQwen",
-    "evo1": "sinew.models.evo1:Evo1",
-    "openvla": "sinew.models.openvla:OpenVLA",
-    "openvla_oft": "sinew.models.openvla:OpenVLAOFT",
-    "bitvla": "sinew.models.openvla:OpenVLAOFT",
-    "vla_jepa": "sinew.models.jepa:VLAJepa",
-    "vla_adapter": "sinew.models.adapter:Adapter",
-}
+from sinew.registry import model_place
 
 
 def model_class(architecture: str) -> type[Model]:
     """Return the class behind an architecture name; imported on first use."""
-    target = REGISTRY.get(architecture)
-    if target is None:
-        raise BundleError(f"architecture {architecture!r} is not one of {', '.join(sorted(REGISTRY))}")
-    module, name = target.split(":")
-    return getattr(import_module(module), name)
+    family, place = model_place(architecture)
+    return family.load(place)
 
 
 def build_on_meta(architecture: str, config: Any) -> Model:
@@ -54,7 +36,7 @@ def build_on_meta(architecture: str, config: Any) -> Model:
         ) from error
 
 
-def misfit(
+def mismatch(
     model: Model, found: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None
 ) -> str | None:
     """Return what is wrong with a set of tensors (name -> shape) for ``model``, naming them; None if they fit.

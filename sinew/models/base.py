@@ -4,8 +4,8 @@ An engine calls four things and reads a few facts; it knows no family:
 
     image_tokens = model.embed_images(pixels)                                     # once per observation
     context = model.read(image_tokens, camera_mask, tokens, token_mask, state)    # once per observation
-    moment = model.moment(t)                                                      # once per step, or from a table
-    output = model.act(x, moment, context)                                        # once per step
+    time_embedding = model.embed_time(t)                                          # once per step, or from a table
+    output = model.act(x, time_embedding, context)                                # once per step
 
 What an output means, and how many there are, is data: :class:`sinew.solvers.Solver`.
 """
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.solvers import FLOW, SINGLE, Solver
 
 Context = Any  # a named tuple of tensors, and of tuples of them; None where a model has nothing to say
@@ -34,7 +34,7 @@ class Model(nn.Module):
     per_embodiment: modules that upstream's files hold once per robot; a bundle has them of one.
     components: top-level module -> component of a precision recipe; modules that are not there belong to the head.
     solver: the family's own; a loaded model has its bundle's.
-    times_per_row: ``moment`` also takes times [B, H], and ``act`` its result: rows of a chunk at times of their own.
+    times_per_row: ``embed_time`` also takes times [B, H], and ``act`` its result: a time for each row of a chunk.
     """
 
     config_type: ClassVar[type]
@@ -120,12 +120,13 @@ class Model(nn.Module):
         """Return the context with a newer state, float32 [B, S]; as it is where the state is in the prefix."""
         return context
 
-    def component_of(self, name: str) -> str:
+    @classmethod
+    def component_of(cls, name: str) -> str:
         """Return the component ("vision", "language", "head") of a module or parameter by its name."""
-        return self.components.get(name.partition(".")[0], "head")
+        return cls.components.get(name.partition(".")[0], "head")
 
-    def joints(self) -> list[Joint]:
-        """Return the norms whose readers stand in another block (:class:`sinew.layers.joints.Joint`)."""
+    def fold_sites(self) -> list[FoldSite]:
+        """Return the norms whose readers stand in another block (:class:`sinew.layers.fold_sites.FoldSite`)."""
         return []
 
     def cache(self, context: Context) -> Any:
@@ -153,7 +154,7 @@ class Model(nn.Module):
         """
 
     @abstractmethod
-    def moment(self, t: Tensor) -> Tensor:
+    def embed_time(self, t: Tensor) -> Tensor:
         """Return what a step takes from the solver's time alone: t float64 [B] -> [B, ...].
 
         Observations of a batch share the solver's times: ``t`` has one row then, and so has what ``act`` is given.
@@ -163,16 +164,17 @@ class Model(nn.Module):
         """
 
     @abstractmethod
-    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
         """Return the head's output, float32 [B, H, A], for x float32 [B, H, A]; its meaning is the solver's.
 
-        moment: of :meth:`moment`, with B rows or one for all of them.
+        time_embedding: of :meth:`embed_time`, with B rows or one for all of them.
         """
 
-    def moments(self, steps: int, committed: Tensor | None = None) -> Iterator[Tensor]:
-        """Yield the moment of each step of a solution, each [1, ...], computed when it is asked for.
+    def time_embeddings(self, steps: int, committed: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield the time embedding of each step of a solution, each [1, ...], computed when it is asked for.
 
-        committed: bool [B, H], the rows that are actions already, at the solver's end; their moments are [B, ...].
+        committed: bool [B, H], the rows that are actions already, at the solver's end; time embeddings are then
+            [B, ...].
         """
         device = next(self.parameters()).device
         for time in self.solver.times(steps):
@@ -182,7 +184,7 @@ class Model(nn.Module):
                 t = torch.where(
                     committed, self.solver.end, torch.tensor(time, dtype=torch.float64, device=device)
                 )
-            yield self.moment(t)
+            yield self.embed_time(t)
 
 
 class Regression(Model):
@@ -190,10 +192,10 @@ class Regression(Model):
 
     solver = SINGLE
 
-    def moment(self, t: Tensor) -> Tensor:
+    def embed_time(self, t: Tensor) -> Tensor:
         return torch.zeros(len(t), 1, device=t.device)
 
-    def act(self, x: Tensor, moment: Tensor, context: Context) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
         return self.regress(context)
 
     @abstractmethod

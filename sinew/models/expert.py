@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinew.layers.attention import block_mask
 from sinew.layers.decoder import Decoder, KeyValue
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Linear
 from sinew.layers.norm import Modulation, RMSNorm
 from sinew.layers.rope import Rotation
@@ -93,10 +93,10 @@ class ExpertModel(Model):
     action_time_mlp_in: Linear
     action_time_mlp_out: Linear
 
-    def joints(self) -> list[Joint]:
-        found = [Joint(self.vision, "norm", (self.get_submodule("connector"),))]
+    def fold_sites(self) -> list[FoldSite]:
+        found = [FoldSite(self.vision, "norm", (self.get_submodule("connector"),))]
         if isinstance(self.expert.norm, RMSNorm):  # an adaptive norm has no weight to fold
-            found.append(Joint(self.expert, "norm", (self.action_out_proj,)))
+            found.append(FoldSite(self.expert, "norm", (self.action_out_proj,)))
         return found
 
     def cache(self, context: Context) -> Any:
@@ -191,7 +191,7 @@ class ExpertModel(Model):
 
     def velocity(self, x: Tensor, t: Tensor, prefix: Prefix) -> Tensor:
         """x: float32 [B, H, A]; t: [B] or [B, H] -> float32 [B, H, A]: one step, for training and tests."""
-        return self.act(x, self.moment(t), self.context(prefix))
+        return self.act(x, self.embed_time(t), self.context(prefix))
 
     def state_token(self, state: Tensor) -> Tensor | None:  # [B, S] -> [B, 1, C]
         """Return the state as a token of the expert, where the expert reads it."""
@@ -200,10 +200,10 @@ class ExpertModel(Model):
     def renew(self, context: Context, state: Tensor) -> Context:
         return context._replace(state=self.state_token(state)) if self.head_reads_state else context
 
-    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         """Noisy actions [B, H, A] and embedded time [B, C] or [B, H, C] -> expert tokens [B, H, C]."""
         actions = self.action_in_proj(x)  # [B, H, C]
-        both = torch.cat([actions, per_row(moment.to(actions.dtype)).expand_as(actions)], dim=-1)
+        both = torch.cat([actions, per_row(time_embedding.to(actions.dtype)).expand_as(actions)], dim=-1)
         return self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
 
     def decode_actions(self, h: Tensor, *modulation: Modulation) -> Tensor:
@@ -211,6 +211,6 @@ class ExpertModel(Model):
         return self.action_out_proj(self.expert.norm(h, *modulation).float())
 
 
-def per_row(moment: Tensor) -> Tensor:
-    """Return the moment of every row, [B, H, C], or the one of all, [B, 1, C], of [B, H, C] or [B, C]."""
-    return moment if moment.ndim == 3 else moment[:, None]
+def per_row(time_embedding: Tensor) -> Tensor:
+    """Return the time embedding of every row, [B, H, C], or the one of all, [B, 1, C], of [B, H, C] or [B, C]."""
+    return time_embedding if time_embedding.ndim == 3 else time_embedding[:, None]

@@ -6,14 +6,12 @@ converter's reading of the published one; the operators from :mod:`sinew.perf.tr
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -26,15 +24,15 @@ from sinew.engine.plan.cost import on_meta
 from sinew.engine.plan.plan import Plan
 from sinew.models import build_on_meta
 from sinew.models.base import Model
+from sinew.models.published import published
 from sinew.perf.operators import Component, Operator, Residency, Tensor
 from sinew.perf.precision import STAGE_OF, Precision, as_number_format, as_traced, by_stage, dtype_name
 from sinew.perf.request import AS_THE_POLICY, Request
 from sinew.perf.trace import STAGES, Call, Trace, trace
 from sinew.policy import open_bundle
-from sinew.presets.published import PUBLISHED
+from sinew.registry import presets
 
-PRESETS = ("smolvla", "pi0", "pi0.5", "gr00t-n1.7", "evo1", "openvla-oft", *PUBLISHED)
-PRESET_CAMERAS = 3  # the base view and two wrists of the published policies
+PRESETS = tuple(presets())
 PRESET_DTYPE = "bf16"  # as they are published; the models keep some projections in fp32
 
 Traffic = Literal["fused", "unfused"]
@@ -273,70 +271,7 @@ def _in_floats(name: str, request: Request, floats: tuple[tuple[str, str], ...],
 
 @lru_cache
 def preset(name: str) -> Program:
-    """Return a model at full size, from the configuration that its checkpoint carries; weights in fp32.
-
-    SmolVLA, pi0, pi0.5, Evo-1 and OpenVLA-OFT are as published; the widths of GR00T N1.7 are assumed (``GrootWidths``).
-    """
-    if name in PUBLISHED:
-        found = PUBLISHED[name]()
-        model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
-        return Program(name, model, Shapes(found.views, found.side, found.side, found.tokens, found.steps))
-    others = {"gr00t-n1.7": _groot, "evo1": _evo1, "openvla-oft": _oft}
-    if name in others:
-        return others[name](name)
-    config, record = _smolvla() if name == "smolvla" else _pi(name)
-    model = build_on_meta(record["type"], config).eval().requires_grad_(False)
-    side, steps = config.vision.image_size, record.get("num_inference_steps") or record["num_steps"]
-    shapes = Shapes(PRESET_CAMERAS, side, side, record["tokenizer_max_length"], steps)
-    return Program(name, model, shapes)
-
-
-def _groot(name: str) -> Program:
-    """With square views, of which it reads two, and an instruction of a dozen words."""
-    from sinew.convert.families.gr00t_files import Record
-    from sinew.convert.families.gr00t_qwen import ARCHITECTURE, model_config
-    from sinew.presets.groot_checkpoint import GrootWidths, nvidia_files, vlm_files
-
-    widths, here = GrootWidths(), Path("config.json")
-    checkpoint = Record(here, nvidia_files(widths)["config.json"])
-    config = model_config(checkpoint, Record(here, vlm_files(widths)["vlm/config.json"]), 8, 8)
-    model = build_on_meta(ARCHITECTURE, config).eval().requires_grad_(False)
-    tokens = 2 * (config.rows * config.cols + 2) + 5 + 14
-    return Program(
-        name, model, Shapes(2, widths.edge, widths.edge, tokens, checkpoint["num_inference_timesteps"])
-    )
-
-
-def _evo1(name: str) -> Program:
-    """In LeRobot's reading: two views, and the prompt of three."""
-    from sinew.presets.evo1_config import PROMPT, SIDE, STEPS, evo1_config
-
-    model = build_on_meta(name, evo1_config()).eval().requires_grad_(False)
-    return Program(name, model, Shapes(2, SIDE, SIDE, PROMPT, STEPS))
-
-
-def _oft(name: str) -> Program:
-    """For LIBERO's two views."""
-    from sinew.presets.openvla_checkpoint import SIDE, VIEWS, WORDS, oft_config
-
-    model = build_on_meta("openvla_oft", oft_config()).eval().requires_grad_(False)
-    return Program(name, model, Shapes(VIEWS, SIDE, SIDE, WORDS, 1))
-
-
-def _pi(name: str) -> tuple[Any, dict[str, Any]]:
-    from sinew.convert.families.pi import model_config
-    from sinew.presets.pi_checkpoint import policy_config
-
-    record = policy_config("pi0" if name == "pi0" else "pi05", cameras=PRESET_CAMERAS, dim=7)
-    return model_config(record, {}, name), record
-
-
-def _smolvla() -> tuple[Any, dict[str, Any]]:
-    from sinew.convert.families.smolvla import model_config, open_checkpoint
-    from sinew.presets.random_checkpoint import policy_config, vlm_config
-    from sinew.presets.smolvla_layout import Widths
-
-    record = policy_config(Widths(), "bf16-vlm", {"action": {}})
-    with tempfile.TemporaryDirectory() as folder:  # the converter reads its configuration from a file
-        (Path(folder) / "config.json").write_text(json.dumps(record), encoding="utf-8")
-        return model_config(open_checkpoint(Path(folder)), vlm_config(Widths()), {}), record
+    """Return a model at its published size, without a checkpoint; weights in fp32."""
+    found = published(name)
+    model = build_on_meta(found.architecture, found.config).eval().requires_grad_(False)
+    return Program(name, model, Shapes(found.views, found.side, found.side, found.tokens, found.steps))

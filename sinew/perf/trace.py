@@ -315,19 +315,19 @@ def trace(model: Model, shapes: Shapes, plan: Plan | None = None) -> Trace:
     """
     runs = model if plan is None else plan.model
     # A table is made once, not per observation.
-    moments = None if plan is None else plan.moments(shapes.steps)
+    time_embeddings = None if plan is None else plan.time_embeddings(shapes.steps)
     inputs = Inputs.example(runs, shapes)
     noise = torch.zeros(1, *runs.noise_shape, device=inputs.state.device)
     with recording(runs) as recorder:
         recorder.stage = "vision"
-        recorder.adopt((*inputs, noise, moments))
+        recorder.adopt((*inputs, noise, time_embeddings))
         image_tokens = runs.embed_images(inputs.pixels)
         recorder.stage = "prefix"
         context = runs.read(image_tokens, *inputs[1:])
         cache = recorder.adopt(runs.cache(context), "cache")
         recorder.stage = "head"
-        schedule = runs.moments(shapes.steps) if plan is None else plan.schedule(shapes.steps)
+        schedule = runs.time_embeddings(shapes.steps) if plan is None else plan.schedule(shapes.steps)
         first = runs.solver.steps(shapes.steps)[:1], islice(schedule, 1)
-        solve(lambda x, moment: runs.act(x, moment, context), noise, *first)
+        solve(lambda x, time_embedding: runs.act(x, time_embedding, context), noise, *first)
         events = tuple(recorder.events)  # before this function's own tensors go
     return Trace(tuple(recorder.calls), events, cache, shapes.steps)

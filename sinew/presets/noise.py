@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sinew.presets.smolvla_layout import TensorPlan
+from sinew.presets.plan import TensorPlan
 
 # One block of noise serves every tensor, each from another offset. A prime length shares no factor with any
 # matrix width, so no two rows of a tensor are the same slice.

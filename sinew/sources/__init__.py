@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sinew.convert.families.lerobot_folder import resolve as model_folder
+from sinew.convert.lerobot.folder import resolve as model_folder
 from sinew.core import BundleError, ConvertError, did_you_mean
 from sinew.sources import cache, hub
 

@@ -148,7 +148,7 @@ def converted(checkpoint: Path, said: str, name: str = "") -> Path:
     said: what the user calls it. name: of the policy, instead of the one that the checkpoint gives it.
     Raises :class:`NoCheckpointError`, :class:`ConvertError` and :class:`SinewError`.
     """
-    from sinew.convert.families.lerobot_folder import name_of
+    from sinew.convert.lerobot.folder import name_of
 
     files = digests(files_of(checkpoint), checkpoint)
     home = folder() / key(files, name or name_of(checkpoint))

@@ -78,7 +78,7 @@ class LocalLink:
         self._windows.append(StreamWindow(*where, *times, window.run, text=text.running, said=text.said))
 
     def failed(self, error: SinewError) -> None:
-        self.errors += 1
         if kind := kind_of(error):
             self.faults.add(kind, str(error))
         self.error = str(error)
+        self.errors += 1  # last: the robot's loop, on another thread, looks at what it counts

@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from sinew.bundle import Bundle, GGUFFile, TensorSource, write_bundle
 from sinew.bundle.schema import Manifest, PolicySpec, Processing, from_json
 from sinew.bundle.writer import ArraySlice
-from sinew.core import BundleError, SinewError
+from sinew.cli import serve
+from sinew.core import BundleError, SinewError, VectorSpec
+from sinew.eval.report import card
 from sinew.policy import load
 
 
@@ -58,7 +60,7 @@ def test_the_gguf_package_reads_the_same_file(path):
 def test_weights_equal_the_checkpoint(path, golden):
     from safetensors.torch import load_file
 
-    from sinew.convert.families.smolvla import DEAD, bundle_name
+    from sinew.families.smolvla.convert import DEAD, bundle_name
 
     bundle = Bundle(path)
     upstream = load_file(golden / "smolvla-2cam" / "checkpoint" / "model.safetensors")
@@ -388,3 +390,19 @@ def test_the_file_may_be_replaced_while_it_is_open(path, tmp_path):
     other.write_bytes(bytes(mine.stat().st_size))
     other.replace(mine)
     assert torch.equal(bundle.tensor("state_proj.bias"), expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "units", "labels"),
+    [
+        ((), (), ()),
+        (("x", "grip"), (), ("x", "grip")),
+        (("x", "grip"), ("m", ""), ("x [m]", "grip")),
+        ((), ("", "opening"), ("0", "1 [opening]")),  # ended `sinew serve` when it printed what it serves
+    ],
+)
+def test_a_vector_is_shown_by_names_units_or_both(names, units, labels):
+    assert VectorSpec(2, names, units).labels == labels
+    shown = f": {', '.join(labels)}" if labels else ""
+    for place in (serve, card):
+        assert place._vector(VectorSpec(2, names, units)).replace("\\", "") == f"2 numbers{shown}"

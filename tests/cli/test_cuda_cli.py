@@ -57,7 +57,7 @@ def test_doctor_says_what_would_be_used(capsys):
     if not torch.cuda.is_available():
         assert "no GPU" in checks["cuda engine"]["detail"]
     assert "cuda (asked for), " in checks["bundle engine"]["detail"]
-    assert "twins" in checks["bundle engine"]["detail"]
+    assert "references" in checks["bundle engine"]["detail"]
     assert "launch: no GPU" in checks["bundle engine"]["detail"]
 
 

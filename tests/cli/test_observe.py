@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Blind
+from sinew_client.control import NoObservation
 
 from sinew.bundle.schema import Manifest, Normalization
 from sinew.bundle.seen import Seen, SeenCamera, SeenState
@@ -341,7 +341,7 @@ def test_a_robot_that_raises_is_blind_or_blocks_is_said_to() -> None:
         raise OSError("bus: no answer of motor 3")
 
     def blind(seen: dict[str, Any]) -> Seeing:
-        raise Blind("front: no frame")
+        raise NoObservation("front: no frame")
 
     free = threading.Event()
 

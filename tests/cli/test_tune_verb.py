@@ -40,7 +40,7 @@ class Made:
 
 def settled(device: torch.device, plain: float, pdl: float, difference: float = 0.0) -> dict:
     model = random_model("pi0", CPU, tiny=True)
-    return variants.settle(
+    return variants.choose(
         CudaOptions(),
         device,
         model,
@@ -80,7 +80,7 @@ def test_prefetch_goes_with_dependent_launch(gpu: torch.device) -> None:
     def measure(engine) -> float:
         return 2.0 - engine.options.pdl * 0.5 - engine.options.prefetch * 0.25
 
-    variants.settle(
+    variants.choose(
         CudaOptions(), gpu, model, lambda options: Made(options, 0.0), lambda e: [e.chunk], measure
     )
     resolve = variants.resolve
@@ -99,7 +99,7 @@ def test_without_a_plain_graph_nothing_is_kept(gpu: torch.device) -> None:
 
     model = random_model("pi0", CPU, tiny=True)
     with pytest.raises(RuntimeError, match=r"nothing runs .*out of memory.*nothing to compare with"):
-        variants.settle(CudaOptions(), gpu, model, make, lambda e: [e.chunk], lambda e: 1.0)
+        variants.choose(CudaOptions(), gpu, model, make, lambda e: [e.chunk], lambda e: 1.0)
     assert variants.resolve(CudaOptions(), gpu, model)[1] == variants.UNTUNED
 
 

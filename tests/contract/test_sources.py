@@ -22,8 +22,8 @@ from sinew_client import ClientError, ConnectionLost, ServerError, schema
 from sinew_client.control import (
     Adapter,
     Assist,
-    Blind,
     Loop,
+    NoObservation,
     Pace,
     Servers,
     Settings,
@@ -77,7 +77,7 @@ class Robot:
 
     def observe(self) -> dict[str, Any]:
         if self.blind:
-            raise Blind(self.blind)
+            raise NoObservation(self.blind)
         return {"images": FRAME, "state": np.zeros(1, np.float32)}
 
     def act(self, row: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinew.bundle.quant import FORMATS, quantize
 from sinew.layers.linear import Embedding, Linear, hold, not_linear
-from sinew.layers.lowbit import TINY, twin
+from sinew.layers.lowbit import TINY, reference
 from sinew.layers.store import Store, Tensors
 from sinew.layers.stores import half, rows
 from sinew.layers.stores.codes import Codes, Ternary, apart, codes, together
@@ -186,12 +186,12 @@ def test_a_layer_computes_what_its_store_does(case: Case) -> None:
     assert torch.equal(program(example), made)
 
 
-def test_the_product_of_codes_is_the_twins() -> None:
+def test_the_product_of_codes_is_the_references() -> None:
     x = inputs().reshape(-1, WIDTH)
     for name in FORMATS:
         case = coded(name)
         smallest = 1e-5 if name == "ternary" else TINY
-        assert torch.equal(case.store.product(case.held, x), twin(x, *case.held, None, name, smallest))
+        assert torch.equal(case.store.product(case.held, x), reference(x, *case.held, None, name, smallest))
         assert isinstance(case.store, Ternary) == (name == "ternary")
 
 

@@ -30,7 +30,7 @@ from sinew_client.control.blend import AGGREGATES, ensemble, guidance_weights, r
 from sinew_client.control.controller import HALTED, STARVED, UNTRAINED
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.motion import Motion, interpolate, parse_motion
-from sinew_client.control.replan import Moment, disagreement
+from sinew_client.control.replan import ReplanState, disagreement
 from sinew_client.control.safety import UNPLACED, Verdict
 
 
@@ -412,12 +412,12 @@ def test_one_slow_call_does_not_poison_the_estimate() -> None:
 
 
 def test_rules() -> None:
-    assert [parse_rule("4").due(Moment(since, 9, 10)) for since in (3, 4, 5)] == [False, True, True]
-    assert [parse_rule("full").due(Moment(since, 9, 10)) for since in (9, 10)] == [False, True]
-    assert [parse_rule("queue:0.2").due(Moment(1, left, 10)) for left in (3, 2)] == [False, True]
+    assert [parse_rule("4").due(ReplanState(since, 9, 10)) for since in (3, 4, 5)] == [False, True, True]
+    assert [parse_rule("full").due(ReplanState(since, 9, 10)) for since in (9, 10)] == [False, True]
+    assert [parse_rule("queue:0.2").due(ReplanState(1, left, 10)) for left in (3, 2)] == [False, True]
     surprised = parse_rule("disagreement:0.5,8")
-    assert [surprised.due(Moment(1, 9, 10, size)) for size in (None, 0.4, 0.6)] == [False, False, True]
-    assert surprised.due(Moment(8, 9, 10))
+    assert [surprised.due(ReplanState(1, 9, 10, size)) for size in (None, 0.4, 0.6)] == [False, False, True]
+    assert surprised.due(ReplanState(8, 9, 10))
     assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0)) == 2.0
     assert disagreement(np.zeros((3, 2)), np.full((5, 2), 2.0), np.array([4.0, 4.0])) == 0.5
     assert disagreement(np.zeros((0, 2)), np.ones((5, 2))) is None
@@ -435,13 +435,13 @@ def test_rules() -> None:
 def test_rules_at_their_limits() -> None:
     assert parse_rule("queue") == parse_rule("queue:0.2")
     assert [parse_rule(text).horizon(10) for text in ("queue:0", "queue:1", "1", "12")] == [10, 1, 1, 10]
-    assert [parse_rule("queue:0").due(Moment(1, left, 10)) for left in (1, 0)] == [False, True]
-    assert parse_rule("queue:1").due(Moment(0, 10, 10))
-    assert parse_rule("12").due(Moment(10, 0, 10))  # a chunk has no more
+    assert [parse_rule("queue:0").due(ReplanState(1, left, 10)) for left in (1, 0)] == [False, True]
+    assert parse_rule("queue:1").due(ReplanState(0, 10, 10))
+    assert parse_rule("12").due(ReplanState(10, 0, 10))  # a chunk has no more
     surprised = parse_rule("disagreement:0,1")
-    assert [surprised.due(Moment(0, 9, 10, size)) for size in (None, 0.0, 1e-9)] == [False, False, True]
-    assert parse_rule("disagreement:9,12").due(Moment(10, 0, 10))
-    assert not parse_rule("disagreement:9,12").due(Moment(9, 1, 10))
+    assert [surprised.due(ReplanState(0, 9, 10, size)) for size in (None, 0.0, 1e-9)] == [False, False, True]
+    assert parse_rule("disagreement:9,12").due(ReplanState(10, 0, 10))
+    assert not parse_rule("disagreement:9,12").due(ReplanState(9, 1, 10))
     apart = disagreement(np.zeros((2, 2)), np.full((5, 2), 2.0), np.array([0.0, 4.0]))  # 0: no size is known
     assert apart == pytest.approx(np.sqrt((2.0**2 + 0.5**2) / 2))
 

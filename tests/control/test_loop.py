@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sinew_client import ClientError
 from sinew_client.control import (
-    Blind,
     Command,
     Journal,
     Loop,
+    NoObservation,
     Outcome,
     Pace,
     Requester,
     Settings,
     SettingsError,
+    SimulatedPace,
     Stopped,
     repeat,
 )
@@ -126,6 +127,16 @@ def test_ticks_do_not_drift() -> None:
     assert pace.skipped == 9
 
 
+@pytest.mark.parametrize("hz", [10.0, 20.0, 30.0, 50.0, 240.0])
+def test_simulated_time_is_that_of_its_ticks(hz: float) -> None:
+    pace = SimulatedPace(hz)
+    assert pace.now() == 0.0
+    for number in range(300):
+        assert pace.next() == number
+        assert pace.now() == pace.since(pace.now()) == pace.due(number) == number / hz
+    assert (pace.ticks, pace.late, pace.skipped, pace.real) == (300, 0, 0, False)
+
+
 # ----------------------------------------------------------------------------- loop
 
 
@@ -198,7 +209,7 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
 
     def observe() -> dict[str, Any]:
         if 3 <= loop.steps < 10:
-            raise Blind("front: no message")
+            raise NoObservation("front: no message")
         return seen()
 
     arm.observe = observe  # type: ignore[method-assign]
@@ -207,7 +218,7 @@ def test_a_blind_robot_holds_and_goes_on_by_itself() -> None:
     assert arm.sent[-2][1] is not None  # the last one is the hold at the end of the run
     loop.pause()
     loop.tick(31)
-    arm.observe = lambda: (_ for _ in ()).throw(Blind("front: no message"))  # type: ignore[method-assign]
+    arm.observe = lambda: (_ for _ in ()).throw(NoObservation("front: no message"))  # type: ignore[method-assign]
     loop.resume()
     loop.tick(32)  # where it is, is not known either
     assert not loop.paused
@@ -610,6 +621,57 @@ def test_files_that_are_no_journals_are_refused(
         assert repeat(path).commands == 0
     except ClientError as error:
         assert isinstance(error, JournalError)  # noqa: PT017 - either is right, nothing else is
+
+
+def test_an_answer_to_what_a_blind_robot_had_seen_goes_nowhere() -> None:
+    loop, arm = loop_of(delay=0.2, motion={"kind": "offsets", "action": [0], "state": [0]})
+    see = arm.observe
+
+    def silent() -> Any:
+        raise NoObservation("no camera")
+
+    for step in range(12):
+        arm.observe = silent if step == 2 else see  # type: ignore[method-assign]
+        loop.tick(loop.pace.next())
+    assert [row is None for _, row in arm.sent] == [True] * 7 + [False] * 5  # asked anew in step 3
+    assert loop.controller.held == {"no chunk yet": 2, "no camera": 5}
+    assert loop.report().faults["total"] == 0
+
+
+def test_the_instruction_is_the_loops_else_the_robots() -> None:
+    loop, arm = loop_of()
+    see = arm.observe
+    arm.observe = lambda: {**see(), "prompt": "pour"}  # type: ignore[method-assign]
+    loop.run(3)
+    loop.prompt = ""
+    loop.run(14)
+    arm.observe = see  # type: ignore[method-assign]
+    loop.run(26)
+    requests = loop.source.requests  # type: ignore[attr-defined]
+    assert [request["prompt"] for request in requests][:5:2] == ["stack", "pour", ""]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_hold_is_said_once_when_it_begins_and_when_it_ends(
+    simulated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In simulated time it is not: holds are what is studied there."""
+    caplog.set_level("INFO")
+    loop, arm = loop_of(answer=lambda number: chunk(number) * (np.nan if number == 1 else 1))
+    if simulated:
+        loop.pace = SimulatedPace(20.0)
+    loop.run(16)
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        said == []
+        if simulated
+        else [
+            "step 0: holds: no chunk yet",
+            "step 2: goes on after: no chunk yet",
+            "step 6: holds: a chunk is not finite",
+            "step 8: goes on after: a chunk is not finite",
+        ]
+    )
 
 
 def test_commands_say_where_they_come_from() -> None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sinew_client import ServerError
 from sinew_client.control import (
-    Blind,
     Command,
     Controller,
     Guard,
     Limits,
     Loop,
+    NoObservation,
     Pace,
     Player,
     Requester,
@@ -301,7 +301,7 @@ class Hostile(RuleBasedStateMachine):
     def observe(self) -> dict[str, Any]:
         if self.state == "blind":
             self.seen_bad = True
-            raise Blind("dark")
+            raise NoObservation("dark")
         state = np.full(DIM, np.nan) if self.state == "nan" else self.position.copy()
         self.seen_bad = self.state == "nan" or self.frame in TIMES[False] or np.isnan(self.frame or 0.0)
         self.newest = self.known + min(self.frame or 0.0, 0.0)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinew_client.control import (
-    Blind,
     Journal,
     Limits,
     Loop,
+    NoObservation,
     Pace,
     Settings,
     SettingsError,
@@ -37,11 +37,11 @@ class Robot:
 
     def __init__(self) -> None:
         self.done: list[float | None] = []  # the first number of a row, None for a hold
-        self.blind = ""  # why
+        self.blind = ""  # why; " ": for no reason that it says
 
     def observe(self) -> dict[str, Any]:
         if self.blind:
-            raise Blind(self.blind)
+            raise NoObservation(self.blind.strip())
         return {"images": {}, "state": np.zeros(2, np.float32)}
 
     def act(self, row: np.ndarray) -> None:
@@ -155,18 +155,19 @@ def test_a_robot_goes_on_after_a_long_stall() -> None:
     assert robot.done[-11:-1] == [1.0] * 10  # the very last one is the hold at the end
 
 
+@pytest.mark.parametrize("why", ["camera front is silent", " "])
 @pytest.mark.parametrize("fast_state", [False, True])
-def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool) -> None:
+def test_a_blind_robot_holds_with_the_reason_and_goes_on(fast_state: bool, why: str) -> None:
     robot, link, clock = Robot(), Link(), [0.0]
     if fast_state:  # the state is known while the camera is silent
         robot.sense = lambda: np.zeros(2, np.float32)  # type: ignore[attr-defined]
     loop = looped(robot, link, 10.0, paced(10.0, clock), 5.0, stale=10.0)
     link.ready = [StreamWindow(0, np.ones((20, 2), np.float32), 0.0, 0.0, run=1)]
     for tick in range(8):
-        robot.blind = "camera front is silent" if 2 <= tick < 6 else ""
+        robot.blind = why if 2 <= tick < 6 else ""
         loop.tick(loop.pace.next())
     assert robot.done == [1.0, 1.0, None, None, None, None, 1.0, 1.0]
-    assert loop.controller.held == {"camera front is silent": 4}
+    assert loop.controller.held == {why.strip() or "the robot is blind": 4}
     frames = [round(10 * time) for time, _, frame in link.sent if frame]
     assert frames == [0, 6]  # as soon as there is one again
     assert len(link.sent) == (8 if fast_state else 4)
@@ -444,7 +445,7 @@ def test_a_newer_window_replaces_all_that_comes_after_its_first_node() -> None:
     loop.run(6)
     assert robot.done == [1.0, 1.0, None, 2.0, 2.0, None, None, None]
     assert loop.reason == "out of nodes"
-    link.ready = [StreamWindow(6, np.ones((9, 2), np.float32), 0.0, 0.0)]  # older news than there was
+    assert loop.controller.arrived(6, StreamWindow(6, np.ones((9, 2), np.float32), 0.0, 0.0))  # older news
     loop.run(7)
     assert (loop.reason, loop.report().chunks) == ("out of nodes", 3)
 
@@ -474,7 +475,7 @@ def test_a_frame_is_never_newer_than_its_sample() -> None:
 def test_an_error_is_the_reason_until_a_window_knows_a_newer_frame(caplog: pytest.LogCaptureFixture) -> None:
     loop, robot, link, _ = of()
     for number in range(6):
-        if number in (1, 2):
+        if number in (1, 2, 3):
             link.errors, link.error = link.errors + 1, "no head [internal]"
         link.ready = [StreamWindow(number, np.ones((0, 2)), 0.1 * number, 0.4 if number == 5 else 0.0)]
         loop.tick(loop.pace.next())
@@ -499,16 +500,20 @@ def test_a_blind_robot_is_not_asked_again_where_it_stands() -> None:
 def test_nothing_is_known_before_the_first_sample() -> None:
     loop, robot, link, _ = of()
     assert loop.seen() is None
+    assert [loop.controller.command(step).reason for step in range(3)] == ["the robot is blind"] * 3
+    loop, robot, link, _ = of()
     lies = StreamWindow(0, np.ones((9, 2), np.float32), 5.0, 5.0)
     assert not loop.controller.arrived(0, lies)
     assert (
         loop.controller.faults.first
         == "a window: expected times of sample and frame up to 0.100 s, got 5 and 5"
     )
-    loop.restart("a new episode")
-    link.ready = [
-        StreamWindow(0, np.ones((9, 2), np.float32), 0.0, -0.05)
-    ]  # there is no world before the first
+    for beyond in (0, 1):  # the furthest node that a delay reaches, and the next one
+        far = StreamWindow(1001 + beyond, np.ones((1, 2), np.float32), 0.0, 0.0)
+        assert loop.controller.arrived(0, far) == (not beyond)
+    loop, robot, link, _ = of()
+    loop.restart("a new episode")  # there is no world before the first
+    link.ready = [StreamWindow(0, np.ones((9, 2), np.float32), 0.0, -0.05)]
     loop.run(1)
     assert robot.done[0] == 1.0
     assert [delay for _, delay, _ in link.sent] == [1]
@@ -538,3 +543,40 @@ def test_limits_begin_anew_where_the_robot_stands_in_another_world() -> None:
     loop.run(5)
     assert loop.report().unanswered == 0
     assert [row for row in robot.done if row is not None] == pytest.approx([0.1, 0.2, 3.1, 3.2])
+
+
+def test_a_report_counts_what_was_sent_and_what_came() -> None:
+    robot, link, clock = Robot(), Link(), [0.0]
+    robot.concurrent_hold = False  # type: ignore[attr-defined]
+    loop = looped(robot, link, 10.0, paced(10.0, clock), 3.0, stale=9.0)
+    assert StreamReport.of(loop).tick_hz == StreamReport.of(loop).window_hz == 0.0
+    link.ready = [StreamWindow(0, np.ones((5, 2), np.float32), 0.0, 0.0) for _ in range(2)]
+    loop.run(4)
+    clock[0] += 0.3  # three periods pass without a tick
+    loop.run(9)
+    assert link.sent[0][1] == 1  # the least delay
+    report = StreamReport.of(loop)
+    assert (report.ticks, report.skipped, report.seconds, report.rate) == (9, 2, 1.1, 10.0)
+    assert (report.tick_hz, report.window_hz) == (8.18, 1.82)
+    assert (report.windows, report.frames, report.delay, report.executed, report.misses) == (2, 4, 1, 4, 5)
+    assert [round(10 * time) for time, _, frame in link.sent if frame] == [0, 6, 7, 10]
+    assert (report.watchdog, report.errors, report.label) == (False, 0, "")
+    assert loop.robot.concurrent_hold is False  # type: ignore[attr-defined]
+    assert Watching(Robot(), 1.0).concurrent_hold
+
+
+def test_each_error_between_two_ticks_is_counted() -> None:
+    loop, robot, link, _ = of()
+    loop.run(1)
+    for code, text in (("internal", "one"), ("", "busy"), ("internal", "two"), ("other", "three")):
+        link.errors, link.error = link.errors + 1, text
+        if code:
+            link.faults.add(code, text)
+    loop.run(2)
+    report = StreamReport.of(loop)
+    assert report.faults == {"total": 3, "kinds": {"internal": 2, "other": 1}, "first": "one"}
+    assert (report.errors, report.error, loop.reason) == (4, "three", "three")
+    link.errors, link.error = link.errors + 1, "busy"
+    loop.run(3)
+    assert (loop.report().failed_requests, loop.report().unanswered, loop.reason) == (5, 5, "busy")
+    assert StreamReport.of(loop).faults == report.faults

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert import convert
-from sinew.convert.families.smolvla import expert_intermediate_size
 from sinew.core import ConvertError, Observation, ObservationError
+from sinew.families.smolvla.convert import expert_intermediate_size
 from sinew.policy import load
 from sinew.sources import resolve
 from tests.convert.vlacpp_file import write_vlacpp

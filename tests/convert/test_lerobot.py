@@ -13,7 +13,7 @@ import pytest
 from sinew.bundle import Bundle
 from sinew.cli import main
 from sinew.convert import convert
-from sinew.convert.families.lerobot_steps import relative_dims
+from sinew.convert.lerobot.steps import relative_dims
 from sinew.core import ConvertError
 from sinew.policy import load
 from tests.golden import Golden, assert_parity
@@ -265,6 +265,23 @@ def test_unknown_keys_are_refused_and_may_be_set_aside(checkpoint):
         run(checkpoint, settings={"ignore": "attention_window"})
     out = run(checkpoint, settings={"ignore": "attention_window,seed"})
     assert Bundle(out).manifest.provenance.options["set ignore"] == "attention_window,seed"
+
+
+def test_an_input_that_nobody_reads_is_refused_by_name(checkpoint):
+    """A policy that was trained on an environment's state acts without it; LeRobot's readers drop it in silence."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    features = config["input_features"]
+    name = "observation.environment_state"
+    edit(checkpoint / "config.json", input_features={**features, name: {"type": "ENV", "shape": [7]}})
+    with pytest.raises(
+        ConvertError,
+        match=rf"input_features\.{name}: expected type STATE, .*, got ENV; .*--set ignore={name}",
+    ):
+        run(checkpoint)
+    assert Bundle(run(checkpoint, settings={"ignore": name})).manifest.spec.state.dim
+    prompt = {"observation.language": {"type": "LANGUAGE", "shape": [48]}}
+    edit(checkpoint / "config.json", input_features={**features, **prompt})
+    assert Bundle(run(checkpoint)).manifest.spec.state.dim
 
 
 @pytest.mark.parametrize(

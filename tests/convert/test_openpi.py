@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from sinew.bundle import Bundle
 from sinew.cli.infer import infer
 from sinew.convert import convert
-from sinew.convert.families.embodiments import OPENPI_CONFIGS
 from sinew.core import ConvertError
+from sinew.families.pi.embodiments import OPENPI_CONFIGS
 from sinew.policy import Policy, load
 from sinew.processing.vectors import apply_steps
 from tests.convert.openpi_layout import DIM, write_checkpoint

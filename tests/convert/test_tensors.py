@@ -31,7 +31,7 @@ from sinew.convert.tensors import (
     rounded,
     rows,
     split,
-    thirds,
+    split_qkv,
     transpose,
 )
 from sinew.core import ConvertError
@@ -69,7 +69,7 @@ def test_transforms_give_what_torch_gives(stack):
     for axis, sizes in ((0, (1, 2, 3)), (1, (3, 1)), (2, (5,))):
         parts = zip(split(found["a"], sizes, axis), t["a"].split(sizes, axis), strict=True)
         assert all(equal(*part) for part in parts)
-    assert all(equal(*pair) for pair in zip(thirds(found["half"]), t["half"].split(2), strict=True))
+    assert all(equal(*pair) for pair in zip(split_qkv(found["half"]), t["half"].split(2), strict=True))
     assert equal(computed(lambda x, y: x[:3] + y, found["a"], found["b"]), t["a"][:3] + t["b"])
     doubled = computed(lambda x: 2 * x, found["half"])
     assert doubled.type is GGMLQuantizationType.F32
@@ -143,7 +143,7 @@ def test_rules_rename_split_and_drop(stack):
     found, t = stack
     rules = (
         Rule(r"id"),
-        Rule(r"(h)alf", (r"\1.q", r"\1.k", r"\1.v"), thirds),
+        Rule(r"(h)alf", (r"\1.q", r"\1.k", r"\1.v"), split_qkv),
         Rule(r"(\w)", (r"layer.\1",)),
     )
     out = apply(found, rules)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from sinew.bundle import Bundle
 from sinew.convert import convert
-from sinew.convert.families.lerobot_steps import POST, PRE
+from sinew.convert.lerobot.steps import POST, PRE
 from sinew.core import ConvertError, Observation, ObservationError
 from sinew.policy import load
 from sinew.processing import Processor

@@ -17,9 +17,9 @@ from sinew.bundle.writer import FileSlice, TensorSource
 from sinew.cli import main
 from sinew.convert import convert
 from sinew.convert.tensors import read_array
-from sinew.convert.vlacpp_export import TOKENS, export_vlacpp
 from sinew.core import ConvertError, Observation
 from sinew.policy import load
+from sinew.vlacpp.write import TOKENS, export_vlacpp
 from tests.conftest import EVO1
 from tests.convert.test_groot import TAG
 from tests.convert.vlacpp_families import write_prismatic, write_qwen

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from sinew.bundle import Bundle
 from sinew.bundle.gguf_file import GGUFFile
 from sinew.convert import convert
-from sinew.convert.vlacpp_export import export_vlacpp
 from sinew.core import ConvertError
+from sinew.vlacpp.write import export_vlacpp
 from tests.conftest import EVO1
 from tests.convert.vlacpp_rest import _weights, write_bitvla, write_eagle, write_evo1
 

@@ -159,13 +159,13 @@ class HiddenStates(Model):
         x, _ = self.language(x, positions, block_mask(valid, torch.ones_like(valid)))
         return Conditioning(self.language.norm(x), valid, self.encode(state)[:, None], {"valid": valid})
 
-    def moment(self, t: Tensor) -> Tensor:  # float64 [B] -> [B, D]
+    def embed_time(self, t: Tensor) -> Tensor:  # float64 [B] -> [B, D]
         return self.buckets((t * 1000).long())
 
-    def act(self, x: Tensor, moment: Tensor, context: Conditioning) -> Tensor:
+    def act(self, x: Tensor, time_embedding: Tensor, context: Conditioning) -> Tensor:
         h = torch.cat([context.state, self.actions_in(x)], dim=1)
         for block in self.blocks:
-            h = block(h, moment, context.hidden, context.again["valid"])
+            h = block(h, time_embedding, context.hidden, context.again["valid"])
         return self.actions_out(h[:, -self.config.chunk_size :]).float()
 
 
@@ -178,8 +178,8 @@ class Block(nn.Module):
         self.q, self.k, self.v = Linear(width, width), Linear(context, width), Linear(context, width)
         self.out = Linear(width, width)
 
-    def forward(self, h: Tensor, moment: Tensor, hidden: Tensor, valid: Tensor) -> Tensor:
-        scale, shift = self.modulate(F.silu(moment))[:, None].chunk(2, dim=-1)
+    def forward(self, h: Tensor, time_embedding: Tensor, hidden: Tensor, valid: Tensor) -> Tensor:
+        scale, shift = self.modulate(F.silu(time_embedding))[:, None].chunk(2, dim=-1)
         n = F.layer_norm(h, h.shape[-1:]) * (1 + scale) + shift
         heads = (HiddenStates.HEADS, -1)
         q, k, v = (part.unflatten(-1, heads) for part in (self.q(n), self.k(hidden), self.v(hidden)))
@@ -264,13 +264,13 @@ class Convolutions(Model):
     ) -> Condition:
         return Condition(torch.cat([state, image_tokens.flatten(1)], dim=-1))
 
-    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C + 1], the last is a weight of the noise
+    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C + 1], the last is a weight of the noise
         angle = t.float()[:, None] * torch.exp(-torch.arange(self.config.width // 2, device=t.device))
         return torch.cat([angle.sin(), angle.cos(), t.float()[:, None] / 100], dim=-1)
 
-    def act(self, x: Tensor, moment: Tensor, context: Condition) -> Tensor:
-        """The moment has one row where the batch has several."""
-        time, noisy = moment[:, :-1].expand(x.shape[0], -1), moment[:, -1:, None]
+    def act(self, x: Tensor, time_embedding: Tensor, context: Condition) -> Tensor:
+        """The time embedding has one row where the batch has several."""
+        time, noisy = time_embedding[:, :-1].expand(x.shape[0], -1), time_embedding[:, -1:, None]
         scale, shift = self.film(torch.cat([time, context.rows], dim=-1))[..., None].chunk(2, dim=1)
         h = F.mish(self.norm(self.up(scale * self.down(x.transpose(1, 2)) + shift)))  # [B, C, H]
         output = self.out(h).transpose(1, 2)

@@ -26,7 +26,7 @@ from sinew.engine.cpu.library import extension
 from sinew.engine.onnx.backend import Onnx
 from sinew.engine.onnx.cache import cache_folder
 from sinew.engine.onnx.opening import usable_bits, variant
-from sinew.models import REGISTRY
+from sinew.registry import architectures
 from tests.proofs import NAMES
 
 PEN = Path(__file__).resolve().parents[2] / "sinew" / "assets" / "pen.gguf"
@@ -56,8 +56,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_architecture_has_a_record_of_its_proofs() -> None:
-    assert set(NAMES) == set(REGISTRY)
-    for architecture in REGISTRY:
+    assert set(NAMES) == set(architectures())
+    for architecture in architectures():
         assert "fp32" in proofs.proved(architecture, "eager")
 
 
@@ -169,7 +169,7 @@ def test_an_architecture_without_a_proof_runs_eager(monkeypatch: pytest.MonkeyPa
     assert "on another processor; again" in choose(bundle, device="cpu").engine_reason
 
 
-def test_the_twins_are_never_chosen(with_recipe) -> None:
+def test_the_references_are_never_chosen(with_recipe) -> None:
     assert choose(Bundle(PEN), device="cpu").engine != "cuda"
     assert choose(Bundle(PEN), "cuda").options.device == "cuda"  # not the processor
 
@@ -342,3 +342,17 @@ def test_a_probe_weighs_what_the_bundle_has(monkeypatch) -> None:
 
 def _seconds(block: probe.Block, kind: str, threads: int) -> dict[str, float]:
     return {"cpu": 1.0, "onnx": 2.0} if kind == "int8" else {"cpu": 0.0, "onnx": 0.0}
+
+
+def test_a_probe_asks_the_model_for_its_components() -> None:
+    """A language head that a bundle keeps is language: literal names counted it to the action head, once a step."""
+    shapes = {
+        "vision.a": (2, 3),
+        "connector.b": (5, 7),
+        "language.c": (11, 2),
+        "lm_head.d": (13, 3),
+        "expert.e": (4, 4),
+    }
+    infos = {name: SimpleNamespace(shape=shape) for name, shape in {**shapes, "expert.norm": (9,)}.items()}
+    bundle = SimpleNamespace(manifest=SimpleNamespace(architecture="smolvla"), infos=infos)
+    assert probe.matrices(bundle) == {"vision": 6 + 35, "language": 22 + 39, "head": 16}

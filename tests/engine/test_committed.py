@@ -58,10 +58,10 @@ def test_one_time_for_all_rows_is_the_ordinary_head(
         context = model.read(model.embed_images(batch.pixels), *batch[1:])
         x = torch.randn(1, *model.noise_shape, generator=torch.Generator().manual_seed(1))
         t = torch.tensor([0.4], dtype=torch.float64)
-        one = model.act(x, model.moment(t), context)
-        each = model.act(x, model.moment(t.expand(1, x.shape[1])), context)
+        one = model.act(x, model.embed_time(t), context)
+        each = model.act(x, model.embed_time(t.expand(1, x.shape[1])), context)
         other = model.act(
-            x, model.moment(torch.linspace(0.1, 0.9, x.shape[1], dtype=torch.float64)[None]), context
+            x, model.embed_time(torch.linspace(0.1, 0.9, x.shape[1], dtype=torch.float64)[None]), context
         )
     assert float((one - each).abs().max()) < 1e-5
     assert float((one - other).abs().max()) > 1e-3
@@ -89,7 +89,7 @@ def test_a_chunk_continues_committed_rows_as_the_paper_says(
             x[:, fixed] = clean[:, fixed]
             t = torch.full((1, rows), 1 - k / steps, dtype=torch.float64)
             t[:, fixed] = 0.0
-            x = x - model.act(x, model.moment(t), context) / steps
+            x = x - model.act(x, model.embed_time(t), context) / steps
         x[:, fixed] = clean[:, fixed]
     expected = x[0, :, :dim].double().numpy() * scale + offset
 
@@ -157,7 +157,7 @@ def test_converters_read_what_lerobot_trained(golden: Path, tmp_path: Path) -> N
 def test_a_head_with_one_time_for_all_rows_has_no_committed_rows(
     committed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sinew.models.smolvla import SmolVLA
+    from sinew.families.smolvla.model import SmolVLA
 
     monkeypatch.setattr(SmolVLA, "times_per_row", False)
     with pytest.raises(BundleError, match="spec.committed_rows: expected 0 for smolvla"):

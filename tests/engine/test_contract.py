@@ -23,9 +23,9 @@ from sinew.engine.loading import load_model
 from sinew.engine.plan.cost import on_meta, savings
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import REWRITES, Plan
+from sinew.families.smolvla.model import SmolVLA
 from sinew.models import build_on_meta
 from sinew.models.base import Model
-from sinew.models.smolvla import SmolVLA
 from sinew.perf.trace import STAGES, trace
 from sinew.processing import ModelInputs
 from sinew.solvers import Step
@@ -109,18 +109,18 @@ def test_eager_runs_the_contract(model):
         )
         x = torch.from_numpy(noise)[None]
         if model.solver.kind == "single":
-            x = model.act(x, model.moment(torch.zeros(1)), context)
+            x = model.act(x, model.embed_time(torch.zeros(1)), context)
         elif model.solver.kind == "table":
             for time in (60, 30, 0):
-                x = model.act(x, model.moment(torch.tensor([time], dtype=torch.float64)), context)
+                x = model.act(x, model.embed_time(torch.tensor([time], dtype=torch.float64)), context)
         else:
             for k in range(STEPS):
-                moment = model.moment(torch.tensor([k / STEPS], dtype=torch.float64))
-                x = x + 1 / STEPS * model.act(x, moment, context)
+                time_embedding = model.embed_time(torch.tensor([k / STEPS], dtype=torch.float64))
+                x = x + 1 / STEPS * model.act(x, time_embedding, context)
     engine = EagerEngine(model, CPU)
     assert np.array_equal(chunk(engine, inputs, noise), x[0].numpy())
     twice = ModelInputs(*(np.stack([array] * 2) for array in (inputs.pixels, *arrays)))
-    both = engine.run(twice, np.stack([noise] * 2), steps_of(model))  # under one moment for all
+    both = engine.run(twice, np.stack([noise] * 2), steps_of(model))  # under one time embedding for all
     assert max(largest(each, x[0].numpy()) for each in both) <= BOUND
 
 
@@ -145,13 +145,13 @@ def test_a_model_that_computes_when_it_is_made_is_named(monkeypatch):
 
 @pytest.mark.slow  # an export
 def test_a_stage_that_cannot_be_recorded_is_named(tmp_path: Path):
-    """A moment of one row beside a batch, which only eager alone would take."""
+    """A time embedding of one row beside a batch, which only eager alone would take."""
     pytest.importorskip("onnxscript")
     from sinew.engine.onnx.export import ON_ONNX, export_graphs
 
     class Stacked(Convolutions):
-        def act(self, x, moment, context):
-            return torch.cat([x, moment[:, None, : x.shape[2]]], dim=1)[:, : x.shape[1]]
+        def act(self, x, time_embedding, context):
+            return torch.cat([x, time_embedding[:, None, : x.shape[2]]], dim=1)[:, : x.shape[1]]
 
     plan = Plan.of(Stacked(Convolutions.config_type()).eval(), STEPS, ON_ONNX)
     with pytest.raises(
@@ -241,7 +241,7 @@ def test_onnx_runtime(model, tmp_path: Path):
         run_one(engine, inputs, noise, steps + 1)
 
 
-# ----------------------------------------------------------------------------- CUDA, by the twins
+# ----------------------------------------------------------------------------- CUDA, by the references
 
 
 @pytest.mark.parametrize("rewrites", [ON_CUDA, ()], ids=["rewritten", "as loaded"])

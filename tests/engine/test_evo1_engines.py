@@ -1,4 +1,4 @@
-"""Evo-1 on every engine, against eager: the plan, the CUDA engine over its twins, ONNX Runtime."""
+"""Evo-1 on every engine, against eager: the plan, the CUDA engine over its references, ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_every_rewrite(name, golden, evo1_bundle):
     check(run_one(engine, case.inputs(pixels=True), case.noise, STEPS)[0], case)
 
 
-@pytest.mark.proves(engine="cuda twins", family="evo1")
+@pytest.mark.proves(engine="cuda references", family="evo1")
 @pytest.mark.parametrize("kernels", [True, False])
-def test_cuda_twins(case, kernels):
-    """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
+def test_cuda_references(case, kernels):
+    """With the kernels' references and as PyTorch alone; the prompt in a bucket."""
     engine = case.engine(kernels=kernels)
     assert not engine.facts.takes_frames  # the device's resize is another
     inputs = case.inputs(pixels=True)
@@ -53,7 +53,7 @@ def test_cuda_twins(case, kernels):
 
 
 @pytest.mark.slow
-def test_cuda_twins_of_a_head_that_reads_every_row(golden, evo1_bundle):
+def test_cuda_references_of_a_head_that_reads_every_row(golden, evo1_bundle):
     case = open_case(golden, evo1_bundle, "evo1-mint")
     check(run_one(case.engine(), case.inputs(pixels=True), case.noise, STEPS)[0], case)
 

@@ -1,4 +1,4 @@
-"""GR00T on every engine, against eager: the plan, the CUDA engine over its twins, ONNX Runtime."""
+"""GR00T on every engine, against eager: the plan, the CUDA engine over its references, ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_every_rewrite(case):
     check(case.policy, run_one(engine, case.inputs(pixels=True), case.noise, 4)[0], case, g)
 
 
-@pytest.mark.proves(engine="cuda twins")
+@pytest.mark.proves(engine="cuda references")
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("steps", [4, 3])
-def test_cuda_twins(case, kernels, steps):
-    """With the kernels' twins and as PyTorch alone; the prompt in a bucket."""
+def test_cuda_references(case, kernels, steps):
+    """With the kernels' references and as PyTorch alone; the prompt in a bucket."""
     case, _ = case
     engine = case.engine(kernels=kernels)
     assert not engine.facts.takes_frames  # the device's resize knows no area, crop or grid

@@ -219,7 +219,7 @@ def test_guided_policy_equals_an_oracle_in_the_papers_time(
     batch = Inputs.of(processor.inputs(plain).batched(), torch.device("cpu"))
     with torch.no_grad():
         context = model.read(model.embed_images(batch.pixels), *batch[1:])
-        moments = list(model.moments(steps))
+        time_embeddings = list(model.time_embeddings(steps))
     x = torch.from_numpy(processor.noise(plain)[0])[None]
     rows, dim = policy.spec.chunk_size, policy.spec.action.dim
     scale, offset = processor.action_normalizer.affine()
@@ -231,7 +231,7 @@ def test_guided_policy_equals_an_oracle_in_the_papers_time(
     for k in range(steps):
         tau = k / steps
         at = x.clone().requires_grad_(True)
-        v = -model.act(at, moments[k], context)  # d x / d tau; the model's time runs from 1 to 0
+        v = -model.act(at, time_embeddings[k], context)  # d x / d tau; the model's time runs from 1 to 0
         denoised = at + (1 - tau) * v
         (pull,) = torch.autograd.grad(denoised, at, ((target - denoised) * weights).detach())
         g = 5.0 if k == 0 else min(5.0, (1 - tau) / tau * (tau**2 + (1 - tau) ** 2) / (1 - tau) ** 2)

@@ -1,4 +1,4 @@
-"""VLA-JEPA on every engine, against eager: the plan, the CUDA engine over its twins, ONNX Runtime."""
+"""VLA-JEPA on every engine, against eager: the plan, the CUDA engine over its references, ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_every_rewrite(case):
     )
 
 
-@pytest.mark.proves(engine="cuda twins", family="vla_jepa")
+@pytest.mark.proves(engine="cuda references", family="vla_jepa")
 @pytest.mark.parametrize("kernels", [True, False])
-def test_cuda_twins(case, kernels):
+def test_cuda_references(case, kernels):
     case, _ = case
     engine = case.engine(kernels=kernels)
     assert not engine.facts.takes_frames  # the device's resize knows no area mean

@@ -191,7 +191,7 @@ def swap_gate_and_up(plan: Plan) -> None:
 
 
 def table_off_by_one(plan: Plan) -> None:
-    table = plan.moments(4)  # as many steps as `gap` takes
+    table = plan.time_embeddings(4)  # as many steps as `gap` takes
     table[:] = [*table[1:], table[0]]
 
 
@@ -347,7 +347,7 @@ def test_cancelling_between_two_steps(open_case, name, monkeypatch):
 def test_what_depends_on_time_or_prefix_alone_is_computed_once(open_case, name, monkeypatch):
     policy, g = open_case(name)
     plan = Plan.of(policy.engine.model, 10)
-    calls = {"moment": 0, "context": 0}
+    calls = {"embed_time": 0, "context": 0}
     for method in calls:
         original = getattr(plan.model, method)
 
@@ -358,10 +358,10 @@ def test_what_depends_on_time_or_prefix_alone_is_computed_once(open_case, name, 
         monkeypatch.setattr(plan.model, method, counted)
     engine, inputs, noise = PlannedEngine(plan, CPU), inputs_of(policy, g), g.numpy("noise")[0]
     run_one(engine, inputs, noise, 10)
-    assert calls == {"moment": 0, "context": 1}
+    assert calls == {"embed_time": 0, "context": 1}
     for _ in range(2):
         run_one(engine, inputs, noise, 4)  # a number of steps that was not planned: tabled once, then kept
-    assert calls == {"moment": 4, "context": 3}
+    assert calls == {"embed_time": 4, "context": 3}
 
 
 @pytest.mark.parametrize("name", ONE_PER_MODEL)

@@ -40,7 +40,7 @@ def test_stages_are_the_model(case, rewrites):
     vision, read, step, names, grows, *_ = stages(plan, Shapes.of(policy.manifest))
     reads = read(vision(tensors[0]), *tensors[1:])
     assert len(reads) == len(set(names)) == len(grows)
-    evaluations = model.solver.steps(4), plan.moments(4)
+    evaluations = model.solver.steps(4), plan.time_embeddings(4)
     chunk = solve(lambda x, m: step(x, m, *reads), g["noise"], *evaluations)[0].numpy()
     expected, _ = run_one(EagerEngine(model, torch.device("cpu")), inputs, g.numpy("noise")[0], 4)
     assert np.abs(chunk - expected).max() <= 1e-5 * np.abs(expected).max()
@@ -66,10 +66,11 @@ def test_stages_export_with_any_prompt_length(case):
         torch.testing.assert_close(got, wanted, msg=name)
 
     axes = tuple(g and {g[0]: prefix + g[1] if g[1] else prefix} for g in grows)
-    shapes = {"x": None, "moment": None, "tensors": axes}
-    moments = plan.moments(4)
-    arguments = (g["noise"], moments[0], *read(*arguments))
+    shapes = {"x": None, "time_embedding": None, "tensors": axes}
+    time_embeddings = plan.time_embeddings(4)
+    arguments = (g["noise"], time_embeddings[0], *read(*arguments))
     step_program = torch.export.export(step, arguments, dynamic_shapes=shapes, **options).module()
     torch.testing.assert_close(
-        step_program(g["noise"], moments[3], *expected), step(g["noise"], moments[3], *expected)
+        step_program(g["noise"], time_embeddings[3], *expected),
+        step(g["noise"], time_embeddings[3], *expected),
     )

@@ -23,7 +23,7 @@ from sinew.engine.onnx.engine import OnnxEngine
 from sinew.engine.onnx.quantize import parse_recipe, quantize_graphs, round_weights
 from sinew.eval.gating import GATES
 from sinew.eval.report.gate import read_gate
-from sinew.models.smolvla import SmolVLA
+from sinew.families.smolvla.model import SmolVLA
 from sinew.policy import load
 from tests.engines import run_one
 from tests.golden import Golden

@@ -40,21 +40,21 @@ class Sleeper:
 @pytest.mark.parametrize(("alone", "shared", "chosen"), [(0.002, 0.02, 1), (0.02, 0.002, 4)])
 def test_the_faster_one_stays(alone, shared, chosen):
     run = Sleeper(alone, shared)
-    assert threads.settle(run, run.set_threads, 4)[0] == run.set == chosen
+    assert threads.tune_threads(run, run.set_threads, 4)[0] == run.set == chosen
     assert run.runs == [4] * threads.TRIES + [1] * threads.TRIES
 
 
 def test_a_slow_inference_is_tried_once(monkeypatch):
     monkeypatch.setattr(threads, "TOO_LONG_S", 0.005)
     run = Sleeper(0.001, 0.01)
-    count, reason = threads.settle(run, run.set_threads, 4)
+    count, reason = threads.tune_threads(run, run.set_threads, 4)
     assert (count, run.set, run.runs) == (4, 4, [4])
     assert "one per core" in reason
 
 
 def test_one_core_needs_no_trial():
     run = Sleeper(1, 1)
-    assert threads.settle(run, run.set_threads, 1)[0] == 1
+    assert threads.tune_threads(run, run.set_threads, 1)[0] == 1
     assert not run.runs
 
 

@@ -165,10 +165,10 @@ def test_the_onnx_operator_takes_plain_attention_alone(case):
     model = case[0].engine.model
     assert join_attention(Plan.of(model, rewrites=()).model).status == "applied"
     vision_attention(model)
-    twin = Plan.of(model, rewrites=()).model
-    outcome = join_attention(twin)
+    reference = Plan.of(model, rewrites=()).model
+    outcome = join_attention(reference)
     assert outcome.status == "not applicable"
     assert "RotaryAttention is not ViTAttention" in outcome.reason
     pixels = torch.from_numpy(case[1].pixels)[None]
     with torch.no_grad():  # the operator has no implementation: what runs here does not use it
-        assert torch.equal(twin.embed_images(pixels), model.embed_images(pixels))
+        assert torch.equal(reference.embed_images(pixels), model.embed_images(pixels))

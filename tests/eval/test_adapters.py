@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from sinew.eval.runner import Conduct, run_episode  # noqa: E402
 from sinew.eval.settings import Task, Variant  # noqa: E402
 from sinew.eval.suites import aloha, libero, metaworld, pusht, simpler, table  # noqa: E402
 from sinew.eval.suites.base import Frame, Tasks, drawing  # noqa: E402
-from sinew.presets.random_checkpoint import write_checkpoint  # noqa: E402
-from sinew.presets.smolvla_layout import TINY  # noqa: E402
+from sinew.families.smolvla.checkpoint import write_checkpoint  # noqa: E402
+from sinew.families.smolvla.layout import TINY  # noqa: E402
+from sinew.registry import architectures  # noqa: E402
 from sinew.serve.policies import Deployment  # noqa: E402
 from sinew.serve.process import Process  # noqa: E402
 from sinew.serve.scheduler import Scheduler  # noqa: E402
@@ -169,6 +171,36 @@ def test_libero_observation_and_action() -> None:
     adapter.fit(served("GR00T-N1.6", 7, "image", "wrist_image"))  # an opening from 0 to 1
     assert adapter.action(np.array([0, 0, 0, 0, 0, 0, 0.9], np.float32))[-1] == -1.0
     assert set(adapter.observation(raw)["images"]) == {"image", "wrist_image"}
+
+
+def test_a_gripper_goes_by_what_the_actions_say() -> None:
+    """A family that the project does not know closes a hand the wrong way unless its bundle says how."""
+    adapter = Mapped(Still(libero.Simulator.action_space), libero.MAPPING)
+    row = np.array([0, 0, 0, 0, 0, 0, 0.9], np.float32)
+    policy = served("somebodys", 7, "image")
+    for unit, expected in (("opening", -1.0), ("recorded", np.float32(0.9))):
+        adapter.fit({**policy, "action": {"dim": 7, "names": (), "units": ("",) * 6 + (unit,)}})
+        assert adapter.action(row)[-1] == expected
+    adapter.fit({**served("pi0", 7, "image"), "action": {"dim": 7, "units": ("",) * 6 + ("opening",)}})
+    assert adapter.action(row)[-1] == -1.0  # its own word, not its family's
+    adapter.fit(served("vla_adapter", 7, "image"))  # as OpenVLA-OFT: its statistics are of the same data sets
+    assert adapter.action(row)[-1] == -1.0
+    with pytest.raises(
+        SinewError, match=r"action.units: expected one of opening, recorded, got none; .*--env-options"
+    ):
+        adapter.fit(policy)
+    adapter = Mapped(
+        Still(libero.Simulator.action_space), replace(libero.MAPPING, action="opening_to_closing")
+    )
+    adapter.fit(policy)
+    assert adapter.action(row)[-1] == -1.0
+
+
+@pytest.mark.parametrize("suite", [libero, simpler], ids=lambda suite: suite.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("architecture", sorted(architectures()))
+def test_every_family_says_how_its_gripper_goes(suite: Any, architecture: str) -> None:
+    adapter = Mapped(Still(suite.Simulator.action_space), suite.MAPPING)
+    adapter.fit(served(architecture, 7, "camera1"))
 
 
 def test_aloha_takes_joint_angles_beyond_its_declared_space() -> None:

@@ -291,6 +291,23 @@ def test_real_time_measures_instead_of_simulating() -> None:
     assert later == 100 + episode.delays[1]  # aligned: the row of the present
 
 
+def test_a_world_that_is_slower_than_its_clock_misses_no_row() -> None:
+    """Its time passes when it is acted on, so periods that went by without a step are late and nothing more."""
+
+    class Slow(World):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.12)  # more than two periods
+            return super().step(action)
+
+    env = Slow(8)
+    conduct = Conduct(16, handover="aligned", realtime=True)
+    episode = run_episode(env, adapter_of(env), Coded(16), conduct, seed=0)
+    rows = [value for value in env.actions if value != HOLD]
+    assert rows == [rows[0] + k for k in range(len(rows))]
+    assert (episode.steps, len(rows)) == (8, episode.executed)
+    assert episode.late_ticks >= 8
+
+
 # ----------------------------------------------------------------------------- environments
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("gymnasium", reason="evaluation needs the sim extra")
 pytest.importorskip("mujoco", reason="the blocks task needs the sim extra")
 
 from sinew.cli import main
-from sinew.presets import golden
+from sinew.families.smolvla import golden
 
 
 def test_cameras_are_checked_before_a_policy_is_loaded(capsys, monkeypatch):

@@ -195,7 +195,7 @@ def groot(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[S
     context = run(model.read, image_tokens, cameras, tokens, valid, state)
     yield Stage("state_token", context.prefix[:, :1], g["state_token"])
     with Outputs([model.head.dit]) as outputs:
-        run(model.act, g["x_t"][0], moment(model, 0.0, run), context)
+        run(model.act, g["x_t"][0], embed_time(model, 0.0, run), context)
     yield Stage("dit_out_step0", outputs[0], g["dit_out_step0"])
     yield from outputs_of_the_head(model, g, context, run)
 
@@ -223,11 +223,11 @@ def outputs_of_the_head(model: Any, g: Golden, context: Any, run: Run) -> Iterat
     """At each of the reference's own points."""
     for step, (time, x_t, v_t) in enumerate(zip(model.solver.times(4), g["x_t"], g["v_t"], strict=True)):
         x = x_t.reshape(1, *x_t.shape[-2:])
-        yield Stage(f"v_t.{step}", run(model.act, x, moment(model, time, run), context), v_t)
+        yield Stage(f"v_t.{step}", run(model.act, x, embed_time(model, time, run), context), v_t)
 
 
-def moment(model: Any, time: float, run: Run) -> Tensor:
-    return run(model.moment, torch.tensor([time], dtype=torch.float64))
+def embed_time(model: Any, time: float, run: Run) -> Tensor:
+    return run(model.embed_time, torch.tensor([time], dtype=torch.float64))
 
 
 # ----------------------------------------------------------------------------- Evo-1
@@ -268,7 +268,7 @@ def evo1(policy: Policy, g: Golden, given: Observation, run: Run) -> Iterator[St
     times = model.solver.times(count)
     steps = g["steps"].tolist() if "steps" in g.tensors else range(count)
     for step, x_t, v_t in zip(steps, g["x_t"], g["v_t"], strict=True):
-        found = run(model.act, x_t, moment(model, times[step], run), context)
+        found = run(model.act, x_t, embed_time(model, times[step], run), context)
         yield Stage(f"v_t.{step}", found[..., :dims], v_t[..., :dims])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sinew.models.evo1 import Context
+from sinew.families.evo1.model import Context
 from sinew.policy import Policy, load
 from sinew.processing.steps import apply_image_steps
 from tests.closeness import assert_close, rounding
@@ -90,12 +90,12 @@ def test_tokens_and_state_equal_the_reference(case, states):
 def test_numbers_that_the_robot_has_not_are_zero_and_unread(case, context):
     policy, g = case
     model, dims = policy.engine.model, policy.spec.action.dim
-    moment = model.moment(torch.zeros(1, dtype=torch.float64))
+    time_embedding = model.embed_time(torch.zeros(1, dtype=torch.float64))
     for x_t in g["x_t"]:
-        found = model.act(x_t, moment, context)
+        found = model.act(x_t, time_embedding, context)
         assert not found[..., dims:].any()
         spoilt = torch.cat([x_t[..., :dims], torch.full_like(x_t[..., dims:], 7.0)], dim=-1)
-        assert torch.equal(model.act(spoilt, moment, context), found)
+        assert torch.equal(model.act(spoilt, time_embedding, context), found)
 
 
 @torch.inference_mode()
@@ -103,7 +103,7 @@ def test_time_and_state_move_the_velocity(case, read, states, context):
     """The comparison above is of something."""
     policy, g = case
     model = policy.engine.model
-    late, early = (model.moment(torch.tensor([t], dtype=torch.float64)) for t in (0.9, 0.0))
+    late, early = (model.embed_time(torch.tensor([t], dtype=torch.float64)) for t in (0.9, 0.0))
     other = model.head.context(states[2], context.valid[:, 0, :-1], read[4] + 0.5)
     x = g["noise"]
     assert (model.act(x, late, context) - model.act(x, early, context)).abs().max() > 1e-3
@@ -117,9 +117,9 @@ def test_time_rows_are_the_references(case):
     table = model.head.time_embedding.weight
     for count in range(1, 101):
         for k, time in enumerate(model.solver.times(count)):
-            row = model.moment(torch.tensor([time], dtype=torch.float64))[0]
+            row = model.embed_time(torch.tensor([time], dtype=torch.float64))[0]
             assert torch.equal(row, table[min(int(k / count * 999), 999)]), (k, count)
-    assert torch.equal(model.moment(torch.ones(1, dtype=torch.float64))[0], table[999])
+    assert torch.equal(model.embed_time(torch.ones(1, dtype=torch.float64))[0], table[999])
     if "time_index" in g.tensors:
         assert g["time_index"].tolist() == [int(k / 7 * 999) for k in range(7)]
 
@@ -134,8 +134,10 @@ def test_views_and_tokens_that_are_masked_change_nothing(case, read, context):
     views = [image_tokens, torch.full_like(image_tokens[:, :1], 3.0)]
     more, longer = pad(cameras, (0, 1)), (pad(tokens, (0, 5), value=3), pad(valid, (0, 5)))
     other = model.read(torch.cat(views, dim=1), more, *longer, state)
-    moment = model.moment(torch.zeros(1, dtype=torch.float64))
-    assert_close(rounding(model.act, g["noise"], moment, context), model.act(g["noise"], moment, other))
+    time_embedding = model.embed_time(torch.zeros(1, dtype=torch.float64))
+    assert_close(
+        rounding(model.act, g["noise"], time_embedding, context), model.act(g["noise"], time_embedding, other)
+    )
 
 
 @torch.inference_mode()

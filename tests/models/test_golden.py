@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-import sinew.presets.golden
+import sinew.families.smolvla.golden
 from sinew.policy import Policy
 from tests.golden import Golden
 
 
 def test_check_passes():
-    ((name, passed, detail),) = sinew.presets.golden.check()
+    ((name, passed, detail),) = sinew.families.smolvla.golden.check()
     assert passed, f"{name}: {detail}"
 
 
 def test_data_is_the_fixture(golden):
-    g, stored = Golden(golden / "smolvla-2cam"), sinew.presets.golden.observation()
+    g, stored = Golden(golden / "smolvla-2cam"), sinew.families.smolvla.golden.observation()
     expected = g.observation()
     assert stored.keys() == expected.keys()
     assert stored["prompt"] == expected["prompt"]
@@ -35,6 +35,6 @@ def test_check_fails_when_the_engine_is_wrong(monkeypatch):
         weight.data = weight + torch.full_like(weight, 0.5)
 
     monkeypatch.setattr(Policy, "__init__", damaged)
-    ((_, passed, detail),) = sinew.presets.golden.check()
+    ((_, passed, detail),) = sinew.families.smolvla.golden.check()
     assert not passed
     assert "reinstall" in detail

@@ -53,16 +53,16 @@ def test_time_buckets_are_the_references(case):
     policy, g = case
     model = policy.engine.model
     buckets: list[int] = []
-    hook = model.head.moment
-    model.head.moment = lambda bucket: buckets.extend(bucket.tolist())  # type: ignore[method-assign]
+    hook = model.head.embed_time
+    model.head.embed_time = lambda bucket: buckets.extend(bucket.tolist())  # type: ignore[method-assign]
     try:
         for count in range(1, 101):
             buckets.clear()
             for time in model.solver.times(count):
-                model.moment(torch.tensor([time], dtype=torch.float64))
+                model.embed_time(torch.tensor([time], dtype=torch.float64))
             assert buckets == [int(k / float(count) * 1000) for k in range(count)], count
     finally:
-        model.head.moment = hook
+        model.head.embed_time = hook
     assert g["t"][:, 0].tolist() == [0, 250, 500, 750]
 
 
@@ -84,7 +84,7 @@ def test_padding_of_the_prompt_changes_nothing(case):
 
     def output(ids, mask):
         context = model.read(image_tokens, cameras, ids, mask, state)
-        return model.act(g["noise"], model.moment(torch.zeros(1, dtype=torch.float64)), context)
+        return model.act(g["noise"], model.embed_time(torch.zeros(1, dtype=torch.float64)), context)
 
     assert_close(rounding(output, tokens, valid), output(*padded))
 

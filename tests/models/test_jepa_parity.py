@@ -51,7 +51,7 @@ def test_padding_of_the_prompt_changes_nothing(case):
 
     def output(ids, mask):
         context = model.read(image_tokens, cameras, ids, mask, state)
-        return model.act(g["noise"][None], model.moment(torch.zeros(1, dtype=torch.float64)), context)
+        return model.act(g["noise"][None], model.embed_time(torch.zeros(1, dtype=torch.float64)), context)
 
     assert_close(rounding(output, tokens, valid), output(*padded))
 
@@ -69,10 +69,10 @@ def test_the_head_stays_in_float32(case, jepa_bundle):
     with torch.inference_mode():
         context = model.read(*arguments)
         assert {each.dtype for each in (*context.keys, *context.values)} == {torch.float32}
-        moment = model.moment(torch.zeros(1, dtype=torch.float64))
-        given = model.act(g["noise"][None], moment, context)
+        time_embedding = model.embed_time(torch.zeros(1, dtype=torch.float64))
+        given = model.act(g["noise"][None], time_embedding, context)
     # Of one context the two heads make the same; the context differs, by the bits that bfloat16 has fewer.
-    assert_close(rounding(wide.act, g["noise"][None], moment, context), given)
+    assert_close(rounding(wide.act, g["noise"][None], time_embedding, context), given)
     exact = rounding(lambda: wide.read(*read(case[0], g)).keys[0])
     off = (context.keys[0].double() - exact.found).square().mean().sqrt()
     assert 0 < off <= FACTOR * exact.unit * BFLOAT16 / UNIT

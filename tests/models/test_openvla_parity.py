@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from sinew.bundle import Bundle
-from sinew.convert.families.bitvla import bundle_name
 from sinew.core import Observation, ObservationError, SinewError
+from sinew.families.bitvla.convert import bundle_name
+from sinew.families.openvla.model import bin_centres
 from sinew.layers.lowbit import codes
-from sinew.models.openvla import bin_centres
 from sinew.policy import Policy, load
 from tests.closeness import Rounding, assert_close, rounding
 from tests.golden import Golden, assert_parity, relative_l2
 
 CASES = ("openvla-oft", "openvla-ar", "vla-adapter", "bitvla")
-ENGINES = ("plan", "cuda")  # as near as onnx and cpu are; cuda as twins on a CPU
+ENGINES = ("plan", "cuda")  # as near as onnx and cpu are; cuda as references on a CPU
 RELATIVE = 1e-5  # of BitVLA, whose int8 roundings are at least 4e-4 away from a tie
 
 

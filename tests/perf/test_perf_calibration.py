@@ -18,6 +18,7 @@ from sinew.cli import main, perf_machine
 from sinew.core import SinewError, Timing
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.example import Shapes
+from sinew.families.smolvla import golden
 from sinew.models import build_on_meta
 from sinew.models.base import Model
 from sinew.perf.machine import fit as calibration
@@ -30,7 +31,6 @@ from sinew.perf.memory import fits, largest_fitting, memory_report, peaks
 from sinew.perf.program import Program, of_model
 from sinew.perf.request import LIMITS, Request
 from sinew.perf.trace import STAGES, trace
-from sinew.presets import golden
 from sinew.processing import ModelInputs
 from tests.engines import run_one
 

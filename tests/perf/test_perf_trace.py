@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from sinew.core import SinewError
 from sinew.engine.example import Inputs, Shapes
 from sinew.engine.plan import meta
+from sinew.families.smolvla import golden
 from sinew.models.base import Model
 from sinew.perf.memory import memory_report
 from sinew.perf.operators import Component, Residency
@@ -22,7 +23,6 @@ from sinew.perf.program import PRESETS, Program, of_model
 from sinew.perf.request import Request
 from sinew.perf.trace import STAGES, trace
 from sinew.policy import load
-from sinew.presets import golden
 
 ASSETS = Path(__file__).resolve().parents[2] / "sinew" / "assets"
 CAMERAS, TOKENS, CHUNK = 3, 32, 50  # the request of the VLA-Perf paper, arXiv 2602.18397
@@ -176,7 +176,7 @@ def run(model: Model, shapes: Shapes) -> None:
     device = next(model.parameters()).device
     context = Inputs.example(model, shapes).read(model)
     noise = torch.zeros(1, *model.noise_shape, device=device)
-    model.act(noise, next(iter(model.moments(1))), context)
+    model.act(noise, next(iter(model.time_embeddings(1))), context)
 
 
 class Known(TorchDispatchMode):

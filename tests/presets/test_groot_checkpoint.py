@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sinew.convert import convert
+from sinew.families.gr00t.checkpoint import TAG, GrootWidths, write_groot_checkpoint
 from sinew.policy import load
-from sinew.presets.groot_checkpoint import TAG, GrootWidths, write_groot_checkpoint
 
 TINY = GrootWidths(
     text={

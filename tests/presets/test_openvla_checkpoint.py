@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from sinew.convert import convert
+from sinew.families.openvla.checkpoint import oft_config, tensors, write_openvla_checkpoint
 from sinew.layers.decoder import DecoderConfig
 from sinew.models import build_on_meta
 from sinew.policy import load
-from sinew.presets.openvla_checkpoint import oft_config, tensors, write_openvla_checkpoint
 
 
 def test_a_tiny_one_converts_and_runs(golden: Path, tmp_path: Path) -> None:

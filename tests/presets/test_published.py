@@ -1,12 +1,25 @@
-"""Published sizes of the families without a random checkpoint in the package."""
+"""Published sizes: of every family, and the same as those of its random checkpoint of full size."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from sinew.convert.read.record import Record
+from sinew.families.gr00t import checkpoint as gr00t
+from sinew.families.gr00t import qwen
+from sinew.families.pi import checkpoint as pi
+from sinew.families.pi.convert import model_config as pi_config
+from sinew.families.smolvla import checkpoint as smolvla
+from sinew.families.smolvla.convert import model_config as smolvla_config
+from sinew.families.smolvla.convert import open_checkpoint
+from sinew.families.smolvla.layout import Widths
+from sinew.models.published import published
 from sinew.perf.program import Program, preset
 from sinew.perf.request import Request
-from sinew.presets.published import PUBLISHED
+from sinew.registry import presets
 
 # Numbers that a bundle holds, by hand: towers, language model, table of tokens and head. A part that is missing or has
 # another width changes them by more than a hundredth.
@@ -27,7 +40,7 @@ def test_sizes(name):
 
 def test_products_of_ternary_weights_count():
     """Two FLOPs for each weight and row, whatever its bits: the language model's, for one view and twenty tokens."""
-    assert "bitvla" in PUBLISHED
+    assert "bitvla" in presets()
     trace = Program.load("bitvla", Request(1, 20)).trace
     d, f, keys, layers = 2560, 6912, 640, 30
     rows = 256 + 1 + 20 + 56 + 1  # patches, state, prompt, slots of the chunk, stop
@@ -36,3 +49,30 @@ def test_products_of_ternary_weights_count():
     projector = 2 * (8 * d + d * d)
     assert trace.flops("prefix") == pytest.approx(2 * rows * weights + attention + projector, rel=0.01)
     assert trace.flops("vision") > 2 * 256 * 26 * (4 * 1152**2 + 2 * 1152 * 4304)
+
+
+def test_a_preset_is_the_random_checkpoint_of_smolvla(tmp_path: Path):
+    record = smolvla.policy_config(Widths(), "bf16-vlm", {"action": {}})
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    config = smolvla_config(open_checkpoint(tmp_path), smolvla.vlm_config(Widths()), {})
+    found = published("smolvla")
+    assert found.config == config
+    assert (found.side, found.tokens) == (config.vision.image_size, record["tokenizer_max_length"])
+    assert found.steps == record["num_steps"]
+
+
+@pytest.mark.parametrize(("preset_name", "architecture"), [("pi0", "pi0"), ("pi0.5", "pi05")])
+def test_a_preset_is_the_random_checkpoint_of_pi(preset_name, architecture):
+    found = published(preset_name)
+    record = pi.policy_config(architecture, cameras=found.views, dim=7)
+    assert found.config == pi_config(record, {}, preset_name)
+    assert (found.tokens, found.steps) == (record["tokenizer_max_length"], record["num_inference_steps"])
+
+
+def test_a_preset_is_the_random_checkpoint_of_gr00t_n17():
+    widths, here = gr00t.GrootWidths(), Path("config.json")
+    checkpoint = Record(here, gr00t.nvidia_files(widths)["config.json"])
+    vlm = Record(here, gr00t.vlm_files(widths)["vlm/config.json"])
+    found = published("gr00t-n1.7")
+    assert found.config == qwen.model_config(checkpoint, vlm, 8, 8)
+    assert (found.side, found.steps) == (widths.edge, checkpoint["num_inference_timesteps"])

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 
 import sinew
 from sinew.convert import convert
+from sinew.families.smolvla.checkpoint import write_checkpoint
+from sinew.families.smolvla.layout import TINY, Widths, tensors
 from sinew.presets.noise import write_tensors
-from sinew.presets.random_checkpoint import write_checkpoint
-from sinew.presets.smolvla_layout import TINY, TensorPlan, Widths, tensors
+from sinew.presets.plan import TensorPlan
 from sinew.presets.tokenizer import tokenizer_json
 
 

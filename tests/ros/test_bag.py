@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sinew_client.control import Blind
+from sinew_client.control import NoObservation
 from sinew_ros.contract import parse
 from sinew_ros.robot import TopicRobot
 
@@ -82,7 +82,7 @@ def test_a_bag_of_a_thousand_messages(tmp_path: Path) -> None:
             robot.camera("front", message)
             try:
                 seen.append(robot.observe())
-            except Blind as error:
+            except NoObservation as error:
                 blind.append(str(error))
     assert total == 511 + 511 - len(LOST) > 1000
     report = robot.report()["topics"]

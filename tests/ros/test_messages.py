@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sinew_client.control import Blind
+from sinew_client.control import NoObservation
 from sinew_ros import messages
 from sinew_ros.contract import Output
 from sinew_ros.messages import Refused
@@ -101,13 +101,13 @@ def test_hostile_messages_are_refused(data: bytes, height: int, width: int, step
 
 def test_every_message_is_counted_once() -> None:
     source = Newest("front", lambda seen: seen.value, lambda seen: seen, 0.5)
-    with pytest.raises(Blind, match="front: no message yet"):
+    with pytest.raises(NoObservation, match="front: no message yet"):
         source.take(10.0)
     for at in (0.0, 100.0, 100.1, 100.05, 103.0, 99.0):  # no stamp, good, good, late, of the future, old
         source.put(message(at=at, value=at), now=10.0, clock=100.2)
     assert source.take(10.01) == (100.1, pytest.approx(9.9))
     assert source.take(10.2)[0] == 100.1  # still young enough
-    with pytest.raises(Blind, match=r"front: the newest message is older than 0.5 s"):
+    with pytest.raises(NoObservation, match=r"front: the newest message is older than 0.5 s"):
         source.take(10.5)
     assert dict(source.dropped) == {
         "no stamp": 1,

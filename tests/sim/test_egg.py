@@ -89,6 +89,14 @@ def test_the_policy_streams() -> None:
     assert (again.steps, again.reactions_ms) == (episode.steps, episode.reactions_ms)
 
 
+def test_a_stream_of_20_hz_ends() -> None:
+    """A signature of the defect: 3 * (1 / 20) is more than 3 / 20, and simulated time waited for it for ever."""
+    env, adapter = make_env("sinew/Pen-v0", "", None)
+    adapter.control_hz, adapter.max_steps = 20.0, 6  # type: ignore[misc]
+    policy = load(BUNDLE.with_name("pen.gguf"), engine="eager", threads=1)
+    assert run_stream_episode(env, adapter, policy, Conduct(), 5000, Costs.parse("33:2.1")).steps == 6
+
+
 def test_eval_compares_streams_with_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--env",

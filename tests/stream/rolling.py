@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sinew.convert import convert
-from sinew.models.smolvla import SmolVLA
+from sinew.families.smolvla.model import SmolVLA
 from train.checkpoint import Design, write_configs, write_weights
 from train.objective import initialise
 

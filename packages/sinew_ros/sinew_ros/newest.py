@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from sinew_client.control import Blind
+from sinew_client.control import NoObservation
 
 from sinew_ros.messages import Refused, stamp
 
@@ -65,7 +65,7 @@ class Newest:
             self._stamp, self._taken = exposed, now - (clock - exposed)
 
     def take(self, now: float) -> tuple[Any, float]:
-        """Return the newest value and when it was exposed (the loop's clock). Raises :class:`Blind` without one."""
+        """Return the newest value and when it was exposed (the loop's clock). Raises :class:`NoObservation`."""
         with self._lock:
             message, self._message = self._message, None
             taken = self._taken
@@ -81,9 +81,9 @@ class Newest:
                     self.ages.append(now - taken)
         if self._value is None:
             why = f": {self.dropped.most_common(1)[0][0]}" if self.dropped else ""
-            raise Blind(f"{self.name}: no message yet{why}")
+            raise NoObservation(f"{self.name}: no message yet{why}")
         if now - self._seen > self.max_age:
-            raise Blind(f"{self.name}: the newest message is older than {self.max_age:g} s")
+            raise NoObservation(f"{self.name}: the newest message is older than {self.max_age:g} s")
         return self._value, self._seen
 
     def rate(self) -> float:

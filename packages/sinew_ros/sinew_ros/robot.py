@@ -58,7 +58,7 @@ class TopicRobot:
     # ------------------------------------------------------------------------- from the loop
 
     def observe(self) -> dict[str, Any]:
-        """Return the newest pictures and the state, in the policy's order and units. Raises Blind without them."""
+        """Return the newest pictures and the state, in the policy's order and units. Raises NoObservation."""
         now = time.monotonic()
         images, taken = {}, []
         for name, source in self.cameras.items():

@@ -19,14 +19,14 @@ from sinew.core import PolicySpec, SinewError
 from sinew.processing import Processor
 from sinew.processing.given import observation as as_given
 
-__all__ = ["CANNOT_TELL", "LOOKS_WRONG", "WRONG", "Finding", "Watch", "findings", "misfit"]
+__all__ = ["CANNOT_TELL", "LOOKS_WRONG", "WRONG", "Finding", "Watch", "findings", "mismatch"]
 
 ORDER = (WRONG, LOOKS_WRONG, CANNOT_TELL)
 SHAPE = 0.1  # of the aspect ratio
 NOTHING = Seen("nothing", 0)
 
 
-def misfit(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
+def mismatch(processor: Processor, seen: Mapping[str, Any]) -> Finding | None:
     """Return why the policy would refuse an observation; None where it takes it."""
     try:
         known = {key: seen[key] for key in ("images", "state") if key in seen}

@@ -80,7 +80,7 @@ class Joints:
 
     # ------------------------------------------------------------------------- fit
 
-    def misfit(self, states: np.ndarray) -> np.ndarray:
+    def mismatch(self, states: np.ndarray) -> np.ndarray:
         """Return the mean squared deviation of each number, [D], of states [n, D]; 0 where nothing is known."""
         found = ((self.steps(states) - self.mean) / self.std) ** 2
         return np.where(self.known, found.mean(0), 0.0)
@@ -94,7 +94,7 @@ class Joints:
         """Return what looks wrong about states float [n, D] as the robot gives them, finite."""
         if not self.known.any() or not len(states):
             return []
-        before = self.misfit(states)
+        before = self.mismatch(states)
         tried = [self._exchanged(states, before), self._negated(states, before), self._scaled(states, before)]
         told = [each for each in tried if each is not None]
         best = min(told, key=lambda each: each[0], default=None)
@@ -143,7 +143,7 @@ class Joints:
     def _exchanged(
         self, states: np.ndarray, before: np.ndarray
     ) -> tuple[float, list[Finding], set[int]] | None:
-        """Return the order in which the numbers fit best, if it is another one by a margin: the misfit that is left,
+        """Return the order in which the numbers fit best, if it is another one by a margin: the mismatch that is left,
         what to say, and which places it explains."""
         size = len(before)
         if not 2 <= size <= MAX_JOINTS:
@@ -151,7 +151,7 @@ class Joints:
         cost = np.empty((size, size))  # of the robot's number i in the place j
         for i in range(size):
             full = np.repeat(states[:, i : i + 1], size, axis=1)
-            cost[i] = self.misfit(full)
+            cost[i] = self.mismatch(full)
         cost = np.where(
             self.known[:, None] & self.known[None], cost, np.where(np.eye(size, dtype=bool), 0.0, 1e6)
         )
@@ -181,7 +181,7 @@ class Joints:
         self, states: np.ndarray, before: np.ndarray
     ) -> tuple[float, list[Finding], set[int]] | None:
         """Return the numbers that fit with the other sign and not with their own."""
-        after = self.misfit(-states)
+        after = self.mismatch(-states)
         found = self._better(states, before, after)
         if not found:
             return None
@@ -203,7 +203,7 @@ class Joints:
         """Return the unit in which the numbers fit, if it is another one."""
         best: tuple[float, float, set[int]] | None = None
         for scale in SCALES:
-            after = self.misfit(states * scale)
+            after = self.mismatch(states * scale)
             found = self._better(states, before, after)
             if (
                 scale < 1
@@ -221,7 +221,7 @@ class Joints:
         if best is None:
             return None
         _, scale, found = best
-        after = self.misfit(states * scale)
+        after = self.mismatch(states * scale)
         left = float(sum(after[i] if i in found else before[i] for i in range(len(before))))
         first, words = min(found), SCALES[scale]
         names = ", ".join(self.names[i] for i in sorted(found))

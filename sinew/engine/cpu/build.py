@@ -25,21 +25,21 @@ from sinew import scratch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME, HASH = "lowbit.so", "lowbit.sha256"
-# Sums are rounded as the twin rounds them: nothing may be contracted to a fused multiply-add.
+# Sums are rounded as the reference rounds them: nothing may be contracted to a fused multiply-add.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
 FUSED = "-ffp-contract=fast"  # but what stands between products promises no bit
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-EVERYWHERE = ("portable", "between_portable", "dispatch", "product", "between")
+EVERYWHERE = ("portable", "floats_portable", "dispatch", "product", "floats")
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "between_avx2": ("-mavx2", "-mfma", FUSED),
-        "between_avx512": (*AVX512, FUSED),
+        "floats_avx2": ("-mavx2", "-mfma", FUSED),
+        "floats_avx512": (*AVX512, FUSED),
         "x86_avx2": ("-mavx2",),
         "x86_avxvnni": ("-mavx2", "-mavxvnni"),
         "x86_avx512vnni": (*AVX512, "-mavx512vnni"),
     },
     "aarch64": {
-        "between_neon": ("-march=armv8.2-a", FUSED),
+        "floats_neon": ("-march=armv8.2-a", FUSED),
         "arm_dotprod": ("-march=armv8.2-a+dotprod",),
         "arm_i8mm": ("-march=armv8.2-a+dotprod+i8mm",),
     },

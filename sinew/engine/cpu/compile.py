@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinew.engine.cpu.between import attend, gelu_, silu_times_
+from sinew.engine.cpu.float_kernels import attend, gelu_, silu_times_
 from sinew.engine.plan.plan import Plan
 from sinew.engine.plan.rewrite import Outcome, Status, become, foreign, left_out, spans
 from sinew.layers.decoder import DecoderAttention, GatedMLP, KeyValue
@@ -115,18 +115,18 @@ COMPILED: tuple[tuple[str, type[nn.Module], Callable[[Any], str | None], type[nn
 )
 
 
-def compile_between(plan: Plan) -> Plan:
+def compile_floats(plan: Plan) -> Plan:
     """Return ``plan`` with compiled operators in its model, which is changed in place, and what became of each kind.
 
     Layers that read the same input are one call where their weights are of one format: it is rounded once.
     """
     outcomes = [*plan.outcomes]
-    for what, kind, misfit, into in COMPILED:
+    for what, kind, mismatch, into in COMPILED:
         done, left = [], {}
         for name, module in list(plan.model.named_modules()):
             if not isinstance(module, kind):
                 continue
-            if why := foreign(module, kind) or misfit(module):
+            if why := foreign(module, kind) or mismatch(module):
                 left[name] = why
                 continue
             become(module, into)

@@ -1,6 +1,6 @@
-"""The compiled library: loaded once, checked against the twin, and put behind the operator.
+"""The compiled library: loaded once, checked against the reference, and put behind the operator.
 
-Without it the operator computes the same with the twin, slowly; ``sinew doctor`` says which of the two and why.
+Without it the operator computes the same with the reference, slowly; ``sinew doctor`` says which of the two and why.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sinew.bundle.quant import FORMATS, pack_ternary
-from sinew.engine.cpu import between as floats
-from sinew.engine.cpu.between import TWINS, Between
+from sinew.engine.cpu import float_kernels
 from sinew.engine.cpu.build import build
+from sinew.engine.cpu.float_kernels import REFERENCES, FloatKernels
 from sinew.layers import lowbit
 
 log = logging.getLogger(__name__)
@@ -30,20 +30,21 @@ STATUS = {1: "arguments that make no sense", 2: "not enough memory"}
 
 @dataclass(frozen=True)
 class Extension:
-    """What computes low-bit products here. ``kernels``: an instruction set, or "twin"; ``available``: all that this CPU
-    can run, best first."""
+    """What computes low-bit products here.
+
+    kernels: an instruction set, or "reference". available: all that this CPU can run, best first."""
 
     kernels: str
     reason: str
     available: tuple[str, ...] = ()
-    multiply: Callable[..., Tensor] = lowbit.twin
-    multiply_all: Callable[..., list[Tensor]] = lowbit.twin_all
-    between: Between = TWINS
+    multiply: Callable[..., Tensor] = lowbit.reference
+    multiply_all: Callable[..., list[Tensor]] = lowbit.reference_all
+    floats: FloatKernels = REFERENCES
 
     @property
     def compiled(self) -> bool:
-        """Return True where a kernel computes, False where the twin does."""
-        return self.kernels != "twin"
+        """Return True where a kernel computes, False where the reference does."""
+        return self.kernels != "reference"
 
 
 @cache
@@ -51,7 +52,7 @@ def extension() -> Extension:
     """Return what this machine has, compiled, loaded, checked and installed behind the operator on the first call."""
     found = _load(os.environ.get(SWITCH, ""))
     lowbit.install(found.multiply_all)
-    floats.install(found.between)
+    float_kernels.install(found.floats)
     if not found.compiled:
         log.warning("low-bit products are computed by PyTorch, slowly: %s", found.reason)
     return found
@@ -59,26 +60,26 @@ def extension() -> Extension:
 
 def _load(wish: str) -> Extension:
     if wish == "off":
-        return Extension("twin", f"{SWITCH}=off")
+        return Extension("reference", f"{SWITCH}=off")
     built = build()
     if built.path is None:
-        return Extension("twin", built.reason)
+        return Extension("reference", built.reason)
     try:
         library = load(str(built.path))
     except OSError as error:
-        return Extension("twin", f"{built.path} does not load: {error}")
+        return Extension("reference", f"{built.path} does not load: {error}")
     names = kernel_names(library)
     if wish and wish not in names:
-        return Extension("twin", f"{SWITCH}={wish}: this CPU has {', '.join(names)}", names)
+        return Extension("reference", f"{SWITCH}={wish}: this CPU has {', '.join(names)}", names)
     index = names.index(wish) if wish else 0
     multiply = partial(_multiply, library, index)
-    between = Between.compiled(library, index)
-    if wrong := differs(multiply) or floats.differs(between):
+    floats = FloatKernels.compiled(library, index)
+    if wrong := differs(multiply) or float_kernels.differs(floats):
         return Extension(
-            "twin", f"{names[index]} kernels of {built.path} differ from the twin in {wrong}", names
+            "reference", f"{names[index]} kernels of {built.path} differ from the reference in {wrong}", names
         )
     multiply_all = partial(_multiply_all, library, index)
-    return Extension(names[index], built.reason, names, multiply, multiply_all, between)
+    return Extension(names[index], built.reason, names, multiply, multiply_all, floats)
 
 
 def load(path: str) -> Any:
@@ -116,7 +117,7 @@ def _multiply(
     name: str,
     smallest: float,
 ) -> Tensor:
-    """As :func:`sinew.layers.lowbit.twin`. Raises ValueError for tensors that do not fit each other."""
+    """As :func:`sinew.layers.lowbit.reference`. Raises ValueError for tensors that do not fit each other."""
     return _multiply_all(library, kernels, x, [weight], [scale], [bias], name, smallest)[0]
 
 
@@ -130,7 +131,7 @@ def _multiply_all(
     name: str,
     smallest: float,
 ) -> list[Tensor]:
-    """As :func:`sinew.layers.lowbit.twin_all`. Raises ValueError for tensors that do not fit each other."""
+    """As :func:`sinew.layers.lowbit.reference_all`. Raises ValueError for tensors that do not fit each other."""
     stored = FORMATS[name]
     rows, k = x.shape
     layers, results = [], []
@@ -166,7 +167,7 @@ def _multiply_all(
 
 
 def differs(multiply: Callable[..., Tensor]) -> str:
-    """Return the name of a format in which ``multiply`` differs from the twin; empty if there is none.
+    """Return the name of a format in which ``multiply`` differs from the reference; empty if there is none.
 
     A miscompiled library, or one made for another machine, shows here and not in a robot's actions.
     """
@@ -183,6 +184,6 @@ def differs(multiply: Callable[..., Tensor]) -> str:
             blocks = weight.view(channels, k // 32, -1)
             blocks[..., :2] = torch.rand(channels, k // 32, 1, generator=random).half().view(torch.uint8)
         arguments = (x, weight, scale, None, name, lowbit.TINY)
-        if not torch.equal(multiply(*arguments), lowbit.twin(*arguments)):
+        if not torch.equal(multiply(*arguments), lowbit.reference(*arguments)):
             return name
     return ""

@@ -6,7 +6,7 @@ import logging
 
 from sinew.bundle import Bundle
 from sinew.engine.backend import Options
-from sinew.engine.cpu.compile import compile_between
+from sinew.engine.cpu.compile import compile_floats
 from sinew.engine.cpu.library import extension
 from sinew.engine.loading import load_model, open_device
 from sinew.engine.plan.engine import ON_CPU, PlannedEngine
@@ -24,7 +24,7 @@ def open_cpu(bundle: Bundle, options: Options) -> PlannedEngine:
     model = load_model(bundle, where, options.dtype, storage)
     plan = Plan.of(model, bundle.manifest.spec.solver_steps, set(ON_CPU) - {"sigmoid-gelu"})
     recipe = stored_recipe(bundle, model)
-    engine = PlannedEngine(compile_between(plan) if kernels.compiled else plan, where, recipe)
+    engine = PlannedEngine(compile_floats(plan) if kernels.compiled else plan, where, recipe)
     bundle.release(engine.model.parameters())
     log.info("low-bit products by %s kernels (%s)", kernels.kernels, kernels.reason)
     return engine

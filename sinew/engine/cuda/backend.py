@@ -19,13 +19,13 @@ class Cuda(Backend):
 
     def unproved(self, bundle: Bundle, options: Options) -> str:
         if options.kind == "cpu":
-            return "engine cuda runs its kernels' twins on a CPU, which is for tests of them"
+            return "engine cuda runs its kernels' references on a CPU, which is for tests of them"
         return proofs.lacking(bundle.path, self.name, options.device)
 
     def device(self) -> tuple[str, str]:
         return (
             "cuda",
-            f"engine cuda is for GPUs; {option('device', 'cpu')} runs its kernels' twins, to test them",
+            f"engine cuda is for GPUs; {option('device', 'cpu')} runs its kernels' references, to test them",
         )
 
     def dtype(self, kind: str) -> tuple[str, str]:

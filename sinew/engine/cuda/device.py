@@ -21,12 +21,12 @@ def require(device: torch.device, options: CudaOptions) -> None:
             raise SinewError("pdl: dependent launch needs a GPU, got device cpu")
         return
     if device.type != "cuda":
-        raise SinewError(f"engine cuda: expected device cuda:N (or cpu, for its twins), got {device}")
+        raise SinewError(f"engine cuda: expected device cuda:N (or cpu, for its references), got {device}")
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise SinewError(
             f"engine cuda on {device}: torch {torch.__version__} ({built}) finds no CUDA device;"
-            " `sinew doctor` says more, and device cpu runs the kernels' twins"
+            " `sinew doctor` says more, and device cpu runs the kernels' references"
         )
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise SinewError(f"engine cuda on {device}: expected one of {torch.cuda.device_count()} devices")
@@ -59,7 +59,7 @@ def require(device: torch.device, options: CudaOptions) -> None:
 def describe(device: torch.device) -> str:
     """Describe in one line what the engine would run on ``device``."""
     if device.type != "cuda":
-        return "the kernels' PyTorch twins, no graph"
+        return "the kernels' PyTorch references, no graph"
     from sinew.engine.cuda.fp8 import linear as fp8
     from sinew.engine.cuda.tune import tuning
 

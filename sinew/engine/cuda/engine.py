@@ -1,7 +1,7 @@
 """The CUDA engine: a fused model, recorded once per shape of an observation, replayed for each one.
 
-On a CPU (`engine="cuda", device="cpu"`) the same program runs with the kernels' twins and without graphs. That is how
-it is tested where there is no GPU; it is slower than the other engines and never chosen by itself.
+On a CPU (`engine="cuda", device="cpu"`) the same program runs with the kernels' references and without graphs. So it
+is tested where there is no GPU; it is slower than the other engines and never chosen by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sinew.engine.cuda.device import describe, require
 from sinew.engine.cuda.frames import fits
 from sinew.engine.cuda.fused.fuse import fuse
 from sinew.engine.cuda.fused.launches import Kernels
-from sinew.engine.cuda.fused.ops import Ops, Plain, Twins
+from sinew.engine.cuda.fused.ops import Ops, Plain, References
 from sinew.engine.cuda.graphs import Calls, Graphs, Kept, Recorder
 from sinew.engine.cuda.options import CudaOptions
 from sinew.engine.cuda.program import Key, Program
@@ -159,7 +159,7 @@ class CudaEngine(Engine):
             if step == 0:
                 program.begin()
             if step >= 0:
-                program.moment.copy_(program.moments[step])
+                program.time_embedding.copy_(program.time_embeddings[step])
             self._wait()
             watch.begin()
             recorded.replay()
@@ -211,4 +211,4 @@ def _ops(device: torch.device, options: CudaOptions) -> Ops:
     if not options.kernels:
         return Plain()
     on_gpu = device.type == "cuda"
-    return Kernels(device, bool(options.pdl), bool(options.prefetch)) if on_gpu else Twins()
+    return Kernels(device, bool(options.pdl), bool(options.prefetch)) if on_gpu else References()

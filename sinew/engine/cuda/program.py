@@ -60,7 +60,7 @@ class Program:
         self.key, self.ops, self.recorder = key, ops, recorder
         self.model = model = cast(Any, plan.model)
         self.prompt = processing.prompt
-        self.moments = plan.moments(key.steps)
+        self.time_embeddings = plan.time_embeddings(key.steps)
         self.steps = self.model.solver.steps(key.steps)
         image = processing.image
         fields: dict[str, Field] = {
@@ -87,7 +87,7 @@ class Program:
         shape = (1, *self.model.noise_shape)
         # The chunk: noise before the steps, actions after them.
         self.x = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.moment = torch.zeros_like(self.moments[0])
+        self.time_embedding = torch.zeros_like(self.time_embeddings[0])
         self.units, self.actions = units, self.x[0]  # what is read back
         if units is not None:
             self.actions = torch.zeros(shape[1], units.dim, dtype=units.dtype, device=device)
@@ -135,8 +135,8 @@ class Program:
         return self._read(self.recorded("vision").result)
 
     def step(self) -> Tensor:
-        """The head's output at ``x`` and ``moment``, for :meth:`advance`."""
-        return self.model.act(self.x, self.moment, self.recorded("read").result)
+        """The head's output at ``x`` and ``time_embedding``, for :meth:`advance`."""
+        return self.model.act(self.x, self.time_embedding, self.recorded("read").result)
 
     def advance(self, step: int) -> None:
         """Move ``x`` by the output of the step that was just replayed."""
@@ -145,8 +145,8 @@ class Program:
     def chunk(self) -> None:
         context = self._read(self.vision())
         noise = self.staging.device["noise"][None]
-        act = lambda x, moment: self.model.act(x, moment, context)  # noqa: E731
-        self.x.copy_(solve(act, noise, self.steps, self.moments))
+        act = lambda x, time_embedding: self.model.act(x, time_embedding, context)  # noqa: E731
+        self.x.copy_(solve(act, noise, self.steps, self.time_embeddings))
         self.finish()
 
     def begin(self) -> None:

@@ -16,7 +16,7 @@ from sinew.core import RTC
 from sinew.engine.engine import Context, Engine, Facts, Watch
 from sinew.engine.example import Inputs
 from sinew.engine.precision import precision_of
-from sinew.engine.threads import settle
+from sinew.engine.threads import tune_threads
 from sinew.engine.traced import as_array, named_arrays, recorded_rows
 from sinew.models.base import Model
 from sinew.processing import ModelInputs
@@ -57,7 +57,7 @@ class EagerEngine(Engine):
         now = torch.get_num_threads()
         # A number that an earlier policy was tuned to was not set by the user.
         many = min(_AT_FIRST if now == EagerEngine._settled else now, machine.recommended_threads()[0])
-        self._threads, reason = settle(infer, torch.set_num_threads, many)
+        self._threads, reason = tune_threads(infer, torch.set_num_threads, many)
         EagerEngine._settled = self._threads
         return reason
 
@@ -90,8 +90,8 @@ class EagerEngine(Engine):
         if guidance is not None and getattr(guidance, "jacobian", True):
             context = pytree.tree_map(_differentiable, context)
 
-        def act(x: Tensor, moment: Tensor) -> Tensor:
-            output = model.act(x, moment, context)
+        def act(x: Tensor, time_embedding: Tensor) -> Tensor:
+            output = model.act(x, time_embedding, context)
             if watch.trace is not None:
                 watch.trace.head.append(as_array(output[0]))
             return output
@@ -101,7 +101,7 @@ class EagerEngine(Engine):
                 act,
                 torch.from_numpy(noise).to(self.device),
                 model.solver.steps(steps),
-                self.moments(steps, guidance),
+                self.time_embeddings(steps, guidance),
                 lambda: self._lap(watch, "step"),
                 guidance,
             )
@@ -109,9 +109,9 @@ class EagerEngine(Engine):
                 watch.trace.head.append(as_array(x[0]))
             return x.float().cpu().numpy()
 
-    def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
+    def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         """Return what each step takes from the time, or from the times of its rows."""
-        return self.model.moments(steps, getattr(guidance, "committed", None))
+        return self.model.time_embeddings(steps, getattr(guidance, "committed", None))
 
     @torch.inference_mode()
     def renew(self, context: Context, state: np.ndarray) -> Context:
@@ -120,7 +120,7 @@ class EagerEngine(Engine):
     @torch.inference_mode()
     def evaluate(self, context: Context, x: np.ndarray, times: np.ndarray) -> np.ndarray:
         at = self.place(np.asarray(times, np.float64))
-        return self.model.act(self.place(x), self.model.moment(at), context).float().cpu().numpy()
+        return self.model.act(self.place(x), self.model.embed_time(at), context).float().cpu().numpy()
 
     @torch.inference_mode()
     def read_text(self, inputs: ModelInputs, text: list[int]) -> tuple[Context, int]:

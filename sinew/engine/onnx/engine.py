@@ -204,8 +204,8 @@ class OnnxEngine(Engine):
         act = self._act(context, noise, table[:1])
         if watch.trace is not None:
             act = _noted(act, watch.trace)
-        moments = np.split(table, len(table))
-        x = solve(act, noise, self.solver.steps(steps), moments, lambda: watch.lap("step"), guidance)
+        time_embeddings = np.split(table, len(table))
+        x = solve(act, noise, self.solver.steps(steps), time_embeddings, lambda: watch.lap("step"), guidance)
         if watch.trace is not None:
             watch.trace.head.append(x[0].copy())
         return x
@@ -222,7 +222,7 @@ class OnnxEngine(Engine):
         return super().run(inputs, noise, steps, guidance, watch)
 
     def _table(self, steps: int) -> np.ndarray:
-        """Return the moments of so many steps, [steps, ...]."""
+        """Return the time embeddings of so many steps, [steps, ...]."""
         table = self.tables.get(steps)
         if table is None:
             ready = ", ".join(map(str, self.graphs.steps))
@@ -266,7 +266,7 @@ class OnnxEngine(Engine):
             camera_mask = np.pad(camera_mask, ((0, 0), (0, missing)))
         return image_tokens, camera_mask
 
-    def _act(self, reads: Sequence[Any], x: np.ndarray, moment: np.ndarray) -> Any:
+    def _act(self, reads: Sequence[Any], x: np.ndarray, time_embedding: np.ndarray) -> Any:
         """Bind to the step stage everything that does not change during the solver's loop."""
         session = self.sessions["step"]
         binding = session.io_binding()
@@ -275,15 +275,15 @@ class OnnxEngine(Engine):
             if name in used:
                 binding.bind_ortvalue_input(name, value)
         # An OrtValue on the CPU is a window on the array: these three are ours, and filled before each step.
-        x_in, moment_in, out = np.array(x), np.array(moment), np.empty_like(x)
-        for name, array in (("x", x_in), ("moment", moment_in)):
+        x_in, time_in, out = np.array(x), np.array(time_embedding), np.empty_like(x)
+        for name, array in (("x", x_in), ("moment", time_in)):
             if name in used:
                 binding.bind_ortvalue_input(name, self._value(array))
         binding.bind_ortvalue_output("output", self._value(out))
 
-        def act(x: np.ndarray, moment: np.ndarray) -> np.ndarray:
+        def act(x: np.ndarray, time_embedding: np.ndarray) -> np.ndarray:
             np.copyto(x_in, x)
-            np.copyto(moment_in, moment)
+            np.copyto(time_in, time_embedding)
             session.run_with_iobinding(binding)
             return out
 
@@ -291,7 +291,7 @@ class OnnxEngine(Engine):
 
 
 def _table(path: Path, steps: int) -> np.ndarray:
-    """Return the moments of so many steps, [steps, ...]. Raises :class:`BundleError`."""
+    """Return the time embeddings of so many steps, [steps, ...]. Raises :class:`BundleError`."""
     try:
         table: np.ndarray = np.load(path, allow_pickle=False)
     except Exception as error:  # noqa: BLE001 - numpy reads the head as Python, with what errors that has
@@ -302,8 +302,8 @@ def _table(path: Path, steps: int) -> np.ndarray:
 
 
 def _noted(act: Any, trace: Trace) -> Any:
-    def noted(x: np.ndarray, moment: np.ndarray) -> np.ndarray:
-        output = act(x, moment)
+    def noted(x: np.ndarray, time_embedding: np.ndarray) -> np.ndarray:
+        output = act(x, time_embedding)
         trace.head.append(output[0].copy())
         return output
 

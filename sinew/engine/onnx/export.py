@@ -26,7 +26,7 @@ from sinew.engine.onnx.attention import join_attention
 from sinew.engine.onnx.graphs import COMPONENT, GraphSet, table_path
 from sinew.engine.onnx.reshapes import constant_targets
 from sinew.engine.plan.plan import REWRITES, Plan
-from sinew.engine.plan.rewrite import twin
+from sinew.engine.plan.rewrite import clone_model
 from sinew.engine.plan.stages import Vision, stages
 from sinew.extras import MissingPackageError
 from sinew.layers.stores.codes import codes_of
@@ -82,7 +82,7 @@ def export_graphs(
     any_views: dict[str, Any] = {
         "pixels": several | ({1: Dim.DYNAMIC} if views > 1 and model.views is None else {})
     }
-    recorded = twin(model)
+    recorded = clone_model(model)
     joined = join_attention(recorded)
     log.info("%s: %s, %s", joined.name, joined.status, joined.reason)
     component = model.component_of
@@ -93,13 +93,17 @@ def export_graphs(
     axes: dict[str, Any] = dict(zip(given, (several, several, length, length, several), strict=True))
     _write(read, inputs, axes, given, list(reads), directory / "read.onnx", component)
     prefix = Dim("prefix", min=2, max=1 << 15)
-    sample = (torch.zeros(count, *model.noise_shape), plan.moments(next(iter(steps)))[0], *read(*inputs))
+    sample = (
+        torch.zeros(count, *model.noise_shape),
+        plan.time_embeddings(next(iter(steps)))[0],
+        *read(*inputs),
+    )
     growing = [{g[0]: prefix + g[1] if g[1] else prefix} if g else {} for g in grows]
     tensors = tuple(
         axes | ({axis: batch} if several and axis is not None else {})
         for axes, axis in zip(growing, batch_axes, strict=True)
     )
-    axes = {"x": several, "moment": None, "tensors": tensors}
+    axes = {"x": several, "time_embedding": None, "tensors": tensors}
     given = ["x", "moment", *reads]
     _write(step, sample, axes, given, ["output"], directory / "step.onnx", component)
     write_tables(plan, directory, steps)
@@ -110,9 +114,9 @@ def export_graphs(
 
 @torch.no_grad()
 def write_tables(plan: Plan, directory: Path, steps: Sequence[int]) -> None:
-    """Write the moments of each number of solver steps, a row per step."""
+    """Write the time embeddings of each number of solver steps, a row per step."""
     for count in steps:
-        table = torch.cat(plan.moments(count)).float().numpy()
+        table = torch.cat(plan.time_embeddings(count)).float().numpy()
         np.save(table_path(directory, count), table, allow_pickle=False)
 
 

@@ -78,13 +78,13 @@ def cost(plan: Plan, shapes: Shapes) -> Cost:
     """Return the cost of one observation, on a plan over a meta model (:func:`on_meta`)."""
     model, inputs = plan.model, Inputs.example(plan.model, shapes)
     noise = torch.empty(1, *model.noise_shape, device=inputs.state.device)
-    plan.moments(shapes.steps)  # a table is made once, not per observation
+    plan.time_embeddings(shapes.steps)  # a table is made once, not per observation
     once, per_step = _Meter(), _Meter()
     with once:
         context = inputs.read(model)
     with per_step:
         first = model.solver.steps(shapes.steps)[:1], islice(plan.schedule(shapes.steps), 1)
-        solve(lambda x, moment: model.act(x, moment, context), noise, *first)
+        solve(lambda x, time_embedding: model.act(x, time_embedding, context), noise, *first)
     weights = sum(map(_nbytes, model.parameters()))
     return Cost(
         once.flops + shapes.steps * per_step.flops, once.bytes + shapes.steps * per_step.bytes, weights

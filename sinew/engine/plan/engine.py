@@ -21,7 +21,7 @@ class PlannedEngine(EagerEngine):
         super().__init__(plan.model, device, recipe)
         self.plan = plan
 
-    def moments(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
+    def time_embeddings(self, steps: int, guidance: Guidance | None = None) -> Iterable[Tensor]:
         if getattr(guidance, "committed", None) is not None:
-            return super().moments(steps, guidance)  # times of rows are in no table
+            return super().time_embeddings(steps, guidance)  # times of rows are in no table
         return self.plan.schedule(steps)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sinew.engine.plan.rewrite import Rewrite, Status, loaded_class, verdict
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.linear import Linear, not_linear
 from sinew.layers.norm import AdaRMSNorm, GemmaRMSNorm, LayerNorm, RMSNorm, rms_normalize
 from sinew.models.base import Model
@@ -32,21 +32,21 @@ class UnitLayerNorm(nn.Module):
         return F.layer_norm(x.to(self.dtype), self.shape, eps=self.eps)
 
 
-def sites(model: nn.Module) -> Iterator[tuple[str, Joint]]:
-    """Yield the joints that the model and its blocks declare, with the norm's name."""
+def sites(model: nn.Module) -> Iterator[tuple[str, FoldSite]]:
+    """Yield the sites that the model and its blocks declare, with the norm's name."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in model.modules():
-        if "joints" in vars(loaded_class(module)):
-            for joint in module.joints():  # type: ignore[operator]
-                yield f"{names[id(joint.owner)]}.{joint.norm}".lstrip("."), joint
+        if "fold_sites" in vars(loaded_class(module)):
+            for site in module.fold_sites():  # type: ignore[operator]
+                yield f"{names[id(site.owner)]}.{site.norm}".lstrip("."), site
 
 
-def linears(joint: Joint) -> list[Linear] | str:
-    """Return the linear layers that read the norm of ``joint``, or why it cannot be folded into them."""
-    norm, found = getattr(joint.owner, joint.norm), []
+def linears(site: FoldSite) -> list[Linear] | str:
+    """Return the linear layers that read the norm of ``site``, or why it cannot be folded into them."""
+    norm, found = getattr(site.owner, site.norm), []
     if type(norm) not in (RMSNorm, GemmaRMSNorm, LayerNorm):
         return f"{type(norm).__name__} is not a norm of fixed weights"
-    for reader in joint.readers:
+    for reader in site.readers:
         if "inputs" in vars(loaded_class(reader)):
             found += reader.inputs()  # type: ignore[operator]
         elif isinstance(reader, nn.Linear):
@@ -84,12 +84,12 @@ def fold(norm: RMSNorm | LayerNorm, readers: list[Linear]) -> nn.Module:
 
 def _fold_norms(model: Model) -> tuple[Status, str, tuple[str, ...]]:
     names, left = [], {}
-    for name, joint in list(sites(model)):
-        readers = linears(joint)
+    for name, site in list(sites(model)):
+        readers = linears(site)
         if isinstance(readers, str):
             left[name] = readers
             continue
-        setattr(joint.owner, joint.norm, fold(getattr(joint.owner, joint.norm), readers))
+        setattr(site.owner, site.norm, fold(getattr(site.owner, site.norm), readers))
         names.append(name)
     reason = "each norm has linear layers as its only readers"
     if any(isinstance(module, AdaRMSNorm) for module in model.modules()):

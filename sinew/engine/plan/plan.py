@@ -15,7 +15,7 @@ from sinew.engine.plan.norms import FOLD_NORMS
 from sinew.engine.plan.packing import PACK_GATE_UP, PACK_QKV
 from sinew.engine.plan.positions import HOIST_POSITIONS
 from sinew.engine.plan.prefix_end import DROP_UNREAD, LAST_LAYER
-from sinew.engine.plan.rewrite import Outcome, twin
+from sinew.engine.plan.rewrite import Outcome, clone_model
 from sinew.engine.plan.time_tables import TABULATE_TIME
 from sinew.models.base import Model
 
@@ -60,14 +60,14 @@ class Plan:
         if unknown := chosen.difference(REWRITES):
             known = ", ".join(REWRITES)
             raise SinewError(f"rewrites: expected names of {known}, got {', '.join(sorted(unknown))}")
-        rewritten = twin(model)
+        rewritten = clone_model(model)
         outcomes = [
             rewrite(rewritten) if name in chosen else Outcome(name, "off", "switched off")
             for name, rewrite in REWRITES.items()
         ]
         plan = cls(rewritten.eval().requires_grad_(False), tuple(outcomes))
         for count in (steps,) if isinstance(steps, int) else steps:
-            plan.moments(count)
+            plan.time_embeddings(count)
         return plan
 
     @property
@@ -75,13 +75,17 @@ class Plan:
         return tuple(outcome.name for outcome in self.outcomes if outcome.status == "applied")
 
     def schedule(self, steps: int) -> Iterable[Tensor]:
-        """Return the moments of ``steps`` steps for :func:`sinew.solvers.solve`: the table if the plan has one, else
-        computed one by one."""
-        return self.moments(steps) if TABULATE_TIME.name in self.applied else self.model.moments(steps)
+        """Return the time embeddings of ``steps`` steps for :func:`sinew.solvers.solve`: the table if the plan has
+        one, else computed one by one."""
+        return (
+            self.time_embeddings(steps)
+            if TABULATE_TIME.name in self.applied
+            else self.model.time_embeddings(steps)
+        )
 
     @torch.no_grad()
-    def moments(self, steps: int) -> list[Tensor]:
-        """Return the table of the model's moments at each of the solver's times, each [1, ...]."""
+    def time_embeddings(self, steps: int) -> list[Tensor]:
+        """Return the table of the model's time embeddings at each of the solver's times, each [1, ...]."""
         if steps not in self._tables:
-            self._tables[steps] = list(self.model.moments(steps))
+            self._tables[steps] = list(self.model.time_embeddings(steps))
         return self._tables[steps]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sinew.engine.plan.rewrite import Rewrite, Status, foreign
 from sinew.layers.decoder import DecoderAttention, DecoderLayer, KeyValue
-from sinew.layers.joints import Joint
+from sinew.layers.fold_sites import FoldSite
 from sinew.layers.rope import Rotation
 
 TEXT = "the language head reads the language model's output"
@@ -24,13 +24,13 @@ class KeyValueLayer(nn.Module):
         del self.attn.q_proj, self.attn.o_proj
         self.attn.q_norm = self.attn.o_norm = None
 
-    def joints(self) -> list[Joint]:
-        return [Joint(self, "input_norm", (self.attn.k_proj, self.attn.v_proj))]
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self, "input_norm", (self.attn.k_proj, self.attn.v_proj))]
 
     def forward(self, x: Tensor, rotate: Rotation, mask: Tensor) -> tuple[Tensor, KeyValue]:
         h = self.input_norm(x)
         k, v = self.attn.key_value(h, h)
-        return x, (self.attn.turn_key(k, rotate), v)
+        return x, (self.attn.rotate_key(k, rotate), v)
 
 
 def _last_layer(model: Any) -> tuple[Status, str, tuple[str, ...]]:

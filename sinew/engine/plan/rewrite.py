@@ -1,7 +1,7 @@
 """Define rewrites, their reports, and the two means by which they change a model.
 
-A rewrite gets a twin of the loaded model: its own tree of modules, holding the same parameters. It may
-replace parameters and modules of the twin, and it may give a module another class (:func:`become`). The
+A rewrite gets a clone of the loaded model: its own tree of modules, holding the same parameters. It may
+replace parameters and modules of the clone, and it may give a module another class (:func:`become`). The
 model that was loaded is never touched.
 
 A rewrite knows what it changes: the very classes it was written for (:func:`exactly`), not their subclasses, which
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """``apply`` changes the twin and says how: (status, reason, modules)."""
+    """``apply`` changes the clone and says how: (status, reason, modules)."""
 
     name: str
     summary: str
@@ -50,7 +50,7 @@ class Rewrite:
         return Outcome(self.name, *self.apply(model))
 
 
-def twin(model: Model) -> Model:
+def clone_model(model: Model) -> Model:
     """Return the same parameters in a module tree of their own."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})

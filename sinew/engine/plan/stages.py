@@ -101,15 +101,15 @@ class Read(nn.Module):
 
 
 class Step(nn.Module):
-    """x [B, H, A], the step's moment (a row of ``Plan.moments``), and what ``Read`` returned -> the head's output
-    [B, H, A]. One program for every number of steps: the tables stay outside."""
+    """x [B, H, A], the step's time embedding (a row of ``Plan.time_embeddings``), and what ``Read`` returned -> the
+    head's output [B, H, A]. One program for every number of steps: the tables stay outside."""
 
     def __init__(self, model: Model, layout: Layout):
         super().__init__()
         self.model, self.layout = model, layout
 
-    def forward(self, x: Tensor, moment: Tensor, *tensors: Tensor) -> Tensor:
-        return self.model.act(x, moment, self.layout.context(tensors))
+    def forward(self, x: Tensor, time_embedding: Tensor, *tensors: Tensor) -> Tensor:
+        return self.model.act(x, time_embedding, self.layout.context(tensors))
 
 
 class Stages(NamedTuple):

@@ -1,12 +1,12 @@
 """Tabulate everything that depends on the solver's time alone, once per number of steps.
 
-The plan tables ``moment``; this file makes the moment hold as much as it can. pi0.5's already holds every
+The plan tables ``embed_time``; this file makes the time embedding hold as much as it can. pi0.5's already holds every
 norm's modulation. pi0 and SmolVLA mix the time into the action tokens by a linear layer over
 [action, time], which is the sum of one over the actions and one over the time:
 
     W [P x + p ; e(t)] + b  =  (Wa P) x  +  (Wt e(t) + Wa p + b)
 
-so the step keeps a product as narrow as an action, and the moment is the second bracket.
+so the step keeps a product as narrow as an action, and the time embedding is the second bracket.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class SplitActionTime(ExpertModel):
     action_part: Linear  # Wa P, no bias
     time_part: Linear  # Wt, Wa p + b
 
-    def moment(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
-        return self.time_part(super().moment(t))  # type: ignore[safe-super]
+    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
+        return self.time_part(super().embed_time(t))  # type: ignore[safe-super]
 
-    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         mixed = self.action_part(x)
-        return self.action_time_mlp_out(F.silu(mixed + per_row(moment.to(mixed.dtype))))
+        return self.action_time_mlp_out(F.silu(mixed + per_row(time_embedding.to(mixed.dtype))))
 
 
 def split_action_time(model: Any) -> None:
@@ -51,10 +51,10 @@ def _tabulate(model: Any) -> tuple[Status, str, tuple[str, ...]]:
         return "not applicable", "the head is asked once", ()
     embed = getattr(type(model), "embed_actions", None)
     if embed is not ExpertModel.embed_actions:
-        return "applied", "what the model takes from the time depends on the step alone", ("moment",)
+        return "applied", "what the model takes from the time depends on the step alone", ("embed_time",)
     for layer in (model.action_in_proj, model.action_time_mlp_in):
         if why := not_linear(layer):
-            return "applied", f"the embedded time alone; {why}", ("moment",)
+            return "applied", f"the embedded time alone; {why}", ("embed_time",)
     split_action_time(model)
     reason = "the embedded time and its half of the mixing layer depend on the step alone"
     return "applied", reason, ("action_in_proj", "action_time_mlp_in")

@@ -218,10 +218,7 @@ def _rate(wins: int, count: int) -> str:
 
 
 def _vector(spec: VectorSpec) -> str:
-    names = [
-        _cell(f"{name} [{unit}]" if unit else name)
-        for name, unit in zip(spec.names, spec.units or ("",) * len(spec.names), strict=True)
-    ]
+    names = list(map(_cell, spec.labels))
     return f"{spec.dim} numbers" + (f": {', '.join(names)}" if names else "")
 
 

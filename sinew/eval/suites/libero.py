@@ -3,9 +3,9 @@
 Sources: openpi ``examples/libero/main.py`` (256-pixel frames turned by 180 degrees; state [8]: position, axis-angle,
 both fingers; 10 steps in which objects settle, at [0, 0, 0, 0, 0, 0, -1]; the simulator's seed is 7; the first 50
 recorded initial states; done is success), LeRobot ``envs/libero.py`` and ``processor/env_processor.py``
-(the same), hf-libero ``benchmark/__init__.py`` (order of tasks). The gripper closes at +1. pi0, pi0.5, SmolVLA and
-GR00T N1.5 give it so; OpenVLA-OFT, BitVLA, Evo-1 and GR00T N1.6/N1.7 give an opening from 0 to 1 (vla.cpp
-``eval/utils/sim_adapters/libero.py``, openvla ``experiments/robot/robot_utils.py``).
+(the same), hf-libero ``benchmark/__init__.py`` (order of tasks). The gripper closes at +1. Policies that were trained
+on its recordings as they are give it so; others give an opening from 0 to 1 (vla.cpp
+``eval/utils/sim_adapters/libero.py``, openvla ``experiments/robot/robot_utils.py``). Which, their actions' units say.
 
 Only the simulator of hf-libero is used. Its ``benchmark`` wants torch to read arrays; they are read here instead.
 """
@@ -28,9 +28,6 @@ from sinew.eval.adapters import Mapping
 from sinew.eval.suites import LIBERO, SIMULATORS
 from sinew.eval.suites.base import Tasks, drawing
 
-_OPENING = dict.fromkeys(
-    ("openvla", "openvla_oft", "bitvla", "evo1", "gr00t_n1_6", "gr00t_n1_7"), "opening_to_closing"
-)
 MAPPING = Mapping(
     images={"image": "agentview_image", "image2": "robot0_eye_in_hand_image"},
     known_as={
@@ -40,7 +37,7 @@ MAPPING = Mapping(
     unseen=("right_wrist_0_rgb", "camera3", "empty_camera_0", "image_2"),
     turned=True,
     state=("robot0_eef_pos", "robot0_eef_quat|axis_angle", "robot0_gripper_qpos"),
-    action={"": "as_is", **_OPENING},
+    action={"opening": "opening_to_closing", "recorded": "as_is"},
     hold="rest",
     rest=(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0),
     control_hz=20.0,

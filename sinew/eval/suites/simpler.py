@@ -26,7 +26,11 @@ MAPPING = Mapping(
     known_as={"image": ("base_0_rgb", "camera1", "image", "primary", "front", _CAMERA)},
     unseen=("left_wrist_0_rgb", "right_wrist_0_rgb", "camera2", "camera3"),
     state=("eef_pos|bridge",),
-    action={"": "euler_and_opening", "gr00t_n1_6": "opening_to_sign", "gr00t_n1_7": "opening_to_sign"},
+    action={
+        "axis-angle": "opening_to_sign",
+        "opening": "euler_and_opening",
+        "recorded": "euler_and_opening",  # BridgeData has an opening
+    },
     hold="rest",
     rest=(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
     clip=False,  # SimplerEnv's controllers clip

@@ -155,8 +155,8 @@ def _stages(
     context, steps = kept["context"], model.solver.fixed_steps or 1
 
     def action() -> object:
-        first = model.solver.steps(steps)[:1], islice(model.moments(steps), 1)
-        return solve(lambda x, moment: model.act(x, moment, context), x, *first)
+        first = model.solver.steps(steps)[:1], islice(model.time_embeddings(steps), 1)
+        return solve(lambda x, time_embedding: model.act(x, time_embedding, context), x, *first)
 
     yield "head", action
 

@@ -118,7 +118,7 @@ def test_compiled_and_plain_pytorch_give_the_same_actions(case, tmp_path) -> Non
     policy = load(stored(path, RECIPES["q4_0"], tmp_path / "small.gguf"), engine="cpu")
     compiled = chunk(policy, g)
     try:
-        lowbit.install(lowbit.twin_all)
+        lowbit.install(lowbit.reference_all)
         plain = chunk(policy, g)
     finally:
         lowbit.install(extension().multiply_all)

@@ -1,4 +1,4 @@
-"""Compiled low-bit products against the twin, bit by bit; their C++ under sanitizers, an emulated ARM and
+"""Compiled low-bit products against the reference, bit by bit; their C++ under sanitizers, an emulated ARM and
 emulated instructions."""
 
 from __future__ import annotations
@@ -84,11 +84,13 @@ def problem(name: str, rows: int, k: int, channels: int, kind: str, seed: int):
     seed=st.integers(0, 2**31),
 )
 @settings(deadline=None, max_examples=100)
-def test_every_kernel_equals_the_twin_in_every_bit(all_kernels, name, rows, k, channels, kind, seed) -> None:
+def test_every_kernel_equals_the_reference_in_every_bit(
+    all_kernels, name, rows, k, channels, kind, seed
+) -> None:
     if FORMATS[name].group:
         k = -(-k // 32) * 32
     arguments = problem(name, rows, k, channels, kind, seed)
-    wanted = lowbit.twin(*arguments)
+    wanted = lowbit.reference(*arguments)
     for kernels, multiply in all_kernels.items():
         assert torch.equal(multiply(*arguments).nan_to_num(nan=1e30), wanted.nan_to_num(nan=1e30)), kernels
 
@@ -97,7 +99,7 @@ def test_every_kernel_equals_the_twin_in_every_bit(all_kernels, name, rows, k, c
 def test_long_sums_neither_saturate_nor_wrap(all_kernels, name) -> None:
     for seed in (0, 1):
         arguments = problem(name, 3, 16384, 17, "extreme", seed)
-        wanted = lowbit.twin(*arguments)
+        wanted = lowbit.reference(*arguments)
         for multiply in all_kernels.values():
             assert torch.equal(multiply(*arguments), wanted)
 
@@ -112,7 +114,7 @@ def test_layers_that_read_the_same_rows_give_what_each_gives_alone(all_kernels) 
         layers = zip(first[:3], second[:3], third, strict=True)
         made = together(x, *layers, name, lowbit.TINY)
         for got, layer in zip(made, (first[:3], second[:3], third), strict=True):
-            assert torch.equal(got, lowbit.twin(x, *layer, name, lowbit.TINY)), name
+            assert torch.equal(got, lowbit.reference(x, *layer, name, lowbit.TINY)), name
     with pytest.raises(ValueError, match="do not fit"):
         together(x, [first[0], second[0][:, 1:]], [None, None], [None, None], name, lowbit.TINY)
     with pytest.raises(RuntimeError, match="make no sense"):
@@ -187,13 +189,13 @@ def test_the_operator_is_seen_by_tracers() -> None:
 
 def test_a_library_that_computes_something_else_is_found_out() -> None:
     def slightly_off(*arguments):
-        return lowbit.twin(*arguments) * (1 if arguments[4] != "q8_0" else 1 + 2e-7)
+        return lowbit.reference(*arguments) * (1 if arguments[4] != "q8_0" else 1 + 2e-7)
 
-    assert compiled.differs(lowbit.twin) == ""
+    assert compiled.differs(lowbit.reference) == ""
     assert compiled.differs(slightly_off) == "q8_0"
 
 
-def test_without_a_compiler_the_twin_says_so(tmp_path) -> None:
+def test_without_a_compiler_the_reference_says_so(tmp_path) -> None:
     found = build.build(str(tmp_path / "no-compiler"))
     assert found.path is None
     assert "no-compiler" in found.reason
@@ -202,7 +204,7 @@ def test_without_a_compiler_the_twin_says_so(tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == f"twin {compiled.SWITCH}=off"
+    assert done.stdout.strip() == f"reference {compiled.SWITCH}=off"
     assert "slowly" in done.stderr
 
 
@@ -275,7 +277,7 @@ def test_vnni_kernels_are_exact_where_their_instructions_are_emulated(tmp_path) 
         pytest.skip("wants SIMDe (apt install libsimde-dev), g++ and AVX2")
     (tmp_path / "immintrin.h").write_text(IMMINTRIN)
     emulated = ("-mavx2", "-mfma", f"-I{tmp_path}")
-    sets = {**build.SETS["x86_64"], "between_avx512": ("-mavx2", "-mfma", build.FUSED)}
+    sets = {**build.SETS["x86_64"], "floats_avx512": ("-mavx2", "-mfma", build.FUSED)}
     sets |= {"x86_avxvnni": emulated, "x86_avx512vnni": emulated}
     exact = program(tmp_path, compiler, sets, "-D__builtin_cpu_supports(name)=true")
     done = subprocess.run([exact, "60", "5"], capture_output=True, text=True, timeout=280)

@@ -53,7 +53,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def cache(tmp_path: Path) -> Path:
     """A cache with the library."""
     (tmp_path / "cache").mkdir()
-    assert "twin" not in shown(tmp_path / "cache")
+    assert "reference" not in shown(tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -119,7 +119,7 @@ def test_what_another_user_may_have_written_is_not_loaded(cache: Path) -> None:
         os.chown(path, uid, -1)
         path.chmod(mode)
         said = shown(cache)
-        assert "twin" not in said
+        assert "reference" not in said
         assert "for this process alone" in said
         assert f"{path} is of another user ({NOBODY})" in said or f"{path} may be written by others" in said
         os.chown(path, before.st_uid, -1)
@@ -153,7 +153,7 @@ def test_a_home_that_may_not_be_written_to_costs_a_compilation_and_no_speed(tmp_
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stdout.startswith("twin")
+    assert not done.stdout.startswith("reference")
     assert "for this process alone" in done.stdout
     assert "Permission denied" in done.stdout
     assert list(scratch.iterdir()) == []
@@ -169,5 +169,5 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     ]
     said = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert all(not text.startswith("twin") for text in said), said
+    assert all(not text.startswith("reference") for text in said), said
     assert build.is_whole(library(tmp_path).parent)

@@ -110,7 +110,7 @@ class Case:
 
 def golden_case(directory: Path, bundle: Callable[[str], Path], name: str, dtype: str = "float32") -> Case:
     g = Golden(directory / name)
-    with mock.patch.object(machine, "half_units", return_value="the twins'"):  # as a GPU has them
+    with mock.patch.object(machine, "half_units", return_value="the references'"):  # as a GPU has them
         policy = load(bundle(name), dtype=dtype, device="cpu", engine="eager", allow_missing_cameras=True)
     return Case(policy, Observation.from_mapping(g.observation()), g.numpy("noise")[0])
 

@@ -94,7 +94,7 @@ def launch(made: Launch) -> None:
 
 def quantized(weight: torch.Tensor) -> fp8.Fp8Weight:
     """Without the look at the values."""
-    data, scale = fp8.fp8_quantize.twin(weight)
+    data, scale = fp8.fp8_quantize.reference(weight)
     return fp8.Fp8Weight(data.contiguous(), scale.contiguous(), torch.bfloat16)
 
 

@@ -1,6 +1,6 @@
-"""One check per kernel: run it on awkward tensors, compare with the twin, look at what it should not have touched.
+"""One check per kernel: run it on awkward tensors, compare with the reference, look at what it should not have touched.
 
-``module`` is the kernel's file, or a broken copy of it; the twin is always the real one. The checks of the
+``module`` is the kernel's file, or a broken copy of it; the reference is always the real one. The checks of the
 kernels that own whole rows are in ``kernel_row_checks.py``.
 """
 
@@ -23,7 +23,7 @@ from sinew.engine.cuda.kernels.fp8_quantize import NEEDS
 from sinew.engine.cuda.kernels.lang import triton
 from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.kernels.resize_tables import Resize
-from sinew.engine.cuda.kernels.splitk_linear import statistics_twin
+from sinew.engine.cuda.kernels.splitk_linear import statistics_reference
 from sinew.engine.cuda.tune.tiles import LARGEST_SPLIT
 from sinew.engine.cuda.tune.tuning import capability
 from sinew.processing.image import prepare_frame
@@ -93,7 +93,7 @@ def norm_linear(
     options = norm_of(s, M, K, N, norm, affine, given) | {"silu": silu}
     out = target(M, N, dtype=weight.dtype, device=device)
     module.norm_linear(x, weight, out=out, tile=tile, **options)
-    close(module, "norm_linear", out, KERNELS["norm_linear"].twin(x, weight, **options))
+    close(module, "norm_linear", out, KERNELS["norm_linear"].reference(x, weight, **options))
     untouched(out)
 
 
@@ -115,7 +115,7 @@ def gated_mlp(
     options = {"activation": activation, **norm_of(s, M, K, 2 * N, norm, affine, given)}
     out = target(M, N, dtype=dtype, device=device)
     module.gated_mlp(x, weight, out=out, tile=tile, **options)
-    close(module, "gated_mlp", out, KERNELS["gated_mlp"].twin(x, weight, **options))
+    close(module, "gated_mlp", out, KERNELS["gated_mlp"].reference(x, weight, **options))
     untouched(out)
 
 
@@ -140,13 +140,13 @@ def qkv_rope(
     options = norm_of(s, M, K, columns, norm, affine, given)
     workspace, runs = Workspace(1 << 16, 64, device), []
     workspace.parts.fill_(float("nan"))
-    twins = KERNELS["qkv_rope"].twin(x, weight, angle.cos(), angle.sin(), (H, KV), **options)
+    references = KERNELS["qkv_rope"].reference(x, weight, angle.cos(), angle.sin(), (H, KV), **options)
     for _ in range(1 if tile.split == 1 else 2):
         runs.append([target(M, heads, D, dtype=dtype, device=device) for heads in (H, KV, KV)])
         module.qkv_rope(
             x, weight, angle.cos(), angle.sin(), *runs[-1], workspace=workspace, tile=tile, **options
         )
-        for got, want in zip(runs[-1], twins, strict=True):
+        for got, want in zip(runs[-1], references, strict=True):
             if want.numel():
                 close(module, "qkv_rope", got, want)
             untouched(got)
@@ -175,7 +175,7 @@ def splitk_linear(
     workspace = Workspace(1 << 16, 64, device)
     workspace.parts.fill_(float("nan"))
     to = to or dtype
-    want, outs = KERNELS["splitk_linear"].twin(x, weight, **options, dtype=to), []
+    want, outs = KERNELS["splitk_linear"].reference(x, weight, **options, dtype=to), []
     scale = s.vector(N) if scaled else None
     for _ in range(2):  # a graph replays the launch: the counters have to be zero again
         outs.append(target(M, N, dtype=to, device=device))
@@ -185,7 +185,7 @@ def splitk_linear(
         module.splitk_linear(x, weight, workspace=workspace, out=outs[-1], tile=tile, **options, **extra)
         close(module, "splitk_linear", outs[-1], want)
         untouched(outs[-1])
-        total, other = statistics_twin(outs[-1], scale)
+        total, other = statistics_reference(outs[-1], scale)
         if squares is not None:
             sums = squares.sum(-1, keepdim=True)
             assert torch.allclose(sums, total, rtol=2e-6, atol=0), "squares"
@@ -227,7 +227,7 @@ def packed_attention(
     mask = mask & (torch.arange(P + S, device=mask.device) >= hidden) if hidden else mask
     workspace = Workspace(1 << 16, 64, device)
     workspace.parts.fill_(float("nan"))
-    want, outs = KERNELS["packed_attention"].twin(q, kv, mask, own=own), []
+    want, outs = KERNELS["packed_attention"].reference(q, kv, mask, own=own), []
     for _ in range(2):
         outs.append(target(M, H, D, dtype=dtype, device=device))
         module.packed_attention(q, kv, mask, own=own, workspace=workspace, out=outs[-1], tile=tile)
@@ -241,7 +241,7 @@ def packed_attention(
 def preprocess(
     module: ModuleType, dtype, device, size=(11, 14), to=(8, 12), exact=True, pad="center", patch=4, views=1
 ) -> None:
-    """Against the twin and against ``sinew.processing``: for float32 the bound there is 1e-6 of a unit range."""
+    """Against the reference and against ``sinew.processing``: for float32 the bound there is 1e-6 of a unit range."""
     recipe = ImageRecipe(
         height=to[0],
         width=to[1],
@@ -255,10 +255,10 @@ def preprocess(
     resize = Resize.of(*size, recipe, device)
     images = torch.from_numpy(frames).to(device)
     for patches in (None, patch):
-        twin = KERNELS["preprocess"].twin(images, resize, dtype=dtype, patch=patches)
-        out = target(*twin.shape, dtype=dtype, device=device)
+        reference = KERNELS["preprocess"].reference(images, resize, dtype=dtype, patch=patches)
+        out = target(*reference.shape, dtype=dtype, device=device)
         module.preprocess(images, resize, out=out, patch=patches, tile=Tile(n=16))
-        close(module, "preprocess", out, twin)
+        close(module, "preprocess", out, reference)
         untouched(out)
         if patches is None and dtype == torch.float32:
             reference = np.stack([prepare_frame(frame, recipe) for frame in frames])
@@ -277,7 +277,7 @@ def fp8_product(module: ModuleType, dtype, device, M=17, K=80, N=37, bias=True, 
         module,
         "fp8_product",
         out,
-        KERNELS["fp8_product"].twin(x, scales[0], weight, scales[1], dtype=dtype, **options),
+        KERNELS["fp8_product"].reference(x, scales[0], weight, scales[1], dtype=dtype, **options),
     )
     untouched(out)
 
@@ -380,7 +380,7 @@ def all_checks() -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
 
 
 def run(name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
-    """Raise AssertionError where the kernel is not its twin."""
+    """Raise AssertionError where the kernel is not its reference."""
     CHECKS[name](module_of(name), dtype, DEVICE, **sizes)
 
 

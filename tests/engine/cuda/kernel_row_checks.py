@@ -86,7 +86,7 @@ def row_norm(
     out = Output(M, C, to or dtype, eighths, scale, device)
     total = target(M, C, dtype=dtype, device=device) if branch else None
     module.row_norm(stream, total=total, **out.options("normed"), **affinity, **options)
-    norm = KERNELS["row_norm"].twin
+    norm = KERNELS["row_norm"].reference
     if total is not None:
         close(module, "row_norm", total, norm(stream, **affinity, **options)[0])
         untouched(total)
@@ -121,7 +121,7 @@ def activate(
     options |= {"bias": s.vector(width)} if bias else {}
     out = Output(M, N, to or dtype, eighths, scale, device)
     module.activate(x, tile=tile, **out.options("out"), **options)
-    out.check(module, "activate", KERNELS["activate"].twin(x, dtype=torch.float32, **options)[0])
+    out.check(module, "activate", KERNELS["activate"].reference(x, dtype=torch.float32, **options)[0])
 
 
 def rope(
@@ -145,8 +145,8 @@ def rope(
     options = {"bias": s.vector((H + 2 * KV) * D)} if bias else {}
     outs = [target(M, heads, D, dtype=to or dtype, device=device) for heads in (H, KV, KV)]
     module.rope(packed, *tables, *outs, tile=tile, **options)
-    twins = KERNELS["rope"].twin(packed, *tables, (H, KV), dtype=to, **options)
-    for got, want in zip(outs, twins, strict=True):
+    references = KERNELS["rope"].reference(packed, *tables, (H, KV), dtype=to, **options)
+    for got, want in zip(outs, references, strict=True):
         if want.numel():
             close(module, "rope", got, want)
         untouched(got)
@@ -161,7 +161,7 @@ def fp8_quantize(module: ModuleType, dtype, device, M=7, K=50, scale: float | No
     x_scale = None if scale is None else torch.tensor(scale, device=device)
     data, scales = guarded(M, K, device), torch.full((M + 2,), SENTINEL, device=device)
     module.fp8_quantize(x, data=data.view(E4M3), scales=scales[1:-1], x_scale=x_scale)
-    want, wanted = KERNELS["fp8_quantize"].twin(x, x_scale=x_scale)
+    want, wanted = KERNELS["fp8_quantize"].reference(x, x_scale=x_scale)
     assert torch.equal(scales[1:-1], wanted), "scales"
     assert torch.equal(data.view(E4M3).float(), want.float()), "values differ"
     assert torch.isfinite(data.view(E4M3).float()).all(), "not finite"

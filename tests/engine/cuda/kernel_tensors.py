@@ -17,7 +17,7 @@ from sinew.engine.cuda.kernels import fp8_quantize
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.engine.cuda.kernels.lang import interpreted
 
-# Largest error over the twin's largest value; relative L2. The interpreter cuts bfloat16 off where a GPU rounds
+# Largest error over the reference's largest value; relative L2. The interpreter cuts bfloat16 off where a GPU rounds
 # it to nearest: up to 2^-7 of each scaled input and of the result, all downwards.
 BOUNDS = {torch.float32: (2e-6, 1e-6), torch.bfloat16: (2**-5, 2**-6)}
 ON_A_GPU = {torch.float32: (5e-6, 2e-6), torch.bfloat16: (2**-7, 2**-8)}
@@ -130,7 +130,7 @@ def close_in_eighths(name: str, data: Tensor, scales: Tensor, want: Tensor, x_sc
     The conversion itself is checked to the bit with fp8_quantize. A value that was rounded to bfloat16 before
     is hundreds of times as far away as SLACK.
     """
-    _, wanted = fp8_quantize.twin(want, x_scale=x_scale)
+    _, wanted = fp8_quantize.reference(want, x_scale=x_scale)
     assert torch.isfinite(scales).all(), f"{name}: scales are not finite"
     assert ((scales - wanted).abs() <= (0 if x_scale is not None else SLACK) * wanted).all(), (
         f"{name}: scales"

@@ -1,4 +1,4 @@
-"""The fused engine against eager on a CPU, where the kernels' twins compute; and that the proof can fail."""
+"""The fused engine against eager on a CPU, where the kernels' references compute; and that the proof can fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_rung_computes_the_same(open_case, name):
         shaken(case)
 
 
-@pytest.mark.proves(engine="cuda twins")
+@pytest.mark.proves(engine="cuda references")
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
 def test_the_policy_matches_the_reference(open_case, golden, name):
     case = open_case(name)
@@ -116,7 +116,7 @@ def test_trained_policies(asset, bound):
         assert case.gap(case.engine(**options)) <= bound
 
 
-@pytest.mark.proves(engine="cuda twins", precision="bf16")
+@pytest.mark.proves(engine="cuda references", precision="bf16")
 @pytest.mark.parametrize("name", ["smolvla-bf16-vlm", "pi0-2cam", "pi05-2cam"])
 def test_half_precision_has_a_bound(open_case, name):
     """bfloat16 weights: relative L2 against float32 on the same weights, in units of eager's own."""

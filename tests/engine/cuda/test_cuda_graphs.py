@@ -116,7 +116,7 @@ def test_keys_that_alternate_keep_their_own_memory(open_case):
             program.begin()
         for step in range(2):
             for program in reversed(programs):
-                program.moment.copy_(program.moments[step])
+                program.time_embedding.copy_(program.time_embeddings[step])
                 program.recorded("step").replay()
                 program.advance(step)
     for program, inputs in zip(programs, (two, one), strict=True):
@@ -257,7 +257,7 @@ def without_memory(program: Program) -> Program:
     """The same program on the device that is neither host nor GPU and computes nothing."""
     model, vision = program.model, program.model.vision
     held = [*model.parameters(), *model.buffers(), vision.patch_weight, *vision.grids.values()]
-    held += [*program.moments, program.x, program.moment, *program.staging.device.values()]
+    held += [*program.time_embeddings, program.x, program.time_embedding, *program.staging.device.values()]
     if program.patches is not None:
         held.append(program.patches.rows)
         for table in program.patches.tables:
@@ -289,7 +289,7 @@ def audit(case: Case, pixels: bool, spoil=lambda model: None, **options) -> From
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"kernels": False}], ids=["twins", "plain"])
+@pytest.mark.parametrize("options", [{}, {"kernels": False}], ids=["references", "plain"])
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
 def test_nothing_is_read_from_the_host_inside_a_program(open_case, name, options):
     case = open_case(name)
@@ -307,7 +307,7 @@ def test_the_audit_finds_a_constant_that_is_copied(monkeypatch):
     assert audit(case, pixels=True).found == []
 
     def spoil(model):
-        monkeypatch.setattr("sinew.models.smolvla.rounded", with_a_constant)
+        monkeypatch.setattr("sinew.families.smolvla.model.rounded", with_a_constant)
 
     assert audit(case, True, spoil).found
 

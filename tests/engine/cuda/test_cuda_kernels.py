@@ -89,7 +89,7 @@ def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, name, optio
             asked.add(kernel)
             return super().launch(kernel, *rest)
 
-    monkeypatch.setattr(cuda_engine, "Twins", lambda: Noted(CPU))
+    monkeypatch.setattr(cuda_engine, "References", lambda: Noted(CPU))
     case = small(open_case(name))
     engine = case.engine(prompt_buckets=(4,), **options)
     assert case.gap(engine, one_view(case), steps=1) <= BOUND
@@ -100,8 +100,8 @@ def test_the_engine_over_interpreted_kernels(open_case, monkeypatch, name, optio
 @in_the_interpreter
 @pytest.mark.parametrize("name", [pytest.param("pen", marks=pytest.mark.slow), "pi05-2cam"])
 def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
-    """All components in e4m3: conversions, norms, activations and rotations by the kernels, against their twins. The
-    interpreter's sums differ in their last bits, which moves some values to the next number of e4m3."""
+    """All components in e4m3: conversions, norms, activations and rotations by the kernels, against their references.
+    The interpreter's sums differ in their last bits, which moves some values to the next number of e4m3."""
     launched: Counter[str] = Counter()
     launch = Launch.__call__
 
@@ -112,7 +112,7 @@ def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
     case = small(open_case(name))
     engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
     wanted, _ = run_one(engine, one_view(case), case.noise, 1)
-    monkeypatch.setattr(cuda_engine, "Twins", lambda: Kernels(CPU))
+    monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
     monkeypatch.setattr(Launch, "__call__", counting)
     engine = case.engine(prompt_buckets=(4,), fp8=COMPONENTS)
     got, _ = run_one(engine, one_view(case), case.noise, 1)
@@ -133,7 +133,7 @@ def test_row_wise_kernels_around_fp8(open_case, monkeypatch, name):
 @pytest.mark.parametrize("way", ["torch", "library"])
 def test_what_was_measured_to_be_faster_is_used(open_case, monkeypatch, way):
     """A choice for a library's products replaces the kernel, one problem at a time."""
-    monkeypatch.setattr(cuda_engine, "Twins", lambda: Kernels(CPU))
+    monkeypatch.setattr(cuda_engine, "References", lambda: Kernels(CPU))
     case = small(open_case("pen"))
     seen = []
 

@@ -78,12 +78,12 @@ def test_the_plan_is_left_as_it_is(open_case):
     case = open_case("pi05-2cam")
     plan = Plan.of(case.model, 4, ON_CUDA)
     kinds = [type(module) for module in plan.model.modules()]
-    table = plan.moments(4)
+    table = plan.time_embeddings(4)
     engine = CudaEngine(plan, CPU, processing=case.policy.manifest.processing)
     run_one(engine, case.inputs(), case.noise, 4)
     assert [type(module) for module in plan.model.modules()] == kinds
-    assert plan.moments(4) is table
-    assert engine.plan.moments(4)[0].shape != table[0].shape
+    assert plan.time_embeddings(4) is table
+    assert engine.plan.time_embeddings(4)[0].shape != table[0].shape
     mine = {id(p) for p in engine.model.parameters()}
     assert mine == {id(p) for p in plan.model.parameters()}
     assert engine.facts.weights_nbytes == sum(p.nbytes for p in plan.model.parameters())
@@ -107,7 +107,7 @@ def test_outcomes_say_what_was_fused(open_case):
 @pytest.mark.parametrize("name", ONE_PER_MODEL)
 @pytest.mark.parametrize("fp8", [("vision", "language"), ("head",)])
 def test_fp8_components(open_case, name, fp8):
-    """Emulated by the twin. The fixtures' weights are random, so errors do not average out as trained ones do."""
+    """Emulated by the reference. The fixtures' weights are random, so errors do not average out as trained ones do."""
     case = open_case(name, "bfloat16")
     exact = torch.from_numpy(open_case(name).eager())
     engine = case.engine(fp8=fp8)

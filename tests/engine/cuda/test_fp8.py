@@ -20,12 +20,12 @@ from sinew.bundle.schema import COMPONENTS
 from sinew.core import SinewError
 from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fp8 import scales as calibration
-from sinew.engine.cuda.kernels.fp8_quantize import E4M3, fp8_quantize, twin
+from sinew.engine.cuda.kernels.fp8_quantize import E4M3, fp8_quantize, reference
 from sinew.engine.cuda.tune import choices, tuning
 from sinew.engine.eager.engine import EagerEngine
 from sinew.engine.plan.engine import PlannedEngine
 from sinew.engine.plan.plan import Plan
-from sinew.engine.plan.rewrite import twin as twin_of_model
+from sinew.engine.plan.rewrite import clone_model
 from sinew.layers.linear import Linear
 from sinew.models.base import Model
 from sinew.policy import load
@@ -36,7 +36,7 @@ from tests.golden import Golden
 CPU = torch.device("cpu")
 PRINT = "0123456789abcdef" * 4
 # Relative L2 of the chunk with vision and language in FP8, and what bfloat16 alone costs there. Measured on the
-# CPU with the twin (2026-11-21), per-row and calibrated scales, eager and planned model, in that order:
+# CPU with the reference (2026-11-21), per-row and calibrated scales, eager and planned model, in that order:
 #   SmolVLA 1.8e-3 2.1e-3 2.7e-3 3.2e-3, bf16 1.0e-3;  pi0 1.1e-1 9.7e-2 8.9e-2 1.2e-1, bf16 1.8e-2
 #   pi0.5   4.0e-3 3.4e-3 3.8e-3 4.1e-3, bf16 1.0e-3
 # The random pi0 fixture multiplies any error: 1 % of noise on its vision weights moves the chunk by 5.7 %.
@@ -79,7 +79,7 @@ def test_conversion_is_to_nearest_even_and_saturates() -> None:
     one = torch.ones((), device=DEVICE)
     wanted = x.clamp(-448, 448).to(E4M3).float()
     assert wanted.abs().max() == 448
-    for convert in (fp8_quantize, twin):
+    for convert in (fp8_quantize, reference):
         data, scales = convert(x, x_scale=one)
         assert torch.equal(data.float(), wanted)
         assert scales.tolist() == [1.0]
@@ -183,12 +183,12 @@ def test_the_layer_stands_in_for_a_linear_layer(bias: bool, dtype: torch.dtype) 
 
 @needs_triton
 @pytest.mark.parametrize("scale", [None, 0.02])
-def test_both_products_are_the_twin(scale: float | None) -> None:
+def test_both_products_are_the_reference(scale: float | None) -> None:
     torch.manual_seed(0)
     x, bias = torch.randn(9, 64, device=DEVICE).bfloat16(), torch.randn(32, device=DEVICE).bfloat16()
     weight = fp8.quantize_weight(torch.randn(32, 64, device=DEVICE).bfloat16())
     x_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
-    wanted = fp8.twin(x, weight, x_scale, bias).float()
+    wanted = fp8.reference(x, weight, x_scale, bias).float()
     for with_ in (fp8.with_triton, *([fp8.with_scaled_mm] if ROWWISE else [])):
         for out in (None, torch.empty(9, 32, dtype=torch.bfloat16, device=DEVICE)):
             got = with_(*fp8_quantize(x, x_scale=x_scale), weight, bias, out)
@@ -196,7 +196,7 @@ def test_both_products_are_the_twin(scale: float | None) -> None:
             assert out is None or got is out
             assert relative(got.float().cpu(), wanted.cpu()) < 2**-6  # the interpreter cuts bfloat16 off
     with pytest.raises(ValueError, match="expected bfloat16 products"):
-        fp8.with_scaled_mm(*twin(x), replace(weight, dtype=torch.float32))
+        fp8.with_scaled_mm(*reference(x), replace(weight, dtype=torch.float32))
 
 
 # ----------------------------------------------------------------------------- the choice
@@ -386,7 +386,7 @@ def case(request, golden, smolvla_bundle, pi_bundle):
 
 def engine_in_fp8(policy, inputs, noise, planned: bool, calibrated: bool, components) -> EagerEngine:
     model = policy.engine.model
-    engine = PlannedEngine(Plan.of(model, 10), CPU) if planned else EagerEngine(twin_of_model(model), CPU)
+    engine = PlannedEngine(Plan.of(model, 10), CPU) if planned else EagerEngine(clone_model(model), CPU)
     layers = calibration.linears(engine.model, components)
     scales = None
     if calibrated:

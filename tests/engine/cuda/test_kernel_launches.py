@@ -242,11 +242,14 @@ def test_the_first_measurements_check_before_they_time(monkeypatch: pytest.Monke
         found = first.by_name(name)
         problem = replace(found, sizes={size: small.get(size, value) for size, value in found.sizes.items()})
         assert len(first.checked(problem, Tile(16, 16, 16, 2, stages=2), 1)) == 1
-        twin = KERNELS[problem.kernel].twin
-        broken = replace(KERNELS[problem.kernel], twin=lambda *a, twin=twin, **o: _shifted(twin(*a, **o)))
+        reference = KERNELS[problem.kernel].reference
+        broken = replace(
+            KERNELS[problem.kernel],
+            reference=lambda *a, reference=reference, **o: _shifted(reference(*a, **o)),
+        )
         with monkeypatch.context() as patch:
             patch.setitem(first.KERNELS, problem.kernel, broken)
-            with pytest.raises(AssertionError, match="against its twin"):
+            with pytest.raises(AssertionError, match="against its reference"):
                 first.checked(problem, Tile(16, 16, 16, 2, stages=2), 1)
 
 

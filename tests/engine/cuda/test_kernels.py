@@ -1,5 +1,5 @@
-"""The Triton kernels against their twins, without a GPU in Triton's interpreter; that the checks can fail; the
-twins against the models' own layers.
+"""The Triton kernels against their references, without a GPU in Triton's interpreter; that the checks can fail; the
+references against the models' own layers.
 
 ``tests/conftest.py`` sets TRITON_INTERPRET; with TRITON_INTERPRET=0 on a machine with a GPU the same checks
 run there.
@@ -44,7 +44,7 @@ few = settings(max_examples=4, deadline=None, derandomize=True)
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CHECKS)
-def test_kernel_equals_twin(name: str, dtype: torch.dtype) -> None:
+def test_kernel_equals_reference(name: str, dtype: torch.dtype) -> None:
     CHECKS[name](module_of(name), dtype, DEVICE)
 
 
@@ -52,7 +52,7 @@ def test_kernel_equals_twin(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"), [(name, sizes) for name, edges in EDGES.items() for sizes in edges], ids=str
 )
-def test_kernel_equals_twin_at_the_edges(name: str, sizes: dict) -> None:
+def test_kernel_equals_reference_at_the_edges(name: str, sizes: dict) -> None:
     CHECKS[name](module_of(name), torch.float32, DEVICE, **sizes)
 
 
@@ -231,45 +231,45 @@ def test_a_wrong_kernel_is_caught(name: str, line: str, wrong: str, sizes: dict,
         CHECKS[name](broken, torch.float32, DEVICE, **sizes)
 
 
-# The twins against the layers that they stand for, in float32: the same mathematics in another order.
+# The references against the layers that they stand for, in float32: the same mathematics in another order.
 
 
-def test_twins_of_products_are_the_layers() -> None:
+def test_references_of_products_are_the_layers() -> None:
     torch.manual_seed(0)
     x, gamma = torch.randn(7, 24), torch.rand(24) + 0.5
     norm = rms_normalize(x, 1e-6)
     weight = torch.randn(10, 24)
-    folded = KERNELS["norm_linear"].twin(x, weight * gamma, eps=1e-6)
+    folded = KERNELS["norm_linear"].reference(x, weight * gamma, eps=1e-6)
     torch.testing.assert_close(folded, (norm * gamma) @ weight.T)
     for activation in ("gelu_tanh", "silu"):
         mlp = GatedMLP(DecoderConfig(24, 40, 1, 2, 1, 12, 1e-6, 1e4, activation=activation))
         packed = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        hidden = KERNELS["gated_mlp"].twin(x, packed, activation=activation, eps=1e-6)
-        out = KERNELS["splitk_linear"].twin(hidden, mlp.down_proj.weight, residual=x)
+        hidden = KERNELS["gated_mlp"].reference(x, packed, activation=activation, eps=1e-6)
+        out = KERNELS["splitk_linear"].reference(hidden, mlp.down_proj.weight, residual=x)
         torch.testing.assert_close(out, x + mlp(norm))
     q_and_k = torch.randn(7, 3, 8)
     rotate = Rotation.at(torch.arange(7)[None], 8, 1e4)
     tables = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
     unprojected = torch.cat([q_and_k.flatten(1), torch.zeros(7, 8)], 1)  # two query heads, a key, a value
-    q, k, _ = KERNELS["qkv_rope"].twin(unprojected, torch.eye(32), *tables, (2, 1))
+    q, k, _ = KERNELS["qkv_rope"].reference(unprojected, torch.eye(32), *tables, (2, 1))
     torch.testing.assert_close(torch.cat([q, k], 1), rotate(q_and_k[None])[0])
 
 
-def test_twin_of_the_adaptive_norm_is_the_layer_and_folds_into_the_product() -> None:
+def test_reference_of_the_adaptive_norm_is_the_layer_and_folds_into_the_product() -> None:
     torch.manual_seed(0)
     stream, branch, weight = torch.randn(7, 24), torch.randn(7, 24), torch.randn(10, 24)
     m = Modulation.of(torch.randn(1, 72))
     scale, shift, gate = (part.flatten() for part in m)
-    total, normed, _ = KERNELS["row_norm"].twin(
+    total, normed, _ = KERNELS["row_norm"].reference(
         stream, eps=1e-6, weight=scale, offset=1.0, shift=shift, branch=branch, gate=gate
     )
     torch.testing.assert_close(total, stream + branch * gate)
     torch.testing.assert_close(normed, AdaRMSNorm(24, 1e-6)(total[None], m)[0])
-    folded = KERNELS["norm_linear"].twin(total, weight, eps=1e-6, scale=scale, bias=weight @ shift)
+    folded = KERNELS["norm_linear"].reference(total, weight, eps=1e-6, scale=scale, bias=weight @ shift)
     torch.testing.assert_close(folded, normed @ weight.T)
 
 
-def test_five_twins_in_a_row_are_a_layer_of_the_head() -> None:
+def test_five_references_in_a_row_are_a_layer_of_the_head() -> None:
     """pi0.5: both norms inside the products, their modulation from a table; nothing else between the launches."""
     torch.manual_seed(0)
     config = DecoderConfig(24, 40, 1, 4, 1, 16, 1e-6, 1e4, "gemma_rms", "gelu_tanh")
@@ -288,32 +288,32 @@ def test_five_twins_in_a_row_are_a_layer_of_the_head() -> None:
     before, after = modulations
     qkv = torch.cat([layer.attn.q_proj.weight, layer.attn.k_proj.weight, layer.attn.v_proj.weight])
     gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
-    twins = {name: kernel.twin for name, kernel in KERNELS.items()}
+    references = {name: kernel.reference for name, kernel in KERNELS.items()}
     cos, sin = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
-    q, k, v = twins["qkv_rope"](x, qkv, cos, sin, (4, 1), **table(qkv, before))
-    attended = twins["packed_attention"](q, prefix, mask, own=(k, v)).flatten(1)
-    linear = twins["splitk_linear"]
+    q, k, v = references["qkv_rope"](x, qkv, cos, sin, (4, 1), **table(qkv, before))
+    attended = references["packed_attention"](q, prefix, mask, own=(k, v)).flatten(1)
+    linear = references["splitk_linear"]
     h = linear(attended, layer.attn.o_proj.weight, gate=before.gate.flatten(), residual=x)
-    hidden = twins["gated_mlp"](h, gate_up, activation="gelu_tanh", **table(gate_up, after))
+    hidden = references["gated_mlp"](h, gate_up, activation="gelu_tanh", **table(gate_up, after))
     got = linear(hidden, layer.mlp.down_proj.weight, gate=after.gate.flatten(), residual=h)
     torch.testing.assert_close(got, want)
 
 
-def test_twin_of_the_attention_is_the_layer() -> None:
+def test_reference_of_the_attention_is_the_layer() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(5, 6, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     mask = torch.rand(5, 12) > 0.4
     mask[2] = False
-    got = KERNELS["packed_attention"].twin(q, (k[:7], v[:7]), mask, own=(k[7:], v[7:]))
+    got = KERNELS["packed_attention"].reference(q, (k[:7], v[:7]), mask, own=(k[7:], v[7:]))
     torch.testing.assert_close(got.flatten(1), attend(q[None], k[None], v[None], mask[None])[0])
 
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("size", [(480, 640), (720, 1280), (37, 21), (224, 224), (5, 300)])
-def test_twin_of_the_preprocessing_is_the_processor(size: tuple[int, int], exact: bool) -> None:
+def test_reference_of_the_preprocessing_is_the_processor(size: tuple[int, int], exact: bool) -> None:
     """Pillow's part to the bit: an error of one in 255 would be 8e-3."""
     interpolation = "pil_bilinear" if exact else "bilinear"
     recipe = ImageRecipe(height=224, width=224, interpolation=interpolation, pad_value=0.0 if exact else 0.25)  # type: ignore[arg-type]
     frame = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
-    twin = KERNELS["preprocess"].twin(torch.from_numpy(frame[None]), Resize.of(*size, recipe))
-    assert np.abs(twin[0].numpy() - prepare_frame(frame, recipe)).max() <= 1e-6
+    reference = KERNELS["preprocess"].reference(torch.from_numpy(frame[None]), Resize.of(*size, recipe))
+    assert np.abs(reference[0].numpy() - prepare_frame(frame, recipe)).max() <= 1e-6

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fused.library import Library
-from sinew.engine.cuda.fused.ops import Plain, Twins
-from sinew.engine.cuda.fused.rows import RowTwins, Target
+from sinew.engine.cuda.fused.ops import Plain, References
+from sinew.engine.cuda.fused.rows import RowReferences, Target
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
 from sinew.layers.linear import Linear
 from tests.golden import relative_l2
 
 M, K, N, H, KV, D = 9, 48, 40, 3, 1, 16
-LIBRARY, TWINS = Library(RowTwins()), Twins()
+LIBRARY, REFERENCES = Library(RowReferences()), References()
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1.2e-2}
 
 
@@ -60,7 +60,7 @@ def test_products_with_a_norm(name, dtype):
         "qkv_rope": ((x, random(columns, K, dtype=dtype), cos, sin, (H, KV)), norm(name, columns)),
     }
     for method, (arguments, options) in cases.items():
-        got, wanted = (getattr(ops, method)(*arguments, **options) for ops in (LIBRARY, TWINS))
+        got, wanted = (getattr(ops, method)(*arguments, **options) for ops in (LIBRARY, REFERENCES))
         pairs = zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]
         for ours, theirs in pairs:
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), method
@@ -69,7 +69,7 @@ def test_products_with_a_norm(name, dtype):
 
 def test_a_wide_projection_of_a_half_precision_stream():
     x, weight = random(M, K, dtype=torch.bfloat16), random(N, K)
-    got, wanted = (ops.norm_linear(x, weight, eps=1e-5) for ops in (LIBRARY, TWINS))
+    got, wanted = (ops.norm_linear(x, weight, eps=1e-5) for ops in (LIBRARY, REFERENCES))
     assert got.dtype == wanted.dtype == torch.float32
     assert relative_l2(got, wanted) <= 1e-6  # the normed rows are not rounded on the way
 
@@ -79,23 +79,23 @@ def test_a_wide_projection_of_a_half_precision_stream():
 def test_linear_with_a_residual(present, dtype):
     x, weight = random(M, K, dtype=dtype), random(N, K, dtype=dtype)
     rest = {name: random(M, N, dtype=dtype) if name == "residual" else random(N) for name in present}
-    got, wanted = (ops.splitk_linear(x, weight, **rest) for ops in (LIBRARY, TWINS))
+    got, wanted = (ops.splitk_linear(x, weight, **rest) for ops in (LIBRARY, REFERENCES))
     assert got.dtype == wanted.dtype
     assert relative_l2(got.float(), wanted.float()) <= BOUNDS[dtype]
     if present == ("residual",) and dtype == torch.bfloat16:  # rounded once, where torch's own adds twice
-        exact = TWINS.splitk_linear(x.float(), weight.float(), residual=rest["residual"].float())
+        exact = REFERENCES.splitk_linear(x.float(), weight.float(), residual=rest["residual"].float())
         twice = Plain().splitk_linear(x, weight, **rest)
         assert relative_l2(got.float(), exact) < relative_l2(twice.float(), exact)
 
 
 def test_ada_rms():
     x, scale, shift = random(M, K, dtype=torch.bfloat16), random(K), random(K)
-    got, wanted = (ops.ada_rms(x, scale, shift, 1e-5) for ops in (LIBRARY, TWINS))
+    got, wanted = (ops.ada_rms(x, scale, shift, 1e-5) for ops in (LIBRARY, REFERENCES))
     assert torch.equal(got, wanted)
 
 
 def test_an_operand_is_what_the_layer_reads():
-    rows, linear = RowTwins(), Linear(K, N)
+    rows, linear = RowReferences(), Linear(K, N)
     x = random(M, K, dtype=torch.bfloat16)
     assert Target.of(linear) == Target(torch.float32)
     plain = rows.convert(x, Target.of(linear))

@@ -1,4 +1,4 @@
-"""Kernels without a product: beside their checks (test_kernels.py), the dtypes that they go between, their twins
+"""Kernels without a product: beside their checks (test_kernels.py), the dtypes that they go between, their references
 against the models' own layers, and what they refuse."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.engine.cuda.kernel_checks import CHECKS, DEVICE, module_of, needs_tri
 
 pytestmark = pytest.mark.kernels
 
-twins = {name: kernel.twin for name, kernel in KERNELS.items()}
+references = {name: kernel.reference for name, kernel in KERNELS.items()}
 
 
 @needs_triton
@@ -64,7 +64,7 @@ def test_a_row_as_long_as_the_language_models() -> None:
 def test_the_stream_and_the_branch_may_be_written_over() -> None:
     torch.manual_seed(0)
     stream, branch = torch.randn(2, 5, 24, device=DEVICE)
-    wanted = twins["row_norm"](stream, eps=1e-6, branch=branch)
+    wanted = references["row_norm"](stream, eps=1e-6, branch=branch)
     got = row_norm.row_norm(stream, eps=1e-6, branch=branch, total=stream, normed=branch)
     assert got[0] is stream
     assert got[1] is branch
@@ -81,7 +81,7 @@ def test_a_norm_by_squares_that_are_given(parts: int) -> None:
     squares = stream.view(5, parts, -1).pow(2).sum(-1)
     for got in (
         row_norm.row_norm(stream * scale, eps=1e-6, squares=squares)[1],
-        twins["row_norm"](stream * scale, eps=1e-6, squares=squares)[1],
+        references["row_norm"](stream * scale, eps=1e-6, squares=squares)[1],
     ):
         wanted = stream * scale * torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + 1e-6)
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
@@ -98,101 +98,101 @@ def test_results_are_allocated_in_the_dtype_asked_for(name: str) -> None:
         if dtype != E4M3:
             assert scales is None
         else:
-            wide = twins[name](x, dtype=torch.float32, **options)[-2]
+            wide = references[name](x, dtype=torch.float32, **options)[-2]
             torch.testing.assert_close(out.float() * scales[:, None], wide, rtol=2**-4, atol=1e-2)
 
 
-# The twins against the layers that they stand for.
+# The references against the layers that they stand for.
 
 
 def norms() -> dict[str, tuple[Tensor, Tensor]]:
-    """What the twin makes of a stream and what the layer makes of it."""
+    """What the reference makes of a stream and what the layer makes of it."""
     torch.manual_seed(0)
     x, weight, bias = torch.randn(7, 24), torch.randn(24), torch.randn(24)
     m = Modulation.of(torch.randn(1, 72))
     found = {}
     layer = LayerNorm(24, eps=0.1)
     layer.load_state_dict({"weight": weight, "bias": bias})
-    twin = twins["row_norm"]
-    found["layer"] = twin(x, eps=0.1, kind="layer", weight=weight, shift=bias)[1], layer(x)
+    reference = references["row_norm"]
+    found["layer"] = reference(x, eps=0.1, kind="layer", weight=weight, shift=bias)[1], layer(x)
     for kind, offset in ((RMSNorm, 0.0), (GemmaRMSNorm, 1.0)):
         norm = kind(24, 0.1)
         norm.load_state_dict({"weight": weight})
-        found[kind.__name__] = twin(x, eps=0.1, weight=weight, offset=offset)[1], norm(x)
+        found[kind.__name__] = reference(x, eps=0.1, weight=weight, offset=offset)[1], norm(x)
     scale, shift, _ = (part.flatten() for part in m)
-    got = twin(x, eps=0.1, weight=scale, offset=1.0, shift=shift)[1]
+    got = reference(x, eps=0.1, weight=scale, offset=1.0, shift=shift)[1]
     found["adaptive"] = got, AdaRMSNorm(24, 0.1)(x[None], m)[0]
     return found
 
 
 @pytest.mark.parametrize("name", ["layer", "RMSNorm", "GemmaRMSNorm", "adaptive"])
-def test_twin_of_the_norm_is_the_layer(name: str) -> None:
+def test_reference_of_the_norm_is_the_layer(name: str) -> None:
     got, wanted = norms()[name]
     torch.testing.assert_close(got, wanted)
 
 
-def test_the_twin_reads_the_total_as_it_was_rounded() -> None:
+def test_the_reference_reads_the_total_as_it_was_rounded() -> None:
     torch.manual_seed(0)
     stream, branch = torch.randn(2, 7, 24).bfloat16()
-    total, normed, scales = twins["row_norm"](stream, eps=1e-6, branch=branch, dtype=torch.float32)
+    total, normed, scales = references["row_norm"](stream, eps=1e-6, branch=branch, dtype=torch.float32)
     assert total.dtype == torch.bfloat16
     assert torch.equal(total, stream + branch)
-    assert torch.equal(normed, twins["row_norm"](total, eps=1e-6, dtype=torch.float32)[1])
+    assert torch.equal(normed, references["row_norm"](total, eps=1e-6, dtype=torch.float32)[1])
     assert scales is None
 
 
-def test_twins_convert_to_e4m3_without_a_rounding_in_between() -> None:
+def test_references_convert_to_e4m3_without_a_rounding_in_between() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 48).bfloat16()
     for name, options in (
         ("row_norm", {"eps": 1e-6}),
         ("activate", {"activation": "gelu_tanh", "gated": True}),
     ):
-        wide = twins[name](x, dtype=torch.float32, **options)[-2]
-        data, scales = twins[name](x, dtype=E4M3, **options)[-2:]
-        wanted = fp8_quantize.twin(wide)
+        wide = references[name](x, dtype=torch.float32, **options)[-2]
+        data, scales = references[name](x, dtype=E4M3, **options)[-2:]
+        wanted = fp8_quantize.reference(wide)
         assert torch.equal(data.float(), wanted[0].float())
         assert torch.equal(scales, wanted[1])
-        rounded = fp8_quantize.twin(wide.bfloat16())
+        rounded = fp8_quantize.reference(wide.bfloat16())
         assert not torch.equal(data.float(), rounded[0].float())
 
 
-def test_twin_of_the_activation_is_the_middle_of_an_mlp() -> None:
+def test_reference_of_the_activation_is_the_middle_of_an_mlp() -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 24)
     vit = ViTMLP(ViTConfig(24, 40, 1, 2, 32, 16, 1e-6))
     for bias in (None, vit.fc1.bias):  # either the product adds the bias or this pass does
         product = vit.fc1(x) if bias is None else x @ vit.fc1.weight.T
-        hidden, _ = twins["activate"](product, activation="gelu_tanh", gated=False, bias=bias)
+        hidden, _ = references["activate"](product, activation="gelu_tanh", gated=False, bias=bias)
         torch.testing.assert_close(vit.fc2(hidden), vit(x))
     for activation in ("gelu_tanh", "silu"):
         mlp = GatedMLP(DecoderConfig(24, 40, 1, 2, 1, 12, 1e-6, 1e4, activation=activation))
         packed = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        hidden, _ = twins["activate"](x @ packed.T, activation=activation, gated=True)
+        hidden, _ = references["activate"](x @ packed.T, activation=activation, gated=True)
         torch.testing.assert_close(mlp.down_proj(hidden), mlp(x))
         norm = {"eps": 1e-6, "bias": torch.randn(80)}
-        unfused = twins["norm_linear"](x, packed, eps=1e-6)
-        hidden, _ = twins["activate"](unfused, activation=activation, gated=True, bias=norm["bias"])
-        torch.testing.assert_close(hidden, twins["gated_mlp"](x, packed, activation=activation, **norm))
+        unfused = references["norm_linear"](x, packed, eps=1e-6)
+        hidden, _ = references["activate"](unfused, activation=activation, gated=True, bias=norm["bias"])
+        torch.testing.assert_close(hidden, references["gated_mlp"](x, packed, activation=activation, **norm))
 
 
 @pytest.mark.parametrize("heads", [(3, 2), (2, 0), (0, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_twin_of_the_rotation_is_the_layer_and_the_fused_kernels(heads, dtype) -> None:
+def test_reference_of_the_rotation_is_the_layer_and_the_fused_kernels(heads, dtype) -> None:
     torch.manual_seed(0)
     H, KV = heads
     columns = (H + 2 * KV) * 8
     x, weight, bias = torch.randn(7, 24).to(dtype), torch.randn(columns, 24).to(dtype), torch.randn(columns)
     rotate = Rotation.at(torch.arange(7)[None], 8, 1e4)
     tables = rotate.cos[0, :, 0], rotate.sin[0, :, 0]
-    wanted = twins["qkv_rope"](x, weight, *tables, heads, bias=bias)
-    got = twins["rope"](x.float() @ weight.float().T, *tables, heads, bias=bias, dtype=dtype)
+    wanted = references["qkv_rope"](x, weight, *tables, heads, bias=bias)
+    got = references["rope"](x.float() @ weight.float().T, *tables, heads, bias=bias, dtype=dtype)
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.dtype == dtype
         assert torch.equal(ours, theirs)
     packed = torch.randn(7, columns)
     turned = rotate(packed.unflatten(1, (-1, 8))[None, :, : H + KV])[0]
-    q, k, v = twins["rope"](packed, *tables, heads)
+    q, k, v = references["rope"](packed, *tables, heads)
     torch.testing.assert_close(torch.cat([q, k], 1), turned)
     assert torch.equal(v.flatten(1), packed[:, (H + KV) * 8 :])
 

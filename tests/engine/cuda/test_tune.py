@@ -111,13 +111,13 @@ def test_a_tile_that_computes_something_else_is_never_chosen(
     for row in seen:
         assert row["tile"] != asdict(wrong[row["kernel"], tuple(row["dims"])])
         assert "Tile(" in row["reason"]  # left out; where it was the only one, no tile does
-        found = re.search(r"ArithmeticError: relative L2 of (\S+) against the twin", row["reason"])
+        found = re.search(r"ArithmeticError: relative L2 of (\S+) against the reference", row["reason"])
         assert float(found[1]) == pytest.approx(1.0, abs=0.03)  # doubled
 
 
 @needs_triton
 def test_a_default_tile_that_does_not_run_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program goes on with the twin's answer, and the other tiles are still tried."""
+    """The program goes on with the reference's answer, and the other tiles are still tried."""
     right, raised = tuner.Forced.launch, []
 
     def launch(self, kernel, dims, like, prepare, other, out):
@@ -226,7 +226,7 @@ def test_where_no_tile_does_torch_runs(gpu: torch.device, failure: str, monkeypa
     way, reason = choices.choose(*PROBLEM, gpu, "triton")
     assert way == "torch"
     assert reason.startswith("no tile does: ")
-    assert "does not fit" in reason or "relative L2 of 1 against the twin" in reason
+    assert "does not fit" in reason or "relative L2 of 1 against the reference" in reason
     assert not Trials(gpu, even, lambda: 1.0, print).begin(PROBLEM, True)
 
     class Like:

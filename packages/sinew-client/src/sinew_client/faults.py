@@ -10,7 +10,7 @@ from sinew_client.errors import ConnectionLost, LateChunk, RequestTimeout
 # Requests that a server did not compute, for a reason that is nobody's mistake.
 UNCOMPUTED = ("busy", "cancelled", "deadline", "shutting_down", "superseded")
 # What will be answered to every observation of this robot: policy, robot or key are not the right ones.
-MISFITS = ("bad_observation", "bad_request", "missing_package", "unauthorized", "unknown_policy")
+PERMANENT = ("bad_observation", "bad_request", "missing_package", "unauthorized", "unknown_policy")
 
 KINDS, LONGEST_KIND, LONGEST_TEXT = 100, 64, 1000  # of what a server may say: kinds, and characters
 

@@ -31,11 +31,26 @@ class CameraSpec:
 
 @dataclass(frozen=True)
 class VectorSpec:
-    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown."""
+    """A state or action vector in world units. ``names`` and ``units`` are empty where unknown.
+
+    Units of an action that simulators go by: ``opening`` (a gripper from 0, closed, to 1, open), ``recorded`` (as the
+    data set that it was trained on has it), ``axis-angle`` (a rotation that is no Euler angles).
+    """
 
     dim: int
     names: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return "name [unit]" for each number, and its place where it has no name; nothing where neither is known."""
+        if not self.names and not self.units:
+            return ()
+        names = self.names or tuple(map(str, range(self.dim)))
+        units = self.units or ("",) * self.dim
+        if len(names) != len(units):
+            raise ValueError(f"units: expected {len(names)}, one for each name, got {len(units)}")
+        return tuple(f"{name} [{unit}]" if unit else name for name, unit in zip(names, units))
 
 
 @dataclass(frozen=True)

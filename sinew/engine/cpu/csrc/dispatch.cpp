@@ -13,18 +13,18 @@ namespace {
 // Best first. A set is there where the compiler knew both of its files.
 #if defined(__x86_64__)
 const Set ALL[] = {
-#if defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_between_avx512)
-    {avx512vnni_kernels(), avx512_between(),
+#if defined(LOWBIT_x86_avx512vnni) && defined(LOWBIT_floats_avx512)
+    {avx512vnni_kernels(), avx512_floats(),
      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw")},
 #endif
-#if defined(LOWBIT_x86_avxvnni) && defined(LOWBIT_between_avx2)
-    {avxvnni_kernels(), avx2_between(),
+#if defined(LOWBIT_x86_avxvnni) && defined(LOWBIT_floats_avx2)
+    {avxvnni_kernels(), avx2_floats(),
      __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
 #endif
-#if defined(LOWBIT_x86_avx2) && defined(LOWBIT_between_avx2)
-    {avx2_kernels(), avx2_between(), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+#if defined(LOWBIT_x86_avx2) && defined(LOWBIT_floats_avx2)
+    {avx2_kernels(), avx2_floats(), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
 #endif
-    {portable_kernels(), portable_between(), true},
+    {portable_kernels(), portable_floats(), true},
 };
 #elif defined(__aarch64__)
 #if defined(__linux__)
@@ -34,16 +34,16 @@ const bool I8MM = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
 const bool DOTPROD = true, I8MM = false;
 #endif
 const Set ALL[] = {
-#if defined(LOWBIT_arm_i8mm) && defined(LOWBIT_between_neon)
-    {neon_i8mm_kernels(), neon_between(), I8MM},
+#if defined(LOWBIT_arm_i8mm) && defined(LOWBIT_floats_neon)
+    {neon_i8mm_kernels(), neon_floats(), I8MM},
 #endif
-#if defined(LOWBIT_arm_dotprod) && defined(LOWBIT_between_neon)
-    {neon_dotprod_kernels(), neon_between(), DOTPROD},
+#if defined(LOWBIT_arm_dotprod) && defined(LOWBIT_floats_neon)
+    {neon_dotprod_kernels(), neon_floats(), DOTPROD},
 #endif
-    {portable_kernels(), portable_between(), true},
+    {portable_kernels(), portable_floats(), true},
 };
 #else
-const Set ALL[] = {{portable_kernels(), portable_between(), true}};
+const Set ALL[] = {{portable_kernels(), portable_floats(), true}};
 #endif
 
 }  // namespace

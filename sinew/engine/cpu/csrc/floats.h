@@ -184,7 +184,7 @@ void attend(const Attention& a, int64_t b, int64_t head, int64_t first, int64_t 
   }
 }
 
-const Between BETWEEN = {TILES * TILE, attend, attend, gelu, silu_times};
+const FloatKernels FLOATS = {TILES * TILE, attend, attend, gelu, silu_times};
 
 }  // namespace
 }  // namespace lowbit

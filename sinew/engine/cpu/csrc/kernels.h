@@ -88,7 +88,7 @@ struct Attention {
 };
 
 // What stands between products (floats.h).
-struct Between {
+struct FloatKernels {
   int rows;  // that attention takes together
   void (*attend)(const Attention&, int64_t batch, int64_t head, int64_t first, int64_t last, char* memory);
   // The same where products may be rounded to 16 bits; `attend` itself where that is not faster.
@@ -109,7 +109,7 @@ constexpr int64_t attend_bytes(const Attention& a, int rows) {
 // One instruction set, as dispatch.cpp chooses it.
 struct Set {
   const Kernels* products;
-  const Between* between;
+  const FloatKernels* floats;
   bool here;
 };
 
@@ -121,9 +121,9 @@ const Kernels* avxvnni_kernels();
 const Kernels* avx512vnni_kernels();
 const Kernels* neon_dotprod_kernels();
 const Kernels* neon_i8mm_kernels();
-const Between* portable_between();
-const Between* avx2_between();
-const Between* avx512_between();
-const Between* neon_between();
+const FloatKernels* portable_floats();
+const FloatKernels* avx2_floats();
+const FloatKernels* avx512_floats();
+const FloatKernels* neon_floats();
 
 }  // namespace lowbit

@@ -5,7 +5,7 @@ Weights have one scale per output channel and are converted once. Activations ha
 ``fp8_product.py`` or ``torch._scaled_mm`` (cuBLASLt), whichever ``sinew tune`` measured to be faster on this device;
 ``choices.py`` keeps that with its reason.
 
-The tensors of a device without FP8 arithmetic (compute capability below 8.9) are refused. On a CPU the twin
+The tensors of a device without FP8 arithmetic (compute capability below 8.9) are refused. On a CPU the reference
 computes, which is what the layers mean: conversion to e4m3 and back, and a product in float32.
 """
 
@@ -46,7 +46,7 @@ class Fp8Weight:
 def supported(device: torch.device) -> tuple[bool, str]:
     """Return whether a device computes in FP8 (a CPU emulates it), and why."""
     if device.type != "cuda":
-        return True, "emulated by the twin"
+        return True, "emulated by the reference"
     capability = tuning.capability(device)
     reason = f"compute capability {capability / 10}, FP8 needs {NEEDS / 10}"
     return capability >= NEEDS, reason
@@ -74,7 +74,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     _require(weight.device)
     if not weight.is_meta and not torch.isfinite(weight).all():
         raise ValueError("weight: expected finite numbers, got some that are not")
-    data, scale = fp8_quantize.twin(weight)
+    data, scale = fp8_quantize.reference(weight)
     dtype = weight.dtype if weight.dtype in (torch.float16, torch.float32) else torch.bfloat16
     return Fp8Weight(data.contiguous(), scale.contiguous(), dtype)
 
@@ -93,7 +93,7 @@ def fp8_linear(
     """
     _check(x, weight, out)
     if x.device.type != "cuda":
-        result = twin(x, weight, x_scale, bias)
+        result = reference(x, weight, x_scale, bias)
         return result if out is None else out.copy_(result)
     _require(x.device)
     data, scales = fp8_quantize.fp8_quantize(x, x_scale=x_scale)
@@ -110,20 +110,22 @@ def multiply(
 ) -> Tensor:
     """data: e4m3 [M, K], scales: float32 [M], as the kernels leave them -> [M, N] in ``weight.dtype``, or ``out``.
 
-    Our kernel or cuBLASLt, as measured; on a CPU the twin. launching: pdl and prefetch, of our kernel.
+    Our kernel or cuBLASLt, as measured; on a CPU the reference. launching: pdl and prefetch, of our kernel.
     """
     if data.device.type == "cpu":
-        y = fp8_product.twin(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
+        y = fp8_product.reference(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
         return y if out is None else out.copy_(y)
     dims = (len(data), *weight.data.shape)
     way, _ = choices.choose("fp8_product", dims, E4M3, data.device, WAYS[0])
     return WITH[way](data, scales, weight, bias, out, **launching)
 
 
-def twin(x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def reference(
+    x: Tensor, weight: Fp8Weight, x_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """Define :func:`fp8_linear` by dequantisation: x and weight to e4m3 and back, product in float32."""
-    data, scales = fp8_quantize.twin(x, x_scale=x_scale)
-    return fp8_product.twin(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
+    data, scales = fp8_quantize.reference(x, x_scale=x_scale)
+    return fp8_product.reference(data, scales, weight.data, weight.scale, bias=bias, dtype=weight.dtype)
 
 
 def with_triton(

@@ -70,9 +70,9 @@ class FusedActionTime(SplitActionTime):
 
     ops: Ops
 
-    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
         last, first = self.action_time_mlp_out, self.action_part
-        mixed = self.ops.norm_linear(one(x), first.weight, bias=one(moment), silu=True)
+        mixed = self.ops.norm_linear(one(x), first.weight, bias=one(time_embedding), silu=True)
         dtype = self.expert.dtype
         return carried(self.ops.stream_linear(mixed, last.weight, bias=last.bias, dtype=dtype))
 
@@ -83,14 +83,14 @@ class TabulatedModulation(FusedDecode):
 
     scaled: bool
 
-    def embed_actions(self, x: Tensor, moment: Tensor) -> Tensor:
-        linear, (first, *_), _ = self.action_in_proj, *self.modulations(moment)
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
+        linear, (first, *_), _ = self.action_in_proj, *self.modulations(time_embedding)
         scale = first[0].scale if self.scaled else None
         options = {"bias": linear.bias, "scale": scale, "dtype": self.expert.dtype}
         return carried(self.ops.stream_linear(one(x), linear.weight, **options))
 
-    def moment(self, t: Tensor) -> Tensor:  # [1] -> float32 [1, values]
-        packed = one(super().moment(t)).float()  # type: ignore[safe-super]  # [norms, 3C]
+    def embed_time(self, t: Tensor) -> Tensor:  # [1] -> float32 [1, values]
+        packed = one(super().embed_time(t)).float()  # type: ignore[safe-super]  # [norms, 3C]
         pieces = []
         for row, reader in zip(packed, self.readers(), strict=True):
             pieces.append(row)
@@ -105,14 +105,14 @@ class TabulatedModulation(FusedDecode):
         layers = [r for layer in self.expert.layers for r in (layer.attn.qkv_proj, layer.mlp.gate_up_proj)]
         return [*layers, self.action_out_proj]
 
-    def modulations(self, moment: Tensor) -> tuple[list[tuple], tuple]:
+    def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
         width = self.config.expert.hidden_size
         norms, at = [], 0
         for reader in self.readers():
-            scale, shift, gate = one(moment)[at : at + 3 * width].chunk(3)
+            scale, shift, gate = one(time_embedding)[at : at + 3 * width].chunk(3)
             at += 3 * width
             rows = len(reader.weight) if self.scaled else 0
-            norms.append(Modulated(scale, shift, gate, one(moment)[at : at + rows] if rows else None))
+            norms.append(Modulated(scale, shift, gate, one(time_embedding)[at : at + rows] if rows else None))
             at += rows
         norms = [m._replace(following=next_.scale) for m, next_ in pairwise(norms)] + norms[-1:]
         *layers, final = norms

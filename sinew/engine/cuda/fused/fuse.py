@@ -37,7 +37,7 @@ from sinew.engine.plan.norms import UnitLayerNorm
 from sinew.engine.plan.packing import PackedAttention, PackedKeyValue, PackedMLP, PackedViTAttention
 from sinew.engine.plan.plan import REWRITES, Plan
 from sinew.engine.plan.prefix_end import KeyValueLayer
-from sinew.engine.plan.rewrite import Outcome, become, exactly, foreign, left_out, spans, twin
+from sinew.engine.plan.rewrite import Outcome, become, clone_model, exactly, foreign, left_out, spans
 from sinew.engine.plan.time_tables import SplitActionTime
 from sinew.layers.decoder import AdaptiveDecoderLayer, DecoderAttention, DecoderLayer, GatedMLP
 from sinew.layers.linear import Linear, not_linear
@@ -140,7 +140,7 @@ def fuse(
     scaled: as ``CudaOptions.scaled_norms``. fp8: components whose linear layers go to e4m3: products of their own,
     with row-wise kernels between them. scales: of the inputs of those layers, by name; others: per row.
     """
-    model: Any = twin(plan.model)
+    model: Any = clone_model(plan.model)
     outcomes = [*plan.outcomes]
     if fp8:
         outcomes.append(_to_fp8(model, fp8, scales or {}))

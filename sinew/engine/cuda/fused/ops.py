@@ -1,6 +1,6 @@
 """The operations that fused layers are written in, and two ways to compute them in PyTorch.
 
-``Twins`` is what the kernels are defined by: float32 inside, one rounding at the end. ``Plain`` is what a model
+``References`` is what the kernels are defined by: float32 inside, one rounding at the end. ``Plain`` is what a model
 without kernels runs: products in the weight's precision, ``scaled_dot_product_attention``. The third way, Triton's
 kernels, is :mod:`.launches`. All of them take one observation: rows without a batch axis.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sinew.engine.cuda.fused.rows import RowTwins
+from sinew.engine.cuda.fused.rows import RowReferences
 from sinew.engine.cuda.kernels import (
     gated_mlp,
     norm_linear,
@@ -102,21 +102,21 @@ class Ops(ABC):
         """frames: uint8 [V, h, w, 3] -> the first 3 * patch^2 values of each row of out, [V, patches, values]."""
 
 
-class Twins(Ops):
+class References(Ops):
     """The kernels' definitions, on any device."""
 
-    rows: Any = RowTwins()
+    rows: Any = RowReferences()
 
     def norm_linear(self, x: Tensor, weight: Tensor, **norm: Any) -> Tensor:
-        return norm_linear.twin(x, weight, **norm)
+        return norm_linear.reference(x, weight, **norm)
 
     def gated_mlp(self, x: Tensor, weight: Tensor, activation: gated_mlp.Activation, **norm: Any) -> Tensor:
-        return gated_mlp.twin(x, weight, activation=activation, **norm)
+        return gated_mlp.reference(x, weight, activation=activation, **norm)
 
     def qkv_rope(
         self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], **norm: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return qkv_rope.twin(x, weight, cos, sin, heads, **norm)
+        return qkv_rope.reference(x, weight, cos, sin, heads, **norm)
 
     def splitk_linear(
         self,
@@ -127,7 +127,7 @@ class Twins(Ops):
         gate: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        return splitk_linear.twin(x, weight, bias=bias, gate=gate, residual=residual)
+        return splitk_linear.reference(x, weight, bias=bias, gate=gate, residual=residual)
 
     def stream_linear(
         self,
@@ -138,21 +138,21 @@ class Twins(Ops):
         dtype: torch.dtype | None = None,
         **rest: Any,
     ) -> Stream:
-        rows = splitk_linear.twin(x, weight, dtype=dtype, **rest)
-        return Stream(rows, *splitk_linear.statistics_twin(rows, scale))
+        rows = splitk_linear.reference(x, weight, dtype=dtype, **rest)
+        return Stream(rows, *splitk_linear.statistics_reference(rows, scale))
 
     def packed_attention(self, q: Tensor, kv: KeyValue, mask: Tensor, own: KeyValue | None = None) -> Tensor:
-        return packed_attention.twin(q, kv, mask, own=own)
+        return packed_attention.reference(q, kv, mask, own=own)
 
     def ada_rms(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        return row_norm.twin(x, eps=eps, weight=scale, offset=1.0, shift=shift)[1]
+        return row_norm.reference(x, eps=eps, weight=scale, offset=1.0, shift=shift)[1]
 
     def preprocess(self, frames: Tensor, resize: Resize, patch: int, out: Tensor) -> None:
-        out[..., : 3 * patch * patch] = preprocess.twin(frames, resize, dtype=out.dtype, patch=patch)
+        out[..., : 3 * patch * patch] = preprocess.reference(frames, resize, dtype=out.dtype, patch=patch)
 
 
-class Plain(Twins):
-    """Torch's own operations; the resize of frames has none and stays the twin."""
+class Plain(References):
+    """Torch's own operations; the resize of frames has none and stays the reference."""
 
     rows: Any = None  # a Rows
 

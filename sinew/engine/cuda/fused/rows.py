@@ -1,7 +1,7 @@
 """Passes over rows around a library's products: norm, activation, rotation and conversion, one launch each.
 
 Where cuBLAS or an e4m3 product is the fast one (vision tower, FP8, sometimes the language model), these are all the
-launches that remain beside the products. ``RowTwins`` is what they mean, ``RowKernels`` runs them on a GPU.
+launches that remain beside the products. ``RowReferences`` is what they mean, ``RowKernels`` runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Rows(ABC):
     def norm(
         self, x: Tensor, to: Target, *, branch: Tensor | None = None, **norm: Any
     ) -> tuple[Tensor, Operand]:
-        """(x + gate * branch, its norm). norm: eps, kind, weight, offset, shift, gate, as ``row_norm.twin``."""
+        """(x + gate * branch, its norm). norm: eps, kind, weight, offset, shift, gate, as ``row_norm.reference``."""
 
     @abstractmethod
     def activate(
@@ -81,24 +81,24 @@ class Rows(ABC):
         return F.linear(operand.data, weight, None if added is None else added.to(weight.dtype))
 
 
-class RowTwins(Rows):
+class RowReferences(Rows):
     """The kernels' definitions, on any device."""
 
     def norm(self, x, to, *, branch=None, **norm):
-        total, data, scales = row_norm.twin(x, branch=branch, dtype=to.dtype, x_scale=to.scale, **norm)
+        total, data, scales = row_norm.reference(x, branch=branch, dtype=to.dtype, x_scale=to.scale, **norm)
         return total, Operand(data, scales)
 
     def activate(self, packed, to, *, activation, gated, bias=None):
         options = {"activation": activation, "gated": gated, "bias": bias}
-        return Operand(*activate.twin(packed, dtype=to.dtype, x_scale=to.scale, **options))
+        return Operand(*activate.reference(packed, dtype=to.dtype, x_scale=to.scale, **options))
 
     def convert(self, x, to):
         if to.dtype != E4M3:
             return Operand(x.to(to.dtype))
-        return Operand(*fp8_quantize.twin(x, x_scale=to.scale))
+        return Operand(*fp8_quantize.reference(x, x_scale=to.scale))
 
     def rope(self, packed, cos, sin, heads, bias=None):
-        return rope.twin(packed, cos, sin, heads, bias=bias)
+        return rope.reference(packed, cos, sin, heads, bias=bias)
 
 
 class RowKernels(Rows):

@@ -141,7 +141,7 @@ def activate(
     dtype: torch.dtype | None = None,
     **options,
 ) -> tuple[Tensor, Tensor | None]:
-    """x: [M, 2 N] (gate's columns, then up's) or [M, N] -> ([M, N], scales) as :func:`twin`, or in ``out``."""
+    """x: [M, 2 N] (gate's columns, then up's) or [M, N] -> ([M, N], scales) as :func:`reference`, or in ``out``."""
     if out is None:
         shape = len(x), x.shape[1] // 2 if gated else x.shape[1]
         out, scales = new_output(shape, dtype or x.dtype, x.device)
@@ -149,7 +149,7 @@ def activate(
     return out, scales
 
 
-def twin(
+def reference(
     x: Tensor,
     *,
     activation: Activation,

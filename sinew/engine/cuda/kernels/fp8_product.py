@@ -4,7 +4,7 @@ The weight lies as [out, in]: both operands are contiguous along the depth, whic
 them (two-byte types may be transposed on the way, one-byte types may not). Where neither the tensor's nor the
 row's scale varies along the depth, they leave the sum:  y[m, n] = s[m] * w[n] * sum_k x[m, k] * W[n, k].
 
-The sum is float32 in the twin. Hopper's tensor cores add e4m3 products with fewer bits; like cuBLASLt's fast
+The sum is float32 in the reference. Hopper's tensor cores add e4m3 products with fewer bits; like cuBLASLt's fast
 accumulation, this kernel takes what they give.
 """
 
@@ -143,7 +143,7 @@ def fp8_product(
     return out
 
 
-def twin(
+def reference(
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,

@@ -139,21 +139,21 @@ def new_output(
 
 
 def converted(wide: Tensor, dtype: torch.dtype, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(out, scales) of float32 rows, for twins: rounded once, to ``dtype``, or to e4m3 as :func:`twin`."""
-    return twin(wide, x_scale=x_scale) if dtype == E4M3 else (wide.to(dtype), None)
+    """(out, scales) of float32 rows, for references: rounded once, to ``dtype``, or to e4m3 as :func:`reference`."""
+    return reference(wide, x_scale=x_scale) if dtype == E4M3 else (wide.to(dtype), None)
 
 
 def fp8_quantize(
     x: Tensor, *, data: Tensor | None = None, scales: Tensor | None = None, **options
 ) -> tuple[Tensor, Tensor]:
-    """x: [M, K] -> (e4m3 [M, K], float32 [M]) as :func:`twin`."""
+    """x: [M, K] -> (e4m3 [M, K], float32 [M]) as :func:`reference`."""
     data = torch.empty(x.shape, dtype=E4M3, device=x.device) if data is None else data
     scales = torch.empty(len(x), dtype=torch.float32, device=x.device) if scales is None else scales
     prepare(x, data, scales, **options)()
     return data, scales
 
 
-def twin(x: Tensor, *, x_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, *, x_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(data, scales) with ``x ~ data * scales``: values clamped to 448 and rounded to nearest, ties to even.
 
     x_scale: float32 scalar, of the tensor. None: of each row, its largest value / 448. Values are finite.

@@ -160,13 +160,13 @@ def prepare(
 
 
 def gated_mlp(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **options) -> Tensor:
-    """x: [M, K], weight: [2 N, K] (gate's rows, then up's) -> [M, N] in x's dtype; options as :func:`twin`'s."""
+    """x: [M, K], weight: [2 N, K] (gate's rows, then up's) -> [M, N] in x's dtype; options as :func:`reference`'s."""
     out = x.new_empty(len(x), len(weight) // 2) if out is None else out
     prepare(x, weight, out, **options)()
     return out
 
 
-def twin(
+def reference(
     x: Tensor,
     weight: Tensor,
     *,

@@ -1,7 +1,7 @@
 """Triton where it is installed, and what the kernels share.
 
 Triton exists for Linux alone and is an optional dependency, so the files of this package must import
-without it: the PyTorch twins then still work, a launch raises :class:`MissingTriton`.
+without it: the PyTorch references then still work, a launch raises :class:`MissingTriton`.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def norm_linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None, **optio
     return out
 
 
-def twin(
+def reference(
     x: Tensor,
     weight: Tensor,
     *,

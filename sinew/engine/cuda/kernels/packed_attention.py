@@ -385,11 +385,11 @@ def packed_attention(
     return out
 
 
-def twin(q: Tensor, kv: KeyValue, mask: Tensor, *, own: KeyValue | None = None) -> Tensor:
+def reference(q: Tensor, kv: KeyValue, mask: Tensor, *, own: KeyValue | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v over the visible keys, float32 throughout, rounded once to q's dtype.
 
     A query that may see nothing averages all values, as ``sinew.layers.attention.attend`` does. The kernel
-    rounds the weights to v's dtype before the second product; the twin does not.
+    rounds the weights to v's dtype before the second product; the reference does not.
     """
     k, v = kv if own is None else tuple(torch.cat(pair) for pair in zip(kv, own, strict=True))
     G = q.shape[1] // k.shape[1]

@@ -159,7 +159,7 @@ def preprocess(
     return out
 
 
-def twin(
+def reference(
     frames: Tensor, resize: Resize, *, dtype: torch.dtype = torch.float32, patch: int | None = None
 ) -> Tensor:
     """The same from matrix products in float64, which holds Pillow's integers exactly; one rounding to dtype."""

@@ -234,7 +234,7 @@ def qkv_rope(
     workspace: Workspace | None = None,
     **options,
 ) -> None:
-    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`twin`'s.
+    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`reference`'s.
 
     x: [M, K]; weight: [(H + 2 Hkv) D, K], queries first, then keys, then values; cos, sin: float32 [M, D / 2],
     one row per row of x. Hkv = 0 (tensors without heads) projects queries alone, as cross-attention does. A tile that
@@ -243,7 +243,7 @@ def qkv_rope(
     prepare(x, weight, cos, sin, q, k, v, workspace, **options)()
 
 
-def twin(
+def reference(
     x: Tensor,
     weight: Tensor,
     cos: Tensor,

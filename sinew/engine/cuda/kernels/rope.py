@@ -147,7 +147,7 @@ def prepare(
 
 
 def rope(packed: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, **options) -> None:
-    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`twin`'s.
+    """Writes q [M, H, D], k and v [M, Hkv, D], which may be rows of a cache; options as :func:`reference`'s.
 
     packed: [M, (H + 2 Hkv) D], queries first, then keys, then values; cos, sin: float32 [M, D / 2], one row per row
     of packed. Tensors without heads: Hkv = 0 is queries alone, H = 0 is keys and values alone.
@@ -155,7 +155,7 @@ def rope(packed: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tens
     prepare(packed, cos, sin, q, k, v, **options)()
 
 
-def twin(
+def reference(
     packed: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -165,7 +165,7 @@ def twin(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q, k, v) of packed + bias, q and k rotated. heads: (H, Hkv). Float32, rounded once, to ``dtype`` (None:
-    packed's). Of a float32 product this is :func:`.qkv_rope.twin`."""
+    packed's). Of a float32 product this is :func:`.qkv_rope.reference`."""
     H, KV = heads
     wide = packed.float() if bias is None else packed.float() + bias.float()
     turning, v = wide.unflatten(-1, (H + 2 * KV, 2 * cos.shape[-1])).split([H + KV, KV], dim=1)

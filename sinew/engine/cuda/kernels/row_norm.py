@@ -177,7 +177,8 @@ def row_norm(
     dtype: torch.dtype | None = None,
     **options,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """stream, branch: [M, C]; weight, shift, gate: [C]; squares: [M, any] -> (total, normed, scales), as :func:`twin`.
+    """stream, branch: [M, C]; weight, shift, gate: [C]; squares: [M, any] -> (total, normed, scales), as
+    :func:`reference`.
 
     Written to ``total``, ``normed`` and ``scales`` where they are given. ``total`` may be ``stream`` itself, and
     ``normed`` may be ``branch``: a program owns whole rows.
@@ -190,7 +191,7 @@ def row_norm(
     return (stream if total is None else total), normed, scales
 
 
-def twin(
+def reference(
     stream: Tensor,
     *,
     eps: float,

@@ -197,7 +197,7 @@ def prepare(
 def splitk_linear(
     x: Tensor, weight: Tensor, *, workspace: Workspace, out: Tensor | None = None, **options
 ) -> Tensor:
-    """x: [M, K], weight: [N, K] -> [M, N] in x's dtype, or in ``out``'s; options as :func:`twin`'s.
+    """x: [M, K], weight: [N, K] -> [M, N] in x's dtype, or in ``out``'s; options as :func:`reference`'s.
 
     ``out`` may be ``residual``: each element is read by the program that writes it, before it writes.
     """
@@ -206,7 +206,7 @@ def splitk_linear(
     return out
 
 
-def twin(
+def reference(
     x: Tensor,
     weight: Tensor,
     *,
@@ -223,7 +223,7 @@ def twin(
     return (y if residual is None else residual.float() + y).to(dtype or x.dtype)
 
 
-def statistics_twin(stream: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def statistics_reference(stream: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """(squares, scaled) of what was written: float32 [M, 1], whose rows the kernel leaves in parts, and
     stream * (1 + scale), float32 inside, rounded to the stream's dtype."""
     wide = stream.float()

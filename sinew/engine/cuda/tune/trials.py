@@ -1,6 +1,6 @@
 """Trials: the problems that are timed, and what is stored of each: its tile and the implementation to use.
 
-Every answer is compared with the twin's before it is timed, and one that differs is never chosen.
+Every answer is compared with the reference's before it is timed, and one that differs is never chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sinew.engine.cuda.kernels.launch import Tile
 from sinew.engine.cuda.tune import choices, tuning
 from sinew.engine.cuda.tune.timing import Measure
 
-TOLERANCE = 1e-2  # relative L2 of a tile's answer against the twin's, in bfloat16
+TOLERANCE = 1e-2  # relative L2 of a tile's answer against the reference's, in bfloat16
 ROUNDED = 2e-2  # of another way's, which rounds between its passes
 NARROW = 4e-2  # of e4m3, where a last bit of bfloat16 before it can move a value by a sixteenth
 Row = dict[str, Any]
@@ -94,7 +94,7 @@ class Trials:
         sets: int = 8,
     ) -> None:
         """Time our kernel with each of its tiles, then against ``others``, on ``sets`` sets of arguments in turn; keep
-        what was found. wanted: the twin's answer to set 0."""
+        what was found. wanted: the reference's answer to set 0."""
         try:
             row = self._timed(problem, kernel, wanted(), others or {}, sets)
         except Exception as error:  # noqa: BLE001 - the default stays; the row says why
@@ -161,8 +161,8 @@ def is_kept(problem: Problem, device: torch.device, has_others: bool) -> bool:
 
 
 def agree(got: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
-    """Raise ArithmeticError unless a way's tensors are the twin's, each up to ``tolerance``. Of a stream, what the way
-    has of it; squares by row."""
+    """Raise ArithmeticError unless a way's tensors are the reference's, each up to ``tolerance``. Of a stream,
+    what the way has of it; squares by row."""
     if isinstance(wanted, Stream):
         parts = [(got.rows, wanted.rows), (_summed(got.squares), _summed(wanted.squares))]
         parts = [(a, b) for a, b in (*parts, (got.scaled, wanted.scaled)) if a is not None]
@@ -172,7 +172,7 @@ def agree(got: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
         error = float((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float32).tiny))
         bound = max(tolerance, NARROW) if ours.dtype == E4M3 else tolerance
         if a.numel() and not error <= bound:  # NaN is not
-            raise ArithmeticError(f"relative L2 of {error:.2g} against the twin, expected {bound}")
+            raise ArithmeticError(f"relative L2 of {error:.2g} against the reference, expected {bound}")
 
 
 def _summed(squares: Tensor | None) -> Tensor | None:

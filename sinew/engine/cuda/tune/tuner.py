@@ -20,8 +20,8 @@ from torch import Tensor
 from sinew.engine.cuda.fp8 import linear as fp8
 from sinew.engine.cuda.fused.launches import Kernels
 from sinew.engine.cuda.fused.library import Library
-from sinew.engine.cuda.fused.ops import Ops, Stream, Twins
-from sinew.engine.cuda.fused.rows import Operand, RowKernels, Rows, RowTwins, Target
+from sinew.engine.cuda.fused.ops import Ops, References, Stream
+from sinew.engine.cuda.fused.rows import Operand, RowKernels, RowReferences, Rows, Target
 from sinew.engine.cuda.graphs import Kept
 from sinew.engine.cuda.kernels import activate, fp8_product, fp8_quantize, preprocess, rope, row_norm
 from sinew.engine.cuda.kernels.fp8_quantize import E4M3
@@ -67,7 +67,7 @@ class TunedOps(Ops):
     """
 
     def __init__(self, trials: Trials | Gathering, ways: Mapping[str, Ops] | None = None):
-        self.trials, self.kernels, self.twins = trials, Forced(trials.device), Twins()
+        self.trials, self.kernels, self.references = trials, Forced(trials.device), References()
         self.rows = TunedRows(trials)
         self.ways: Mapping[str, Ops] = self.kernels.others if ways is None else ways
         for ops in self.ways.values():
@@ -120,7 +120,7 @@ class TunedOps(Ops):
                 return ours
 
             def wanted() -> Tensor:
-                self.twins.preprocess(frames, resize, patch, theirs)
+                self.references.preprocess(frames, resize, patch, theirs)
                 return theirs
 
             self.trials.time(problem, run, wanted)
@@ -145,11 +145,11 @@ class TunedOps(Ops):
         # A way that inherits the operation from a later one is that one.
         own = {getattr(type(ops), name): way for way, ops in self.ways.items()}
         others = {way: partial(call, self.ways[way]) for way in own.values()}
-        self.trials.time(problem, run, lambda: call(self.twins, 0), others, len(sets))
+        self.trials.time(problem, run, lambda: call(self.references, 0), others, len(sets))
         return result
 
     def _asked(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Problem, Any]:
-        """The problem that a call is, and its answer. Where the default tile does not run, that is the twin's."""
+        """The problem that a call is, and its answer. Where the default tile does not run, that is the reference's."""
         self.kernels.asked = None
         try:
             result = getattr(self.kernels, name)(*args, **options)
@@ -157,7 +157,7 @@ class TunedOps(Ops):
             if self.kernels.asked is None or not _answers(self.trials.device):
                 raise
             self.kernels.broken.add(self.kernels.asked)
-            result = getattr(self.twins, name)(*args, **options)
+            result = getattr(self.references, name)(*args, **options)
         assert self.kernels.asked is not None, f"{name} does not go through Kernels.launch"
         return self.kernels.asked, result
 
@@ -166,13 +166,13 @@ class TunedRows(Rows):
     """In place of an engine's ``rows``: its passes, and products in e4m3."""
 
     def __init__(self, trials: Trials | Gathering):
-        self.trials, self.kernels, self.twins = trials, RowKernels(), RowTwins()
+        self.trials, self.kernels, self.references = trials, RowKernels(), RowReferences()
 
     def norm(self, x, to, *, branch=None, **norm):
         options = {"branch": branch, "dtype": to.dtype, "x_scale": to.scale, **norm}
         run = partial(row_norm.row_norm, x, **options)
         dims = row_norm.problem(len(x), x.shape[1], norm.get("kind", "rms"), branch, to.dtype)
-        self._pass("row_norm", dims, x, run, partial(row_norm.twin, x, **options))
+        self._pass("row_norm", dims, x, run, partial(row_norm.reference, x, **options))
         return self.kernels.norm(x, to, branch=branch, **norm)
 
     def activate(self, packed, to, *, activation, gated, bias=None):
@@ -180,14 +180,14 @@ class TunedRows(Rows):
         options = {"dtype": to.dtype, "x_scale": to.scale, **given}
         dims = activate.problem(len(packed), packed.shape[1] // (2 if gated else 1), gated, to.dtype)
         run = partial(activate.activate, packed, **options)
-        self._pass("activate", dims, packed, run, partial(activate.twin, packed, **options))
+        self._pass("activate", dims, packed, run, partial(activate.reference, packed, **options))
         return self.kernels.activate(packed, to, **given)
 
     def convert(self, x, to):
         if to.dtype == E4M3:
             run = partial(fp8_quantize.fp8_quantize, x, x_scale=to.scale)
-            twin = partial(fp8_quantize.twin, x, x_scale=to.scale)
-            self._pass("fp8_quantize", tuple(x.shape), x, run, twin)
+            reference = partial(fp8_quantize.reference, x, x_scale=to.scale)
+            self._pass("fp8_quantize", tuple(x.shape), x, run, reference)
         return self.kernels.convert(x, to)
 
     def rope(self, packed, cos, sin, heads, bias=None):
@@ -198,8 +198,8 @@ class TunedRows(Rows):
             rope.rope(packed, cos, sin, *outs, bias=bias, tile=tile)
             return outs
 
-        twin = partial(self.twins.rope, packed, cos, sin, heads, bias)
-        self._pass("rope", (*packed.shape, D), packed, run, twin)
+        reference = partial(self.references.rope, packed, cos, sin, heads, bias)
+        self._pass("rope", (*packed.shape, D), packed, run, reference)
         return self.kernels.rope(packed, cos, sin, heads, bias)
 
     def product(self, operand: Operand, linear: Any, bias: bool = True) -> Tensor:
@@ -208,11 +208,16 @@ class TunedRows(Rows):
         return super().product(operand, linear, bias)
 
     def _pass(
-        self, kernel: str, dims: tuple[int, ...], x: Tensor, run: Callable[..., Any], twin: Callable[[], Any]
+        self,
+        kernel: str,
+        dims: tuple[int, ...],
+        x: Tensor,
+        run: Callable[..., Any],
+        reference: Callable[[], Any],
     ) -> None:
         problem = Problem(kernel, dims, x.dtype)
         if self.trials.begin(problem):
-            self.trials.time(problem, lambda tile, _: run(tile=tile), twin)
+            self.trials.time(problem, lambda tile, _: run(tile=tile), reference)
 
     def _narrow(self, data: Tensor, scales: Tensor, weight: fp8.Fp8Weight, bias: Tensor | None) -> None:
         problem = Problem("fp8_product", (len(data), *weight.data.shape), E4M3)
@@ -230,11 +235,11 @@ class TunedRows(Rows):
         def other(way: Callable[..., Tensor], i: int) -> Tensor:
             return way(data, scales, weights[i], bias)
 
-        def twin() -> Tensor:
-            return fp8_product.twin(data, scales, weight.data, weight.scale, **options)
+        def reference() -> Tensor:
+            return fp8_product.reference(data, scales, weight.data, weight.scale, **options)
 
         others = {name: partial(other, way) for name, way in fp8.WITH.items() if name != "triton"}
-        self.trials.time(problem, run, twin, others, len(weights))
+        self.trials.time(problem, run, reference, others, len(weights))
 
 
 def tune(engine: Any, run: Callable[[], Any], trials: Trials, ways: Mapping[str, Ops] | None = None) -> None:

@@ -56,7 +56,7 @@ def key(options: CudaOptions, model: Model) -> str:
     return choices.key_of("launch", *facts)
 
 
-def settle(
+def choose(
     options: CudaOptions,
     device: torch.device,
     model: Model,

@@ -37,6 +37,7 @@ from sinew.core import (
 from sinew.npy import dump_npy, load_npy, raw_array
 from sinew.processing.arrays import numbers
 from sinew.rate_limited_log import Once
+from sinew.registry import hints
 from sinew.serve.decode.frames import PixelBudget
 from sinew.serve.decode.msgpack import unpack
 from sinew.serve.service import Service
@@ -57,7 +58,7 @@ OPTIONS = (
 )
 FIELDS = ("endpoint", "data", "api_token")  # of a request
 ENDPOINTS = ("get_action", "get_modality_config", "ping", "reset", "kill")
-JSON_TEXT_ARCHITECTURES = ("gr00t_n1_5",)  # whose clients expect a modality's configuration as JSON text
+JSON_TEXT = "groot: json text"  # what a family says whose clients expect a modality's configuration so
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +400,7 @@ def _raw(array: np.ndarray) -> dict[bytes, Any]:
 def _modalities(names: Names, spec: PolicySpec) -> bytes:
     """The reply to get_modality_config: what is sampled when, by modality. N1.7 has its own marker, and its clients
     take either form; N1.5's want JSON text where N1.6's want a map, and nothing in the request tells them apart."""
-    as_text = spec.architecture in JSON_TEXT_ARCHITECTURES
+    as_text = JSON_TEXT in hints(spec.architecture)
     reply = {}
     for modality, keys, moments in (
         ("video", names.cameras, [0]),

@@ -22,7 +22,7 @@ class Robot(Protocol):
     def observe(self) -> Mapping[str, Any]:
         """Return ``images`` {camera: uint8 [h, w, 3]} and ``state`` float [S]; where the robot knows it ``time``,
         seconds of the loop's clock (time.monotonic) at which the newest frame was exposed, or ``age``, seconds since
-        then. Raises :class:`Blind` where there is nothing to act on. What goes to a stream
+        then. Raises :class:`NoObservation` where there is nothing to act on. What goes to a stream
         (:class:`~sinew_client.control.stream.Watching`) is without ``images`` where there is no newer frame, and has
         ``blind``, the reason, where one should be there."""
 
@@ -35,7 +35,7 @@ class Robot(Protocol):
         for two periods; never beside another ``hold``, and no command is sent before it has returned."""
 
 
-class Blind(Exception):  # noqa: N818 - what the robot is
+class NoObservation(Exception):  # noqa: N818 - what the robot is
     """No observation that may be acted on, such as of a camera that fell silent: raised by ``observe``. The robot holds
     with its text as the reason until there is one again."""
 

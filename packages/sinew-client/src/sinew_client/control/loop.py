@@ -13,7 +13,7 @@ import numpy as np
 from sinew_client.control.adapter import Adapter
 from sinew_client.control.adapter_file import AdapterError
 from sinew_client.control.controller import AHEAD_S, BaseController, Command, Controller
-from sinew_client.control.interfaces import Blind, Robot, Source, Stopped
+from sinew_client.control.interfaces import NoObservation, Robot, Source, Stopped
 from sinew_client.control.motion import interpolate
 from sinew_client.control.pace import Pace, SimulatedPace
 from sinew_client.control.refinement import Refinement
@@ -22,7 +22,7 @@ from sinew_client.control.requester import Call, Requester
 from sinew_client.control.settings import Settings, SettingsError
 from sinew_client.control.watchdog import watchdog_of
 from sinew_client.errors import Refused
-from sinew_client.faults import MISFITS
+from sinew_client.faults import PERMANENT
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Loop:
         self.listeners: list[Callable[[str, dict], None]] = self.controller.listeners
         self.steps = 0
         self._watch, self._hold_refused = watch, hold_refused
-        self._wishes: list[Callable[[], None]] = []  # of other threads, carried out between two ticks
+        self._calls: list[Callable[[], None]] = []  # of other threads, carried out between two ticks
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._last: np.ndarray | None = None  # the last command of a control step
@@ -106,20 +106,20 @@ class Loop:
 
     def pause(self) -> None:
         """Hold within one period, until :meth:`resume`."""
-        self._wish(self._pause)
+        self._between_ticks(self._pause)
 
     def resume(self) -> None:
-        self._wish(self._resume)
+        self._between_ticks(self._resume)
 
     def say(self, prompt: str) -> None:
         """Change the instruction; rows that follow the old one are dropped, but a stream's windows follow the new one
         from the next prefix on."""
-        self._wish(lambda: self._say(prompt))
+        self._between_ticks(lambda: self._say(prompt))
 
     def restart(self, reason: str, prompt: str = "") -> None:
         """Drop the plan and hold until a fresh chunk: the world is another one, such as a new episode's, and its first
         request brings the instruction ``prompt``, where there is one."""
-        self._wish(lambda: self._restart(reason, prompt))
+        self._between_ticks(lambda: self._restart(reason, prompt))
 
     @property
     def stopped(self) -> bool:
@@ -202,9 +202,9 @@ class Loop:
         """Do all that may take its time before a control step's command: look, ask, take what has come."""
         now = self.pace.now()
         with self._lock:
-            wishes, self._wishes = self._wishes, []
-        for wish in wishes:
-            wish()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
         self._poll(step, now)
         seen = None
         if (self.controller.needs_state and not self.paused) or self.controller.refines(step):
@@ -246,7 +246,7 @@ class Loop:
         while (outcome := self.source.poll(now)) is not None:
             if outcome.reason:
                 self.controller.failed(step, outcome.reason, outcome.kind)
-                if outcome.kind in MISFITS and not (self.controller.chunks or self._hold_refused):
+                if outcome.kind in PERMANENT and not (self.controller.chunks or self._hold_refused):
                     raise Refused(outcome.reason)
             elif self.controller.arrived(step, outcome.value) and self._edge is not None:
                 self._edge.arrived(outcome.value)
@@ -255,11 +255,10 @@ class Loop:
         """Return the robot's observation; None where there is none or its newest frame is too old: the robot holds."""
         try:
             seen = dict(self.robot.observe())
-        except Blind as blind:
+        except NoObservation as blind:
             self._fault(step, str(blind))
             return None
         self._state = np.asarray(seen["state"], np.float32)
-        seen.pop("camera_age", None)
         given, age = seen.get("time") or None, float_of(seen.pop("age", 0.0))
         if given is None:
             self._age, seen["time"] = age, now - age
@@ -295,7 +294,7 @@ class Loop:
             return None
         said = {"prompt": self.prompt} if self.prompt or "prompt" not in seen else {}
         self.source.ask({**seen, **said, **request.fields}, now)
-        if seen.get("blind"):
+        if "blind" in seen:
             self._fault(step, seen["blind"])
         return seen
 
@@ -310,9 +309,9 @@ class Loop:
 
     # ------------------------------------------------------------------------- between two ticks
 
-    def _wish(self, wish: Callable[[], None]) -> None:
+    def _between_ticks(self, call: Callable[[], None]) -> None:
         with self._lock:
-            self._wishes.append(wish)
+            self._calls.append(call)
 
     def _pause(self) -> None:
         if not self.controller.paused:
@@ -353,7 +352,7 @@ class Loop:
         """Return where the robot is in the numbers of a command, if those are the state's."""
         try:
             state = np.asarray(self.robot.observe()["state"], np.float32)
-        except Blind:
+        except NoObservation:
             return None
         return self._measured(state)
 

@@ -10,7 +10,7 @@ import numpy as np
 from sinew_client.control.delay import DelayEstimate
 from sinew_client.control.handover import Handover, Placed
 from sinew_client.control.motion import Motion
-from sinew_client.control.replan import Moment, Rule, disagreement
+from sinew_client.control.replan import ReplanState, Rule, disagreement
 from sinew_client.control.trajectory import Node, Trajectory
 
 
@@ -83,7 +83,7 @@ class Player:
         if not self._known or left == 0 or self._again:
             return True
         since = step - (self._started if self.handover.stops else self._asked)
-        return self.rule.due(Moment(since, left, self.size, self._disagreement))
+        return self.rule.due(ReplanState(since, left, self.size, self._disagreement))
 
     def ask(self, step: int, frame: int, state: np.ndarray | None = None) -> Request:
         """Begin a request with a frame that was exposed at control step ``frame``; return what to send with it."""

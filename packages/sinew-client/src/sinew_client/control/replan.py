@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Moment:
+class ReplanState:
     """The facts that a rule may look at. since: steps since the last request. left: rows that are still to be executed.
 
     size: rows of a chunk. disagreement: of the newest chunk and what it replaced, see :func:`disagreement`; None
@@ -24,7 +24,7 @@ class Moment:
 class Rule:
     """A rule for when to ask. ``horizon`` is the number of rows that are executed between two requests at best."""
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, state: ReplanState) -> bool:
         raise NotImplementedError
 
     def horizon(self, size: int) -> int:
@@ -37,8 +37,8 @@ class Every(Rule):
 
     steps: int
 
-    def due(self, moment: Moment) -> bool:
-        return moment.since >= self.horizon(moment.size)
+    def due(self, state: ReplanState) -> bool:
+        return state.since >= self.horizon(state.size)
 
     def horizon(self, size: int) -> int:
         return min(self.steps or size, size)
@@ -50,8 +50,8 @@ class Queue(Rule):
 
     fraction: float = 0.2
 
-    def due(self, moment: Moment) -> bool:
-        return moment.left <= self.fraction * moment.size
+    def due(self, state: ReplanState) -> bool:
+        return state.left <= self.fraction * state.size
 
     def horizon(self, size: int) -> int:
         return max(1, size - int(self.fraction * size))
@@ -67,9 +67,9 @@ class Disagreement(Rule):
     limit: float
     steps: int
 
-    def due(self, moment: Moment) -> bool:
-        surprised = moment.disagreement is not None and moment.disagreement > self.limit
-        return surprised or moment.since >= min(self.steps or moment.size, moment.size)
+    def due(self, state: ReplanState) -> bool:
+        surprised = state.disagreement is not None and state.disagreement > self.limit
+        return surprised or state.since >= min(self.steps or state.size, state.size)
 
     def horizon(self, size: int) -> int:
         return min(self.steps or size, size)

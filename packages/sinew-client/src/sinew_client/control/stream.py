@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Protocol
 
 import numpy as np
 
-from sinew_client.control.interfaces import Blind
+from sinew_client.control.interfaces import NoObservation
 from sinew_client.control.loop import Loop
 from sinew_client.control.report import percentiles
 from sinew_client.control.requester import Outcome
@@ -62,7 +62,7 @@ class Stream:
     def __init__(self, link: LinkProtocol):
         self.link, self.frames = link, 0
         self._come: deque[Outcome | None] = deque()  # what came up to one look at the link; None ends it
-        self._told, self._kinds = 0, Counter()  # type: ignore[var-annotated]  # of the link's errors
+        self._told, self._kinds = 0, Counter()  # type: ignore[var-annotated]  # of the link's errors, those yielded
 
     @property
     def failures(self) -> int:
@@ -92,26 +92,25 @@ class Stream:
 
     def cancel(self) -> None:
         """Let the stream begin anew with the next sample."""
-        self._come.clear()
         self.link.restart()
 
     def close(self, wait: float = 0.0) -> None:
         self.link.close()
 
     def _errors(self) -> Iterator[Outcome]:
-        """Yield what came in place of windows since the last look. The link keeps the text of the last one."""
+        """Yield what came in place of windows since the last look. The link keeps the texts of the first fault and of
+        the last error. Another thread may just be noting one more."""
         link = self.link
         fresh, self._told = link.errors - self._told, link.errors
         if not fresh:
             return
         kinds = list((link.faults.counts - self._kinds).elements())[:fresh]
-        first = link.faults.first if not self._kinds else link.error
-        self._kinds = Counter(link.faults.counts)
-        for kind in kinds:
-            yield Outcome(reason=first, kind=kind)
-            first = link.error
-        if fresh > len(kinds):
-            yield from [Outcome(reason=link.error)] * (fresh - len(kinds))
+        texts = [link.error] * fresh
+        if kinds and not self._kinds:
+            texts[0] = link.faults.first
+        self._kinds.update(kinds)
+        for text, kind in zip(texts, kinds + [""] * (fresh - len(kinds))):
+            yield Outcome(reason=text, kind=kind)
 
 
 class Watching:
@@ -137,7 +136,7 @@ class Watching:
             return {"state": state}
         try:
             seen = self.robot.observe() if seen is None else seen  # blind: due until there is one
-        except Blind as reason:
+        except NoObservation as reason:
             return {"state": state, "blind": str(reason)}
         following = self._due + self._period
         self._due = following if following > now else now + self._period  # what was missed is not made up for

@@ -61,7 +61,7 @@ class StreamController(BaseController):
         dim: int,
         max_rows: int,
     ):
-        super().__init__(Trajectory(), motion, DelayEstimate(initial=1), guard, dim, max_rows)
+        super().__init__(Trajectory(), motion, DelayEstimate(), guard, dim, max_rows)
         self.hz, self.stale, self._fusion = hz, stale, fusion
         self.windows = self.bad = self.misses = 0
         self.reactions = Reactions()

@@ -1,0 +1,94 @@
+"""Attention and activations of engine cpu against PyTorch's: one thread, alternating rounds, CPU time of the thread.
+
+python benchmarks/cpu_float_kernels.py [--rounds 15]
+
+Shapes are SmolVLA's: a view of 1024 patches, the language model's prefix, one step of the head. Ratios are medians of
+the rounds' own. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from sinew import machine
+from sinew.engine.cpu.float_kernels import attend_reference
+from sinew.engine.cpu.library import extension
+from sinew.engine.plan.gelu import gelu_
+
+ATTENTION = {  # queries, keys, heads, key heads, size
+    "vision": (1024, 1024, 12, 12, 64),
+    "language": (180, 180, 15, 5, 64),
+    "head": (50, 230, 15, 5, 64),
+}
+
+
+def seconds(call: Callable[[], object]) -> float:
+    begin = time.thread_time()
+    call()
+    return time.thread_time() - begin
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def sides() -> dict[str, dict[str, Callable[[], object]]]:
+    found = extension().floats
+    made: dict[str, dict[str, Callable[[], object]]] = {}
+    for name, (Lq, Lk, H, Hkv, D) in ATTENTION.items():
+        q, k, v = torch.randn(1, Lq, H, D), torch.randn(1, Lk, Hkv, D), torch.randn(1, Lk, Hkv, D)
+        mask = None if name == "vision" else torch.ones(1, Lq, Lk, dtype=torch.bool)
+        theirs = partial(attend_reference, q, k, v, mask)
+        if name == "vision":
+            theirs = partial(_flash, *(t.transpose(1, 2) for t in (q, k, v)))
+        made[f"attention, {name}"] = {
+            "torch": theirs,
+            "ours": partial(found.attend, q, k, v, mask),
+            "ours, rounded": partial(found.attend, q, k, v, mask, True),
+        }
+    x, gate, up = torch.randn(1024, 3072), torch.randn(256, 2560), torch.randn(256, 2560)
+    made["GELU, vision"] = {
+        "torch": lambda: F.gelu(x, approximate="tanh"),
+        "plan": lambda: gelu_(x.clone()),
+        "ours": lambda: found.gelu(x.clone()),
+    }
+    made["SiLU times up, language"] = {
+        "torch": lambda: F.silu(gate) * up,
+        "ours": lambda: found.silu_times(gate.clone(), up),
+    }
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    print(f"{machine.cpu_model()}: {extension().kernels} kernels, load {os.getloadavg()[0]:.0f}")
+    results = []
+    for name, calls in sides().items():
+        taken: dict[str, list[float]] = {side: [] for side in calls}
+        for index in range(rounds + 1):
+            for side in list(calls)[:: 1 if index % 2 else -1]:
+                took = seconds(calls[side])
+                if index:  # the first warms up
+                    taken[side].append(took)
+        for side, times in taken.items():
+            ratio = statistics.median(a / b for a, b in zip(taken["torch"], times, strict=True))
+            print(f"{name:26} {side:6} {1e3 * min(times):8.2f} ms  {ratio:5.2f} x torch")
+            row = {"what": name, "side": side, "ms": round(1e3 * min(times), 3), "ratio": round(ratio, 3)}
+            results.append(row)
+    print(json.dumps({"cpu": machine.cpu_model(), "kernels": extension().kernels, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

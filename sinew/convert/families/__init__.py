@@ -1,1 +1,0 @@
-"""Upstream families: each module turns one published layout into a bundle."""

@@ -1,0 +1,1 @@
+"""The directories that LeRobot writes, whichever family is in them."""

@@ -1,0 +1,385 @@
+"""What all LeRobot checkpoints share: files, configuration, features, statistics, tokenizer.
+
+Two layouts exist. Since 0.4 the pre- and post-processor pipelines are JSON files beside the weights, with
+their statistics in small safetensors files; before, statistics were buffers inside ``model.safetensors``
+(``normalize_inputs.buffer_observation_state.mean``). Both are read; processors win when both are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.image_recipe import MAX_SIZE
+from sinew.bundle.schema import Normalization, VectorStep
+from sinew.bundle.writer import TensorSource
+from sinew.convert.lerobot.folder import Dataset, name_of, read_dataset
+from sinew.convert.lerobot.stats import (
+    ACTION,
+    LEGACY_BUFFERS,
+    STATE,
+    Statistics,
+    legacy_statistics,
+    processor_statistics,
+    read_stats_file,
+    step_of,
+)
+from sinew.convert.lerobot.steps import (
+    ANYWHERE,
+    POST,
+    POSTPROCESSOR,
+    PRE,
+    RENAME,
+    Pipelines,
+    Step,
+    action_steps,
+)
+from sinew.convert.options import Options
+from sinew.convert.read.files import read_json
+from sinew.convert.read.safetensors import read_weights
+from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.processing.normalize import STATISTICS
+
+IMAGE_PREFIXES = ("observation.images.", "observation.")
+# Fields of every LeRobot configuration that say where and how to train, load or upload, not what to compute.
+UNREAD = (
+    "type",
+    "device",
+    "use_amp",
+    "use_peft",
+    "push_to_hub",
+    "repo_id",
+    "private",
+    "tags",
+    "license",
+    "pretrained_path",
+    "pretrained_revision",
+    "compile_model",
+    "compile_mode",
+    "gradient_checkpointing",
+    "freeze_vision_encoder",
+    "train_expert_only",
+    "train_state_proj",
+    "optimizer_lr",
+    "optimizer_betas",
+    "optimizer_eps",
+    "optimizer_weight_decay",
+    "optimizer_grad_clip_norm",
+    "scheduler_warmup_steps",
+    "scheduler_decay_steps",
+    "scheduler_decay_lr",
+    "rtc_config",  # how chunks are joined on the robot
+    "use_cache",
+)
+
+
+def config_type(path: Path) -> str | None:
+    """Return the "type" in a directory's config.json, or None where there is none."""
+    config = path / "config.json"
+    kind = read_json(config).get("type") if config.exists() else None
+    return kind if isinstance(kind, str) else None
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a family knows of its ``config.json``.
+
+    defaults: upstream's, for keys that an older version did not write. fixed: keys with the only value that is
+    implemented. unread: keys without influence on inference. features: types of input features that the family reads;
+    a prompt (LANGUAGE) is read by every one. steps: of the preprocessor in their order, those that
+    all families have aside; after: of the postprocessor.
+    """
+
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    features: tuple[str, ...] = ("STATE", "VISUAL", "LANGUAGE")
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    after: Mapping[str, Step] = field(default_factory=lambda: POSTPROCESSOR)
+
+
+class LeRobotCheckpoint:
+    """A checkpoint directory, its configuration and pipelines checked against a family's ``schema``.
+
+    ``notes`` collects what was chosen in place of the checkpoint. format: for the provenance, where a family's own
+    name does not hold.
+    """
+
+    format = ""
+
+    def __init__(self, path: Path, options: Options, schema: Schema, config: dict[str, Any] | None = None):
+        self.path, self.options, self.schema = path, options, schema
+        self.file = path / "config.json"
+        self.config = read_json(self.file) if config is None else config
+        self.type = self.config.get("type")
+        self.notes: list[str] = []
+        self._check_keys()
+        self._check_features()
+        pre = {
+            "rename_observations_processor": RENAME,
+            **schema.steps,
+            **ANYWHERE,
+        }
+        self.pipelines = Pipelines(path, {PRE: pre, POST: schema.after})
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self.config:
+            return self.config[key]
+        if key not in self.schema.defaults:
+            raise ConvertError(f"{self.file}: {key!r} is missing")
+        return self.schema.defaults[key]
+
+    def _check_keys(self) -> None:
+        known = {"input_features", "output_features", *UNREAD, *self.schema.defaults}
+        known |= {*self.schema.fixed, *self.schema.unread}
+        ignored = self._ignored
+        for key, value in self.config.items():
+            if key not in known and key not in ignored:
+                raise ConvertError(
+                    f"{self.file}: {key}={json.dumps(value)} is not understood; where it does not change what is"
+                    f" computed, --set ignore={','.join([*ignored, key])} leaves it aside"
+                )
+        for key, value in self.schema.fixed.items():
+            if key not in ignored and self.config.get(key, value) != value:
+                raise ConvertError(
+                    f"{self.file}: {key}={json.dumps(self.config[key])} is not supported yet, expected"
+                    f" {json.dumps(value)}; the checkpoint cannot be converted"
+                )
+        absent = [
+            f"{key}={json.dumps(v)}" for key, v in self.schema.defaults.items() if key not in self.config
+        ]
+        if absent:
+            self.notes.append(f"not in config.json, LeRobot's defaults: {', '.join(absent)}")
+
+    @property
+    def _ignored(self) -> list[str]:
+        return [name for name in str(self.options.setting("ignore", "")).split(",") if name]
+
+    def _check_features(self) -> None:
+        """Refuse an input that nobody would read: a policy that was trained on it acts without it."""
+        table = self.config.get("input_features")
+        for name, feature in table.items() if isinstance(table, dict) else ():
+            kind = feature.get("type") if isinstance(feature, dict) else None
+            if not isinstance(kind, str) or kind in self.schema.features or name in self._ignored:
+                continue
+            raise ConvertError(
+                f"{self.file}: input_features.{name}: expected type {', '.join(self.schema.features)}, got {kind};"
+                f" where the actions do not follow from it, --set ignore={','.join([*self._ignored, name])} leaves it"
+                " aside"
+            )
+
+    @property
+    def name(self) -> str:
+        """Return the policy's name."""
+        return name_of(self.path)
+
+    def check_tokens(self, image: int, marker: int) -> None:
+        """Raise ConvertError where a checkpoint that knows ids of special tokens has others; LeRobot's knows none."""
+
+    # ------------------------------------------------------------------ files
+
+    @cached_property
+    def _weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
+        return read_weights(self.path)
+
+    @property
+    def files(self) -> list[Path]:
+        """Return everything that a bundle takes from this checkpoint, the tokenizer aside."""
+        extra = [self.options.stats] if self.options.stats else []
+        extra += self.dataset.files if self.dataset else []
+        return [*self._weights[1], self.file, *sorted(self.path.glob("policy_*processor*")), *extra]
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSource]:
+        """Return all weights by upstream name, in file order; legacy statistics buffers are left out."""
+        return {name: t for name, t in self._weights[0].items() if not name.startswith(LEGACY_BUFFERS)}
+
+    @cached_property
+    def dataset(self) -> Dataset | None:
+        """Return the facts of the data set that ``--dataset`` names."""
+        return read_dataset(self.options.dataset) if self.options.dataset else None
+
+    @property
+    def control_hz(self) -> float | None:
+        """Return actions per second: the data set's frames per second, unless ``--control-hz`` was given."""
+        return self.options.control_hz or (self.dataset.fps if self.dataset else None)
+
+    # ------------------------------------------------------------------ features
+
+    def _features(self, group: str, kind: str) -> dict[str, tuple[int, ...]]:
+        try:
+            features = {name: (f["type"], tuple(f["shape"])) for name, f in self[group].items()}
+        except (AttributeError, KeyError, TypeError):
+            raise ConvertError(f"{self.file}: {group} is not a feature table") from None
+        found = {name: shape for name, (type_, shape) in features.items() if type_ == kind}
+        for name, shape in found.items():
+            if not all(type(n) is int and 1 <= n <= MAX_SIZE for n in shape):
+                raise ConvertError(
+                    f"{self.file}: {group}.{name}: expected sizes up to {MAX_SIZE}, got {list(shape)}"
+                )
+        return found
+
+    @cached_property
+    def cameras(self) -> tuple[CameraSpec, ...]:
+        """Return the camera slots in config order, under the names by which the robot knows them.
+
+        LeRobot lists its padding slots as features too; they are not cameras, so they are left to
+        ``empty_cameras``. A ``rename_map`` says what the robot calls a slot.
+        """
+        cameras, theirs = [], self._rename_map
+        for key, shape in self._features("input_features", "VISUAL").items():
+            if _short(key).startswith("empty_camera_"):
+                continue
+            if len(shape) != 3 or shape[0] != 3:
+                raise ConvertError(f"camera {key!r} has shape {list(shape)}, expected [3, height, width]")
+            cameras.append(CameraSpec(theirs.pop(_short(key), _short(key)), shape[1], shape[2]))
+        if not cameras:
+            raise ConvertError(f"{self.file}: input_features names no camera")
+        theirs.pop(STATE, None)
+        known = [_short(key) for key in self._features("input_features", "VISUAL")]
+        if theirs:
+            raise ConvertError(
+                f"{self.path / PRE}.json: rename_map: expected one of the features {', '.join(known)}, got"
+                f" {next(iter(theirs))!r}"
+            )
+        if len({camera.name for camera in cameras}) != len(cameras):
+            names = ", ".join(camera.name for camera in cameras)
+            raise ConvertError(f"{self.path / PRE}.json: rename_map gives two cameras one name ({names})")
+        return tuple(cameras)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Return the names that the model has for ``cameras``, in the same order."""
+        names = map(_short, self._features("input_features", "VISUAL"))
+        return tuple(name for name in names if not name.startswith("empty_camera_"))
+
+    @property
+    def _rename_map(self) -> dict[str, str]:
+        """A slot's name -> the robot's name for it, both without their prefixes."""
+        table = self.pipelines.config(PRE, "rename_observations_processor").get("rename_map") or {}
+        where = f"{self.path / PRE}.json: rename_map"
+        if not isinstance(table, dict) or not all(isinstance(v, str) and v and k for k, v in table.items()):
+            raise ConvertError(f"{where}: expected a table of names, got {table!r}")
+        turned = {_short(slot): _short(robot) for robot, slot in table.items()}
+        if len(turned) != len(table):
+            raise ConvertError(f"{where}: expected one name for each slot, got {table!r}")
+        if changed := {slot: robot for slot, robot in turned.items() if slot != robot}:
+            named = ", ".join(f"{robot} for {slot}" for slot, robot in changed.items())
+            self.notes.append(f"names of rename_observations_processor: {named}")
+        return turned
+
+    def vector(self, group: str, kind: str, key: str) -> VectorSpec:
+        """Return the size of a vector feature, and the names of its values where they are known."""
+        shape = self._features(group, kind).get(key)
+        if shape is None or len(shape) != 1:
+            raise ConvertError(f"{self.file}: {group} has no vector {key!r}")
+        names = self.dataset.names.get(key, ()) if self.dataset else ()
+        if names and len(names) != shape[0]:
+            raise ConvertError(f"--dataset: expected {shape[0]} names for {key!r}, got {len(names)}")
+        own = self.config.get("action_feature_names") if key == ACTION else None
+        if not names and isinstance(own, list) and len(own) == shape[0]:
+            names = tuple(map(str, own))
+        return VectorSpec(dim=shape[0], names=names)
+
+    def action_steps(self) -> tuple[VectorStep, ...]:
+        """Return what turns the model's actions into the robot's, after they are un-normalised."""
+        state, action = (
+            self.vector("input_features", "STATE", STATE),
+            self.vector("output_features", "ACTION", ACTION),
+        )
+        return action_steps(self.pipelines, self.config, state.dim, action.dim)
+
+    # ------------------------------------------------------------------ prompt
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the longest prompt, in tokens."""
+        return self.size("tokenizer_max_length", self._tokenizer.get("max_length"))
+
+    @property
+    def padding(self) -> Any:
+        """Return how prompts were padded, where the pipeline says it."""
+        return self._tokenizer.get("padding")
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return the hub name of the tokenizer; empty where it lies in the checkpoint, or nothing is said."""
+        name = self._tokenizer.get("tokenizer_name")
+        return name if isinstance(name, str) and name != "tokenizer" else ""
+
+    @property
+    def _tokenizer(self) -> dict[str, Any]:
+        return self.pipelines.config(PRE, "tokenizer_processor")
+
+    def size(self, key: str, value: Any = None, low: int = 1, high: int = MAX_SIZE) -> int:
+        """Return a whole number of the configuration, or ``value`` in its place, within bounds."""
+        value = self[key] if value is None else value
+        if type(value) is not int or not low <= value <= high:
+            raise ConvertError(
+                f"{self.file}: {key}: expected a whole number from {low} to {high}, got {value!r}"
+            )
+        return value
+
+    def committed_rows(self, chunk_size: int) -> int:
+        """Return the most rows of a running chunk that training put in front of a chunk; 0 where it did not.
+
+        LeRobot's ``rtc_training_max_delay``; ``--set committed_rows=N`` says it for files without that key.
+        """
+        asked = self.options.setting("committed_rows", self.config.get("rtc_training_max_delay", 0))
+        return self.size("rtc_training_max_delay", asked, low=0, high=chunk_size - 1)
+
+    # ------------------------------------------------------------------ statistics
+
+    def _mode(self, feature: str, kind: str) -> Any:
+        mapping = self.pipelines.config(*step_of(feature)).get("norm_map") or self["normalization_mapping"]
+        if not isinstance(mapping, dict):
+            raise ConvertError(f"{self.path}: the modes of normalisation are no table, got {mapping!r}")
+        return str(mapping.get(kind, "IDENTITY")).removeprefix("NormalizationMode.")
+
+    def normalization(self, feature: str, kind: str) -> Normalization:
+        """Return how ``feature`` is normalised; ``kind`` is its key in the mapping (STATE or ACTION)."""
+        mode: Any = self._mode(feature, kind).lower()
+        if mode not in STATISTICS:
+            raise ConvertError(f"normalisation {mode!r} of {feature} is not one of {', '.join(STATISTICS)}")
+        config = self.pipelines.config(*step_of(feature))
+        keys = config.get("normalize_observation_keys")
+        if feature == STATE and self.pipelines.there:
+            features = config.get("features")
+            if isinstance(features, dict) and features and STATE not in features:
+                raise ConvertError(f"{self.path / PRE}.json: normalizer_processor: features has no {STATE!r}")
+            if keys is not None and STATE not in keys:
+                mode = "identity"
+        needed = STATISTICS[mode]
+        found = self.statistics.get(feature, {})
+        if missing := [stat for stat in needed if stat not in found]:
+            raise ConvertError(
+                f"{self.path}: no statistics {missing} for {feature!r} ({mode}); give the training data set's"
+                " meta/stats.json with --stats FILE"
+            )
+        eps = config.get("eps", 1e-8)
+        # float() of a float32 is exact, and JSON keeps all of its digits.
+        return Normalization(mode, {s: tuple(float(v) for v in found[s].reshape(-1)) for s in needed}, eps)
+
+    def image_mode(self) -> str:
+        """Return how images are normalised before the model scales them: "IDENTITY" where they are not."""
+        return self._mode(STATE, "VISUAL")
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Return feature -> statistic -> values: from ``--stats``, the processors, the weights or ``--dataset``."""
+        if self.options.stats:
+            return read_stats_file(self.options.stats)
+        found = processor_statistics(self.path, self.pipelines) or legacy_statistics(self._weights[0])
+        if not found and self.dataset and self.dataset.stats:
+            self.notes.append("statistics: none in the checkpoint, those of --dataset")
+            found = read_stats_file(self.dataset.stats)
+        return found
+
+
+def _short(key: str) -> str:
+    """A camera's name without the prefixes of its feature."""
+    return next((key[len(p) :] for p in IMAGE_PREFIXES if key.startswith(p) and key != STATE), key)

@@ -1,0 +1,16 @@
+"""A policy without language: a bundle has a tokenizer and a prompt recipe all the same, and these read nothing.
+
+Whatever a client says, or does not say, becomes one token, which the model's ``read`` leaves aside.
+"""
+
+from __future__ import annotations
+
+from sinew.bundle.schema import PromptRecipe
+
+WORD = "go"
+TOKENIZER = (
+    '{"version": "1.0", "added_tokens": [],'
+    ' "model": {"type": "WordLevel", "vocab": {"go": 0}, "unk_token": "go"}}'
+)
+PROMPT = PromptRecipe(max_tokens=1, vocab_size=1, pad_token_id=0, template=WORD)
+SPEC = {"max_prompt_tokens": 1, "default_prompt": WORD}  # of a :class:`sinew.core.PolicySpec`

@@ -1,0 +1,13 @@
+// AVX2 with fused multiply-adds: a tile of 6 x 2 vectors makes 12 sums. Rounded attention has kernels of its own.
+#define LOWBIT_VECTOR 32
+#define LOWBIT_ROWS 6
+#include "attend16.h"
+
+namespace lowbit {
+
+const FloatKernels* avx2_floats() {
+  static const FloatKernels all = {FLOATS.rows, attend, attend16, gelu, silu_times};
+  return &all;
+}
+
+}  // namespace lowbit

@@ -1,0 +1,10 @@
+// Whatever vectors of 16 bytes are here; a tile of 4 rows x 16 columns.
+#define LOWBIT_VECTOR 16
+#define LOWBIT_ROWS 4
+#include "floats.h"
+
+namespace lowbit {
+
+const FloatKernels* portable_floats() { return &FLOATS; }
+
+}  // namespace lowbit

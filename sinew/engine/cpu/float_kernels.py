@@ -1,0 +1,182 @@
+"""What stands between the products of a layer, compiled: attention, GELU and gated SiLU, in float32.
+
+Each is an operator with a reference in plain PyTorch. The two differ in rounding alone: attention is exact to 4e-6 of
+the largest value, activations to 4e-7 of their input. Attention over rows that are sums of rounded products
+anyway may be ``rounded``: its products are of 16-bit integers where those are faster (AVX2), right to 4e-3 of the
+largest value at worst (``tests/engine/cpu/test_float_kernels.py`` holds all of them against float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sinew.layers.attention import attend as attend_masked
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _rounded: bool = False) -> Tensor:
+    """Return the attention of q [B, Lq, H, D] over k, v [B, Lk, Hkv, D] as [B, Lq, H * D]; mask: bool [B, Lq, Lk].
+
+    The last argument allows products rounded to 16 bits, which the reference does not need.
+    """
+    if mask is None:
+        mask = torch.ones(q.shape[0], q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+    return attend_masked(q, k, v, mask)
+
+
+def gelu_reference(x: Tensor) -> None:
+    """Replace x by its GELU in tanh form."""
+    x.copy_(F.gelu(x, approximate="tanh"))
+
+
+def silu_times_reference(gate: Tensor, up: Tensor) -> None:
+    """Replace gate by silu(gate) * up."""
+    gate.copy_(F.silu(gate).mul_(up))
+
+
+@dataclass(frozen=True)
+class FloatKernels:
+    """The implementations in use."""
+
+    attend: Callable[..., Tensor] = attend_reference
+    gelu: Callable[[Tensor], None] = gelu_reference
+    silu_times: Callable[[Tensor, Tensor], None] = silu_times_reference
+
+    @classmethod
+    def compiled(cls, library: Any, kernels: int) -> FloatKernels:
+        """Return those of a loaded library (:func:`sinew.engine.cpu.library.load`)."""
+        return cls(
+            partial(_attend, library, kernels),
+            partial(_gelu, library, kernels),
+            partial(_silu_times, library, kernels),
+        )
+
+
+def _attend(
+    library: Any, kernels: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rounded: bool = False
+) -> Tensor:
+    B, Lq, H, D = q.shape
+    Lk, Hkv = k.shape[1:3]
+    if mask is not None:
+        mask = mask.contiguous()
+    fits = (
+        all(t.dtype == torch.float32 and _heads_lie_together(t) for t in (q, k, v))
+        and k.shape == v.shape == (B, Lk, Hkv, D)
+        and H % Hkv == 0
+        and (mask is None or (mask.dtype == torch.bool and mask.shape == (B, Lq, Lk)))
+    )
+    if not fits:
+        given = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (q, k, v, mask) if t is not None)
+        raise ValueError(f"attention: {given} do not fit")
+    out = torch.empty(B, Lq, H * D)
+    rows = [stride for t in (q, k, v) for stride in (t.stride(0), t.stride(1))]
+    sizes = torch.tensor([B, Lq, Lk, H, Hkv, D, *rows, rounded])
+    status = library.lowbit_attend(
+        *(kernels, q.data_ptr(), k.data_ptr(), v.data_ptr(), None if mask is None else mask.data_ptr()),
+        *(out.data_ptr(), sizes.data_ptr(), D**-0.5, torch.get_num_threads()),
+    )
+    if status:
+        raise RuntimeError(f"attention: status {status} for {list(q.shape)} over {list(k.shape)}")
+    return out
+
+
+def _heads_lie_together(x: Tensor) -> bool:  # [B, L, H, D]
+    return x.stride(3) == 1 and x.stride(2) == x.shape[3]
+
+
+def _gelu(library: Any, kernels: int, x: Tensor) -> None:
+    _check_dense(x)
+    library.lowbit_gelu(kernels, x.data_ptr(), x.numel(), torch.get_num_threads())
+
+
+def _silu_times(library: Any, kernels: int, gate: Tensor, up: Tensor) -> None:
+    _check_dense(gate, up)
+    library.lowbit_silu_times(kernels, gate.data_ptr(), up.data_ptr(), gate.numel(), torch.get_num_threads())
+
+
+def _check_dense(*tensors: Tensor) -> None:
+    first = tensors[0]
+    if any(
+        t.dtype != torch.float32 or not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu"
+        for t in tensors
+    ):
+        given = ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
+        raise ValueError(f"activation: expected dense float32 tensors of one shape on the CPU, got {given}")
+
+
+REFERENCES = FloatKernels()
+
+
+def differs(floats: FloatKernels) -> str:
+    """Return the name of an operation in which ``floats`` is not the reference's; empty if there is none."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, rows, heads, 24, generator=random) for rows, heads in ((7, 4), (19, 2), (19, 2))
+    )
+    mask = torch.rand(2, 7, 19, generator=random) < 0.7
+    made: dict[str, dict[str, Tensor]] = {}
+    for name, each in (("wanted", REFERENCES), ("made", floats)):
+        activated, gated = 4 * q, 4 * q
+        each.gelu(activated)
+        each.silu_times(gated, q)
+        attended = {
+            "attention": each.attend(q, k, v, mask),
+            "rounded attention": each.attend(q, k, v, mask, True),
+        }
+        made[name] = attended | {"gelu": activated, "silu": gated}
+    bounds = dict.fromkeys(made["made"], 1e-5) | {"rounded attention": 5e-3}
+    close = (
+        (name, torch.allclose(made["made"][name], made["wanted"][name], rtol=bound, atol=bound))
+        for name, bound in bounds.items()
+    )
+    return next((name for name, same in close if not same), "")
+
+
+_on_cpu: list[FloatKernels] = [REFERENCES]  # the one in use
+
+
+def install(floats: FloatKernels) -> None:
+    """Let the operators compute with ``floats`` on CPUs."""
+    _on_cpu[:] = [floats]
+
+
+def _attend_here(*arguments: Any) -> Tensor:
+    return _on_cpu[0].attend(*arguments)
+
+
+def _gelu_here(x: Tensor) -> None:
+    _on_cpu[0].gelu(x)
+
+
+def _silu_times_here(gate: Tensor, up: Tensor) -> None:
+    _on_cpu[0].silu_times(gate, up)
+
+
+def _attend_shape(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+def _in_place(*_: Any) -> None:
+    """Compute no shape: the result is the argument."""
+
+
+_LIBRARY = torch.library.Library("sinew", "FRAGMENT")
+_LIBRARY.define("cpu_attend(Tensor q, Tensor k, Tensor v, Tensor? mask, bool rounded=False) -> Tensor")
+_LIBRARY.define("cpu_gelu_(Tensor(a!) x) -> ()")
+_LIBRARY.define("cpu_silu_times_(Tensor(a!) gate, Tensor up) -> ()")
+_LIBRARY.impl("cpu_attend", _attend_here, "CPU")
+_LIBRARY.impl("cpu_gelu_", _gelu_here, "CPU")
+_LIBRARY.impl("cpu_silu_times_", _silu_times_here, "CPU")
+torch.library.register_fake("sinew::cpu_attend", _attend_shape, lib=_LIBRARY)
+torch.library.register_fake("sinew::cpu_gelu_", _in_place, lib=_LIBRARY)
+torch.library.register_fake("sinew::cpu_silu_times_", _in_place, lib=_LIBRARY)
+
+attend = torch.ops.sinew.cpu_attend
+gelu_ = torch.ops.sinew.cpu_gelu_
+silu_times_ = torch.ops.sinew.cpu_silu_times_

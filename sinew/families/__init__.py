@@ -1,0 +1,1 @@
+"""One folder per family of policies; :mod:`sinew.registry` has a line for each."""

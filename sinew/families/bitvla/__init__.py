@@ -1,0 +1,10 @@
+"""BitVLA (Wang et al. 2025, arXiv 2506.07530): OpenVLA-OFT with ternary weights."""
+
+from sinew.registry import Family
+
+FAMILY = Family(
+    models={"bitvla": "model:OpenVLAOFT"},
+    converters=("convert",),
+    units={"bitvla": ("opening",)},
+    base="openvla",
+)

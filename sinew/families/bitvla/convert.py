@@ -1,0 +1,242 @@
+"""BitVLA checkpoints -> bundles (Wang et al. 2025, arXiv 2506.07530).
+
+OpenVLA-OFT's sequence and head with BitNet b1.58 as language model and a SigLIP tower whose linear layers may be
+ternary as well. Files hold bfloat16 master weights; the bundle holds what inference computes on: rows of two bits and
+one scale for each matrix. Source: ustcwhy/BitVLA and its fork of transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.quant import FORMATS, quantize
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.names import rename
+from sinew.convert.options import Options
+from sinew.convert.read.files import read_json
+from sinew.convert.tensors import Transformed, apply, computed, read_array
+from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.core import ConvertError
+from sinew.families.openvla import convert as openvla
+from sinew.families.openvla.convert import QUESTION, Head
+from sinew.families.openvla.model import OFTConfig
+from sinew.families.openvla.prismatic import BLOCKS, ENDS, STATE, PrismaticCheckpoint
+from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import ViTConfig
+
+NAMES = ("bitvla",)
+OPTIONS = openvla.OPTIONS
+SETTINGS = {name: setting for name, setting in openvla.SETTINGS.items() if name != "decoding"}
+TEXT = {  # BitNet b1.58 2B, whose values its files leave out
+    "hidden_size": 2560,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+}
+VISION = {"vit_weight_bits": 32, "vit_act_bits": 32, "layer_norm_eps": 1e-6}
+PREFIXES = (
+    ("vision_tower.vision_model.", "vision.towers.0."),
+    ("language_model.model.", "language."),
+    ("multi_modal_projector.linear_1.", "vision.projector.layers.0."),
+    ("multi_modal_projector.linear_2.", "vision.projector.layers.1."),
+)
+SUB_NORMS = ((".attn.attn_sub_norm.", ".attn.o_norm."), (".mlp.ffn_sub_norm.", ".mlp.norm."))
+SYSTEM = (
+    "System: A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful,"
+    " detailed, and polite answers to the human's questions.<|eot_id|>User: "
+)
+VIEWS, STATE_TOKEN, STOP = "<|image_pad|>", "<proprio_pad>", "<|end_of_text|>"
+BIT_LINEAR = r"language\..*\.(attn|mlp)\.[a-z]+_proj\.weight"
+BIT_VISION = r"vision\.towers\.0\..*\.(attn\.[qkvo]_proj|mlp\.fc[12])\.weight"
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a directory whose language model is BitNet, whatever model_type it says."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json(path / "config.json")
+    text = config.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    return config.get("model_type") in ("bitvla", "openvla") and kind == "BitNet"
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    return assemble(PrismaticCheckpoint(path, options), ternary)
+
+
+def assemble(
+    checkpoint: PrismaticCheckpoint,
+    pack: Callable[[dict[str, TensorSource], bool], dict[str, TensorSource]],
+    form: str = "bitvla",
+) -> Conversion:
+    """Return the conversion of an opened checkpoint. pack: as :func:`ternary`. Raises :class:`ConvertError`."""
+    path, options = checkpoint.path, checkpoint.options
+    action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
+    if not action or not state:
+        raise ConvertError(
+            f"{path}: expected action_head--*_checkpoint.pt and proprio_projector--*_checkpoint.pt beside the weights"
+        )
+    action_dim, state_dim = openvla.sizes(checkpoint, action, state)
+    robot = openvla.robot_of(path, options, action_dim, state_dim, True)
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [path],
+        "give the checkpoint's with --tokenizer FILE_OR_DIR",
+    )
+    tower, dead = vision(checkpoint)
+    language = decoder(checkpoint)
+    marks = tokenizer.token_id(VIEWS), tokenizer.token_id(STATE_TOKEN)
+    try:
+        config = OFTConfig(
+            vision=(tower,),
+            projector=(language.hidden_size,),
+            language=language,
+            vocab_size=checkpoint.tensors["language_model.model.embed_tokens.weight"].shape[0],
+            chunk_size=robot.chunk,
+            max_action_dim=action_dim,
+            max_state_dim=state_dim,
+            views_after=views_after(tokenizer),
+            stop_token=tokenizer.token_id(STOP),
+        )
+    except KeyError as error:
+        raise ConvertError(f"{path}: tensor {error} is missing") from None
+    except ValueError as error:
+        raise ConvertError(f"{path / 'config.json'}: {error}") from None
+    template = f"{SYSTEM}{VIEWS}{STATE_TOKEN}{QUESTION}<|eot_id|>Assistant: "
+    prompt = {"template": template, "drop": marks}
+    head = Head("bitvla", config, [], dead, prompt)
+    weights = {bundle_name(name): source for name, source in checkpoint.tensors.items()}
+    weights |= apply(action | state, [*ENDS, *BLOCKS, *STATE])
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
+    return Conversion(
+        architecture="bitvla",
+        format=form,
+        config=config,
+        spec=openvla.spec(checkpoint, head, robot),
+        processing=openvla.processing(checkpoint, head, robot, pad, image_recipe(checkpoint, tower)),
+        tokenizer=tokenizer.text,
+        tensors=pack(weights, tower.ternary),
+        dead=dead,
+        sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
+        notes=openvla.notes(checkpoint, robot),
+    )
+
+
+def bundle_name(name: str) -> str:
+    """Upstream tensor name -> module path in :class:`sinew.families.openvla.model.OpenVLAOFT`."""
+    name = rename(name, PREFIXES)
+    for old, new in SUB_NORMS:
+        name = name.replace(old, new)
+    return name
+
+
+def views_after(tokenizer: TokenizerFiles) -> int:
+    """Return how many tokens stand before the views: those of the system's text, the same in every prompt."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_str(tokenizer.text).encode(SYSTEM + VIEWS).ids
+    return ids.index(tokenizer.token_id(VIEWS))
+
+
+def vision(checkpoint: PrismaticCheckpoint) -> tuple[ViTConfig, tuple[str, ...]]:
+    """Return the tower up to the layer whose output is read, and prefixes of what nothing reads."""
+    config, where = VISION | checkpoint["vision_config"], checkpoint.path / "config.json"
+    bits = config["vit_weight_bits"], config["vit_act_bits"]
+    if bits not in ((1, 8), (32, 32)):
+        raise ConvertError(f"{where}: vit_weight_bits, vit_act_bits: expected 1, 8 or 32, 32, got {bits}")
+    expected = {"vision_feature_select_strategy": "full", "projector_hidden_act": "gelu"}
+    for name, value in expected.items():
+        if checkpoint.config.get(name, value) != value:
+            raise ConvertError(f"{where}: {name}: expected {value!r}, got {checkpoint.config[name]!r}")
+    total = config["num_hidden_layers"]
+    depth = total + 1 + checkpoint["vision_feature_layer"]  # of [embeddings, output of each block]
+    if not 0 < depth <= total:
+        raise ConvertError(f"{where}: vision_feature_layer: expected -1 to -{total}, got {depth - total - 1}")
+    try:
+        tower = ViTConfig(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=depth,
+            num_heads=config["num_attention_heads"],
+            image_size=config["image_size"],
+            patch_size=config["patch_size"],
+            norm_eps=config["layer_norm_eps"],
+            final_norm=False,
+            ternary=bits[0] == 1,
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise ConvertError(f"{where}: vision_config: {error}") from None
+    unread = tuple(f"vision.towers.0.layers.{index}." for index in range(depth, total))
+    return tower, ("vision.towers.0.head.", "vision.towers.0.norm.", *unread)
+
+
+def decoder(checkpoint: PrismaticCheckpoint) -> DecoderConfig:
+    """The language model; its ``hidden_act`` says silu, and the code squares a ReLU whatever it says."""
+    text: dict[str, Any] = TEXT | {k: v for k, v in checkpoint["text_config"].items() if v is not None}
+    try:
+        return DecoderConfig(
+            hidden_size=text["hidden_size"],
+            intermediate_size=text["intermediate_size"],
+            num_layers=text["num_hidden_layers"],
+            num_heads=text["num_attention_heads"],
+            num_kv_heads=text["num_key_value_heads"],
+            head_dim=text["hidden_size"] // text["num_attention_heads"],
+            norm_eps=text["rms_norm_eps"],
+            rope_theta=text["rope_theta"],
+            activation="relu2",
+            sub_norms=True,
+            ternary=True,
+        )
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ConvertError(f"{checkpoint.path / 'config.json'}: text_config: {error}") from None
+
+
+def image_recipe(checkpoint: PrismaticCheckpoint, tower: ViTConfig) -> ImageRecipe:
+    file, record = checkpoint.preprocessor()
+    side = tower.image_size
+    try:
+        mean, std = (tuple(float(x) for x in record[name]) for name in ("image_mean", "image_std"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConvertError(f"{file}: image_mean, image_std: {error}") from None
+    steps = openvla.image_steps(side, side, checkpoint.options)
+    return ImageRecipe(side, side, resize="none", mean=mean, std=std, steps=steps)
+
+
+# ----------------------------------------------------------------------------- ternary weights
+
+
+def ternary(tensors: dict[str, TensorSource], with_vision: bool) -> dict[str, TensorSource]:
+    """Return the tensors with packed rows and a scale in the place of each master weight."""
+    out: dict[str, TensorSource] = {}
+    pattern = re.compile(f"{BIT_LINEAR}|{BIT_VISION}" if with_vision else BIT_LINEAR)
+    for name, source in tensors.items():
+        if pattern.fullmatch(name) is None or len(source.shape) != 2:
+            out[name] = source
+            continue
+        shape = FORMATS["ternary"].stored_shape(*source.shape)
+        data = Transformed((source,), packed, read_array)
+        nbytes = 4 * shape[0] * shape[1]
+        out[name] = TensorSource(source.name, shape, GGMLQuantizationType.I32, nbytes, data)
+        out[f"{name.removesuffix('weight')}scale"] = computed(scale, source, shape=(1,))
+    return out
+
+
+def packed(weights: np.ndarray) -> np.ndarray:
+    return quantize(weights, "ternary")[0]
+
+
+def scale(weights: np.ndarray) -> np.ndarray:
+    found = quantize(weights, "ternary")[1]
+    assert found is not None
+    return found

@@ -1,0 +1,225 @@
+"""Evo-1 checkpoints -> bundles: LeRobot's layout, and the original repository's (MINT-SJTU/Evo-1).
+
+The original's folder holds ``config.json``, ``norm_stats.json`` and DeepSpeed's ``mp_rank_00_model_states.pt``. In both
+layouts the widths of InternVL3 and its tokenizer lie in the repository that the configuration names (``--vlm``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinew.bundle.image_recipe import ImageRecipe
+from sinew.bundle.schema import Processing, PromptRecipe
+from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.checkpoint import config_type
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options, Setting
+from sinew.convert.read.record import Record
+from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
+from sinew.core import ConvertError, PolicySpec
+from sinew.families.evo1 import lerobot
+from sinew.families.evo1 import original as original_layout
+from sinew.families.evo1.model import SOLVER, Evo1Config
+from sinew.families.evo1.parts import IMAGE_MEAN, IMAGE_STD, Parts
+from sinew.families.evo1.weights import rename
+from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import ViTConfig
+
+NAMES = ("evo1",)
+OPTIONS = ("vlm", "tokenizer", "stats", "stats_key", "dataset", "cameras", "embodiment")
+SETTINGS = {
+    "ignore": IGNORE_SETTING,
+    "solver_steps": SOLVER_STEPS_SETTING,
+    "masked_rows": Setting(
+        str, "what attention gives in padding: attend, or zero as flash attention", values=("attend", "zero")
+    ),
+    "state_dim": Setting(
+        int,
+        "numbers of a state, for robots that pad theirs with zeros before they send it",
+        1,
+        original_layout.VECTOR,
+    ),
+}
+VLM_FILES = ["*.json", "merges.txt"]
+PLACEHOLDER = "<IMG_CONTEXT>"
+
+
+def recognises(path: Path) -> bool:
+    """Return True for an Evo-1 directory of either layout."""
+    if not (path / "config.json").is_file():
+        return False
+    return config_type(path) in NAMES or original_layout.is_original(path)
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    original = original_layout.is_original(path)
+    unread = (
+        {"stats_key": "--stats-key", "cameras": "--cameras"} if not original else {"dataset": "--dataset"}
+    )
+    if given := [flag for name, flag in unread.items() if name in options.given]:
+        raise ConvertError(
+            f"{given[0]}: {path} is in the {'original' if original else 'LeRobot'} layout, which has none"
+        )
+    return assemble((original_layout if original else lerobot).read(path, options), options, path)
+
+
+def assemble(parts: Parts, options: Options, path: Path) -> Conversion:
+    """Return the conversion of what a layout says; ``path``: beside which InternVL may lie."""
+    vlm_dir = find_model_dir(parts.vlm, options.vlm, path, "--vlm", VLM_FILES)
+    vlm = Record(vlm_dir / "config.json")
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
+    )
+    config = _model_config(parts, vlm, tokenizer, options)
+    return Conversion(
+        architecture="evo1",
+        format=parts.format,
+        config=config,
+        spec=_spec(parts, options),
+        processing=_processing(parts, config, tokenizer),
+        tokenizer=tokenizer.text,
+        tensors=rename(parts.tensors, config.language.num_layers, parts.category, config.unshuffle),
+        sources=[*parts.files, vlm.path, tokenizer.path],
+        notes=parts.notes,
+    )
+
+
+def _model_config(parts: Parts, vlm: Record, tokenizer: TokenizerFiles, options: Options) -> Evo1Config:
+    text = vlm.part("text_config" if "text_config" in vlm.content else "llm_config")
+    vision = vlm.part("vision_config")
+    for record, expected in (
+        (text, {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False}),
+        (
+            vision,
+            {"hidden_act": "gelu", "norm_type": "layer_norm", "use_mean_pooling": True, "num_channels": 3},
+        ),
+        (vision, {"use_qk_norm": False, "qk_normalization": False, "attention_bias": True, "qkv_bias": True}),
+        (vlm, {"ps_version": "v2", "select_layer": -1, "vision_feature_layer": -1}),
+    ):
+        for key, value in expected.items():
+            if record.get(key, value) != value:
+                raise ConvertError(f"{vlm.path}: {record.name}{key}: expected {value!r}, got {record[key]!r}")
+    if _side(vision["image_size"]) != parts.side:
+        raise ConvertError(
+            f"{vlm.path}: vision_config.image_size is {vision['image_size']}, the checkpoint's images are {parts.side}"
+            " pixels wide: --vlm names another model"
+        )
+    heads, layers = text["num_attention_heads"], text["num_hidden_layers"]
+    theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
+    if theta is None:
+        raise ConvertError(f"{vlm.path}: {text.name}rope_theta is missing")
+    sizes = parts.sizes
+    blank = (np.float32(0) - np.asarray(IMAGE_MEAN, np.float32)) / np.asarray(IMAGE_STD, np.float32)
+    every: dict[str, Any] = {}
+    if parts.every_row:
+        every = {"rows": parts.max_tokens, "blank": tuple(map(float, blank)), "pad_token": _pad(tokenizer)}
+        every["masked_attend"] = options.setting("masked_rows", "attend") == "attend"
+    elif "masked_rows" in options.settings:
+        raise ConvertError("--set masked_rows: LeRobot's head reads no masked row")
+    try:
+        return Evo1Config(
+            vision=ViTConfig(
+                hidden_size=vision["hidden_size"],
+                intermediate_size=vision["intermediate_size"],
+                num_layers=vision["num_hidden_layers"],
+                num_heads=vision["num_attention_heads"],
+                image_size=parts.side,
+                patch_size=_side(vision["patch_size"]),
+                norm_eps=vision.get("layer_norm_eps", 1e-6),
+                activation="gelu",
+                prefix_tokens=1,
+                layer_scale=True,
+                final_norm=False,
+            ),
+            language=DecoderConfig(
+                hidden_size=text["hidden_size"],
+                intermediate_size=text["intermediate_size"],
+                num_layers=min(parts.layers or layers, layers),
+                num_heads=heads,
+                num_kv_heads=text.get("num_key_value_heads", heads),
+                head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+                norm_eps=text["rms_norm_eps"],
+                rope_theta=float(theta),
+                qkv_bias=True,
+            ),
+            vocab_size=text["vocab_size"],
+            chunk_size=sizes.chunk,
+            max_state_dim=sizes.state,
+            max_action_dim=sizes.action,
+            action_dim=parts.action.dim,
+            views=parts.views,
+            image_token=tokenizer.token_id(PLACEHOLDER),
+            unshuffle=round(1 / vlm["downsample_ratio"]),
+            head_layers=sizes.layers,
+            head_heads=sizes.heads,
+            head_size=sizes.embed,
+            decoder_size=sizes.hidden,
+            state_size=sizes.state_hidden,
+            **every,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{vlm.path} and the checkpoint's config.json: {error}") from None
+
+
+def _side(size: Any) -> int:
+    """Return the side of a square image, which configurations give as one number or as two equal ones."""
+    sides = set(size) if isinstance(size, list) else {size}
+    if len(sides) != 1 or not all(type(side) is int for side in sides):
+        raise ConvertError(f"vision_config: expected a square, got {size!r}")
+    return int(sides.pop())
+
+
+def _pad(tokenizer: TokenizerFiles) -> int:
+    if tokenizer.pad_token_id is None:
+        raise ConvertError(f"{tokenizer.path}: no pad token is named here, and the head reads rows of it")
+    return tokenizer.pad_token_id
+
+
+def _spec(parts: Parts, options: Options) -> PolicySpec:
+    return PolicySpec(
+        architecture="evo1",
+        name=parts.name,
+        cameras=parts.cameras,
+        state=parts.state,
+        action=parts.action,
+        chunk_size=parts.sizes.chunk,
+        noise_dim=parts.sizes.action,
+        solver=SOLVER,
+        solver_steps=options.setting("solver_steps", parts.solver_steps),
+        max_prompt_tokens=parts.max_tokens,
+        control_hz=parts.control_hz,
+        embodiment=parts.embodiment,
+        n_action_steps=parts.n_action_steps,
+    )
+
+
+def _processing(parts: Parts, config: Evo1Config, tokenizer: TokenizerFiles) -> Processing:
+    side = parts.side // (config.vision.patch_size * config.unshuffle)
+    views = "".join(f"Image-{view + 1}: <img>{{image}}</img>\n" for view in range(parts.views))
+    return Processing(
+        image=ImageRecipe(
+            parts.side, parts.side, resize="none", steps=(parts.resize,), mean=IMAGE_MEAN, std=IMAGE_STD
+        ),
+        prompt=PromptRecipe(
+            max_tokens=parts.max_tokens,
+            vocab_size=config.vocab_size,
+            pad_token_id=tokenizer.pad_token_id or 0,
+            template=f"{views}{{prompt}}",
+            strip=True,
+            padding="max_length" if parts.every_row else "longest",
+            image_text=PLACEHOLDER,
+            image_tokens=side**2,
+            placeholder=config.image_token,
+        ),
+        state=parts.state_normalization,
+        action=parts.action_normalization,
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+        empty_cameras=parts.views - len(parts.cameras),
+        optional_cameras=parts.optional_cameras,
+        pad_missing_cameras=True,
+        action_steps=parts.action_steps,
+    )

@@ -1,0 +1,166 @@
+"""Evo-1 in LeRobot's layout (``policies/evo1`` of LeRobot 0.6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from sinew.bundle.image_recipe import ImageStep
+from sinew.bundle.schema import Normalization, VectorStep
+from sinew.convert.lerobot.checkpoint import LeRobotCheckpoint, Schema
+from sinew.convert.lerobot.stats import ACTION, STATE
+from sinew.convert.lerobot.steps import DEVICE, NORMALIZER, Step
+from sinew.convert.options import Options
+from sinew.core import ConvertError
+from sinew.families.evo1.parts import Parts, Sizes
+
+GRIPPER = {
+    "binarize_gripper": False,
+    "gripper_index": 6,
+    "gripper_threshold": 0.5,
+    "gripper_below_threshold_value": 1.0,
+    "gripper_above_threshold_value": -1.0,
+}
+SCHEMA = Schema(
+    defaults={  # LeRobot's configuration_evo1.py
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "max_state_dim": 24,
+        "max_action_dim": 24,
+        "max_views": 3,
+        "image_resolution": [448, 448],
+        "postprocess_action_dim": None,
+        **GRIPPER,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
+        "vlm_model_name": "OpenGVLab/InternVL3-1B-hf",
+        "vlm_num_layers": 14,
+        "max_text_length": 1024,
+        "embed_dim": 896,
+        "hidden_dim": 1024,
+        "state_hidden_dim": 1024,
+        "num_heads": 8,
+        "num_layers": 8,
+        "num_inference_timesteps": 32,
+        "num_categories": 1,
+        "default_embodiment_id": 0,
+    },
+    fixed={"n_obs_steps": 1, "action_head": "flowmatching", "return_cls_only": False},
+    unread=(
+        *("training_stage", "vlm_dtype", "use_flash_attn", "dropout", "enable_gradient_checkpointing"),
+        *(
+            "gradient_checkpointing_use_reentrant",
+            "finetune_vlm",
+            "finetune_language_model",
+            "finetune_vision_model",
+        ),
+        *("finetune_action_head", "apply_training_stage_defaults", "task_field", "embodiment_id_field"),
+        "empty_cameras",  # features that are no cameras; views up to max_views are masked all the same
+    ),
+    steps={
+        "evo1_pad_state_processor": Step({"max_state_dim": None}),
+        "evo1_pad_action_processor": Step({"max_action_dim": None}),
+        "normalizer_processor": NORMALIZER,
+    },
+    after={
+        "unnormalizer_processor": NORMALIZER,
+        "evo1_action_processor": Step({"action_dim": None, **dict.fromkeys(GRIPPER)}),
+        "device_processor": DEVICE,
+    },
+)
+
+
+def read(path: Path, options: Options) -> Parts:
+    """Return what a LeRobot directory says. Raises :class:`ConvertError`."""
+    checkpoint = LeRobotCheckpoint(path, options, SCHEMA)
+    if checkpoint.image_mode() != "IDENTITY":
+        raise ConvertError(
+            f"{checkpoint.file}: normalization_mapping: VISUAL: expected IDENTITY, got {checkpoint.image_mode()}:"
+            " Evo-1 scales its images itself"
+        )
+    side, *other = checkpoint["image_resolution"]
+    if other != [side]:
+        raise ConvertError(f"{checkpoint.file}: image_resolution: expected a square, got {[side, *other]}")
+    views, cameras = checkpoint.size("max_views", high=16), checkpoint.cameras
+    if len(cameras) > views:
+        raise ConvertError(
+            f"{checkpoint.file}: max_views: expected {len(cameras)} or more, as cameras, got {views}"
+        )
+    action = checkpoint.vector("output_features", "ACTION", ACTION)
+    if checkpoint["postprocess_action_dim"] is not None:
+        action = replace(
+            action, dim=checkpoint.size("postprocess_action_dim", high=checkpoint["max_action_dim"]), names=()
+        )
+    state = checkpoint.vector("input_features", "STATE", STATE)
+    layers = checkpoint["vlm_num_layers"]
+    return Parts(
+        format="lerobot-evo1",
+        name=checkpoint.name,
+        vlm=str(checkpoint["vlm_model_name"]),
+        layers=0 if layers is None else checkpoint.size("vlm_num_layers"),
+        views=views,
+        category=_category(checkpoint),
+        max_tokens=checkpoint.size("max_text_length"),
+        side=side,
+        resize=ImageStep("resize", height=side, width=side, method="bicubic_round"),
+        every_row=False,
+        sizes=Sizes(
+            chunk=checkpoint.size("chunk_size"),
+            state=checkpoint.size("max_state_dim"),
+            action=checkpoint.size("max_action_dim"),
+            embed=checkpoint.size("embed_dim"),
+            hidden=checkpoint.size("hidden_dim"),
+            state_hidden=checkpoint.size("state_hidden_dim"),
+            heads=checkpoint.size("num_heads"),
+            layers=checkpoint.size("num_layers"),
+        ),
+        cameras=cameras,
+        state=state,
+        action=action,
+        state_normalization=_cut(checkpoint.normalization(STATE, "STATE"), state.dim),
+        action_normalization=_cut(checkpoint.normalization(ACTION, "ACTION"), action.dim),
+        action_steps=_gripper(checkpoint, action.dim),
+        solver_steps=checkpoint.size("num_inference_timesteps"),
+        n_action_steps=checkpoint.size("n_action_steps", high=checkpoint["chunk_size"]),
+        control_hz=checkpoint.control_hz,
+        embodiment=options.embodiment,
+        optional_cameras=0,
+        tensors={name.removeprefix("model."): source for name, source in checkpoint.tensors.items()},
+        files=checkpoint.files,
+        notes=tuple(checkpoint.notes),
+    )
+
+
+def _category(checkpoint: LeRobotCheckpoint) -> int:
+    count = checkpoint.size("num_categories")
+    given = checkpoint.options.embodiment
+    if not given:
+        if checkpoint.config.get("embodiment_id_field") and count > 1:
+            raise ConvertError(
+                f"{checkpoint.file}: embodiment_id_field: each observation of training chose one of {count} categories;"
+                " give the robot's with --embodiment N"
+            )
+        return checkpoint.size("default_embodiment_id", low=0, high=count - 1)
+    if not given.isdecimal() or int(given) >= count:
+        raise ConvertError(f"--embodiment {given}: expected a category from 0 to {count - 1}")
+    return int(given)
+
+
+def _cut(found: Normalization, dim: int) -> Normalization:
+    """Return statistics of the values that exist; those of padded dimensions map zero to zero."""
+    short = [name for name, values in found.stats.items() if len(values) < dim]
+    if short:
+        raise ConvertError(
+            f"statistics {short[0]}: expected {dim} values or more, got {len(found.stats[short[0]])}"
+        )
+    return replace(found, stats={name: values[:dim] for name, values in found.stats.items()})
+
+
+def _gripper(checkpoint: LeRobotCheckpoint, dim: int) -> tuple[VectorStep, ...]:
+    if not checkpoint["binarize_gripper"]:
+        return ()
+    threshold, below, above = (
+        float(checkpoint[f"gripper_{name}"])
+        for name in ("threshold", "below_threshold_value", "above_threshold_value")
+    )
+    index = checkpoint.size("gripper_index", low=0, high=dim - 1)
+    return (VectorStep("threshold", (index,), offset=threshold, below=below, above=above),)

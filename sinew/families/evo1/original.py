@@ -1,0 +1,154 @@
+"""Evo-1 as the original repository (MINT-SJTU/Evo-1) saves and serves it: ``Evo_1/scripts/Evo1_server.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from sinew.bundle.image_recipe import ImageStep
+from sinew.bundle.schema import Normalization
+from sinew.convert.options import Options
+from sinew.convert.read.record import Record
+from sinew.convert.read.torch_zip import read_torch
+from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.families.evo1.parts import Parts, Sizes
+
+WEIGHTS, STATISTICS = "mp_rank_00_model_states.pt", "norm_stats.json"
+LAYERS = 14  # of the language model, whatever the configuration says
+SIDE, VIEWS, TOKENS, STEPS = 448, 3, 1024, 50  # fixed in the server and the embedder
+VECTOR = 24  # numbers of every normalised vector of the server
+RESIZE = ImageStep("resize", height=SIDE, width=SIDE, method="cv_bilinear")
+VLM = "OpenGVLab/InternVL3-1B"
+EPS = 1e-8
+MODES: dict[str, tuple[Literal["mean_std", "min_max", "quantiles"], tuple[str, str]]] = {
+    "normal": ("mean_std", ("mean", "std")),
+    "bounds": ("min_max", ("min", "max")),
+    "bounds_q99": ("quantiles", ("q01", "q99")),
+}
+
+
+def is_original(path: Path) -> bool:
+    """Return True for a configuration of the original repository."""
+    config = Record(path / "config.json").content
+    return config.get("action_head") == "flowmatching" and "vlm_name" in config and "type" not in config
+
+
+def read(path: Path, options: Options) -> Parts:
+    """Return what a folder of the original repository says. Raises :class:`ConvertError`."""
+    config = Record(path / "config.json")
+    for name, value in (("return_cls_only", False), ("image_size", SIDE)):
+        if config.get(name, value) != value:
+            raise ConvertError(f"{config.path}: {name}: expected {value}, got {config[name]!r}")
+    horizon = config.get("horizon", 16)
+    if config.get("action_horizon", horizon) != horizon:
+        raise ConvertError(
+            f"{config.path}: action_horizon: expected horizon's {horizon}, got {config['action_horizon']!r}"
+        )
+    file = options.stats or path / STATISTICS
+    if not file.is_file():
+        raise ConvertError(f"{path}: no {STATISTICS}, which holds the statistics; give it with --stats FILE")
+    key, table = choose(Record(file), options.stats_key)
+    found = MODES.get(str(config.get("normalization_type", "bounds")))
+    if found is None:
+        raise ConvertError(
+            f"{config.path}: normalization_type: expected one of {', '.join(MODES)},"
+            f" got {config['normalization_type']!r}"
+        )
+    mode, names = found
+    notes = [f"statistics of {key!r}", f"{STEPS} solver steps, as the server's, not config.json's"]
+    state, action = table.part("observation.state"), table.part("action")
+    if mode == "quantiles" and not all(name in part.content for name in names for part in (state, action)):
+        mode, names = MODES["bounds"]
+        notes.append("no statistics q01 and q99: min and max in their place, as the server has it")
+    width = int(options.setting("state_dim", 0))
+    state_stats, action_stats = _statistics(state, names, width), _statistics(action, names, 0)
+    cameras = options.cameras or tuple(f"image_{index}" for index in range(VIEWS))
+    if len(cameras) > VIEWS:
+        raise ConvertError(f"--cameras: expected at most {VIEWS}, got {len(cameras)}")
+    category = options.embodiment or "0"
+    if not category.isdecimal() or int(category) >= config.get("num_categories", 1):
+        raise ConvertError(
+            f"--embodiment {category}: expected a category from 0 to {config.get('num_categories', 1) - 1}"
+        )
+    weights = path / WEIGHTS
+    if not weights.is_file():
+        raise ConvertError(f"{path}: no {WEIGHTS}, which holds the weights")
+    tensors = {
+        name.removeprefix("module."): source
+        for name, source in read_torch(weights).items()
+        if name.startswith("module.")
+    }
+    if not tensors:
+        raise ConvertError(f"{weights}: expected a dictionary 'module' with the model's tensors")
+    return Parts(
+        format="evo1",
+        name=path.resolve().name,
+        vlm=str(config.get("vlm_name", VLM)),
+        layers=LAYERS,
+        views=VIEWS,
+        category=int(category),
+        max_tokens=TOKENS,
+        side=SIDE,
+        resize=RESIZE,
+        every_row=True,
+        sizes=Sizes(
+            chunk=horizon,
+            state=config["state_dim"],
+            action=config["per_action_dim"],
+            embed=config.get("embed_dim", 896),
+            hidden=config.get("hidden_dim", 1024),
+            state_hidden=config.get("state_hidden_dim", 1024),
+            heads=config.get("num_heads", 8),
+            layers=config.get("num_layers", 8),
+        ),
+        cameras=tuple(CameraSpec(name, SIDE, SIDE) for name in cameras),
+        state=VectorSpec(len(state_stats[names[0]])),
+        action=VectorSpec(len(action_stats[names[0]])),
+        state_normalization=Normalization(mode, state_stats, EPS, "openpi", clip=mode != "mean_std"),
+        action_normalization=Normalization(mode, action_stats, EPS, "openpi"),
+        action_steps=(),
+        solver_steps=STEPS,
+        n_action_steps=0,
+        control_hz=options.control_hz,
+        embodiment=key,
+        optional_cameras=len(cameras) - 1,
+        tensors=tensors,
+        files=[config.path, file, weights],
+        notes=tuple(notes),
+    )
+
+
+def choose(stats: Record, wanted: str) -> tuple[str, Record]:
+    """Return the chosen statistics and their key, "arm" or "arm/dataset". Raises :class:`ConvertError`."""
+    known: dict[str, Record] = {}
+    for arm in stats.content:
+        table = stats.part(arm)
+        if "observation.state" in table.content or "action" in table.content:
+            known[arm] = table
+        else:
+            known |= {f"{arm}/{dataset}": table.part(dataset) for dataset in table.content}
+    key = wanted or (next(iter(known)) if len(known) == 1 else "")
+    if key not in known:
+        asked = f"--stats-key {wanted}: " if wanted else ""
+        raise ConvertError(
+            f"{stats.path}: {asked}expected --stats-key with one of {', '.join(known) or 'none'}"
+        )
+    return key, known[key]
+
+
+def _statistics(part: Record, names: tuple[str, ...], width: int) -> dict[str, tuple[float, ...]]:
+    """Statistics by name, filled with zeros up to ``width`` as the server fills them."""
+    found: dict[str, Any] = {name: np.asarray(part[name], np.float32) for name in names}
+    for name, values in found.items():
+        if values.ndim != 1 or not 1 <= len(values) <= VECTOR or len(values) != len(found[names[0]]):
+            raise ConvertError(
+                f"{part.path}: {part.name}{name}: expected a list of 1 to {VECTOR} numbers, got {list(values.shape)}"
+            )
+        if width and width < len(values):
+            raise ConvertError(f"--set state_dim={width}: expected {len(values)} or more, as the statistics")
+    return {
+        name: tuple(map(float, np.pad(values, (0, max(width - len(values), 0)))))
+        for name, values in found.items()
+    }

@@ -1,0 +1,143 @@
+"""Names and forms of Evo-1's tensors, in LeRobot's layout (transformers' InternVL) and the original repository's."""
+
+from __future__ import annotations
+
+from sinew.bundle.writer import TensorSource
+from sinew.convert.qwen import language_rules
+from sinew.convert.tensors import Rule, apply, computed, moved, pick, reshape, rows, split_qkv, transpose
+from sinew.core import ConvertError
+
+LAYER = r"vision.layers.\1."
+BLOCK, TO_BLOCK = r"action_head\.transformer_blocks\.(\d+)\.", r"head.layers.\1."
+
+
+def rename(
+    tensors: dict[str, TensorSource], layers: int, category: int, unshuffle: int
+) -> dict[str, TensorSource]:
+    """Return the tensors under the model's names. Raises :class:`ConvertError`.
+
+    layers: of the language model that are kept. category: of the head's weights where they are kept per category.
+    """
+    found = dict(tensors)
+    if adapter := next((name for name in found if ".lora_" in name), None):
+        raise ConvertError(
+            f"{adapter}: an adapter; merge it into its base model and give the whole checkpoint"
+        )
+    lerobot = any(name.startswith("embedder.model.vision_tower.") for name in found)
+    tower = "embedder.model.vision_tower." if lerobot else "embedder.model.vision_model."
+    _first_token(found, tower, lerobot)
+    language = r"embedder\.model\.language_model\." + ("" if lerobot else r"model\.")
+    rules = (
+        *(_lerobot_tower() if lerobot else _original_tower()),
+        *_connector(lerobot, unshuffle),
+        *language_rules(language, layers),
+        Rule(language + r"norm\.(.*)", (r"language.norm.\1",)),
+        Rule(r"embedder\.model\.language_model\.lm_head\..*"),
+        *_head(category),
+    )
+    return apply(found, rules)
+
+
+def _first_token(found: dict[str, TensorSource], tower: str, lerobot: bool) -> None:
+    """Add the class token's position to the class token itself: the model has no row for it."""
+    names = ("cls_token", "position_embeddings") if lerobot else ("class_embedding", "position_embedding")
+    keys = [f"{tower}embeddings.{name}" for name in names]
+    if missing := [key for key in keys if key not in found]:
+        raise ConvertError(f"the checkpoint does not fit its config: {missing[0]} is missing")
+    token, table = (found.pop(key) for key in keys)
+    if len(table.shape) != 3 or token.shape[-1] != table.shape[-1]:
+        raise ConvertError(f"{table.name}: expected [1, patches + 1, width], got {list(table.shape)}")
+    table = reshape(table, *table.shape[1:])
+    first = rows(table, 0, 1)
+    found["vision.prefix"] = computed(
+        lambda a, b: a.reshape(1, -1) + b, token, first, shape=(1, table.shape[1])
+    )
+    found["vision.position_embedding.weight"] = rows(table, 1, table.shape[0])
+
+
+def _lerobot_tower() -> tuple[Rule, ...]:
+    tower = r"embedder\.model\.vision_tower\."
+    old = tower + r"encoder\.layer\.(\d+)\."
+    return (
+        Rule(tower + r"embeddings\.patch_embeddings\.projection\.(.*)", (r"vision.patch_embedding.\1",)),
+        Rule(old + r"lambda_([12])", (LAYER + r"scale\2.weight",)),
+        Rule(old + r"layernorm_before\.(.*)", (LAYER + r"norm1.\2",)),
+        Rule(old + r"layernorm_after\.(.*)", (LAYER + r"norm2.\2",)),
+        Rule(old + r"attention\.projection_layer\.(.*)", (LAYER + r"attn.o_proj.\2",)),
+        Rule(old + r"attention\.([qkv]_proj\..*)", (LAYER + r"attn.\2",)),
+        Rule(old + r"(mlp\..*)", (LAYER + r"\2",)),
+    )
+
+
+def _original_tower() -> tuple[Rule, ...]:
+    tower = r"embedder\.model\.vision_model\."
+    old = tower + r"encoder\.layers\.(\d+)\."
+    return (
+        Rule(tower + r"embeddings\.patch_embedding\.(.*)", (r"vision.patch_embedding.\1",)),
+        Rule(old + r"ls([12])", (LAYER + r"scale\2.weight",)),
+        Rule(old + r"(norm[12]\..*)", (LAYER + r"\2",)),
+        Rule(old + r"attn\.qkv\.(.*)", tuple(LAYER + rf"attn.{part}_proj.\2" for part in "qkv"), split_qkv),
+        Rule(old + r"attn\.proj\.(.*)", (LAYER + r"attn.o_proj.\2",)),
+        Rule(old + r"(mlp\..*)", (LAYER + r"\2",)),
+    )
+
+
+def _connector(lerobot: bool, unshuffle: int) -> tuple[Rule, ...]:
+    """Return the rules of the connector, with the columns of its weights reordered.
+
+    Our pixel unshuffle puts a token's channels slowest and the patches of its square fastest, upstream's the other way
+    round.
+    """
+
+    def ordered(source: TensorSource) -> TensorSource:
+        *before, width = source.shape
+        squares = (*before, unshuffle**2, width // unshuffle**2)
+        return moved(lambda x: x.reshape(squares).swapaxes(-1, -2).reshape(source.shape), source)
+
+    upstream = r"embedder\.model\." + ("multi_modal_projector" if lerobot else "mlp1")
+    norm, first, second = ("layer_norm", "linear_1", "linear_2") if lerobot else ("0", "1", "3")
+    return (
+        Rule(rf"{upstream}\.{norm}\.(.*)", (r"connector.norm.\1",), ordered),
+        Rule(rf"{upstream}\.{first}\.weight", ("connector.fc1.weight",), ordered),
+        Rule(rf"{upstream}\.{first}\.bias", ("connector.fc1.bias",)),
+        Rule(rf"{upstream}\.{second}\.(.*)", (r"connector.fc2.\1",)),
+    )
+
+
+def _head(category: int) -> tuple[Rule, ...]:
+    def weight(source: TensorSource) -> TensorSource:  # [categories, in, out] -> [out, in]
+        return transpose(pick(source, category)) if len(source.shape) == 3 else source
+
+    def bias(source: TensorSource) -> TensorSource:
+        return pick(source, category) if len(source.shape) == 2 else source
+
+    def table(source: TensorSource) -> TensorSource:  # [1, rows, C] -> [rows, C]
+        return reshape(source, *source.shape[-2:])
+
+    qkv = tuple(TO_BLOCK + rf"attn.{part}_proj.\2" for part in "qkv")
+    of_category = (
+        (r"action_head\.(state_encoder)\.fc(\d)\.", r"head.\1.fc\2."),
+        (r"action_head\.mlp_(head)\.fc(\d)\.", r"\1.decoder.fc\2."),
+        (r"action_head\.(action_encoder)\.W(\d)\.", r"head.\1.fc\2."),
+    )
+    return (
+        *(
+            Rule(old + rf"(?:linear\.)?{part}", (new + part,), make)
+            for old, new in of_category
+            for part, make in (("weight", weight), ("bias", bias))
+        ),
+        Rule(BLOCK + r"attn\.in_proj_(weight|bias)", qkv, split_qkv),
+        Rule(BLOCK + r"attn\.out_proj\.(.*)", (TO_BLOCK + r"attn.o_proj.\2",)),
+        Rule(BLOCK + r"(norm[12]\..*)", (TO_BLOCK + r"\2",)),
+        Rule(BLOCK + r"ff\.0\.(.*)", (TO_BLOCK + r"mlp.fc1.\2",)),
+        Rule(BLOCK + r"ff\.2\.(.*)", (TO_BLOCK + r"mlp.fc2.\2",)),
+        Rule(r"action_head\.norm_out\.(.*)", (r"head.norm.\1",)),
+        Rule(r"action_head\.seq_pool_proj\.(.*)", (r"head.pool.\1",)),
+        # Tables of sines are stored, and read as they are: a file in bfloat16 has them rounded.
+        Rule(r"action_head\.time_pos_enc\.pe", ("head.time_embedding.weight",), table),
+        Rule(
+            r"action_head\.action_encoder\.pos_encoding\.pe",
+            ("head.action_encoder.position_embedding.weight",),
+            table,
+        ),
+    )

@@ -1,0 +1,18 @@
+"""GR00T N1.5, N1.6 and N1.7 (NVIDIA 2025, arXiv 2503.14734), in NVIDIA's layouts and LeRobot's."""
+
+from sinew.registry import Family
+
+FAMILY = Family(
+    models={
+        "gr00t_n1_5": "model:Gr00tEagle",
+        "gr00t_n1_6": "model:Gr00tEagle",
+        "gr00t_n1_7": "model:Gr00tQwen",
+    },
+    converters=("convert",),
+    hints={"gr00t_n1_5": ("groot: json text",)},
+    units={
+        "gr00t_n1_5": ("recorded",),
+        "gr00t_n1_6": ("opening", "axis-angle"),
+        "gr00t_n1_7": ("opening", "axis-angle"),
+    },
+)

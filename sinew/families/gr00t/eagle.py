@@ -1,0 +1,191 @@
+"""GR00T N1.6 and N1.5: Eagle (SigLIP and Qwen3) under the head.
+
+N1.5 comes in NVIDIA's layout (config.json, shards, experiment_cfg/metadata.json) and, fine-tuned, in LeRobot's
+(one weight file, statistics among the processors' files; the widths are those of the base model that it names).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sinew.bundle.image_recipe import ImageStep
+from sinew.bundle.schema import PromptRecipe
+from sinew.convert.chat_template import MARK, find_chat_template, render
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import Options
+from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.read.record import Record
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import TokenizerFiles, find_model_dir, load_tokenizer
+from sinew.core import ConvertError
+from sinew.families.gr00t import n15
+from sinew.families.gr00t.files import (
+    NvidiaFiles,
+    Parts,
+    head_config,
+    model_type,
+    processing,
+    specification,
+    token_prompt,
+    untied,
+)
+from sinew.families.gr00t.images import image_recipe
+from sinew.families.gr00t.model import Gr00tEagleConfig
+from sinew.families.gr00t.weights import head_rules, siglip_rules
+from sinew.layers.vit import ViTConfig
+
+EAGLE_FILES = ["*.json", "merges.txt", "chat_template*"]
+PIXEL_BOUNDS = 4, 4096  # tokens of an image, of Eagle 3's image processor
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read an N1.5 or N1.6 directory, the weights aside. Raises :class:`ConvertError`."""
+    name, flag = n15.assets(path) if model_type(path) != "Gr00tN1d6" else _assets(path)
+    eagle_dir = find_model_dir(name, options.vlm, path, flag, EAGLE_FILES)
+    eagle = Record(eagle_dir / "config.json")
+    preprocessor = Record(eagle_dir / "preprocessor_config.json")
+    if model_type(path) == "Gr00tN1d6":
+        processor = Record(eagle_dir / "processor_config.json")
+        parts = n16(NvidiaFiles(path, options), eagle, preprocessor, processor)
+    else:
+        parts = n15.read(path, options, preprocessor)
+    return assemble(path.name, options, eagle_dir, eagle, parts)
+
+
+def _assets(path: Path) -> tuple[str, str]:
+    return str(Record(path / "config.json").get("model_name", "nvidia/Eagle-Block2A-2B-v2")), "--vlm"
+
+
+def n16(files: NvidiaFiles, eagle: Record, preprocessor: Record, eagle_processor: Record) -> Parts:
+    """Return the parts of N1.6. Raises :class:`ConvertError`."""
+    area = eagle_processor["pixels_per_token"]
+    unit = round(area**0.5)
+    smallest, largest = (tokens * area for tokens in PIXEL_BOUNDS)
+    grid = ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method="pil_bicubic")
+    image, frames = image_recipe(files, preprocessor, grid)
+    vision = eagle.part("vision_config")
+    if vision.get("use_rope", True):
+        raise ConvertError(f"{eagle.path}: vision_config.use_rope: expected false")
+    return Parts(
+        architecture="gr00t_n1_6",
+        format=files.format if files.format != NvidiaFiles.format else "gr00t-n1.6",
+        head=files.config,
+        layers=files.config["select_layer"],
+        backbone=r"backbone\.model\.",
+        tensors=files.weights[0],
+        files=files.files,
+        embodiment=files.embodiment,
+        cameras=files.cameras(frames),
+        vectors=files.vectors,
+        image=image,
+        language=files.language,
+        text_first=True,
+        generate=False,
+        formal=bool(files.processor.get("formalize_language", True)),
+        listed=False,
+    )
+
+
+def assemble(name: str, options: Options, eagle_dir: Path, eagle: Record, parts: Parts) -> Conversion:
+    """Return the conversion of a policy called ``name``. Raises :class:`ConvertError`."""
+    vision, text = eagle.part("vision_config"), eagle.part("text_config")
+    unshuffle = round(1 / eagle["downsample_ratio"]) if eagle.get("use_pixel_shuffle") else 1
+    layers = eagle["mlp_connector_layers"]
+    if (layers, unshuffle > 1) not in ((1, False), (2, True)):
+        raise ConvertError(
+            f"{eagle.path}: expected one connector layer without pixel shuffle or two with it, got {layers}"
+        )
+    tower = vision_config(vision)
+    language = qwen3(text, parts.layers, parts.head["backbone_embedding_dim"])
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [eagle_dir], "give it with --tokenizer FILE_OR_DIR"
+    )
+    unit = tower.patch_size * unshuffle
+    tokens = (parts.image.height // unit) * (parts.image.width // unit)
+    prompt, template_file = eagle_prompt(eagle_dir, parts, tokens, tokenizer, text["vocab_size"], eagle)
+    config = Gr00tEagleConfig(
+        language=language,
+        head=head_config(parts.head, masks=parts.text_first),
+        vocab_size=text["vocab_size"],
+        chunk_size=parts.head["action_horizon"],
+        max_state_dim=parts.head["max_state_dim"],
+        max_action_dim=parts.head["max_action_dim"],
+        image_token=eagle["image_token_index"],
+        rows=parts.image.height // unit,
+        cols=parts.image.width // unit,
+        vision=tower,
+        unshuffle=unshuffle,
+    )
+    lm = parts.backbone.replace("\\", "") + "language_model."
+    tensors = untied(parts.tensors, f"{lm}lm_head.weight", f"{lm}model.embed_tokens.weight")
+    rules = (
+        *head_rules(parts.embodiment.number),
+        *language_rules(parts.backbone + r"language_model\.model\.", language.num_layers),
+        Rule(parts.backbone + r"language_model\.model\.norm\.(.*)", (r"language.norm.\1",)),
+        *siglip_rules(parts.backbone + r"vision_model\.vision_model\.", tower.patch_size),
+        *connector_rules(parts.backbone + r"mlp1\.", unshuffle),
+    )
+    return Conversion(
+        architecture=parts.architecture,
+        format=parts.format,
+        config=config,
+        spec=specification(
+            parts.architecture,
+            name,
+            parts.cameras,
+            parts.vectors,
+            parts.head,
+            options,
+            prompt,
+            parts.language,
+            parts.embodiment.tag,
+        ),
+        processing=processing(parts.image, prompt, parts.vectors, parts.head),
+        tokenizer=tokenizer.text,
+        tensors=apply(tensors, rules),
+        sources=[*parts.files, eagle.path, template_file, tokenizer.path],
+        notes=parts.notes,
+    )
+
+
+def vision_config(vision: Record) -> ViTConfig:
+    """Return the sizes of the SigLIP tower; N1.6 names the number of patches, N1.5 the side of the image."""
+    patch = vision["patch_size"]
+    patches = vision.get("num_patches")
+    side = patch * round(patches**0.5) if patches else vision["image_size"]
+    return ViTConfig(
+        hidden_size=vision["hidden_size"],
+        intermediate_size=vision["intermediate_size"],
+        num_layers=vision["num_hidden_layers"],
+        num_heads=vision["num_attention_heads"],
+        image_size=side,
+        patch_size=patch,
+        norm_eps=vision.get("layer_norm_eps", 1e-6),
+    )
+
+
+def connector_rules(upstream: str, unshuffle: int) -> tuple[Rule, ...]:
+    """Return the rules of the connector: one layer, or a norm and two layers."""
+    if unshuffle == 1:
+        return (Rule(upstream + r"0\.(.*)", (r"connector.\1",)),)
+    names = {"0": "norm", "1": "fc1", "3": "fc2"}
+    return tuple(Rule(upstream + rf"{old}\.(.*)", (rf"connector.{new}.\1",)) for old, new in names.items())
+
+
+def eagle_prompt(
+    eagle_dir: Path, parts: Parts, tokens: int, tokenizer: TokenizerFiles, vocab_size: int, eagle: Record
+) -> tuple[PromptRecipe, Path]:
+    """Return the prompt recipe, each view in its place as upstream's processor writes it, and the template's file."""
+    template, template_file = find_chat_template(eagle_dir)
+    images = ["image"] * len(parts.cameras)
+    content = ["text", *images] if parts.text_first else [*images, "text"]
+    text = render(template, content, parts.generate, template_file)
+    for number in range(1, len(images) + 1):
+        if text.count(f"<image-{number}>") != 1:
+            raise ConvertError(f"{template_file}: expected one <image-{number}> in what the template makes")
+        text = text.replace(f"<image-{number}>", f"<image {number}><img>{{image}}</img>")
+    filled = text.replace(MARK, "{prompt}")
+    token = eagle["image_token_index"]
+    return token_prompt(
+        filled, tokenizer, vocab_size, token, tokens, parts.formal, parts.listed
+    ), template_file

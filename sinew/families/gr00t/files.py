@@ -1,0 +1,328 @@
+"""The files of a GR00T checkpoint, and what all versions make of them: head, embodiment, prompt, specification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.image_recipe import MAX_SIZE, ImageRecipe
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
+from sinew.bundle.writer import TensorSource
+from sinew.convert.options import Options
+from sinew.convert.read.files import read_json
+from sinew.convert.read.record import Record
+from sinew.convert.read.safetensors import read_weights
+from sinew.convert.tokenizer_files import TokenizerFiles
+from sinew.core import CameraSpec, ConvertError, KeyMap, PolicySpec
+from sinew.families.gr00t.head import HeadConfig
+from sinew.families.gr00t.model import SOLVER
+from sinew.families.gr00t.vectors import Modalities, Vectors, read_vectors
+from sinew.layers.dit import DiTConfig
+
+LEROBOT_PREFIX = "_groot_model."
+TEXT_TOKENS = 256  # room for the instruction itself; upstream sets no limit
+
+
+def model_type(path: Path) -> str | None:
+    """Return the ``model_type`` of a directory's config.json, or None."""
+    return _config_entry(path, "model_type")
+
+
+def is_lerobot(path: Path) -> bool:
+    """Return True for LeRobot's layout. Its config.json has the type "groot", or, from some versions, none at all."""
+    return _config_entry(path, "type") == "groot" or bool(
+        _config_entry(path, "base_model_path") and _config_entry(path, "tokenizer_assets_repo")
+    )
+
+
+def _config_entry(path: Path, key: str) -> str | None:
+    config = path / "config.json"
+    found = read_json(config).get(key) if config.is_file() else None
+    return found if isinstance(found, str) else None
+
+
+@dataclass(frozen=True)
+class Embodiment:
+    """The robot that a bundle is made for: its tag and its row in the weights that are kept per embodiment."""
+
+    tag: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the layouts of Eagle's versions say, each in its way.
+
+    head: what holds the head's sizes; layers: of the language model that are kept; backbone: the pattern before its
+    tensors' names; language: the instruction's key on the GR00T wire; text_first: the instruction stands before the
+    images; generate, formal, listed: see ``render`` and ``PromptRecipe``.
+    """
+
+    architecture: str
+    format: str
+    head: Record
+    layers: int
+    backbone: str
+    tensors: dict[str, TensorSource]
+    files: list[Path]
+    embodiment: Embodiment
+    cameras: Sequence[CameraSpec]
+    vectors: Vectors
+    image: ImageRecipe
+    language: str
+    text_first: bool
+    generate: bool
+    formal: bool
+    listed: bool
+    notes: tuple[str, ...] = ()
+
+
+class NvidiaFiles:
+    """A folder of N1.6 or N1.7 as NVIDIA writes it.
+
+    format: of N1.7, for the provenance. transforms: whose image transforms without albumentations. frames: height and
+    width of the cameras' frames, where the files say them. notes: what was assumed.
+    """
+
+    format = "gr00t-n1.7"
+    transforms = "nvidia"
+    frames: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, options: Options):
+        self.path, self.options = path, options
+        self.config = Record(path / "config.json")
+        processor = path / "processor_config.json"
+        if not processor.is_file():
+            raise ConvertError(
+                f"{path}: no processor_config.json, which names cameras, state and action keys"
+            )
+        self.processor = Record(processor).part("processor_kwargs")
+
+    @cached_property
+    def embodiment(self) -> Embodiment:
+        """The one asked for, or the only one there is. Raises ConvertError that lists those that can be chosen."""
+        numbers = self.numbers
+        configured = self.processor.part("modality_configs").content
+        known = [tag for tag in configured if tag in numbers and tag in self._statistics]
+        return choose(self.options.embodiment, known, numbers, self.path)
+
+    @property
+    def name(self) -> str:
+        """Return the policy's name."""
+        return self.path.name
+
+    @cached_property
+    def numbers(self) -> Mapping[str, Any]:
+        """The row of each embodiment in the weights that are kept per embodiment."""
+        return Record(self.path / "embodiment_id.json").content
+
+    @cached_property
+    def _statistics(self) -> Mapping[str, Any]:
+        file = self.path / "statistics.json"
+        if not file.is_file():
+            raise ConvertError(
+                f"{self.path}: no statistics.json; without it states and actions have no units"
+            )
+        return Record(file).content
+
+    @cached_property
+    def modalities(self) -> Modalities:
+        """The embodiment's modality configuration with its statistics."""
+        tag = self.embodiment.tag
+        record = self.processor.part("modality_configs").part(tag)
+        return Modalities(record.content, self._statistics[tag], tag, self.processor.path)
+
+    @property
+    def language(self) -> str:
+        """The instruction's key on the GR00T wire."""
+        return self.modalities.keys("language")[0]
+
+    def cameras(self, frames: tuple[int, int]) -> list[CameraSpec]:
+        """Return the cameras in the model's order, with frames of this height and width."""
+        self.modalities.only_now("video")
+        return [CameraSpec(key, *frames) for key in self.modalities.keys("video")]
+
+    @cached_property
+    def vectors(self) -> Vectors:
+        """State and action with their normalisation."""
+        self.modalities.only_now("state")
+        return read_vectors(self.modalities, self.processor.content)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that a bundle takes from this folder."""
+        names = ("config.json", "processor_config.json", "statistics.json", "embodiment_id.json")
+        return [*self.weights[1], *(self.path / name for name in names)]
+
+    @cached_property
+    def weights(self) -> tuple[dict[str, TensorSource], list[Path]]:
+        """The tensors under NVIDIA's names, and their files."""
+        return nvidia_weights(self.path)
+
+
+def nvidia_weights(path: Path) -> tuple[dict[str, TensorSource], list[Path]]:
+    """Return a folder's tensors under NVIDIA's names (LeRobot puts a prefix before them), and their files."""
+    tensors, files = read_weights(path)
+    return {name.removeprefix(LEROBOT_PREFIX): source for name, source in tensors.items()}, files
+
+
+def untied(tensors: Mapping[str, TensorSource], head: str, table: str) -> dict[str, TensorSource]:
+    """Return ``tensors`` with the embedding ``table`` and without ``head``, which is tied to it: of the two names a
+    writer keeps one, and which differs between writers."""
+    found = dict(tensors)
+    source = found.pop(head, None)
+    if source is not None:
+        found.setdefault(table, source)
+    return found
+
+
+def choose(asked: str, known: Sequence[str], numbers: Mapping[str, Any], where: Path) -> Embodiment:
+    """Return the embodiment ``asked`` for, or the only one. Raises ConvertError that lists the known tags."""
+    listed = ", ".join(sorted(known)) or "none that has an id, a modality configuration and statistics"
+    if not asked and len(known) != 1:
+        raise ConvertError(f"{where} holds several robots: give one with --embodiment TAG ({listed})")
+    tag = asked or known[0]
+    if tag not in known:
+        raise ConvertError(f"--embodiment {tag}: not one of those in {where}: {listed}")
+    number = numbers[tag]
+    if not isinstance(number, int) or number < 0:
+        raise ConvertError(f"{where}: the id of embodiment {tag!r} is {number!r}, expected a number")
+    return Embodiment(tag, number)
+
+
+def head_config(config: Record, masks: bool) -> HeadConfig:
+    """Return the action head of ``config`` (config.json, or its action_head_cfg in N1.5).
+
+    masks: whether blocks that read the features take turns at text and images.
+    """
+    dit, refine = config.part("diffusion_model_cfg"), config.get("vl_self_attention_cfg") or {}
+    layers = dit["num_layers"]
+    if not dit.get("interleave_self_attention", False):
+        raise ConvertError(
+            f"{config.path}: diffusion_model_cfg.interleave_self_attention: expected true, got false"
+        )
+    if dit.get("positional_embeddings") is not None or dit.get("norm_type", "ada_norm") != "ada_norm":
+        raise ConvertError(
+            f"{config.path}: diffusion_model_cfg: expected ada_norm and no positional_embeddings"
+        )
+    has_refinement = bool(refine.get("num_layers"))
+    return HeadConfig(
+        dit=DiTConfig(
+            num_layers=layers,
+            num_heads=dit["num_attention_heads"],
+            head_dim=dit["attention_head_dim"],
+            output_size=dit["output_dim"],
+            context_size=config["backbone_embedding_dim"],
+            is_cross=tuple(index % 2 == 0 for index in range(layers)),
+        ),
+        hidden_size=config["hidden_size"],
+        buckets=config["num_timestep_buckets"],
+        positions=config["max_seq_len"] if config.get("add_pos_embed", True) else 0,
+        refine_layers=refine["num_layers"] if has_refinement else 0,
+        refine_heads=refine["num_attention_heads"] if has_refinement else 0,
+        refine_head_dim=refine["attention_head_dim"] if has_refinement else 0,
+        text_every=config["attend_text_every_n_blocks"]
+        if masks and config.get("use_alternate_vl_dit")
+        else 0,
+        future_tokens=config.get("num_target_vision_tokens", 0),
+        norm_features=bool(config.get("use_vlln", True)),
+    )
+
+
+def processing(
+    image: ImageRecipe,
+    prompt: PromptRecipe,
+    vectors: Vectors,
+    config: Record,
+) -> Processing:
+    """Return the processing of a policy whose vectors are normalised part by part."""
+    return Processing(
+        image=image,
+        prompt=prompt,
+        state=Normalization("identity"),
+        action=Normalization("identity"),
+        padded_state_dim=config["max_state_dim"],
+        padded_action_dim=config["max_action_dim"],
+        state_parts=vectors.state_parts,
+        action_parts=vectors.action_parts,
+        action_steps=vectors.action_steps,
+        all_cameras=True,
+    )
+
+
+def specification(
+    architecture: str,
+    name: str,
+    cameras: Sequence[CameraSpec],
+    vectors: Vectors,
+    config: Record,
+    options: Options,
+    prompt: PromptRecipe,
+    language: str,
+    tag: str,
+    default_prompt: str = "",
+) -> PolicySpec:
+    """Return what a client needs to know; ``language``: the instruction's key on the GR00T wire."""
+    rows = config["action_horizon"]
+    horizon = min(vectors.horizon, rows)
+    chunk = options.setting("chunk", horizon)
+    if chunk > horizon:
+        raise ConvertError(
+            f"--set chunk={chunk}: expected at most {horizon}, the rows that the model was trained on"
+        )
+    keys = KeyMap(
+        wire="groot",
+        images={f"video/{camera.name}": camera.name for camera in cameras},
+        state=tuple(f"state/{part.name}" for part in vectors.state_parts),
+        prompt=f"language/{language}",
+    )
+    return PolicySpec(
+        architecture=architecture,
+        name=name,
+        cameras=tuple(cameras),
+        state=vectors.state,
+        action=vectors.action,
+        chunk_size=chunk,
+        noise_rows=rows if rows != chunk else 0,
+        noise_dim=config["max_action_dim"],
+        solver=SOLVER,
+        solver_steps=options.setting("solver_steps", config["num_inference_timesteps"]),
+        max_prompt_tokens=prompt.max_tokens,
+        embodiment=tag,
+        keys=(keys,),
+        default_prompt=default_prompt,
+    )
+
+
+def token_prompt(
+    template: str,
+    tokenizer: TokenizerFiles,
+    vocab_size: int,
+    placeholder: int,
+    image_tokens: int,
+    formal: bool,
+    listed: bool = False,
+) -> PromptRecipe:
+    """Return the recipe of a rendered template: ``{image}`` in a view's place, ``{prompt}`` in the instruction's.
+
+    placeholder: the id of the token that stands for one image token.
+    """
+    if (count := image_tokens * template.count("{image}")) > MAX_SIZE:
+        raise ConvertError(f"image tokens: expected at most {MAX_SIZE} of all views, got {count}")
+    image_text = tokenizer.token_text(placeholder)
+    fixed = tokenizer.encode(template.replace("{image}", image_text * image_tokens).replace("{prompt}", ""))
+    return PromptRecipe(
+        max_tokens=len(fixed) + TEXT_TOKENS,
+        vocab_size=vocab_size,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        template=template,
+        words_only=formal,
+        as_list=listed,
+        image_text=image_text,
+        image_tokens=image_tokens,
+        placeholder=placeholder,
+    )

@@ -1,0 +1,152 @@
+"""GR00T's action head, shared by N1.5, N1.6 and N1.7.
+
+Features of the vision-language model are normed and, in N1.5 and N1.7, refined by self-attention blocks. The head's
+tokens are [state | future tokens (N1.5) | noisy actions]; even blocks of the diffusion transformer read the features,
+odd ones each other. In N1.6 and N1.7 even blocks take turns at the text's and the images' rows.
+
+Weights that upstream keeps per embodiment are plain linear layers here: the converter picks the embodiment.
+Source: Isaac-GR00T ``action_head/flow_matching_action_head.py`` (N1.5), ``gr00t_n1d6.py``, ``gr00t_n1d7.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.dit import DiT, DiTConfig, SelfAttentionLayer, action_sinusoids
+from sinew.layers.linear import Embedding, Linear
+from sinew.layers.mlp import Projector
+from sinew.layers.norm import LayerNorm
+from sinew.layers.sizes import check_sizes
+
+VL_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The action head. ``hidden_size``: of the state encoder and the action decoder.
+
+    refine_layers: self-attention blocks over the features. text_every: of the blocks that read the features, each
+    ``text_every``-th reads the text's rows and the others the images' rows; 0 where all read all rows.
+    future_tokens: learned tokens between state and actions. positions: rows of the table that action tokens add.
+    """
+
+    dit: DiTConfig
+    hidden_size: int
+    buckets: int
+    positions: int
+    refine_layers: int = 0
+    refine_heads: int = 0
+    refine_head_dim: int = 0
+    text_every: int = 0
+    future_tokens: int = 0
+    norm_features: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+
+class Context(NamedTuple):
+    """The part of one observation that the head reads.
+
+    prefix: tokens before the actions, [B, state and future tokens, D]. keys, values: of every block that reads
+    features, [B, L, H, D] each. text, image: bool [B, 1, L], the rows that the two kinds of blocks read.
+    """
+
+    prefix: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    text: Tensor
+    image: Tensor
+
+
+class ActionEncoder(nn.Module):
+    """Noisy actions and embedded time -> tokens: fc3(silu(fc2([fc1(x), time])))."""
+
+    def __init__(self, action_dim: int, size: int):
+        super().__init__()
+        self.fc1 = Linear(action_dim, size)
+        self.fc2 = Linear(2 * size, size)
+        self.fc3 = Linear(size, size)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:  # [B, H, A], [B, D] -> [B, H, D]
+        actions = self.fc1(x)
+        both = torch.cat([actions, time.to(actions.dtype)[:, None].expand_as(actions)], dim=-1)
+        return self.fc3(F.silu(self.fc2(both)))
+
+
+class Head(nn.Module):
+    """The action head: features and state -> context, once; noisy actions -> velocity, per step."""
+
+    def __init__(self, config: HeadConfig, state_dim: int, action_dim: int):
+        super().__init__()
+        self.config, self.state_dim = config, state_dim
+        size, width = config.dit.hidden_size, config.dit.context_size
+        if config.norm_features:
+            self.vl_norm = LayerNorm(width, eps=VL_NORM_EPS)
+        self.vl_layers = nn.ModuleList(
+            SelfAttentionLayer(width, config.refine_heads, config.refine_head_dim)
+            for _ in range(config.refine_layers)
+        )
+        if state_dim:
+            self.state_encoder = Projector(state_dim, config.hidden_size, size)
+        self.action_encoder = ActionEncoder(action_dim, size)
+        self.action_decoder = Projector(config.dit.output_size, config.hidden_size, action_dim)
+        if config.positions:
+            self.position_embedding = Embedding(config.positions, size)
+        if config.future_tokens:
+            self.future_tokens = Embedding(config.future_tokens, size)
+        self.dit = DiT(config.dit)
+
+    def refine(self, features: Tensor, valid: Tensor) -> Tensor:
+        """features: [B, L, C]; valid: bool [B, L] -> what the blocks read, [B, L, C]."""
+        x = self.vl_norm(features) if self.config.norm_features else features
+        mask = valid[:, None].expand(-1, x.shape[1], -1)
+        for layer in self.vl_layers:
+            x = layer(x, mask)
+        return x
+
+    def context(self, features: Tensor, is_image: Tensor, valid: Tensor, state: Tensor) -> Context:
+        """features: [B, L, C]; is_image, valid: bool [B, L]; state: [B, S], normalised and padded."""
+        keys, values = zip(*self.dit.context(self.refine(features, valid)), strict=True)
+        split = self.config.text_every > 0
+        text, image = (valid & ~is_image, valid & is_image) if split else (valid, valid)
+        return Context(self.prefix(state), keys, values, text[:, None], image[:, None])
+
+    def prefix(self, state: Tensor) -> Tensor:
+        """Return the tokens before the actions, [B, state and future tokens, D]. state: [B, S]."""
+        parts = [self.state_encoder(state)[:, None]] if self.state_dim else []
+        if self.config.future_tokens:
+            future = self.future_tokens.weight.expand(state.shape[0], -1, -1)
+            parts.append(future.to(parts[0].dtype) if parts else future)
+        return torch.cat(parts, dim=1)
+
+    def embed_time(self, bucket: Tensor) -> Tensor:  # int64 [B] -> [B, D + (layers + 1) * 2 D]
+        """Return the time as the action encoder reads it, then every modulation of the transformer."""
+        time = action_sinusoids(bucket, self.config.dit.hidden_size)
+        modulations = self.dit.modulations(bucket).flatten(1)
+        return torch.cat([time, modulations.float()], dim=-1)
+
+    def velocity(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        """x: [B, H, A]; time_embedding: :meth:`embed_time`'s -> float32 [B, H, A]."""
+        config, (B, H, _) = self.config, x.shape
+        time, modulations = time_embedding.split(
+            [config.dit.hidden_size, time_embedding.shape[1] - config.dit.hidden_size], 1
+        )
+        actions = self.action_encoder(x, time)  # [B, H, D]
+        if config.positions:
+            actions = actions + self.position_embedding.weight[:H]
+        h = torch.cat([context.prefix.to(actions.dtype), actions], dim=1).to(self.dit.dtype)  # [B, S, D]
+        S = h.shape[1]
+        own = torch.ones(B, S, S, dtype=torch.bool, device=h.device)
+        reads = (context.text.expand(-1, S, -1), context.image.expand(-1, S, -1))
+        masks = tuple(
+            reads[bool(config.text_every and i % config.text_every)] for i in range(len(context.keys))
+        )
+        kv = tuple(zip(context.keys, context.values, strict=True))
+        out = self.dit(h, modulations.unflatten(1, (-1, 2 * config.dit.hidden_size)), kv, masks, own)
+        return self.action_decoder(out[:, -H:].to(self.action_decoder.fc1.dtype)).float()

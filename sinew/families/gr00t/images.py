@@ -1,0 +1,110 @@
+"""What GR00T does to a camera frame before the vision tower sees it, as steps; and the size that comes out.
+
+Source: Isaac-GR00T ``image_augmentations.py`` (N1.6, N1.7) and LeRobot ``policies/groot``; ``grid`` is the
+``smart_resize`` of the image processors of Qwen2-VL and Eagle 3.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.convert.options import Options
+from sinew.convert.read.record import Record
+from sinew.core import ConvertError
+from sinew.families.gr00t.files import NvidiaFiles
+from sinew.processing.steps import size_after
+
+DEFAULT_EDGE, DEFAULT_CROP = 256, 0.95  # of the processors' signatures, where the key is absent
+
+
+def image_recipe(files: NvidiaFiles, vision: Record, grid: ImageStep) -> tuple[ImageRecipe, tuple[int, int]]:
+    """Return the recipe of N1.6 and N1.7, and height and width of the frames that it is made for.
+
+    vision: the image processor's preprocessor_config.json; grid: its own resize, behind the geometric steps. Raises
+    ConvertError where the files leave the geometry open.
+    """
+    processor, options = files.processor, files.options
+    frames = frame_size(options) or files.frames
+    squared = options.setting("letterbox", processor.get("letter_box_transform"))
+    target, crop = processor.get("image_target_size"), processor.get("image_crop_size")
+    edge = processor.content.get("shortest_image_edge", DEFAULT_EDGE) or (target or [0])[0]
+    fraction = processor.content.get("crop_fraction", DEFAULT_CROP)
+    if fraction is None and crop and target:
+        fraction = crop[0] / target[0]
+    if not edge or not fraction:
+        raise ConvertError(
+            f"{processor.path}: neither an image edge with a crop_fraction nor target and crop sizes"
+        )
+    if processor.get("use_albumentations"):
+        short = ImageStep("short_side", edge=edge, method="area")
+        steps: tuple[ImageStep, ...] = (short, ImageStep("crop", fraction=fraction), short)
+        frames = _decide(frames, squared, edge)
+        steps = (ImageStep("square"), *steps) if squared else steps
+    else:
+        transforms = options.setting("transforms", files.transforms)
+        steps = _without_albumentations(processor, edge, fraction, squared, transforms)
+        frames = frames or (edge, edge)
+    return with_grid(steps, frames, grid, vision), frames
+
+
+def _decide(frames: tuple[int, int] | None, squared: bool | None, edge: int) -> tuple[int, int]:
+    """Return the size of the frames, or raise ConvertError that says what to give."""
+    if squared:
+        return frames or (edge, edge)
+    if frames is None:
+        raise ConvertError(
+            "this policy keeps the aspect ratio of its cameras, and no file says how large their frames are: give"
+            " --set frames=HEIGHTxWIDTH, or --set letterbox=true if it was trained with black bars"
+        )
+    if squared is None and frames[0] != frames[1]:
+        raise ConvertError(
+            "no file says whether frames that are not square got black bars: give --set letterbox=true (NVIDIA's code"
+            " since March 2026, always) or --set letterbox=false (before, and LeRobot)"
+        )
+    return frames
+
+
+def _without_albumentations(
+    processor: Record, edge: int, fraction: float, squared: bool | None, transforms: str
+) -> tuple[ImageStep, ...]:
+    target, crop = processor.get("image_target_size"), processor.get("image_crop_size")
+    if transforms == "lerobot":
+        cropped, final = round(edge * fraction), (target or [edge, edge])
+        steps = (
+            ImageStep("resize", height=edge, width=edge, method="bicubic"),
+            ImageStep("crop", height=cropped, width=cropped),
+            ImageStep("resize", height=final[0], width=final[1], method="bicubic"),
+        )
+    else:
+        if not target or not crop:
+            raise ConvertError(f"{processor.path}: image_target_size and image_crop_size are missing")
+        steps = (
+            ImageStep("resize", height=target[0], width=target[1], method="bilinear"),
+            ImageStep("crop", height=crop[0], width=crop[1], rounded=True),
+            ImageStep("resize", height=target[0], width=target[1], method="bilinear"),
+        )
+        squared = True if squared is None else squared  # these transforms always put bars
+    return (ImageStep("square"), *steps) if squared else steps
+
+
+def with_grid(
+    steps: tuple[ImageStep, ...], frames: tuple[int, int], grid: ImageStep, vision: Record
+) -> ImageRecipe:
+    """Return the recipe of ``steps`` followed by the image processor's own resize and normalisation."""
+    mean, std = tuple(vision["image_mean"]), tuple(vision["image_std"])
+    recipe = ImageRecipe(0, 0, resize="none", steps=(*steps, grid), mean=mean, std=std)
+    height, width = size_after(recipe, *frames)
+    return replace(recipe, height=height, width=width)
+
+
+def frame_size(options: Options) -> tuple[int, int] | None:
+    """Return height and width of ``--set frames=HEIGHTxWIDTH``."""
+    text = options.setting("frames", None)
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,4})x(\d{1,4})", text)
+    if match is None or not all(int(side) for side in match.groups()):
+        raise ConvertError(f"--set frames: expected HEIGHTxWIDTH such as 480x640, got {text!r}")
+    return int(match[1]), int(match[2])

@@ -1,0 +1,241 @@
+"""GR00T N1.5, N1.6 and N1.7 (NVIDIA, arXiv 2503.14734 and Isaac-GR00T's branches).
+
+A vision-language model reads views and instruction; a diffusion transformer (:mod:`.gr00t_head`) turns noise into
+actions and reads the features of the last language layer that is kept. Four Euler steps run from noise (t = 0) to
+actions (t = 1); the time enters as one of a thousand buckets. The instruction's tokens hold a placeholder for every
+image token, so views stand wherever the prompt's template puts them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sinew.families.gr00t.head import Context, Head, HeadConfig
+from sinew.layers.attention import block_mask
+from sinew.layers.connector import UnshuffleConnector
+from sinew.layers.decoder import Decoder, DecoderConfig
+from sinew.layers.fold_sites import FoldSite
+from sinew.layers.linear import Linear
+from sinew.layers.qwen_vit import QwenViT, QwenViTConfig
+from sinew.layers.rope import Rotation
+from sinew.layers.sizes import check_sizes
+from sinew.layers.vit import ResizedPositions, VisionTransformer, ViTConfig
+from sinew.models.base import Model
+from sinew.solvers import Solver
+
+SOLVER = Solver(start=0.0, end=1.0)
+
+
+@dataclass(frozen=True)
+class Gr00tConfig:
+    """The fields that all versions share. Sizes in tokens and dimensions.
+
+    image_token: the id of the placeholder; rows and cols: image tokens of one view.
+    """
+
+    language: DecoderConfig
+    head: HeadConfig
+    vocab_size: int
+    chunk_size: int
+    max_state_dim: int
+    max_action_dim: int
+    image_token: int
+    rows: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+
+@dataclass(frozen=True)
+class Gr00tQwenConfig(Gr00tConfig):
+    """N1.7. position_sections: how many rotary frequencies turn with time, row and column."""
+
+    vision: QwenViTConfig
+    position_sections: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Gr00tEagleConfig(Gr00tConfig):
+    """N1.5 and N1.6. unshuffle: patches along a side of one image token; 1 where every patch is one (N1.5)."""
+
+    vision: ViTConfig
+    unshuffle: int
+
+
+class Gr00t(Model):
+    """The part that all versions share: placing image tokens, running the language model, and the head."""
+
+    solver = SOLVER
+    per_embodiment: ClassVar[tuple[str, ...]] = (
+        "head.state_encoder",
+        "head.action_encoder",
+        "head.action_decoder",
+    )
+
+    def __init__(self, config: Gr00tConfig):
+        super().__init__()
+        self.config = config
+        self.language = Decoder(config.language, config.vocab_size)
+        self.head = Head(config.head, config.max_state_dim, config.max_action_dim)
+
+    def read(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Context:
+        """Return the context; arguments as in ``Model.read``. ``tokens`` hold a placeholder per image token."""
+        is_image, valid = self.seen(image_tokens, camera_mask, tokens, token_mask)
+        return self.head.context(self.features(image_tokens, is_image, tokens, valid), is_image, valid, state)
+
+    def seen(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return which tokens are a seen view's, and which count at all: bool [B, L] each."""
+        placed = (tokens == self.config.image_token) & token_mask  # [B, L]
+        count = image_tokens.shape[2]
+        view = ((placed.long().cumsum(dim=1) - 1) // count).clamp(0, image_tokens.shape[1] - 1)
+        is_image = placed & camera_mask.gather(1, view)
+        return is_image, token_mask & (is_image | ~placed)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        side = self.patches_per_side
+        return self.config.rows * side, self.config.cols * side
+
+    @property
+    @abstractmethod
+    def patches_per_side(self) -> int:
+        """Return how many patches one side of an image token spans."""
+
+    @abstractmethod
+    def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
+        """Return what the head reads of the language model, [B, L, C]."""
+
+    def embed(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Return the language model's input [B, L, C], then what each tap adds to it, zero outside the images."""
+        table = self.language.embed_tokens
+        flat = image_tokens.flatten(1, 2).to(table.dtype)  # [B, V * N, (1 + taps) * C]
+        placed = tokens == self.config.image_token
+        index = (placed.long().cumsum(dim=1) - 1).clamp(0, flat.shape[1] - 1)  # [B, L]
+        rows = flat.gather(1, index[..., None].expand(-1, -1, flat.shape[2]))
+        x, *taps = rows.split(self.config.language.hidden_size, dim=-1)
+        here = is_image[..., None]
+        return (torch.where(here, x, table(tokens)), *(torch.where(here, tap, 0.0) for tap in taps))
+
+    def decode(self, x: Tensor, rotate: Rotation, valid: Tensor, taps: Sequence[Tensor] = ()) -> Tensor:
+        """x: [B, L, C]; taps: added to the output of the first layers -> hidden states before any final norm."""
+        mask = block_mask(valid, torch.ones_like(valid))
+        for index, layer in enumerate(self.language.layers):
+            x, _ = layer(x, rotate, mask)
+            if index < len(taps):
+                x = x + taps[index]
+        return x
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        """Return :meth:`Head.embed_time` of the time's bucket, cut in double precision as the reference cuts it."""
+        return self.head.embed_time((t * self.config.head.buckets).long())
+
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        return self.head.velocity(x, time_embedding, context)
+
+
+class Gr00tEagle(Gr00t):
+    """Eagle (SigLIP and Qwen3) under the head: N1.5 and N1.6. The language model's final norm is applied."""
+
+    config_type = Gr00tEagleConfig
+
+    def __init__(self, config: Gr00tEagleConfig):
+        super().__init__(config)
+        width = config.language.hidden_size
+        if config.unshuffle == 1:
+            self.vision: VisionTransformer = VisionTransformer(config.vision)
+            self.connector: nn.Module = Linear(config.vision.hidden_size, width)
+        else:
+            self.vision = ResizedPositions(config.vision)
+            self.connector = UnshuffleConnector(config.vision.hidden_size, width, config.unshuffle)
+
+    @property
+    def patches_per_side(self) -> int:
+        return self.config.unshuffle
+
+    def fold_sites(self) -> list[FoldSite]:
+        return [FoldSite(self.vision, "norm", (self.connector,))] if self.config.unshuffle == 1 else []
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, C]."""
+        patch = self.config.vision.patch_size
+        rows, cols = (side // patch for side in pixels.shape[-2:])
+        return self.connect(self.vision(pixels.flatten(0, 1)), rows, cols).unflatten(0, pixels.shape[:2])
+
+    def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
+        return (
+            self.connector(features) if self.config.unshuffle == 1 else self.connector(features, rows, cols)
+        )
+
+    def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
+        """Return the normed hidden states of the last kept language layer, [B, L, C]."""
+        config = self.config.language
+        (x,) = self.embed(image_tokens, is_image, tokens)
+        rotate = Rotation.at(valid.long().cumsum(dim=1) - 1, config.head_dim, config.rope_theta)
+        return self.language.norm(self.decode(x, rotate, valid))
+
+
+class Gr00tQwen(Gr00t):
+    """Qwen3-VL under the head: N1.7. Features are those of the last kept layer, before any final norm."""
+
+    config_type: ClassVar[type] = Gr00tQwenConfig
+
+    def __init__(self, config: Gr00tQwenConfig):
+        super().__init__(config)
+        self.vision = QwenViT(config.vision)
+        del self.language.norm
+
+    @property
+    def patches_per_side(self) -> int:
+        return self.config.vision.merge
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """pixels: float32 [B, V, 3, height, width] -> [B, V, tokens, (1 + taps) * C]."""
+        return self.vision(pixels.flatten(0, 1)).unflatten(0, pixels.shape[:2])
+
+    def features(self, image_tokens: Tensor, is_image: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
+        """Return the hidden states of the last kept language layer, [B, L, C]."""
+        config = self.config.language
+        x, *taps = self.embed(image_tokens, is_image, tokens)
+        rotate = rotate_axes(self.positions(is_image, valid), config.head_dim, config.rope_theta, self.axes())
+        return self.decode(x, rotate, valid, taps)
+
+    def positions(self, is_image: Tensor, valid: Tensor) -> Tensor:
+        """Return time, row and column of every token, int64 [B, L, 3].
+
+        Text counts by one on all axes. An image starts where the text before it ends; its tokens share the time and
+        stand on a grid, and the text after it goes on behind the grid's longer side.
+        """
+        rows, cols = self.config.rows, self.config.cols
+        images, texts = is_image.long().cumsum(dim=1), (valid & ~is_image).long().cumsum(dim=1)
+        seen = torch.where(is_image, images - 1, images)  # image tokens before this one
+        inside = torch.where(is_image, seen % (rows * cols), 0)
+        start = torch.where(is_image, texts, texts - 1) + seen // (rows * cols) * max(rows, cols)
+        return torch.stack([start, start + inside // cols, start + inside % cols], dim=-1)
+
+    def axes(self) -> tuple[int, ...]:
+        """Return which axis turns each rotary frequency: time, with every third one given to row and to column."""
+        _, rows, cols = self.config.position_sections
+        half = self.config.language.head_dim // 2
+        return tuple(
+            1 if f % 3 == 1 and f < 3 * rows else 2 if f % 3 == 2 and f < 3 * cols else 0 for f in range(half)
+        )
+
+
+def rotate_axes(positions: Tensor, head_dim: int, theta: float, axes: tuple[int, ...]) -> Rotation:
+    """Return the rotation in which frequency f turns with positions[..., axes[f]]. positions: int [B, L, axes]."""
+    exponents = (2.0 / head_dim) * torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device)
+    columns = positions.float().unbind(-1)
+    picked = torch.stack([columns[axis] for axis in axes], dim=-1)  # [B, L, head_dim / 2]
+    radians = picked / theta**exponents
+    return Rotation(radians.cos()[..., None, :], radians.sin()[..., None, :])

@@ -1,0 +1,179 @@
+"""GR00T N1.7: Qwen3-VL (Cosmos-Reason2) under the head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from sinew.bundle.image_recipe import ImageStep
+from sinew.convert.chat_template import MARK, find_chat_template, render
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import Options
+from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.read.record import Record
+from sinew.convert.tensors import apply
+from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
+from sinew.core import ConvertError
+from sinew.families.gr00t.files import NvidiaFiles, head_config, processing, specification, token_prompt
+from sinew.families.gr00t.images import image_recipe
+from sinew.families.gr00t.model import Gr00tQwenConfig
+from sinew.families.gr00t.weights import head_rules, qwen_vision_rules
+from sinew.layers.qwen_vit import QwenViTConfig
+from sinew.layers.vit import ViTConfig
+from sinew.processing.steps import size_after
+
+ARCHITECTURE = "gr00t_n1_7"
+BACKBONE = r"backbone\.model\.model\."
+VLM_FILES = [
+    "config.json",
+    "tokenizer*.json",
+    "*preprocessor_config.json",
+    "chat_template*",
+    "special_tokens*",
+]
+VISION_EPS = 1e-6  # fixed in Qwen3-VL's code
+DEFAULT_TASK = "Perform the task."  # LeRobot's, for an empty instruction
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read an N1.7 directory, the weights aside. Raises :class:`ConvertError`."""
+    return assemble(NvidiaFiles(path, options))
+
+
+def assemble(files: NvidiaFiles) -> Conversion:
+    """Return the conversion of opened files. Raises :class:`ConvertError`."""
+    path, options = files.path, files.options
+    config, processor = files.config, files.processor
+    vlm_dir = find_model_dir(str(config["model_name"]), options.vlm, path, "--vlm", VLM_FILES)
+    vlm = Record(vlm_dir / "config.json")
+    text, vision = vlm.part("text_config"), vlm.part("vision_config")
+    if config.get("state_history_length", 1) != 1:
+        raise ConvertError(
+            f"{config.path}: state_history_length: expected 1, got {config['state_history_length']}"
+        )
+    tower = vision_config(vision)
+
+    preprocessor = Record(vlm_dir / "preprocessor_config.json")
+    unit = tower.patch_size * tower.merge
+    grid = grid_step(preprocessor, unit, "bicubic")
+    image, frames = image_recipe(files, preprocessor, grid)
+    rows, cols = image.height // unit, image.width // unit
+
+    cameras = files.cameras(frames)
+    for camera in cameras:
+        if (size := size_after(image, camera.height, camera.width)) != (image.height, image.width):
+            raise ConvertError(
+                f"{processor.path}: expected frames of all cameras to become {image.height}x{image.width}, got"
+                f" {size[0]}x{size[1]} of {camera.name!r}, whose frames are {camera.height}x{camera.width}"
+            )
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
+    )
+    template, template_file = find_chat_template(vlm_dir)
+    rendered = render(template, ["image"] * len(cameras) + ["text"], False, template_file)
+    placeholder = tokenizer.token_text(vlm["image_token_id"])
+    if rendered.count(placeholder) != len(cameras):
+        raise ConvertError(f"{template_file}: expected one {placeholder} per image")
+    filled = rendered.replace(placeholder, "{image}").replace(MARK, "{prompt}")
+    prompt = token_prompt(
+        filled,
+        tokenizer,
+        text["vocab_size"],
+        vlm["image_token_id"],
+        rows * cols,
+        bool(processor.get("formalize_language", True)),
+    )
+
+    vectors = files.vectors
+    model = model_config(config, vlm, rows, cols)
+    tensors, _ = files.weights
+    rules = (
+        *head_rules(files.embodiment.number),
+        *language_rules(BACKBONE + r"language_model\.", model.language.num_layers),
+        *qwen_vision_rules(BACKBONE + r"visual\."),
+    )
+    return Conversion(
+        architecture=ARCHITECTURE,
+        format=files.format,
+        config=model,
+        spec=specification(
+            ARCHITECTURE,
+            files.name,
+            cameras,
+            vectors,
+            config,
+            options,
+            prompt,
+            files.language,
+            files.embodiment.tag,
+            DEFAULT_TASK,
+        ),
+        processing=processing(image, prompt, vectors, config),
+        tokenizer=tokenizer.text,
+        tensors=apply(tensors, rules),
+        dead=("backbone.model.model.language_model.norm.", "backbone.model.lm_head."),
+        sources=[*files.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
+        notes=files.notes,
+    )
+
+
+def model_config(config: Record, vlm: Record, rows: int, cols: int) -> Gr00tQwenConfig:
+    """Return the model of a checkpoint's config.json and its language model's, for views of rows x cols tokens."""
+    text = vlm.part("text_config")
+    language = qwen3(text, config["select_layer"], config["backbone_embedding_dim"])
+    return Gr00tQwenConfig(
+        language=language,
+        head=head_config(config, masks=True),
+        vocab_size=text["vocab_size"],
+        chunk_size=config["action_horizon"],
+        max_state_dim=config["max_state_dim"],
+        max_action_dim=config["max_action_dim"],
+        image_token=vlm["image_token_id"],
+        vision=vision_config(vlm.part("vision_config")),
+        rows=rows,
+        cols=cols,
+        position_sections=position_sections(text),
+    )
+
+
+def position_sections(text: Record) -> tuple[int, int, int]:
+    """Return how many rotary frequencies of a Qwen3-VL turn with time, row and column."""
+    sections = (text.get("rope_scaling") or {}) | (text.get("rope_parameters") or {})
+    time, row, column = sections.get("mrope_section") or (0, 0, 0)
+    if not sections.get("mrope_interleaved") or not time:
+        raise ConvertError(f"{text.path}: expected interleaved rotary positions with three sections")
+    return time, row, column
+
+
+def grid_step(preprocessor: Record, unit: int, method: Literal["bicubic", "bicubic_float"]) -> ImageStep:
+    """Return the image processor's own resize, to multiples of ``unit`` pixels."""
+    size = preprocessor.get("size", {})
+    smallest = size.get("shortest_edge", preprocessor.get("min_pixels"))
+    largest = size.get("longest_edge", preprocessor.get("max_pixels"))
+    if smallest is None or largest is None:
+        raise ConvertError(f"{preprocessor.path}: no size.shortest_edge and longest_edge")
+    return ImageStep("grid", unit=unit, min_pixels=smallest, max_pixels=largest, method=method)
+
+
+def vision_config(vision: Record) -> QwenViTConfig:
+    """Return the sizes of Qwen3-VL's tower."""
+    if vision["hidden_act"] != "gelu_pytorch_tanh":
+        raise ConvertError(f"{vision.path}: vision_config.hidden_act: expected gelu_pytorch_tanh")
+    side = int(vision["num_position_embeddings"] ** 0.5)
+    if side**2 != vision["num_position_embeddings"]:
+        raise ConvertError(f"{vision.path}: vision_config.num_position_embeddings is not a square")
+    return QwenViTConfig(
+        blocks=ViTConfig(
+            hidden_size=vision["hidden_size"],
+            intermediate_size=vision["intermediate_size"],
+            num_layers=vision["depth"],
+            num_heads=vision["num_heads"],
+            image_size=side * vision["patch_size"],
+            patch_size=vision["patch_size"],
+            norm_eps=VISION_EPS,
+        ),
+        output_size=vision["out_hidden_size"],
+        merge=vision["spatial_merge_size"],
+        temporal_patch=vision["temporal_patch_size"],
+        taps=tuple(vision["deepstack_visual_indexes"]),
+    )

@@ -1,0 +1,13 @@
+"""OpenVLA (Kim et al. 2024, arXiv 2406.09246) and what keeps its towers and its files: OpenVLA-OFT, VLA-Adapter."""
+
+from sinew.registry import Family
+
+FAMILY = Family(
+    models={
+        "openvla": "model:OpenVLA",
+        "openvla_oft": "model:OpenVLAOFT",
+        "vla_adapter": "adapter:VLAAdapter",
+    },
+    converters=("convert",),
+    units={"openvla": ("opening",), "openvla_oft": ("opening",), "vla_adapter": ("opening",)},
+)

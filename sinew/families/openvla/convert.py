@@ -1,0 +1,401 @@
+"""OpenVLA, OpenVLA-OFT and VLA-Adapter checkpoints -> bundles.
+
+All three say ``model_type: openvla``; what lies beside the weights tells them apart: no head for OpenVLA, an MLP for
+OFT, and action queries in the weights of VLA-Adapter. OFT's discrete parallel decoding leaves no head either, so it is
+asked for (``--set decoding=parallel``). The number of cameras, the length of a chunk and the choice of statistics are
+in no file: they follow from the sizes of the head and the state's projector (``ROBOTS``), or are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import Options, Setting
+from sinew.convert.read.files import read_json
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
+from sinew.families.openvla.adapter import AdapterConfig
+from sinew.families.openvla.model import OFTConfig, OpenVLAConfig
+from sinew.families.openvla.prismatic import (
+    BLOCK,
+    BLOCKS,
+    ENDS,
+    LANGUAGE,
+    PROJECTOR,
+    ROBOTS,
+    STATE,
+    PrismaticCheckpoint,
+    Robot,
+    towers,
+)
+from sinew.layers.decoder import DecoderConfig
+from sinew.solvers import SINGLE
+
+NAMES = ("openvla",)
+OPTIONS = ("tokenizer", "stats", "stats_key", "cameras")
+SETTINGS = {
+    "center_crop": Setting(
+        bool, "cut the middle 90 % of each frame, as fine-tuning with augmentation wants (true)"
+    ),
+    "chunk": Setting(int, "actions per chunk, where the sizes of the head do not tell the robot", 1, 1024),
+    "statistics": Setting(str, "of the actions and the state", values=("bounds_q99", "bounds")),
+    "decoding": Setting(
+        str,
+        "of action tokens, where there is no head: OpenVLA's, in turn, or OFT's, a chunk at once",
+        values=("in_turn", "parallel"),
+    ),
+}
+MAX_TOKENS = 128  # of the instruction with its frame; upstream has no limit of its own
+CROP_AREA = 0.9
+FRAME = 256  # pixels: the side of LIBERO's and Bridge's frames; others are resized
+TEXT = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "vocab_size": 32000,
+    },
+    "qwen2": {
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "vocab_size": 151936,
+    },
+}
+LM_HEAD = Rule(r"language_model\.lm_head\.weight", ("lm_head.weight",))
+QUESTION = "What action should the robot take to {prompt}?"
+CHAT = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a directory whose config says OpenVLA with one of the language models known here."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json(path / "config.json")
+    text = config.get("text_config")
+    return config.get("model_type") == "openvla" and isinstance(text, dict) and text.get("model_type") in TEXT
+
+
+class Head(NamedTuple):
+    """What a family's own part contributes."""
+
+    architecture: str
+    config: Any
+    rules: list[Rule]
+    dead: tuple[str, ...]
+    prompt: dict[str, Any]
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    return assemble(PrismaticCheckpoint(path, options))
+
+
+def assemble(checkpoint: PrismaticCheckpoint) -> Conversion:
+    """Return the conversion of an opened checkpoint. Raises :class:`ConvertError`."""
+    path, options = checkpoint.path, checkpoint.options
+    action, state = checkpoint.part("action_head"), checkpoint.part("proprio_projector")
+    adapter = "action_queries.weight" in checkpoint.tensors
+    if not adapter and checkpoint["text_config"].get("model_type") == "qwen2":
+        raise ConvertError(
+            f"{path}: config.json names VLA-Adapter's Qwen2, and 'action_queries.weight' is missing: these are another"
+            " policy's weights"
+        )
+    parallel = decodes_in_parallel(checkpoint, bool(action), bool(state), adapter)
+    action_dim, state_dim = sizes(checkpoint, action, state)
+    robot = robot_of(path, options, action_dim, state_dim, bool(action) or parallel)
+
+    text = checkpoint.text_config(TEXT)
+    vision, rules, dead = towers(checkpoint)
+    shared = {
+        "vision": vision,
+        "projector": (4 * sum(t.hidden_size for t in vision), text["hidden_size"]),
+        "language": decoder(checkpoint, text),
+        "vocab_size": text["vocab_size"],
+        "chunk_size": robot.chunk,
+        "max_action_dim": action_dim,
+        "max_state_dim": state_dim,
+    }
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [path],
+        "give the checkpoint's with --tokenizer FILE_OR_DIR",
+    )
+    try:
+        if adapter:
+            head = adapter_head(checkpoint, action, shared)
+        elif action or parallel:
+            head = oft_head(checkpoint, tokenizer, shared, parallel)
+        else:
+            head = token_head(checkpoint, tokenizer, shared)
+    except ValueError as error:
+        raise ConvertError(f"{path / 'config.json'}: {error}") from None
+    if adapter and len(robot.cameras) != 2:
+        raise ConvertError(f"--cameras: VLA-Adapter's head is made for 2 cameras, got {len(robot.cameras)}")
+
+    weights = checkpoint.tensors | action | state
+    rules = [*rules, *head.rules, *LANGUAGE, *PROJECTOR, *ENDS, *BLOCKS, *STATE]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else checkpoint["pad_token_id"]
+    return Conversion(
+        architecture=head.architecture,
+        format=checkpoint.format,
+        config=head.config,
+        spec=spec(checkpoint, head, robot),
+        processing=processing(checkpoint, head, robot, pad, image_recipe(checkpoint)),
+        tokenizer=tokenizer.text,
+        tensors=apply(weights, rules),
+        dead=(*dead, *head.dead),
+        sources=[*dict.fromkeys(checkpoint.files), tokenizer.path],
+        notes=(*notes(checkpoint, robot), *decoding_notes(bool(action), bool(state), parallel)),
+    )
+
+
+def decodes_in_parallel(checkpoint: PrismaticCheckpoint, action: bool, state: bool, adapter: bool) -> bool:
+    """Return True for action tokens of a whole chunk at once. action, state: whether the head and the state's projector
+    are there. Raises :class:`ConvertError` where a head has to be there, or must not be."""
+    path, options = checkpoint.path, checkpoint.options
+    asked = options.setting("decoding", None)
+    if action or adapter:
+        if asked is not None:
+            raise ConvertError(f"--set decoding={asked}: {path} has an action head, which decodes no tokens")
+        if not action:
+            raise ConvertError(
+                f"{path}: no action_head--*.pt beside the weights; it belongs to the checkpoint"
+            )
+        return False
+    if state and asked != "parallel":
+        raise ConvertError(
+            f"{path}: no action_head--*_checkpoint.pt beside the weights; it belongs to the checkpoint, unless that"
+            " was trained to decode action tokens in parallel: --set decoding=parallel"
+        )
+    if asked is None and (chunk := options.setting("chunk", 1)) > 1:
+        raise ConvertError(
+            f"--set chunk={chunk}: {path} has no action head; give --set decoding=parallel for OFT's action tokens"
+        )
+    return bool(asked == "parallel")
+
+
+def decoding_notes(action: bool, state: bool, parallel: bool) -> tuple[str, ...]:
+    """Return what was chosen where there is no head."""
+    if action:
+        return ()
+    if not parallel:
+        return ("no action head: OpenVLA's tokens, in turn; --set decoding=parallel is OFT's chunk at once",)
+    read = "; the state is read, as in training: upstream's evaluation leaves it out without a head"
+    return (f"no action head: OFT's action tokens, a chunk at once{read if state else ''}",)
+
+
+def notes(checkpoint: PrismaticCheckpoint, robot: Robot) -> tuple[str, ...]:
+    """What no file says and was inferred or given."""
+    return (
+        f"statistics {checkpoint.statistics[0]!r} ({robot.mode})",
+        f"{robot.chunk} actions per chunk; cameras {', '.join(robot.cameras)}",
+    )
+
+
+def sizes(
+    checkpoint: PrismaticCheckpoint, action: dict[str, TensorSource], state: dict[str, TensorSource]
+) -> tuple[int, int]:
+    """Return how many numbers an action and the state have: those of the head's and the projector's tensors."""
+    try:
+        state_dim = state["fc1.weight"].shape[1] if state else 0
+        if action:
+            return action["model.fc2.weight"].shape[0], state_dim
+        key, table = checkpoint.statistics
+        return len(table["action"]["q01"]), state_dim
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConvertError(
+            f"{checkpoint.path}: the head, the projector or the statistics lack {error}"
+        ) from None
+
+
+def robot_of(path: Path, options: Options, action_dim: int, state_dim: int, chunked: bool) -> Robot:
+    if chunked:
+        robot = ROBOTS.get((action_dim, state_dim))
+        if robot is None and not all(options.setting(name, None) for name in ("chunk", "statistics")):
+            raise ConvertError(
+                f"{path}: actions of {action_dim} and states of {state_dim} numbers belong to no robot known here;"
+                " give --set chunk=N, --set statistics=bounds_q99 (or bounds) and --cameras"
+            )
+        robot = robot or Robot(1, "bounds_q99", ("full_image",))
+    else:
+        robot = Robot(1, "bounds_q99", ("full_image",))
+    return replace(
+        robot,
+        chunk=options.setting("chunk", robot.chunk),
+        mode=options.setting("statistics", robot.mode),
+        cameras=options.cameras or robot.cameras,
+    )
+
+
+def decoder(checkpoint: PrismaticCheckpoint, text: dict[str, Any]) -> DecoderConfig:
+    heads, where = text["num_attention_heads"], checkpoint.path / "config.json"
+    qwen = text["model_type"] == "qwen2"
+    expected: dict[str, Any] = {"hidden_act": "silu"}
+    expected |= {"use_sliding_window": False} if qwen else {"attention_bias": False, "mlp_bias": False}
+    for name, value in expected.items():
+        if text.get(name, value) != value:
+            raise ConvertError(f"{where}: text_config.{name}: expected {value}, got {text[name]!r}")
+    try:
+        return DecoderConfig(
+            hidden_size=text["hidden_size"],
+            intermediate_size=text["intermediate_size"],
+            num_layers=text["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=text.get("num_key_value_heads", heads),
+            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            norm_eps=text["rms_norm_eps"],
+            rope_theta=text["rope_theta"],
+            qkv_bias=qwen,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{where}: text_config: {error}") from None
+
+
+def openvla_prompt(tokenizer: TokenizerFiles) -> dict[str, Any]:
+    """The prompt that OpenVLA was trained with; the lone space at its end is a token of its own (29871 in Llama's)."""
+    first = Tokenizer.from_str(tokenizer.text).encode("In:").ids[:1]
+    if first != [tokenizer.token_id("<s>")]:
+        raise ConvertError(f"{tokenizer.path}: expected a tokenizer that begins with <s>, got token {first}")
+    return {"template": f"In: {QUESTION}\nOut:", "ensure_last": tokenizer.token_id("\u2581")}
+
+
+def oft_head(
+    checkpoint: PrismaticCheckpoint, tokenizer: TokenizerFiles, shared: dict[str, Any], tokens: bool
+) -> Head:
+    stop = tokenizer.token_id("</s>")
+    if tokens:
+        config = OFTConfig(**shared, stop_token=stop, **action_tokens(checkpoint, shared))
+        return Head("openvla_oft", config, [LM_HEAD], (), openvla_prompt(tokenizer))
+    config = OFTConfig(**shared, stop_token=stop)
+    return Head("openvla_oft", config, [], ("language_model.lm_head.",), openvla_prompt(tokenizer))
+
+
+def token_head(checkpoint: PrismaticCheckpoint, tokenizer: TokenizerFiles, shared: dict[str, Any]) -> Head:
+    config = OpenVLAConfig(**shared, **action_tokens(checkpoint, shared))
+    return Head("openvla", config, [LM_HEAD], (), openvla_prompt(tokenizer))
+
+
+def action_tokens(checkpoint: PrismaticCheckpoint, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return which tokens are bins of an action."""
+    return {
+        "action_bins": checkpoint["n_action_bins"],
+        "action_tokens_end": shared["vocab_size"] - checkpoint["pad_to_multiple_of"],
+    }
+
+
+def adapter_head(
+    checkpoint: PrismaticCheckpoint, action: dict[str, TensorSource], shared: dict[str, Any]
+) -> Head:
+    if shared["max_state_dim"] == 0:
+        raise ConvertError(
+            f"{checkpoint.path}: no proprio_projector--*.pt; VLA-Adapter's head reads the state"
+        )
+    rotary = "model.mlp_resnet_blocks.0.k_self.weight" in action
+    queries = checkpoint.tensors["action_queries.weight"].shape[0]
+    config = AdapterConfig(**shared, num_queries=queries, rotary=rotary)
+    to = r"head.blocks.\1."
+    rules = [
+        Rule(BLOCK + "gating_factor", (f"{to}gate",)),
+        Rule(BLOCK + r"([qo]_proj\..*)", (rf"{to}\2",)),
+        Rule(BLOCK + r"([kv])_(self|task)\.(.*)", (rf"{to}\2_\3.\4",)),
+        Rule(BLOCK + r"([kv])_adapter\.(.*)", (rf"{to}\2_query.\3",)),
+        # The first heads share one projection among the three sources.
+        Rule(
+            BLOCK + r"([kv])_proj\.(.*)",
+            tuple(rf"{to}\2_{source}.\3" for source in ("self", "query", "task")),
+            lambda source: (source,) * 3,
+        ),
+        Rule(BLOCK + r"film_gen\..*", (r"film_gen.\g<0>",)),
+    ]
+    return Head("vla_adapter", config, rules, ("film_gen.", "language_model.lm_head."), {"template": CHAT})
+
+
+def spec(checkpoint: PrismaticCheckpoint, head: Head, robot: Robot) -> PolicySpec:
+    return PolicySpec(
+        architecture=head.architecture,
+        name=checkpoint.name,
+        cameras=tuple(CameraSpec(name, FRAME, FRAME) for name in robot.cameras),
+        state=VectorSpec(head.config.max_state_dim),
+        action=VectorSpec(
+            head.config.max_action_dim, units=checkpoint.action_units(head.config.max_action_dim)
+        ),
+        chunk_size=robot.chunk,
+        noise_dim=0,
+        solver_steps=1,
+        max_prompt_tokens=MAX_TOKENS,
+        solver=SINGLE,
+        embodiment=checkpoint.statistics[0],
+    )
+
+
+def processing(
+    checkpoint: PrismaticCheckpoint, head: Head, robot: Robot, pad: int, image: ImageRecipe
+) -> Processing:
+    action_dim, state_dim = head.config.max_action_dim, head.config.max_state_dim
+    # OpenVLA's own 1e-8 is missing in its first version.
+    eps = 0.0 if head.architecture == "openvla" else 1e-8
+    action, action_parts = checkpoint.normalization("action", action_dim, robot.mode, eps, clip=False)
+    # Upstream reads no mask of the state.
+    state, _ = (
+        checkpoint.normalization("proprio", state_dim, robot.mode, eps, clip=True, masked=False)
+        if state_dim
+        else (Normalization("identity"), ())
+    )
+    return Processing(
+        image=image,
+        prompt=PromptRecipe(
+            max_tokens=MAX_TOKENS,
+            vocab_size=head.config.vocab_size,
+            pad_token_id=pad,
+            lower=True,
+            **head.prompt,
+        ),
+        state=state,
+        action=action,
+        action_parts=action_parts,
+        padded_state_dim=state_dim,
+        padded_action_dim=action_dim,
+        all_cameras=True,
+    )
+
+
+def image_recipe(checkpoint: PrismaticCheckpoint) -> ImageRecipe:
+    """Frames of another size go through JPEG and lanczos3; then the middle is cut out, for each tower the same."""
+    height, width = checkpoint["image_sizes"]
+    file, record = checkpoint.preprocessor()
+    try:
+        groups = record["tvf_normalize_params"][: len(checkpoint["timm_model_ids"])]
+        mean, std = (tuple(float(x) for group in groups for x in group[name]) for name in ("mean", "std"))
+    except (KeyError, TypeError) as error:
+        raise ConvertError(f"{file}: tvf_normalize_params: {error}") from None
+    steps = image_steps(height, width, checkpoint.options)
+    return ImageRecipe(height, width, resize="none", mean=mean, std=std, steps=steps)
+
+
+def image_steps(height: int, width: int, options: Options) -> tuple[ImageStep, ...]:
+    steps = (
+        ImageStep("jpeg", other_sizes=True),
+        ImageStep("resize", height, width, method="lanczos3", other_sizes=True),
+    )
+    if not options.setting("center_crop", True):
+        return steps
+    return (*steps, ImageStep("centre_crop", height, width, area=CROP_AREA))

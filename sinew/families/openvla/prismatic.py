@@ -1,0 +1,302 @@
+"""What checkpoints of OpenVLA's family share: files, towers, statistics and the robots whose constants no file holds.
+
+Sources: openvla/openvla, moojink/openvla-oft (prismatic/vla/constants.py, experiments/robot/openvla_utils.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.schema import Normalization, VectorPart
+from sinew.bundle.writer import TensorSource
+from sinew.convert.options import Options
+from sinew.convert.read.files import read_json
+from sinew.convert.read.safetensors import read_weights
+from sinew.convert.read.torch_zip import read_torch
+from sinew.convert.tensors import Rule, join, pick, reshape, split_qkv
+from sinew.core import ConvertError
+from sinew.layers.vit import ViTConfig
+
+HEADS = {  # of the timm models that published checkpoints name; no config says it
+    "vit_large_patch14_reg4_dinov2.lvd142m": 16,
+    "vit_so400m_patch14_siglip_224": 16,
+}
+EPS = 1e-6  # of the towers' norms: timm's default for these models
+TOWERS = ("vision_backbone.featurizer.", "vision_backbone.fused_featurizer.")
+
+
+@dataclass(frozen=True)
+class Robot:
+    """What upstream fixes for a robot outside of its files: chunk, statistics, cameras, and the size of its frames."""
+
+    chunk: int
+    mode: str  # "bounds_q99" or "bounds"
+    cameras: tuple[str, ...]
+
+
+ROBOTS = {  # (numbers in an action, numbers in the state) -> prismatic/vla/constants.py
+    (7, 8): Robot(8, "bounds_q99", ("full_image", "wrist_image")),  # LIBERO
+    (14, 14): Robot(25, "bounds", ("full_image", "left_wrist_image", "right_wrist_image")),  # ALOHA
+    (7, 7): Robot(5, "bounds_q99", ("full_image",)),  # Bridge
+}
+
+
+class PrismaticCheckpoint:
+    """A directory with ``config.json``, shards, and perhaps the head and the projector of the state in .pt files.
+
+    format: for the provenance. spare_blocks: at the end of each tower, whose outputs nothing reads.
+    """
+
+    format = "openvla"
+    spare_blocks = 1
+
+    def __init__(self, path: Path, options: Options):
+        self.path, self.options = path, options
+        for pattern, what in (
+            ("vision_backbone--*.pt", "FiLM layers in the towers"),
+            ("noisy_action_projector--*.pt", "a diffusion head"),
+        ):
+            if found := sorted(path.glob(pattern)):
+                raise ConvertError(f"{found[0]}: {what}: not supported")
+        self.config = read_json(path / "config.json")
+        self.files = [path / "config.json"]
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.config:
+            raise ConvertError(f"{self.path / 'config.json'}: {key!r} is missing")
+        return self.config[key]
+
+    def text_config(self, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the language model's config with the defaults of its class, which the file leaves out.
+
+        known: model_type -> defaults. Raises :class:`ConvertError` for another one, and for rescaled positions.
+        """
+        text = self["text_config"]
+        kind = text.get("model_type") if isinstance(text, dict) else None
+        if kind not in known:
+            where = self.path / "config.json"
+            raise ConvertError(
+                f"{where}: text_config.model_type: expected {' or '.join(known)}, got {kind!r}"
+            )
+        merged = known[kind] | {key: value for key, value in text.items() if value is not None}
+        if text.get("rope_scaling") is not None:
+            raise ConvertError(f"{self.path / 'config.json'}: text_config.rope_scaling is not supported")
+        return merged
+
+    @property
+    def name(self) -> str:
+        """Return the policy's name."""
+        return self.path.resolve().name
+
+    def preprocessor(self) -> tuple[Path, Any]:
+        """Return the image processor's record and its file."""
+        file = self.path / "preprocessor_config.json"
+        self.files.append(file)
+        return file, read_json(file)
+
+    # ------------------------------------------------------------------ weights
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSource]:
+        weights = [self.path / name for name in ("model.safetensors", "model.safetensors.index.json")]
+        if (self.path / "lora_adapter").is_dir() and not any(file.exists() for file in weights):
+            raise ConvertError(
+                f"{self.path} holds a LoRA adapter only; merge it into its base model first (upstream's"
+                " vla-scripts/merge_lora_weights_and_save.py)"
+            )
+        found, files = read_weights(self.path)
+        self.files += files
+        return found
+
+    def part(self, name: str) -> dict[str, TensorSource]:
+        """Return the tensors of ``NAME--STEP_checkpoint.pt`` (the highest step), empty if there is none."""
+        files = sorted(self.path.glob(f"{name}--*.pt"), key=_step)
+        if not files:
+            return {}
+        self.files.append(files[-1])
+        return {key.removeprefix("module."): source for key, source in read_torch(files[-1]).items()}
+
+    # ------------------------------------------------------------------ statistics
+
+    @cached_property
+    def statistics(self) -> tuple[str, dict[str, Any]]:
+        """The key and the statistics of one data set: --stats-key, or the only one there is."""
+        own, given = self.path / "dataset_statistics.json", self.options.stats
+        file = given or (own if own.exists() else None)
+        if file is not None:
+            table: Any = read_json(file)
+            self.files.append(file)
+        else:
+            table = self.config.get("norm_stats")
+        if not isinstance(table, dict) or not table:
+            raise ConvertError(
+                f"{self.path}: no statistics (dataset_statistics.json, or norm_stats in config.json);"
+                " give those of the fine-tuning run with --stats FILE"
+            )
+        key = self.options.stats_key or (next(iter(table)) if len(table) == 1 else "")
+        if key not in table:
+            asked = f"no statistics {key!r}" if key else f"statistics of {len(table)} data sets"
+            raise ConvertError(
+                f"{file or self.path}: {asked}; give one with --stats-key: {', '.join(sorted(table))}"
+            )
+        return key, table[key]
+
+    def action_units(self, dim: int) -> tuple[str, ...]:
+        """Return the units of actions: RLDS data sets have their grippers as an opening, which the mask leaves as it
+        is. Nothing where the statistics have no mask."""
+        _, table = self.statistics
+        found = table.get("action") if isinstance(table, dict) else None
+        mask = found.get("mask") if isinstance(found, dict) else None
+        if not isinstance(mask, list) or len(mask) != dim or mask[-1]:
+            return ()
+        return ("",) * (dim - 1) + ("opening",)
+
+    def normalization(
+        self, vector: str, dim: int, mode: str, eps: float, clip: bool, masked: bool = True
+    ) -> tuple[Normalization, tuple[VectorPart, ...]]:
+        """Return how "action" or "proprio" is normalised, and its parts where a mask leaves some numbers alone."""
+        low, high = ("q01", "q99") if mode == "bounds_q99" else ("min", "max")
+        key, table = self.statistics
+        found = table.get(vector) if isinstance(table, dict) else None
+        try:
+            stats = {name: tuple(float(x) for x in found[name]) for name in (low, high)}  # type: ignore[index]
+            mask = [bool(keep) for keep in (found.get("mask") if masked else None) or [True] * dim]  # type: ignore[union-attr]
+        except (TypeError, KeyError, ValueError, AttributeError):
+            raise ConvertError(
+                f"{self.path}: statistics {key!r} have no {low} and {high} of {vector!r}; give others with --stats"
+                " FILE or --stats-key KEY"
+            ) from None
+        if {len(mask), *map(len, stats.values())} != {dim}:
+            sizes = ", ".join(f"{name} {len(values)}" for name, values in stats.items())
+            raise ConvertError(
+                f"{self.path}: statistics {key!r} of {vector!r}: expected {dim} values, got {sizes}"
+            )
+
+        def of(first: int, end: int) -> Normalization:
+            if not mask[first]:
+                return Normalization("identity")
+            part = {name: values[first:end] for name, values in stats.items()}
+            kind: Any = "quantiles" if mode == "bounds_q99" else "min_max"
+            return Normalization(kind, part, eps=eps, convention="openpi", clip=clip)
+
+        if all(mask):
+            return of(0, dim), ()
+        edges = [0, *(i for i in range(1, dim) if mask[i] != mask[i - 1]), dim]
+        parts = tuple(VectorPart(f"{vector}.{a}-{b - 1}", b - a, of(a, b)) for a, b in pairwise(edges))
+        return Normalization("identity"), parts
+
+
+def _step(path: Path) -> tuple[int, str]:
+    number = re.search(r"--(\d+)_checkpoint", path.name)
+    return (int(number[1]) if number else -1), path.name
+
+
+# ----------------------------------------------------------------------------- towers
+
+
+def towers(checkpoint: PrismaticCheckpoint) -> tuple[tuple[ViTConfig, ...], list[Rule], tuple[str, ...]]:
+    """Return the towers, the rules that rename their tensors, and prefixes of tensors that nothing reads.
+
+    Features are the output of the last block but one, so the last block, the final norm and SigLIP's pooling head
+    are dead. Widths and depths are in no config; they are those of the tensors.
+    """
+    names, tensors = checkpoint["timm_model_ids"], checkpoint.tensors
+    side = checkpoint["image_sizes"][0]
+    configs, rules, dead = [], [], []
+    for index, (prefix, name) in enumerate(zip(TOWERS, names, strict=False)):
+        if name not in HEADS:
+            raise ConvertError(f"timm_model_ids: expected {' or '.join(HEADS)}, got {name!r}")
+        blocks = {
+            int(m[1]) for key in tensors if (m := re.match(re.escape(prefix) + r"blocks\.(\d+)\.", key))
+        }
+        try:
+            patch = tensors[f"{prefix}patch_embed.proj.weight"].shape
+            hidden = tensors[f"{prefix}blocks.0.mlp.fc1.weight"].shape[0]
+        except KeyError as error:
+            raise ConvertError(
+                f"{checkpoint.path}: tensor {error} of the tower {name!r} is missing"
+            ) from None
+        tokens = [f"{prefix}{t}" for t in ("cls_token", "reg_token") if f"{prefix}{t}" in tensors]
+        depth, target = len(blocks) - checkpoint.spare_blocks, f"vision.towers.{index}."
+        try:
+            configs.append(
+                ViTConfig(
+                    hidden_size=patch[0],
+                    intermediate_size=hidden,
+                    num_layers=depth,
+                    num_heads=HEADS[name],
+                    image_size=side,
+                    patch_size=patch[-1],
+                    norm_eps=EPS,
+                    activation="gelu",
+                    prefix_tokens=sum(tensors[t].shape[1] for t in tokens),
+                    layer_scale=f"{prefix}blocks.0.ls1.scale_factor" in tensors,
+                    final_norm=False,
+                )
+            )
+        except ValueError as error:
+            raise ConvertError(f"{checkpoint.path}: tower {name!r}: {error}") from None
+        if tokens:
+            joined = join(*(pick(tensors.pop(t), 0) for t in tokens))
+            tensors[f"{target}prefix"] = joined
+        rules += tower_rules(prefix, target)
+        dead += [f"{prefix}blocks.{depth}.", f"{prefix}norm.", f"{prefix}attn_pool."]
+    return (
+        tuple(configs),
+        [Rule("|".join(re.escape(d) + ".*" for d in dead), (r"\g<0>",)), *rules],
+        tuple(dead),
+    )
+
+
+def tower_rules(prefix: str, target: str) -> list[Rule]:
+    """timm's VisionTransformer -> :class:`sinew.layers.vit.VisionTransformer`."""
+    block, layer = re.escape(prefix) + r"blocks\.(\d+)\.", target + r"layers.\1."
+    qkv = tuple(rf"{layer}attn.{part}_proj.\2" for part in "qkv")
+    return [
+        Rule(block + r"attn\.qkv\.(weight|bias)", qkv, split_qkv),
+        Rule(block + r"attn\.proj\.(weight|bias)", (rf"{layer}attn.o_proj.\2",)),
+        Rule(block + r"(norm[12]|mlp\.fc[12])\.(weight|bias)", (rf"{layer}\2.\3",)),
+        Rule(block + r"ls([12])\.scale_factor", (rf"{layer}scale\2.weight",)),
+        Rule(re.escape(prefix) + r"patch_embed\.proj\.(weight|bias)", (rf"{target}patch_embedding.\1",)),
+        Rule(
+            re.escape(prefix) + "pos_embed",
+            (f"{target}position_embedding.weight",),
+            lambda source: reshape(source, -1, source.shape[-1]),
+        ),
+    ]
+
+
+LANGUAGE = [
+    Rule(r"language_model\.model\.(layers\.\d+\.)self_attn\.(.*)", (r"language.\1attn.\2",)),
+    Rule(
+        r"language_model\.model\.(layers\.\d+\.)input_layernorm\.weight", (r"language.\1input_norm.weight",)
+    ),
+    Rule(
+        r"language_model\.model\.(layers\.\d+\.)post_attention_layernorm\.weight",
+        (r"language.\1post_norm.weight",),
+    ),
+    Rule(r"language_model\.model\.(.*)", (r"language.\1",)),
+]
+PROJECTOR = [
+    Rule(rf"projector\.fc{n}\.(weight|bias)", (rf"vision.projector.layers.{n - 1}.\1",)) for n in (1, 2, 3)
+]
+STATE = [Rule(rf"fc{n}\.(weight|bias)", (rf"state_proj.layers.{n - 1}.\1",)) for n in (1, 2)]
+ENDS = [
+    Rule(rf"model\.{theirs}\.(weight|bias)", (rf"head.{ours}.\1",))
+    for theirs, ours in (
+        ("layer_norm1", "norm_in"),
+        ("fc1", "proj_in"),
+        ("layer_norm2", "norm_out"),
+        ("fc2", "proj_out"),
+    )
+]
+BLOCK = r"model\.mlp_resnet_blocks\.(\d+)\."
+BLOCKS = [
+    Rule(BLOCK + r"ffn\.0\.(weight|bias)", (r"head.blocks.\1.norm.\2",)),
+    Rule(BLOCK + r"ffn\.1\.(weight|bias)", (r"head.blocks.\1.proj.\2",)),
+]

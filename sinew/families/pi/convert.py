@@ -1,0 +1,357 @@
+"""LeRobot pi0 and pi0.5 checkpoints -> bundles.
+
+Their configs name variants of Gemma instead of widths; the table below is openpi's (``gemma.get_config``,
+and SigLIP's So400m/14), ``--arch FILE.json`` replaces it, and every tensor's shape is checked against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, Step
+from sinew.convert.lm_head import LM_HEAD_SETTING, Head, lm_head
+from sinew.convert.names import rename
+from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.read.files import read_json
+from sinew.convert.tokenizer_files import TokenizerFiles, load_tokenizer
+from sinew.core import ConvertError, PolicySpec
+from sinew.families.pi.model import PI0Config
+from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import ViTConfig
+
+NORM_EPS, ROPE_THETA = 1e-6, 10_000.0  # Gemma's and SigLIP's, fixed in openpi
+VARIANTS = {
+    "gemma_300m": (1024, 4096, 18, 8, 1, 256),
+    "gemma_2b": (2048, 16384, 18, 8, 1, 256),
+}
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+SO400M = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+}
+VOCABULARY = 257_152
+GEMMA: dict[str, Any] = {"norm": "gemma_rms", "activation": "gelu_tanh"}
+DEFAULTS = {  # LeRobot's configuration_pi0.py, unchanged from 0.4 to 0.6
+    "paligemma_variant": "gemma_2b",
+    "action_expert_variant": "gemma_300m",
+    "chunk_size": 50,
+    "n_action_steps": 50,
+    "max_state_dim": 32,
+    "max_action_dim": 32,
+    "num_inference_steps": 10,
+    "min_period": 4e-3,
+    "max_period": 4.0,
+    "use_relative_actions": False,
+    "relative_exclude_joints": ["gripper"],
+    "action_feature_names": None,
+    "image_resolution": [224, 224],
+    "empty_cameras": 0,
+    "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+    "tokenizer_max_length": 48,
+}
+UNREAD = (
+    "dtype",  # of upstream's computation
+    "time_sampling_beta_alpha",
+    "time_sampling_beta_beta",
+    "time_sampling_scale",
+    "time_sampling_offset",
+)
+PI0 = Schema(
+    DEFAULTS,
+    fixed={"n_obs_steps": 1},
+    unread=UNREAD,
+    steps={
+        "pi0_new_line_processor": Step({}, required=True),
+        "tokenizer_processor": TOKENIZER,
+        "relative_actions_processor": RELATIVE,
+        "normalizer_processor": NORMALIZER,
+    },
+)
+PI05 = Schema(
+    DEFAULTS
+    | {
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
+        "tokenizer_max_length": 200,
+    },
+    fixed={"n_obs_steps": 1, "use_visual_memory": False, "use_proprioceptive_memory": False},
+    unread=(
+        *UNREAD,
+        "memory_frames",
+        "memory_stride",
+        "memory_temporal_attention_every",
+        "rtc_training_max_delay",  # read by committed_rows
+    ),
+    steps={
+        "relative_actions_processor": RELATIVE,
+        "normalizer_processor": NORMALIZER,
+        "pi05_prepare_state_tokenizer_processor_step": Step(
+            {"max_state_dim": None, "task_key": ("task",), "include_state_in_prompt": (True,)}, required=True
+        ),
+        "tokenizer_processor": TOKENIZER,
+    },
+)
+OLD_PI0 = Schema(  # LeRobot's configuration_pi0.py up to 0.3
+    {
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "resize_imgs_with_padding": [224, 224],
+        "empty_cameras": 0,
+        "tokenizer_max_length": 48,
+        "num_steps": 10,
+    },
+    fixed={
+        "n_obs_steps": 1,
+        "adapt_to_pi_aloha": False,
+        "use_delta_joint_actions_aloha": False,
+        "proj_width": 1024,
+    },
+    unread=("attention_implementation",),
+    steps=PI0.steps,
+)
+OLD_KEYS = ("resize_imgs_with_padding", "num_steps", "proj_width")
+PALIGEMMA = "paligemma_with_expert.paligemma.model."
+OLD_PREFIXES = (  # LeRobot before its port of openpi's PyTorch code, August 2025
+    ("paligemma_with_expert.paligemma.language_model.lm_head.", "paligemma_with_expert.paligemma.lm_head."),
+    ("paligemma_with_expert.paligemma.language_model.model.", f"{PALIGEMMA}language_model."),
+    ("paligemma_with_expert.paligemma.vision_tower.", f"{PALIGEMMA}vision_tower."),
+    ("paligemma_with_expert.paligemma.multi_modal_projector.", f"{PALIGEMMA}multi_modal_projector."),
+)
+PREFIXES = (
+    ("paligemma_with_expert.paligemma.lm_head.", "lm_head."),
+    (f"{PALIGEMMA}vision_tower.vision_model.", "vision."),
+    (f"{PALIGEMMA}multi_modal_projector.linear.", "connector."),
+    (f"{PALIGEMMA}language_model.", "language."),
+    ("paligemma_with_expert.gemma_expert.model.", "expert."),
+)
+EMBEDDING, HEAD = (
+    f"{PALIGEMMA}language_model.embed_tokens.weight",
+    "paligemma_with_expert.paligemma.lm_head.weight",
+)
+DEAD = (
+    "paligemma_with_expert.paligemma.lm_head.",
+    "paligemma_with_expert.gemma_expert.lm_head.",
+)  # no action reads logits
+
+
+NAMES = ("pi0", "pi05")
+OPTIONS = ("tokenizer", "arch", "stats", "dataset")
+SETTINGS = {
+    "solver_steps": SOLVER_STEPS_SETTING,
+    "committed_rows": COMMITTED_ROWS_SETTING,
+    "ignore": IGNORE_SETTING,
+    "lm_head": LM_HEAD_SETTING,
+}
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a LeRobot directory of this type."""
+    return config_type(path) in NAMES
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    record = read_json(path / "config.json")
+    architecture = str(record.get("type"))
+    old_layout = architecture == "pi0" and any(key in record for key in OLD_KEYS)
+    schema = OLD_PI0 if old_layout else PI05 if architecture == "pi05" else PI0
+    checkpoint = LeRobotCheckpoint(path, options, schema)
+    checkpoint.config = dict(schema.defaults) | checkpoint.config
+    if old_layout:
+        checkpoint.config = current_config(checkpoint.config)
+    arch = read_json(options.arch) if options.arch else {}
+    config = model_config(checkpoint.config, arch, str(checkpoint.file))
+    candidates = (
+        [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
+    )
+    tokenizer = load_tokenizer(candidates, "give PaliGemma's tokenizer.json with --tokenizer FILE_OR_DIR")
+    weights = tensors(checkpoint.tensors, architecture)
+    head = paligemma_head(options, weights, tokenizer)
+    config = replace(config, lm_head=head.kind)
+    return Conversion(
+        architecture=architecture,
+        format=f"lerobot-{architecture}",
+        config=config,
+        spec=PolicySpec(
+            architecture=architecture,
+            name=checkpoint.name,
+            cameras=checkpoint.cameras,
+            state=checkpoint.vector("input_features", "STATE", STATE),
+            action=checkpoint.vector("output_features", "ACTION", ACTION),
+            chunk_size=config.chunk_size,
+            noise_dim=config.max_action_dim,
+            solver_steps=options.setting("solver_steps", checkpoint["num_inference_steps"]),
+            max_prompt_tokens=checkpoint.max_tokens,
+            control_hz=checkpoint.control_hz,
+            n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
+            committed_rows=checkpoint.committed_rows(config.chunk_size),
+        ),
+        processing=with_end(
+            processing(checkpoint, config, options.compat, tokenizer.pad_token_id or 0, old_layout), head
+        ),
+        tokenizer=tokenizer.text,
+        tensors=weights,
+        rename=lambda name: rename(name, PREFIXES),
+        dead=head.dead,
+        sources=[*checkpoint.files, *([options.arch] if options.arch else []), tokenizer.path],
+        notes=(*checkpoint.notes, *head.notes),
+        widths_assumed=options.arch is None,
+    )
+
+
+def paligemma_head(options: Options, weights: dict[str, TensorSource], tokenizer: TokenizerFiles) -> Head:
+    """Return PaliGemma's head, which upstream ties to its token table."""
+    return lm_head(options, weights, HEAD, EMBEDDING, tokenizer, "<eos>", DEAD, tied=True)
+
+
+def with_end(found: Processing, head: Head) -> Processing:
+    """Return the recipe with the token that ends a text."""
+    return replace(found, prompt=replace(found.prompt, eos_token_id=head.end))
+
+
+def current_config(old: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of LeRobot's first pi0 (until August 2025) in today's keys."""
+    try:
+        width, height = old["resize_imgs_with_padding"]
+        return old | {
+            "paligemma_variant": "gemma_2b",
+            "action_expert_variant": "gemma_300m",
+            "image_resolution": [height, width],
+            "num_inference_steps": old["num_steps"],
+            "min_period": 4e-3,
+            "max_period": 4.0,
+        }
+    except (KeyError, TypeError, ValueError):
+        raise ConvertError("config.json is neither a current nor an early pi0 configuration") from None
+
+
+def tensors(found: dict[str, TensorSource], architecture: str) -> dict[str, TensorSource]:
+    """Weights under one set of names: LeRobot puts ``model.`` before openpi's, early pi0 files call the
+    action-time MLP ``time_mlp``, and files saved with tied weights hold the token table as the head."""
+    named = {_current_name(name.removeprefix("model.")): source for name, source in found.items()}
+    if architecture == "pi0":
+        named = {
+            f"action_{name}" if name.startswith("time_mlp_") else name: source
+            for name, source in named.items()
+        }
+    if EMBEDDING not in named and HEAD in named:
+        named[EMBEDDING] = replace(named[HEAD], name=EMBEDDING)
+    return named
+
+
+def _current_name(name: str) -> str:
+    for old, new in OLD_PREFIXES:
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name
+
+
+def model_config(record: dict[str, Any], arch: dict[str, Any], where: str) -> PI0Config:
+    """``record``: LeRobot's config.json or one with its keys; ``arch``: the content of --arch."""
+    resolution = record.get("image_resolution", [224, 224])
+    if resolution[0] != resolution[1]:
+        raise ConvertError(f"image_resolution {resolution}: the SigLIP tower takes square images")
+    vision = SO400M | arch.get("vision", {})
+
+    def decoder(component: str, variant: str) -> DecoderConfig:
+        if component not in arch and variant not in VARIANTS:
+            raise ConvertError(
+                f"variant {variant!r} is not one of {', '.join(VARIANTS)}; give widths with --arch FILE"
+            )
+        widths = arch.get(component) or dict(zip(WIDTHS, VARIANTS[variant], strict=True))
+        return DecoderConfig(
+            hidden_size=widths["hidden_size"],
+            intermediate_size=widths["intermediate_size"],
+            num_layers=widths["num_hidden_layers"],
+            num_heads=widths["num_attention_heads"],
+            num_kv_heads=widths["num_key_value_heads"],
+            head_dim=widths["head_dim"],
+            norm_eps=NORM_EPS,
+            rope_theta=ROPE_THETA,
+            **GEMMA,
+        )
+
+    try:
+        return PI0Config(
+            vision=ViTConfig(
+                hidden_size=vision["hidden_size"],
+                intermediate_size=vision["intermediate_size"],
+                num_layers=vision["num_hidden_layers"],
+                num_heads=vision["num_attention_heads"],
+                image_size=resolution[0],
+                patch_size=vision["patch_size"],
+                norm_eps=NORM_EPS,
+            ),
+            language=decoder("language", record["paligemma_variant"]),
+            expert=decoder("expert", record["action_expert_variant"]),
+            vocab_size=arch.get("language", {}).get("vocab_size", VOCABULARY),
+            chunk_size=record["chunk_size"],
+            max_state_dim=record["max_state_dim"],
+            max_action_dim=record["max_action_dim"],
+            min_period=record["min_period"],
+            max_period=record["max_period"],
+        )
+    except KeyError as error:
+        raise ConvertError(f"{where} or --arch: {error} is missing") from None
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{where} or --arch: {error}") from None
+
+
+def processing(
+    checkpoint: LeRobotCheckpoint, config: PI0Config, compat: str, pad_id: int, old_layout: bool
+) -> Processing:
+    if checkpoint.image_mode() != "IDENTITY":
+        raise ConvertError(f"VISUAL normalisation {checkpoint.image_mode()!r}: pi0 scales its images itself")
+    old = compat == "lerobot-0.4"
+    prompt = PromptRecipe(
+        max_tokens=checkpoint.max_tokens,
+        vocab_size=config.vocab_size,
+        pad_token_id=pad_id,
+        padding=checkpoint.padding or "max_length",
+    )
+    if checkpoint.type == "pi0":
+        prompt = replace(prompt, ensure_suffix="\n")
+    else:
+        state_dim = checkpoint.vector("input_features", "STATE", STATE).dim
+        prompt = replace(
+            prompt,
+            template="Task: {prompt}, State: {state};\nAction: ",
+            clean=True,
+            # LeRobot 0.4 padded the state before it was written into the prompt.
+            state_values=config.max_state_dim if old else state_dim,
+        )
+    return Processing(
+        image=ImageRecipe(
+            height=config.vision.image_size,
+            width=config.vision.image_size,
+            pad="top_left" if old_layout else "center",
+            # LeRobot 0.4 padded with -1 before the scaling to [-1, 1]: bars of -3 reach its model.
+            pad_value=-1.0 if old and not old_layout else 0.0,
+        ),
+        prompt=prompt,
+        state=checkpoint.normalization(STATE, "STATE"),
+        action=checkpoint.normalization(ACTION, "ACTION"),
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+        empty_cameras=checkpoint.size("empty_cameras", low=0, high=16),
+        action_steps=checkpoint.action_steps(),
+        pad_missing_cameras=True,
+    )

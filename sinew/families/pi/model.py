@@ -1,0 +1,196 @@
+"""pi0 (Black et al. 2024, arXiv 2410.24164) and pi0.5 (2025, arXiv 2504.16054), as openpi and LeRobot run them.
+
+* SigLIP-So400m tower and one linear layer: 256 tokens per 224 x 224 view, unscaled.
+* Prefix [views | prompt] through a Gemma language model, one bidirectional block.
+* An expert of the same depth reads each layer's keys and values beside its own. pi0 gives it a state token
+  (which sees the prefix and itself) and mixes the solver's time into the action tokens; pi0.5 writes the
+  state into the prompt and lets the time modulate the expert's norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import key_mask
+from sinew.layers.decoder import (
+    AdaptiveDecoderLayer,
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    KeyValue,
+    decoder_norm,
+)
+from sinew.layers.linear import Linear, rounded
+from sinew.layers.norm import AdaRMSNorm, Modulation
+from sinew.layers.rope import Rotation
+from sinew.layers.time_embedding import sinusoidal_embedding
+from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
+
+
+@dataclass(frozen=True)
+class PI0Config(FlowConfig):
+    """``lm_head``: PaliGemma's, for the text of a stream; upstream ties it to the token table."""
+
+    vision: ViTConfig
+    language: DecoderConfig
+    expert: DecoderConfig
+    lm_head: LMHead = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shared = ("num_layers", "num_kv_heads", "head_dim")
+        if any(getattr(self.language, name) != getattr(self.expert, name) for name in shared):
+            raise ValueError(f"language model and expert must have the same {', '.join(shared)}")
+
+
+class Expert(nn.Module):
+    layers: Sequence[Any]  # DecoderLayer or AdaptiveDecoderLayer
+
+    def __init__(self, config: DecoderConfig, adaptive: bool):
+        super().__init__()
+        layer = AdaptiveDecoderLayer if adaptive else DecoderLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_layers))  # type: ignore[assignment]
+        self.norm: Any = AdaRMSNorm(config.hidden_size, config.norm_eps) if adaptive else decoder_norm(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the stream of hidden states; projections and norms around it may be wider."""
+        return self.layers[0].mlp.down_proj.dtype
+
+
+class PI0(ExpertModel):
+    config_type = PI0Config
+    float32_modules = (*ExpertModel.float32_modules, "time_mlp_in", "time_mlp_out")
+    fold_sites = ExpertModel.fold_sites
+    adaptive = False
+    has_state_token = True  # it sees the prefix and itself, never the actions
+
+    def __init__(self, config: PI0Config):
+        super().__init__()
+        self.config = config
+        width = config.expert.hidden_size
+        self.vision = VisionTransformer(config.vision)
+        self.connector = Linear(config.vision.hidden_size, config.language.hidden_size)
+        self.language = Decoder(config.language, config.vocab_size)
+        if config.lm_head == "own":
+            self.lm_head = Linear(config.language.hidden_size, config.vocab_size, bias=False)
+        self.expert = Expert(config.expert, self.adaptive)
+        self.action_in_proj = Linear(config.max_action_dim, width)
+        self.action_out_proj = Linear(width, config.max_action_dim)
+        self.add_time_modules(width)
+
+    def add_time_modules(self, width: int) -> None:
+        self.state_proj = Linear(self.config.max_state_dim, width)
+        self.action_time_mlp_in = Linear(2 * width, width)
+        self.action_time_mlp_out = Linear(width, width)
+
+    def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
+        return self.connector(features)
+
+    def embed_text(self, tokens: Tensor) -> Tensor:
+        table = self.language.embed_tokens
+        return table(tokens) * rounded(self.config.language.hidden_size**0.5, table.dtype)  # as Gemma's is
+
+    def embed_prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        N, dtype = image_tokens.shape[2], self.language.embed_tokens.dtype
+        x = torch.cat([image_tokens.flatten(1, 2).to(dtype), self.embed_text(tokens)], dim=1)
+        valid = torch.cat([camera_mask.repeat_interleave(N, dim=1), token_mask], dim=1)
+        return x, valid, torch.zeros_like(valid)
+
+    def prefix_mask(self, valid: Tensor, opens_block: Tensor) -> Tensor:
+        return key_mask(valid, valid.shape[1])  # no row opens a block
+
+    def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
+        return Prefix(tuple(cache), valid, valid.sum(dim=1), self.state_token(state))
+
+    @property
+    def head_reads_state(self) -> bool:
+        return self.has_state_token
+
+    @property
+    def prefix_depth(self) -> int:
+        return len(self.expert.layers)
+
+    def embed_time(
+        self, t: Tensor
+    ) -> Tensor:  # [B] -> [B, C], pi0.5: [B, norms, 3C]; [B, H] -> [B, H, C], [B, norms, H, 3C]
+        return self.sinusoids(t)
+
+    def sinusoids(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
+        width = self.config.expert.hidden_size
+        return sinusoidal_embedding(t, width, self.config.min_period, self.config.max_period)
+
+    def context(self, prefix: Prefix) -> Context:
+        config, H = self.config.expert, self.config.chunk_size
+        B, device = prefix.valid.shape[0], prefix.valid.device
+        S = H if prefix.state is None else 1 + H
+        steps = torch.arange(S, device=device)
+        rotate = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
+        # Everyone sees the prefix. A state token sees itself; the actions see it and each other.
+        if prefix.state is None:
+            sees = key_mask(torch.cat([prefix.valid, prefix.valid.new_ones(B, S)], dim=1), S)
+        else:
+            own = torch.ones(S, S, dtype=torch.bool, device=device)
+            own[: S - H, S - H :] = False
+            sees = torch.cat([key_mask(prefix.valid, S), own.expand(B, S, S)], dim=-1)
+        return Context(prefix.kv, (rotate,), (sees,), prefix.state)
+
+    def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
+        """Return what the time adds to the arguments of each layer and of the final norm: nothing in pi0."""
+        return [()] * len(self.expert.layers), ()
+
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        cache, (rotate,), (sees,), state = context
+        h = self.embed_actions(x, time_embedding)
+        if state is not None:
+            h = torch.cat([state, h], dim=1)
+        h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H
+        per_layer, final = self.modulations(time_embedding)
+        for layer, modulation, kv in zip(self.expert.layers, per_layer, cache, strict=True):
+            q, k, v = layer.project(h, rotate, *modulation)
+            attended = layer.attn.attend(q, kv, sees, own=(k, v))
+            h = layer.finish(h, attended, *modulation)
+        if state is not None:
+            h = h[:, 1:]
+        return self.decode_actions(h, *final)
+
+
+class PI05(PI0):
+    adaptive = True
+    has_state_token = False
+    fold_sites = ExpertModel.fold_sites
+
+    def add_time_modules(self, width: int) -> None:
+        self.time_mlp_in = Linear(width, width)
+        self.time_mlp_out = Linear(width, width)
+
+    def state_token(self, state: Tensor) -> None:
+        return None  # the state is in the prompt
+
+    def embed_actions(self, x: Tensor, time_embedding: Tensor) -> Tensor:
+        return self.action_in_proj(x)
+
+    def condition(self, t: Tensor) -> Tensor:  # [...] -> [..., C]
+        return F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(self.sinusoids(t)))))
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        """Return the modulation of every norm, in the order in which they run.
+
+        t [B] -> [B, 2 * layers + 1, 3C]; t [B, H] -> [B, 2 * layers + 1, H, 3C].
+        """
+        condition = self.condition(t)
+        norms = [norm for layer in self.expert.layers for norm in (layer.input_norm, layer.post_norm)]
+        return torch.stack([norm.dense(condition) for norm in (*norms, self.expert.norm)], dim=1)
+
+    def modulations(self, time_embedding: Tensor) -> tuple[list[tuple], tuple]:
+        *layers, final = (Modulation.of(packed) for packed in time_embedding.unbind(dim=1))
+        return list(zip(layers[::2], layers[1::2], strict=True)), (final,)

@@ -1,0 +1,182 @@
+"""openpi's checkpoints (pi0, pi0.5) -> bundles.
+
+The directory holds ``model.safetensors`` (PyTorch) or ``params/`` (JAX), and
+``assets/<asset>/norm_stats.json``; what else a policy needs lies in openpi's source, under the name of the
+training config. The published ones are in ``families/pi/embodiments.py``; the checkpoint's tensors are checked
+against the one that is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.schema import ImageRecipe, Normalization, Processing, PromptRecipe, VectorStep
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.lm_head import LM_HEAD_SETTING
+from sinew.convert.names import rename
+from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.read import safetensors
+from sinew.convert.read.files import read_json
+from sinew.convert.tokenizer_files import load_tokenizer
+from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.families.pi.convert import PREFIXES, model_config, paligemma_head, tensors, with_end
+from sinew.families.pi.embodiments import OPENPI_CONFIGS, OpenPIConfig
+from sinew.families.pi.jax import read_params
+
+SIDE, ACTION_DIM = 224, 32
+PROMPT_TOKENS = {False: 48, True: 200}  # by pi05
+SOLVER_STEPS = 10  # openpi's sample_actions
+PERIODS = {"min_period": 4e-3, "max_period": 4.0}
+
+
+NAMES = ("openpi pi0", "openpi pi05")
+OPTIONS = ("tokenizer", "arch", "stats", "openpi_config")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "lm_head": LM_HEAD_SETTING}
+
+
+def recognises(path: Path) -> bool:
+    """Return True for openpi's directories: LeRobot's config.json has a "type"; openpi's has none, or is absent."""
+    if not path.is_dir():
+        return False
+    config = path / "config.json"
+    if config.exists():
+        record = read_json(config)
+        return "type" not in record and "action_horizon" in record
+    return (path / "assets").is_dir() or (path / "params").is_dir()
+
+
+def read(path: Path, options: Options) -> Conversion:
+    published = OPENPI_CONFIGS.get(options.openpi_config)
+    if published is None:
+        known = ", ".join(OPENPI_CONFIGS)
+        got = f"{options.openpi_config!r} is not one of them" if options.openpi_config else "none was given"
+        raise ConvertError(f"{path}: give the training config with --openpi-config NAME ({got}): {known}")
+    architecture = "pi05" if published.pi05 else "pi0"
+    config_file = path / "config.json"
+    record = {
+        "paligemma_variant": "gemma_2b",
+        "action_expert_variant": "gemma_300m",
+        "action_horizon": published.chunk_size,
+        "action_dim": ACTION_DIM,
+        **(read_json(config_file) if config_file.exists() else {}),
+    }
+    arch = read_json(options.arch) if options.arch else {}
+    config = model_config(
+        record
+        | PERIODS
+        | {
+            "chunk_size": record["action_horizon"],
+            "max_state_dim": record["action_dim"],
+            "max_action_dim": record["action_dim"],
+            "image_resolution": [arch.get("vision", {}).get("image_size", SIDE)] * 2,
+        },
+        arch,
+        str(config_file),
+    )
+    stats_file = options.stats or find_statistics(path)
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [path / "tokenizer", path],
+        "give PaliGemma's tokenizer.json with --tokenizer FILE_OR_DIR",
+    )
+    robot = published.embodiment
+    side = config.vision.image_size
+    weights, files = read_weights(path, architecture)
+    weights = tensors(weights, architecture)
+    head = paligemma_head(options, weights, tokenizer)
+    config = replace(config, lm_head=head.kind)
+    processing = Processing(
+        image=ImageRecipe(height=side, width=side, pad="center", interpolation="pil_bilinear"),
+        prompt=prompt_recipe(published, config.vocab_size, tokenizer.pad_token_id or 0),
+        state=normalization(stats_file, "state", robot.state.dim, published.pi05),
+        action=normalization(stats_file, "actions", robot.action.dim, published.pi05),
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+        pad_missing_cameras=True,
+        empty_cameras=3 - len(robot.cameras),
+        state_steps=robot.state_steps,
+        action_steps=(
+            *((VectorStep("add_state", robot.relative),) if published.relative_actions else ()),
+            *robot.action_steps,
+        ),
+    )
+    return Conversion(
+        architecture=architecture,
+        format=f"openpi-{architecture}",
+        config=config,
+        spec=PolicySpec(
+            architecture=architecture,
+            name=options.openpi_config,
+            cameras=tuple(CameraSpec(name, side, side) for name in robot.cameras),
+            state=robot.state,
+            action=robot.action,
+            chunk_size=config.chunk_size,
+            noise_dim=config.max_action_dim,
+            solver_steps=options.setting("solver_steps", SOLVER_STEPS),
+            max_prompt_tokens=PROMPT_TOKENS[published.pi05],
+            embodiment=robot.name,
+            keys=(robot.keys,),
+            default_prompt=published.default_prompt,
+        ),
+        processing=with_end(processing, head),
+        tokenizer=tokenizer.text,
+        tensors=weights,
+        rename=lambda name: rename(name, PREFIXES),
+        dead=head.dead,
+        sources=[
+            *files,
+            *([config_file] if config_file.exists() else []),
+            stats_file,
+            *([options.arch] if options.arch else []),
+            tokenizer.path,
+        ],
+        notes=(f"openpi training config {options.openpi_config}", *head.notes),
+        widths_assumed=options.arch is None,
+    )
+
+
+def read_weights(path: Path, architecture: str) -> tuple[dict[str, TensorSource], list[Path]]:
+    """Return the tensors under openpi's PyTorch names, and the files that hold them."""
+    params = path / "params"
+    if params.is_dir() and not (path / "model.safetensors").exists():
+        return read_params(params, architecture), sorted(file for file in params.rglob("*") if file.is_file())
+    return safetensors.read_weights(path)
+
+
+def prompt_recipe(published: OpenPIConfig, vocab_size: int, pad_id: int) -> PromptRecipe:
+    recipe = PromptRecipe(
+        max_tokens=PROMPT_TOKENS[published.pi05],
+        vocab_size=vocab_size,
+        pad_token_id=pad_id,
+        clean=True,
+        padding="max_length",
+    )
+    if published.pi05 and published.state_in_prompt:
+        template = "Task: {prompt}, State: {state};\nAction: "
+        return replace(recipe, template=template, state_values=published.embodiment.state.dim)
+    return replace(recipe, ensure_suffix="\n")
+
+
+def find_statistics(path: Path) -> Path:
+    found = sorted((path / "assets").glob("**/norm_stats.json"))
+    if len(found) != 1:
+        names = ", ".join(str(file.relative_to(path)) for file in found) or "none"
+        raise ConvertError(
+            f"{path}: expected one assets/<asset>/norm_stats.json, found {names}; give it with --stats FILE"
+        )
+    return found[0]
+
+
+def normalization(file: Path, key: str, dim: int, quantiles: bool) -> Normalization:
+    """z-scores for pi0, quantiles for pi0.5. The file may hold more dimensions than the robot has."""
+    record: Any = read_json(file)
+    needed = ("q01", "q99") if quantiles else ("mean", "std")
+    try:
+        stats = {s: tuple(float(v) for v in record["norm_stats"][key][s][:dim]) for s in needed}
+    except (KeyError, TypeError, ValueError):
+        raise ConvertError(f"{file}: no statistics {list(needed)} for {key!r}") from None
+    if short := [s for s, values in stats.items() if len(values) != dim]:
+        raise ConvertError(f"{file}: {short} of {key!r} have fewer than {dim} values")
+    return Normalization("quantiles" if quantiles else "mean_std", stats, eps=1e-6, convention="openpi")

@@ -1,0 +1,11 @@
+"""SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot runs it."""
+
+from sinew.registry import Family
+
+FAMILY = Family(
+    models={"smolvla": "model:SmolVLA"},
+    converters=("convert",),
+    units={"smolvla": ("recorded",)},
+    demo="checkpoint:write_demo",
+    golden="golden:check",
+)

@@ -1,0 +1,279 @@
+"""LeRobot SmolVLA checkpoint -> bundle.
+
+Widths come from the config of the language model that the checkpoint names; where that config leaves a
+field out, the default of the class that would read it applies (transformers' SmolVLMConfig and
+LlamaConfig), as it does upstream. Every tensor's shape is then checked against the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.schema import ImageRecipe, Processing, PromptRecipe
+from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, RELATIVE, TOKENIZER, Step
+from sinew.convert.lm_head import LM_HEAD_SETTING, lm_head
+from sinew.convert.names import rename
+from sinew.convert.options import COMMITTED_ROWS_SETTING, IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.read.files import read_json
+from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
+from sinew.core import CameraSpec, ConvertError, PolicySpec
+from sinew.families.smolvla.model import SmolVLAConfig
+from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import ViTConfig
+
+ROPE_THETA = 10_000.0  # fixed in LeRobot's apply_rope; the language model's own rope_theta is not read
+VISION_EPS = 1e-6
+VISION_DEFAULTS = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 32,
+    "layer_norm_eps": VISION_EPS,
+}
+TEXT_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32000,
+}
+PREFIXES = (
+    ("model.vlm_with_expert.vlm.model.vision_model.", "vision."),
+    ("model.vlm_with_expert.vlm.model.text_model.", "language."),
+    ("model.vlm_with_expert.vlm.model.connector.modality_projection.", "connector."),
+    ("model.vlm_with_expert.vlm.lm_head.", "lm_head."),
+    ("model.vlm_with_expert.lm_expert.", "expert."),
+    ("model.", ""),
+)
+TABLE = "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
+HEAD = "model.vlm_with_expert.vlm.lm_head.weight"
+DEAD = ("model.vlm_with_expert.vlm.lm_head.",)  # no action reads logits
+VLM_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
+def bundle_name(upstream: str) -> str:
+    """Upstream tensor name -> module path in :class:`sinew.families.smolvla.model.SmolVLA`."""
+    return rename(upstream, PREFIXES)
+
+
+NAMES = ("smolvla",)
+OPTIONS = ("vlm", "tokenizer", "arch", "stats", "dataset")
+OURS = ("state_in_head", "rolling")  # options of our own training (train/egg.py); absent upstream
+SETTINGS = {
+    "solver_steps": SOLVER_STEPS_SETTING,
+    "committed_rows": COMMITTED_ROWS_SETTING,
+    "ignore": IGNORE_SETTING,
+    "lm_head": LM_HEAD_SETTING,
+}
+SCHEMA = Schema(
+    defaults={  # LeRobot's configuration_smolvla.py, unchanged from its first version to 0.6
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "resize_imgs_with_padding": [512, 512],
+        "empty_cameras": 0,
+        "tokenizer_max_length": 48,
+        "num_steps": 10,
+        "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+        "add_image_special_tokens": False,
+        "attention_mode": "cross_attn",
+        "prefix_length": -1,
+        "pad_language_to": "longest",
+        "num_expert_layers": -1,
+        "num_vlm_layers": 16,
+        "self_attn_every_n_layers": 2,
+        "expert_width_multiplier": 0.75,
+        "min_period": 4e-3,
+        "max_period": 4.0,
+    },
+    fixed={"n_obs_steps": 1, "adapt_to_pi_aloha": False, "use_delta_joint_actions_aloha": False},
+    unread=("load_vlm_weights", "rtc_training_max_delay", *OURS),  # the second: read by committed_rows
+    steps={
+        "smolvla_new_line_processor": Step({}, required=True),
+        "tokenizer_processor": TOKENIZER,
+        "relative_actions_processor": RELATIVE,
+        "normalizer_processor": NORMALIZER,
+    },
+)
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a LeRobot directory of this type."""
+    return config_type(path) in NAMES
+
+
+def open_checkpoint(path: Path, options: Options | None = None) -> LeRobotCheckpoint:
+    """Open a checkpoint directory and check its configuration. Raises :class:`ConvertError`."""
+    return LeRobotCheckpoint(path, options or Options(), SCHEMA)
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    checkpoint = open_checkpoint(path, options)
+    vlm_name = str(checkpoint["vlm_model_name"])
+    if options.arch:
+        vlm_dir, vlm_config = None, options.arch
+    else:
+        vlm_dir = find_model_dir(vlm_name, options.vlm, checkpoint.path, "--vlm", VLM_FILES)
+        vlm_config = vlm_dir / "config.json"
+    vlm = read_json(vlm_config)
+
+    candidates = (
+        [options.tokenizer] if options.tokenizer else [checkpoint.path / "tokenizer", checkpoint.path]
+    )
+    if not options.tokenizer and vlm_dir and checkpoint.tokenizer_name in ("", vlm_name):
+        candidates.append(vlm_dir)
+    vlm_name = checkpoint.tokenizer_name or vlm_name
+    tokenizer = load_tokenizer(candidates, f"give the one of {vlm_name!r} with --tokenizer FILE_OR_DIR")
+    pad_id = tokenizer.pad_token_id
+    if pad_id is None:
+        pad_id = vlm.get("pad_token_id", vlm.get("text_config", {}).get("pad_token_id"))
+    if pad_id is None:
+        raise ConvertError(f"{tokenizer.path}: no pad token is named here or in the config of {vlm_name!r}")
+
+    special: dict[str, tuple[int, ...]] = {}
+    if checkpoint["add_image_special_tokens"]:
+        fake = tokenizer.token_id("<fake_token_around_image>")
+        special = {
+            "image_start_tokens": (fake, tokenizer.token_id("<global-img>")),
+            "image_end_tokens": (fake,),
+        }
+    tied = bool(vlm.get("tie_word_embeddings", vlm.get("text_config", {}).get("tie_word_embeddings")))
+    head = lm_head(options, checkpoint.tensors, HEAD, TABLE, tokenizer, "<end_of_utterance>", DEAD, tied)
+    config = replace(model_config(checkpoint, vlm, special), lm_head=head.kind)
+    return Conversion(
+        architecture="smolvla",
+        format="lerobot-smolvla",
+        config=config,
+        spec=policy_spec(checkpoint, config, options),
+        processing=processing(checkpoint, config, int(pad_id), head.end),
+        tokenizer=tokenizer.text,
+        tensors=checkpoint.tensors,
+        rename=bundle_name,
+        dead=head.dead,
+        sources=[*checkpoint.files, vlm_config, tokenizer.path],
+        notes=(*checkpoint.notes, *head.notes),
+        widths_assumed=options.arch is None,
+    )
+
+
+def model_config(
+    checkpoint: LeRobotCheckpoint, vlm: dict[str, Any], special: dict[str, tuple[int, ...]]
+) -> SmolVLAConfig:
+    vision = VISION_DEFAULTS | vlm.get("vision_config", {})
+    text = TEXT_DEFAULTS | vlm.get("text_config", {})
+    heads = text["num_attention_heads"]
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    kv_heads = text.get("num_key_value_heads") or heads
+    depth = checkpoint["num_vlm_layers"] if checkpoint["num_vlm_layers"] > 0 else text["num_hidden_layers"]
+    expert_depth = checkpoint["num_expert_layers"] if checkpoint["num_expert_layers"] > 0 else depth
+    expert_width = int(text["hidden_size"] * checkpoint["expert_width_multiplier"])
+
+    def decoder(width: int, hidden: int, layers: int) -> DecoderConfig:
+        eps = text["rms_norm_eps"]
+        return DecoderConfig(width, hidden, layers, heads, kv_heads, head_dim, eps, ROPE_THETA)
+
+    every = checkpoint["self_attn_every_n_layers"]
+    try:
+        return SmolVLAConfig(
+            vision=ViTConfig(
+                hidden_size=vision["hidden_size"],
+                intermediate_size=vision["intermediate_size"],
+                num_layers=vision["num_hidden_layers"],
+                num_heads=vision["num_attention_heads"],
+                image_size=vision["image_size"],
+                patch_size=vision["patch_size"],
+                norm_eps=vision["layer_norm_eps"],
+            ),
+            language=decoder(text["hidden_size"], text["intermediate_size"], depth),
+            expert=decoder(expert_width, expert_intermediate_size(expert_width), expert_depth),
+            vocab_size=text["vocab_size"],
+            pixel_shuffle=vlm.get("scale_factor", 2),
+            chunk_size=checkpoint.size("chunk_size"),
+            max_state_dim=checkpoint.size("max_state_dim"),
+            max_action_dim=checkpoint.size("max_action_dim"),
+            min_period=checkpoint["min_period"],
+            max_period=checkpoint["max_period"],
+            # Without "cross" in the mode every layer attends to itself; without a period none does.
+            self_attn_every_n_layers=max(every, 0) if "cross" in checkpoint["attention_mode"] else 1,
+            prefix_length=max(checkpoint["prefix_length"], 0),
+            image_start_tokens=special.get("image_start_tokens", ()),
+            image_end_tokens=special.get("image_end_tokens", ()),
+            state_in_head=bool(checkpoint.config.get("state_in_head", False)),
+            rolling=bool(checkpoint.config.get("rolling", False)),
+        )
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{checkpoint.path / 'config.json'}: {error}") from None
+
+
+def expert_intermediate_size(width: int) -> int:
+    """LeRobot's ``get_intermediate_size``: 4 * 2/3 of the width, rounded up to a multiple of 256."""
+    return -(-int(4 * int(2 * width / 3)) // 256) * 256
+
+
+def policy_spec(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, options: Options) -> PolicySpec:
+    cameras, resizes = checkpoint.cameras, checkpoint["resize_imgs_with_padding"] is not None
+    if not resizes:  # then frames must already have the size that the tower takes
+        side = config.vision.image_size
+        cameras = tuple(CameraSpec(camera.name, side, side) for camera in cameras)
+    return PolicySpec(
+        architecture="smolvla",
+        name=checkpoint.name,
+        cameras=cameras,
+        state=checkpoint.vector("input_features", "STATE", STATE),
+        action=checkpoint.vector("output_features", "ACTION", ACTION),
+        chunk_size=config.chunk_size,
+        noise_dim=config.max_action_dim,
+        solver_steps=options.setting("solver_steps", checkpoint["num_steps"]),
+        max_prompt_tokens=checkpoint.max_tokens,
+        resizes_frames=resizes,
+        control_hz=checkpoint.control_hz,
+        n_action_steps=checkpoint.size("n_action_steps", high=config.chunk_size),
+        committed_rows=checkpoint.committed_rows(config.chunk_size),
+    )
+
+
+def processing(checkpoint: LeRobotCheckpoint, config: SmolVLAConfig, pad_id: int, eos_id: int) -> Processing:
+    if checkpoint.image_mode() != "IDENTITY":
+        raise ConvertError(
+            f"VISUAL normalisation {checkpoint.image_mode()!r}: SmolVLA scales its images itself"
+        )
+    side = config.vision.image_size
+    width, height = checkpoint["resize_imgs_with_padding"] or (side, side)  # LeRobot's order
+    if height % config.vision.patch_size or width % config.vision.patch_size:
+        raise ConvertError(
+            f"images of {height} x {width} do not divide into {config.vision.patch_size}-pixel patches"
+        )
+    padding = checkpoint.padding or checkpoint["pad_language_to"]
+    if padding not in ("longest", "max_length"):
+        raise ConvertError(f"pad_language_to {padding!r} is neither 'longest' nor 'max_length'")
+    return Processing(
+        image=ImageRecipe(
+            height=height,
+            width=width,
+            resize="letterbox" if checkpoint["resize_imgs_with_padding"] else "none",
+        ),
+        prompt=PromptRecipe(
+            max_tokens=checkpoint.max_tokens,
+            vocab_size=config.vocab_size,
+            pad_token_id=pad_id,
+            eos_token_id=eos_id,
+            ensure_suffix="\n",
+            padding=padding,
+        ),
+        state=checkpoint.normalization(STATE, "STATE"),
+        action=checkpoint.normalization(ACTION, "ACTION"),
+        padded_state_dim=config.max_state_dim,
+        padded_action_dim=config.max_action_dim,
+        empty_cameras=checkpoint.size("empty_cameras", low=0, high=16),
+        action_steps=checkpoint.action_steps(),
+    )

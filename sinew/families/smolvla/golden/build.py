@@ -1,0 +1,51 @@
+"""Write the package's golden data: ``python -m sinew.families.smolvla.golden.build FIXTURE_DIRECTORY``.
+
+The directory holds ``checkpoint/``, ``vlm/`` and ``fixture.safetensors`` as the golden SmolVLA fixtures do
+(``python -m tests.cases`` prints where they are).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from sinew.convert import convert
+from sinew.families.smolvla.golden import BUNDLE, REFERENCE
+
+
+def narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values in bfloat16 if it holds them all, as it does where the reference had rounded them."""
+    half = tensor.to(torch.bfloat16)
+    return half if torch.equal(half.to(tensor.dtype), tensor) else tensor
+
+
+def build(fixture: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = shutil.copytree(fixture / "checkpoint", Path(folder) / "checkpoint")
+        weights = checkpoint / "model.safetensors"
+        save_file({name: narrowed(tensor) for name, tensor in load_file(weights).items()}, weights)
+        convert(checkpoint, BUNDLE, vlm=fixture / "vlm", name="golden-smolvla")
+    with safe_open(fixture / "fixture.safetensors", framework="np") as stored:
+        facts = stored.metadata()
+        np.savez_compressed(
+            REFERENCE,
+            cameras=np.array(
+                [key.removeprefix("observation.images.") for key in json.loads(facts["cameras"])]
+            ),
+            prompt=np.array(facts["task"]),
+            state=stored.get_tensor("state_raw"),
+            noise=stored.get_tensor("noise")[0],
+            actions=stored.get_tensor("actions")[0],
+        )
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

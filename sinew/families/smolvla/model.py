@@ -1,0 +1,216 @@
+"""SmolVLA (Shukor et al. 2025, arXiv 2506.01844), as LeRobot 0.6 runs it.
+
+* SigLIP tower, pixel shuffle, one linear layer: 64 tokens per 512 x 512 view.
+* Prefix [views | instruction | state] through the first layers of a small language model: one
+  bidirectional block, except that nobody but the state sees the state.
+* An expert of the same depth and a smaller width turns noisy actions into velocities. Its layers
+  alternate: self layers attend causally over the actions and to the language model's keys and values of
+  the same depth; cross layers see the prefix alone, through their own re-projection of those keys and
+  values.
+
+The reference's rotary base is 10,000 whatever the language model's config says; the converter writes the
+value that is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sinew.layers.attention import key_mask
+from sinew.layers.connector import PixelShuffleConnector
+from sinew.layers.decoder import Decoder, DecoderConfig, DecoderLayer, KeyValue, decoder_norm
+from sinew.layers.linear import Linear, rounded
+from sinew.layers.rope import Rotation
+from sinew.layers.time_embedding import sinusoidal_embedding
+from sinew.layers.vit import VisionTransformer, ViTConfig
+from sinew.models.expert import Context, ExpertModel, FlowConfig, LMHead, Prefix
+
+
+@dataclass(frozen=True)
+class SmolVLAConfig(FlowConfig):
+    """``self_attn_every_n_layers``: layer i of the expert is a self layer when i % n == 0; 0 means never.
+    ``prefix_length``: prefixes shorter than this are padded at the end; 0 means they are not.
+    ``image_start_tokens``, ``image_end_tokens``: embedded around each view when not empty.
+
+    Ours, for streams (docs/stream.md), not upstream's:
+    ``state_in_head``: the state is a token of the expert, in front of the actions, and not the prefix's last one, so
+    that a newer state needs no new prefix.
+    ``rolling``: trained with a time of its own for each row, and on windows that a newer state contradicts.
+    ``lm_head``: the language model's, for the text of a stream.
+    """
+
+    vision: ViTConfig
+    language: DecoderConfig
+    expert: DecoderConfig
+    pixel_shuffle: int
+    self_attn_every_n_layers: int = 0
+    prefix_length: int = 0
+    image_start_tokens: tuple[int, ...] = ()
+    image_end_tokens: tuple[int, ...] = ()
+    state_in_head: bool = False
+    rolling: bool = False
+    lm_head: LMHead = ""
+
+    def __post_init__(self) -> None:
+        if self.rolling and not self.state_in_head:
+            raise ValueError("rolling: expected state_in_head beside it")
+        if self.language.num_layers % self.expert.num_layers:
+            raise ValueError(
+                f"{self.language.num_layers} language layers are not a multiple of {self.expert.num_layers}"
+                " expert layers"
+            )
+        super().__post_init__()
+        for index in range(self.language.num_layers):
+            if self.is_self_layer(index) and index % self.stride:
+                raise ValueError(f"self-attention at layer {index} needs an expert layer there")
+
+    @property
+    def stride(self) -> int:
+        """Language layers per expert layer: expert layer e reads the cache of language layer e * stride."""
+        return self.language.num_layers // self.expert.num_layers
+
+    def is_self_layer(self, index: int) -> bool:
+        """Return True if the expert attends to itself at *language* layer ``index``."""
+        return self.self_attn_every_n_layers > 0 and index % self.self_attn_every_n_layers == 0
+
+
+class Expert(nn.Module):
+    layers: Sequence[DecoderLayer]
+
+    def __init__(self, config: SmolVLAConfig):
+        super().__init__()
+        kv_size = config.language.num_kv_heads * config.language.head_dim
+        self.is_self = [config.is_self_layer(e * config.stride) for e in range(config.expert.num_layers)]
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(config.expert, None if is_self else kv_size) for is_self in self.is_self
+        )
+        self.norm = decoder_norm(config.expert)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the stream of hidden states."""
+        return self.norm.dtype
+
+
+class SmolVLA(ExpertModel):
+    config_type = SmolVLAConfig
+    fold_sites = ExpertModel.fold_sites
+
+    def __init__(self, config: SmolVLAConfig):
+        super().__init__()
+        self.config = config
+        width, expert_width = config.language.hidden_size, config.expert.hidden_size
+        self.vision = VisionTransformer(config.vision)
+        self.connector = PixelShuffleConnector(config.vision.hidden_size, width, config.pixel_shuffle)
+        self.language = Decoder(config.language, config.vocab_size)
+        if config.lm_head == "own":
+            self.lm_head = Linear(width, config.vocab_size, bias=False)
+        self.expert = Expert(config)
+        self.state_proj = Linear(config.max_state_dim, expert_width if config.state_in_head else width)
+        self.action_in_proj = Linear(config.max_action_dim, expert_width)
+        self.action_time_mlp_in = Linear(2 * expert_width, expert_width)
+        self.action_time_mlp_out = Linear(expert_width, expert_width)
+        self.action_out_proj = Linear(expert_width, config.max_action_dim)
+
+    def connect(self, features: Tensor, rows: int, cols: int) -> Tensor:
+        return self.connector(features, rows, cols)
+
+    def embed_text(self, tokens: Tensor) -> Tensor:
+        return self.language.embed_tokens(tokens) * self.config.language.hidden_size**0.5
+
+    def embed_prefix(
+        self, image_tokens: Tensor, camera_mask: Tensor, tokens: Tensor, token_mask: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        B, V, _, C = image_tokens.shape
+        embed = self.language.embed_tokens
+        # The reference multiplies image tokens by a scale rounded to their dtype, language by the exact one.
+        scaled = image_tokens * rounded(C**0.5, image_tokens.dtype)
+        pieces: list[Tensor] = []
+        valid: list[Tensor] = []
+
+        def add(piece: Tensor, mask: Tensor) -> None:  # [B, n, C], bool [B] or [B, n]
+            pieces.append(piece)
+            valid.append(mask if mask.ndim == 2 else mask[:, None].expand(B, piece.shape[1]))
+
+        def add_special(ids: tuple[int, ...]) -> None:
+            if ids:  # unscaled, unlike the language tokens
+                add(embed.rows(ids).expand(B, -1, -1), always)
+
+        always = torch.ones(B, dtype=torch.bool, device=state.device)
+        for view in range(V):
+            add_special(self.config.image_start_tokens)
+            add(scaled[:, view], camera_mask[:, view])
+            add_special(self.config.image_end_tokens)
+        add(self.embed_text(tokens), token_mask)
+        if not self.head_reads_state:
+            add(self.state_proj(state)[:, None], always)
+
+        x, ok = torch.cat(pieces, dim=1), torch.cat(valid, dim=1)
+        opens_block = torch.zeros_like(ok)
+        if not self.head_reads_state:
+            opens_block[:, -1] = True  # the state: it sees all before it, nothing before it sees it
+        if (missing := self.config.prefix_length - x.shape[1]) > 0:
+            x = F.pad(x, (0, 0, 0, missing))
+            ok, opens_block = F.pad(ok, (0, missing)), F.pad(opens_block, (0, missing))
+        return x, ok, opens_block
+
+    def prefix_of(self, cache: Sequence[KeyValue], valid: Tensor, state: Tensor) -> Prefix:
+        token = self.state_token(state) if self.head_reads_state else None
+        return Prefix(kv=self.expert_kv(cache), valid=valid, length=valid.sum(dim=1), state=token)
+
+    def expert_kv(self, cache: Sequence[KeyValue]) -> tuple[KeyValue, ...]:
+        """Return the prefix as each expert layer reads it.
+
+        Cross layers re-project the language model's rotated keys and its values; no rotation follows. The
+        result does not depend on the solver's time, so it is computed here, once.
+        """
+        read: list[KeyValue] = []
+        for e, (layer, is_self) in enumerate(zip(self.expert.layers, self.expert.is_self, strict=True)):
+            k, v = cache[e * self.config.stride]  # [B, P, Hkv, D]
+            read.append((k, v) if is_self else layer.attn.key_value(k.flatten(2), v.flatten(2)))
+        return tuple(read)
+
+    @property
+    def prefix_depth(self) -> int:
+        return (len(self.expert.layers) - 1) * self.config.stride + 1
+
+    @property
+    def head_reads_state(self) -> bool:
+        return self.config.state_in_head
+
+    def embed_time(self, t: Tensor) -> Tensor:  # [B] -> [B, C], [B, H] -> [B, H, C]
+        config = self.config
+        return sinusoidal_embedding(t, config.expert.hidden_size, config.min_period, config.max_period)
+
+    def context(self, prefix: Prefix) -> Context:
+        """Rotations and masks are those of the self layers, then of the cross layers."""
+        config = self.config.expert
+        H = self.config.chunk_size + (prefix.state is not None)  # the state's token comes first
+        B, device = prefix.valid.shape[0], prefix.valid.device
+        steps = torch.arange(H, device=device)[None]
+        after_prefix = Rotation.at(prefix.length[:, None] + steps, config.head_dim, config.rope_theta)
+        from_zero = Rotation.at(steps, config.head_dim, config.rope_theta)
+        sees_prefix = key_mask(prefix.valid, H)  # [B, H, P]
+        causal = torch.ones(H, H, dtype=torch.bool, device=device).tril().expand(B, H, H)
+        sees_both = torch.cat([sees_prefix, causal], dim=-1)  # [B, H, P + H]
+        return Context(prefix.kv, (after_prefix, from_zero), (sees_both, sees_prefix), prefix.state)
+
+    def act(self, x: Tensor, time_embedding: Tensor, context: Context) -> Tensor:
+        cache, (after_prefix, from_zero), (sees_both, sees_prefix), state = context
+        h = self.embed_actions(x, time_embedding)
+        if state is not None:
+            h = torch.cat([state, h], dim=1)
+        h = h.to(self.expert.dtype)  # [B, S, C], S = H or 1 + H
+        for layer, is_self, kv in zip(self.expert.layers, self.expert.is_self, cache, strict=True):
+            if is_self:
+                q, k, v = layer.project(h, after_prefix)
+                attended = layer.attn.attend(q, kv, sees_both, own=(k, v))
+            else:
+                attended = layer.attn.attend(layer.query(h, from_zero), kv, sees_prefix)
+            h = layer.finish(h, attended)
+        return self.decode_actions(h if state is None else h[:, 1:])

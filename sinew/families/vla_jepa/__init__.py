@@ -1,0 +1,10 @@
+"""VLA-JEPA: GR00T's head over a language model that is read at marked tokens, in LeRobot's layout."""
+
+from sinew.registry import Family
+
+FAMILY = Family(
+    models={"vla_jepa": "model:VLAJepa"},
+    converters=("convert",),
+    units={"vla_jepa": ("recorded",)},
+    base="gr00t",
+)

@@ -1,0 +1,249 @@
+"""LeRobot VLA-JEPA checkpoint -> bundle: Qwen3-VL and the action head; the world model is left out.
+
+What the language model is made of (widths, tokenizer, chat template, image processor) lies in the hub repository that
+``qwen_model_name`` names and is given with --vlm. Source: LeRobot ``policies/vla_jepa`` (0.6).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sinew.bundle.schema import PromptRecipe
+from sinew.bundle.writer import TensorSource
+from sinew.convert.chat_template import find_chat_template
+from sinew.convert.conversion import Conversion
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint, Schema, config_type
+from sinew.convert.lerobot.steps import NORMALIZER, POSTPROCESSOR, RELATIVE, Step
+from sinew.convert.options import IGNORE_SETTING, SOLVER_STEPS_SETTING, Options
+from sinew.convert.qwen import language_rules, qwen3
+from sinew.convert.read.record import Record
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import find_model_dir, load_tokenizer
+from sinew.core import ConvertError, PolicySpec, VectorSpec
+from sinew.families.gr00t.head import HeadConfig
+from sinew.families.gr00t.model import SOLVER
+from sinew.families.gr00t.qwen import VLM_FILES, grid_step, position_sections, vision_config
+from sinew.families.gr00t.weights import Rules, qwen_vision_rules, transformer_rules
+from sinew.families.vla_jepa.model import JepaConfig
+from sinew.families.vla_jepa.processing import (
+    BINARIZE,
+    CLIP,
+    ENCODER,
+    PREP,
+    SNAP,
+    added_tokens,
+    image_processor,
+    image_recipe,
+    processing,
+    prompt_recipe,
+)
+from sinew.layers.dit import DiTConfig
+
+ARCHITECTURE = "vla_jepa"
+NAMES = (ARCHITECTURE,)
+OPTIONS = ("vlm", "tokenizer", "stats", "dataset")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING, "ignore": IGNORE_SETTING}
+DEFAULT_TASK = "Execute the robot action."  # upstream's, without a task
+PRESETS = {"DiT-B": (12, 64), "DiT-L": (32, 48), "DiT-test": (2, 8)}  # heads and their width
+CONTEXT, HEAD = r"model\.qwen\.model\.model\.", r"model\.action_model\."
+WORLD = (ENCODER, "model.video_predictor.")
+SPARE_POSITIONS = 4  # of the head's table, beside the chunk and the action tokens of a time step
+GRIPPER = Step({"gripper_dim": None, "threshold": None})
+SCHEMA = Schema(
+    defaults={
+        "chunk_size": 7,
+        "n_action_steps": 7,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MIN_MAX"},
+        "qwen_model_name": "Qwen/Qwen3-VL-2B-Instruct",
+        "prompt_template": "Your task is {instruction}. Infer the temporal dynamics from frames {actions} and produce"
+        " the corresponding policy actions {e_actions}.",
+        "special_action_token": "<|action_{}|>",
+        "embodied_action_token": "<|embodied_action|>",
+        "num_action_tokens_per_timestep": 8,
+        "num_embodied_action_tokens_per_instruction": 32,
+        "num_inference_timesteps": 4,
+        "action_hidden_size": 1024,
+        "action_model_type": "DiT-B",
+        "action_num_layers": 16,
+        "action_num_heads": None,
+        "action_attention_head_dim": None,
+        "action_num_timestep_buckets": 1000,
+        "action_max_seq_len": 1024,
+        "num_video_frames": 8,
+        "jepa_tubelet_size": 2,
+        "resize_images_to": None,
+        "binarize_gripper_action": False,
+        "pre_snap_gripper_action": False,
+        "clip_normalized_actions": True,
+        "gripper_dim": 6,
+        "gripper_threshold": 0.5,
+        "gripper_joint_names": ["gripper"],
+    },
+    fixed={"n_obs_steps": 1},
+    unread=(
+        *("jepa_encoder_name", "freeze_qwen", "enable_world_model", "reinit_modules", "torch_dtype"),
+        *("tokenizer_padding_side", "action_dim", "state_dim", "num_target_vision_tokens"),
+        *("use_relative_actions", "relative_exclude_joints", "action_feature_names"),
+        *("action_dropout", "action_noise_beta_alpha", "action_noise_beta_beta", "action_noise_s"),
+        *("predictor_depth", "predictor_num_heads", "predictor_mlp_ratio", "predictor_dropout"),
+        *("world_model_loss_weight", "world_model_num_views", "causal_world_model_context"),
+        "repeated_diffusion_steps",
+    ),
+    steps={
+        PREP: Step({"resize_to": None, "expand_channels": (True, False)}),
+        "relative_actions_processor": RELATIVE,
+        "normalizer_processor": NORMALIZER,
+    },
+    after={
+        CLIP: Step({}),
+        SNAP: GRIPPER,
+        **{name: step for name, step in POSTPROCESSOR.items() if name != "device_processor"},
+        BINARIZE: GRIPPER,
+        "device_processor": POSTPROCESSOR["device_processor"],
+    },
+)
+
+
+def recognises(path: Path) -> bool:
+    """Return True for a LeRobot directory of this type."""
+    return config_type(path) in NAMES
+
+
+def read(path: Path, options: Options) -> Conversion:
+    """Read a checkpoint directory, the weights aside. Raises :class:`ConvertError`."""
+    return assemble(LeRobotCheckpoint(path, options, SCHEMA))
+
+
+def assemble(checkpoint: LeRobotCheckpoint) -> Conversion:
+    """Return the conversion of an opened checkpoint. Raises :class:`ConvertError`."""
+    path, options = checkpoint.path, checkpoint.options
+    vlm_dir = find_model_dir(str(checkpoint["qwen_model_name"]), options.vlm, path, "--vlm", VLM_FILES)
+    vlm = Record(vlm_dir / "config.json")
+    has_state = STATE in checkpoint["input_features"]
+    vectors = (
+        checkpoint.vector("input_features", "STATE", STATE) if has_state else VectorSpec(0),
+        checkpoint.vector("output_features", "ACTION", ACTION),
+    )
+    preprocessor = image_processor(vlm_dir)
+    tower = vision_config(vlm.part("vision_config"))
+    unit = tower.patch_size * tower.merge
+    image = image_recipe(checkpoint, preprocessor, grid_step(preprocessor, unit, "bicubic_float"))
+    rows, cols = image.height // unit, image.width // unit
+
+    actions, embodied = added_tokens(checkpoint)
+    tokenizer = load_tokenizer(
+        [options.tokenizer] if options.tokenizer else [vlm_dir], "give it with --tokenizer FILE_OR_DIR"
+    ).with_tokens([*actions, embodied])
+    template, template_file = find_chat_template(vlm_dir)
+    prompt = prompt_recipe(checkpoint, vlm, tokenizer, template, template_file, rows * cols)
+    check_depth(checkpoint, vlm.part("text_config"))
+    checkpoint.check_tokens(prompt.placeholder, prompt.marker)
+    model = model_config(checkpoint, vlm, prompt, vectors, (rows, cols))
+    spec = PolicySpec(
+        architecture=ARCHITECTURE,
+        name=checkpoint.name,
+        cameras=checkpoint.cameras,
+        state=vectors[0],
+        action=vectors[1],
+        chunk_size=model.chunk_size,
+        noise_dim=model.max_action_dim,
+        solver=SOLVER,
+        solver_steps=options.setting("solver_steps", checkpoint["num_inference_timesteps"]),
+        max_prompt_tokens=prompt.max_tokens,
+        control_hz=checkpoint.control_hz,
+        n_action_steps=checkpoint.size("n_action_steps", high=model.chunk_size),
+        default_prompt=DEFAULT_TASK,
+    )
+    if not has_state:
+        checkpoint.notes.append("no state among the features: the head gets no state token, as upstream")
+    return Conversion(
+        architecture=ARCHITECTURE,
+        format=checkpoint.format or "lerobot-vla-jepa",
+        config=model,
+        spec=spec,
+        processing=processing(checkpoint, image, prompt, vectors, has_state),
+        tokenizer=tokenizer.text,
+        tensors=apply(checkpoint.tensors, rules(checkpoint.tensors, model, has_state)),
+        dead=("model.qwen.model.model.language_model.norm.", "model.qwen.model.lm_head.", *WORLD),
+        sources=[*checkpoint.files, vlm.path, preprocessor.path, template_file, tokenizer.path],
+        notes=tuple(checkpoint.notes),
+    )
+
+
+def check_depth(checkpoint: LeRobotCheckpoint, text: Record) -> None:
+    """Raise ConvertError where --vlm names a language model of another depth than the checkpoint's."""
+    pattern = re.compile(CONTEXT + r"language_model\.layers\.(\d+)\..*")
+    found = [int(match[1]) for name in checkpoint.tensors if (match := pattern.fullmatch(name))]
+    if found and max(found) + 1 != text["num_hidden_layers"]:
+        raise ConvertError(
+            f"{text.path}: {text.name}num_hidden_layers: expected {max(found) + 1}, as the checkpoint has, got"
+            f" {text['num_hidden_layers']}: --vlm names another model"
+        )
+
+
+def model_config(
+    checkpoint: LeRobotCheckpoint,
+    vlm: Record,
+    prompt: PromptRecipe,
+    vectors: tuple[VectorSpec, VectorSpec],
+    grid: tuple[int, int],
+) -> JepaConfig:
+    """Return the sizes of the model. grid: rows and columns of a view's image tokens."""
+    text = vlm.part("text_config")
+    kind, layers = checkpoint["action_model_type"], checkpoint.size("action_num_layers")
+    if kind not in PRESETS:
+        raise ConvertError(
+            f"{checkpoint.file}: action_model_type: expected {', '.join(PRESETS)}, got {kind!r}"
+        )
+    heads, head_dim = PRESETS[kind]
+    chunk, hidden = checkpoint.size("chunk_size"), checkpoint.size("action_hidden_size")
+    positions = chunk + checkpoint.size("num_action_tokens_per_timestep") + SPARE_POSITIONS
+    try:
+        return JepaConfig(
+            language=qwen3(text, text["num_hidden_layers"], text["hidden_size"]),
+            head=HeadConfig(
+                dit=DiTConfig(
+                    num_layers=layers,
+                    num_heads=checkpoint["action_num_heads"] or heads,
+                    head_dim=checkpoint["action_attention_head_dim"] or head_dim,
+                    output_size=hidden,
+                    context_size=text["hidden_size"],
+                    is_cross=tuple(index % 2 == 0 for index in range(layers)),
+                ),
+                hidden_size=hidden,
+                buckets=checkpoint.size("action_num_timestep_buckets"),
+                positions=max(checkpoint.size("action_max_seq_len"), positions),
+                future_tokens=prompt.markers,
+                norm_features=False,
+            ),
+            vocab_size=prompt.vocab_size,
+            chunk_size=chunk,
+            max_state_dim=vectors[0].dim,
+            max_action_dim=vectors[1].dim,
+            image_token=prompt.placeholder,
+            vision=vision_config(vlm.part("vision_config")),
+            rows=grid[0],
+            cols=grid[1],
+            position_sections=position_sections(text),
+            marker=prompt.marker,
+            markers=prompt.markers,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{checkpoint.file}: {error}") from None
+
+
+def rules(tensors: Mapping[str, TensorSource], model: JepaConfig, has_state: bool) -> Rules:
+    """Return the rules of all tensors that inference reads."""
+    embedded = any(name.endswith("language_model.embed_tokens.weight") for name in tensors)
+    coder = HEAD + r"(state_encoder|action_encoder|action_decoder)\.layer(\d)\.(.*)"
+    return (
+        *(() if has_state else (Rule(HEAD + r"state_encoder\..*"),)),
+        Rule(coder, (r"head.\1.fc\2.\3",)),
+        *transformer_rules(HEAD),
+        # The table is tied to the output layer, and LeRobot stores it under that name alone.
+        *(() if embedded else (Rule(r"model\.qwen\.model\.lm_head\.(.*)", (r"language.embed_tokens.\1",)),)),
+        *language_rules(CONTEXT + r"language_model\.", model.language.num_layers),
+        *qwen_vision_rules(CONTEXT + r"visual\."),
+    )

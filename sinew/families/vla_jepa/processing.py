@@ -1,0 +1,227 @@
+"""VLA-JEPA's images, prompt, statistics and gripper as data of a bundle. Source: LeRobot ``policies/vla_jepa``."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle.image_recipe import ImageRecipe, ImageStep
+from sinew.bundle.schema import Normalization, Processing, PromptRecipe, VectorStep
+from sinew.convert.chat_template import MARK, render
+from sinew.convert.lerobot.checkpoint import ACTION, STATE, LeRobotCheckpoint
+from sinew.convert.lerobot.steps import POST, PRE
+from sinew.convert.read.record import Record
+from sinew.convert.tokenizer_files import TokenizerFiles
+from sinew.core import CameraSpec, ConvertError, VectorSpec
+from sinew.families.gr00t.files import token_prompt
+from sinew.processing.steps import size_after
+
+PREP, CLIP = "vla_jepa_image_prep", "vla_jepa_clip_actions"
+SNAP, BINARIZE = "vla_jepa_pre_snap_gripper", "vla_jepa_binarize_gripper"
+SWITCHES = {  # postprocessor's steps -> the configuration's switches, for checkpoints without pipelines
+    CLIP: "clip_normalized_actions",
+    SNAP: "pre_snap_gripper_action",
+    BINARIZE: "binarize_gripper_action",
+}
+ENCODER = "model.video_encoder."
+
+
+def image_processor(vlm_dir: Path) -> Record:
+    """Return Qwen's image processor, from processor_config.json or, before transformers 5, preprocessor_config.json."""
+    whole = vlm_dir / "processor_config.json"
+    if whole.is_file() and "image_processor" in (record := Record(whole)).content:
+        found = record.part("image_processor")
+    else:
+        found = Record(vlm_dir / "preprocessor_config.json")
+    for key, expected in (("do_resize", True), ("do_normalize", True), ("resample", 3)):
+        if found.get(key, expected) != expected:
+            raise ConvertError(
+                f"{found.path}: {found.name}{key}: expected {json.dumps(expected)}, got {found[key]!r}"
+            )
+    return found
+
+
+def image_recipe(checkpoint: LeRobotCheckpoint, processor: Record, grid: ImageStep) -> ImageRecipe:
+    """Return the steps from a frame to pixels, all in floats. Raises ConvertError where cameras end in two sizes."""
+    if checkpoint.image_mode() != "IDENTITY":
+        raise ConvertError(
+            f"{checkpoint.file}: VISUAL normalisation: expected IDENTITY, got {checkpoint.image_mode()!r}"
+        )
+    size = checkpoint["resize_images_to"]
+    prep = checkpoint.pipelines.config(PRE, PREP)
+    if "resize_to" in prep and prep["resize_to"] != size:
+        raise ConvertError(
+            f"{checkpoint.path / PRE}.json: {PREP}: resize_to: expected config.json's resize_images_to"
+            f" = {json.dumps(size)}, got {json.dumps(prep['resize_to'])}"
+        )
+    steps: tuple[ImageStep, ...] = (grid,)
+    if size is not None:
+        if not isinstance(size, list) or len(size) != 2:
+            raise ConvertError(f"{checkpoint.file}: resize_images_to: expected [height, width], got {size!r}")
+        height, width = (checkpoint.size("resize_images_to", side) for side in size)
+        steps = (ImageStep("resize", height, width, method="area_float"), grid)
+    recipe = ImageRecipe(
+        0,
+        0,
+        resize="none",
+        steps=steps,
+        mean=tuple(processor["image_mean"]),
+        std=tuple(processor["image_std"]),
+    )
+    sizes = {camera.name: size_after(recipe, *_frame(camera)) for camera in checkpoint.cameras}
+    if len(set(sizes.values())) > 1:
+        raise ConvertError(
+            f"{checkpoint.file}: resize_images_to: expected one size for all cameras, whose frames become"
+            f" {', '.join(f'{name} {h}x{w}' for name, (h, w) in sizes.items())} without it"
+        )
+    height, width = next(iter(sizes.values()))
+    return replace(recipe, height=height, width=width)
+
+
+def _frame(camera: CameraSpec) -> tuple[int, int]:
+    return camera.height, camera.width
+
+
+def added_tokens(checkpoint: LeRobotCheckpoint) -> tuple[list[str], str]:
+    """Return the action tokens, four for each row of a chunk, and the embodied action token."""
+    pattern, embodied = checkpoint["special_action_token"], checkpoint["embodied_action_token"]
+    if not isinstance(pattern, str) or pattern.count("{}") != 1 or not isinstance(embodied, str):
+        raise ConvertError(
+            f"{checkpoint.file}: special_action_token, embodied_action_token: expected texts, the first with one {{}},"
+            f" got {pattern!r}, {embodied!r}"
+        )
+    return [pattern.replace("{}", str(i)) for i in range(4 * checkpoint.size("chunk_size"))], embodied
+
+
+def prompt_recipe(
+    checkpoint: LeRobotCheckpoint,
+    vlm: Record,
+    tokenizer: TokenizerFiles,
+    template: str,
+    template_file: Path,
+    image_tokens: int,
+) -> PromptRecipe:
+    """Return the prompt: the chat template around upstream's sentence, with its added tokens written out."""
+    actions, embodied = added_tokens(checkpoint)
+    # With the world model upstream asks the encoder for its tubelet; the encoder's patches show it.
+    tubelet = next(
+        (
+            source.shape[2]
+            for name, source in checkpoint.tensors.items()
+            if name.startswith(ENCODER) and name.endswith("patch_embeddings.proj.weight")
+        ),
+        checkpoint.size("jepa_tubelet_size"),
+    )
+    steps = max(checkpoint.size("num_video_frames") // tubelet - 1, 0)
+    repeats = checkpoint.size("num_action_tokens_per_timestep")
+    markers = checkpoint.size("num_embodied_action_tokens_per_instruction")
+    filled = fill(
+        checkpoint,
+        {
+            "instruction": MARK,
+            "actions": "".join(token * repeats for token in actions[:steps]),
+            "e_actions": embodied * markers,
+        },
+    )
+    rendered = render(template, ["image"] * len(checkpoint.cameras) + ["text"], True, template_file)
+    placeholder = tokenizer.token_text(vlm["image_token_id"])
+    if rendered.count(placeholder) != len(checkpoint.cameras):
+        raise ConvertError(f"{template_file}: expected one {placeholder} per image")
+    text = rendered.replace(MARK, filled)
+    if "{" in text or "}" in text:
+        raise ConvertError(f"{checkpoint.file}: prompt_template: expected no braces in its text")
+    text = text.replace(placeholder, "{image}").replace(MARK, "{prompt}")
+    vocabulary = max(vlm.part("text_config")["vocab_size"], tokenizer.tokenizer.get_vocab_size())
+    recipe = token_prompt(text, tokenizer, vocabulary, vlm["image_token_id"], image_tokens, False)
+    return replace(recipe, marker=tokenizer.token_id(embodied), markers=markers)
+
+
+def fill(checkpoint: LeRobotCheckpoint, values: Mapping[str, str]) -> str:
+    """Return ``prompt_template`` with its three fields filled. Raises ConvertError for any other use of braces."""
+    template, found, out = checkpoint["prompt_template"], [], []
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except (ValueError, TypeError) as error:
+        raise ConvertError(f"{checkpoint.file}: prompt_template: {error}") from None
+    for text, field, form, conversion in parsed:
+        out.append(text)
+        if field is not None:
+            if field not in values or form or conversion:
+                raise ConvertError(
+                    f"{checkpoint.file}: prompt_template: expected fields {', '.join(values)}, got {field!r}"
+                )
+            found.append(field)
+            out.append(values[field])
+    if found.count("instruction") != 1 or found.count("e_actions") != 1:
+        raise ConvertError(
+            f"{checkpoint.file}: prompt_template: expected {{instruction}} and {{e_actions}} once, got {found}"
+        )
+    return "".join(out)
+
+
+def processing(
+    checkpoint: LeRobotCheckpoint,
+    image: ImageRecipe,
+    prompt: PromptRecipe,
+    vectors: tuple[VectorSpec, VectorSpec],
+    has_state: bool,
+) -> Processing:
+    """Return the processing. Raises ConvertError where relative actions have no state."""
+    action = checkpoint.normalization(ACTION, "ACTION")
+    named = {name for name in SWITCHES if checkpoint.pipelines.step(POST, name) is not None}
+    if not checkpoint.pipelines.there:
+        named = {name for name, key in SWITCHES.items() if checkpoint[key]}
+        if action.mode != "min_max":  # upstream clips nothing else
+            named.discard(CLIP)
+    action = replace(action, clip=CLIP in named)
+    if SNAP in named:
+        dim, threshold = gripper(checkpoint, SNAP, vectors[1].dim)
+        action = replace(action, snap=(dim,), snap_at=threshold)
+    if not has_state and is_relative(checkpoint):
+        raise ConvertError(
+            f"{checkpoint.file}: relative actions: expected a state among the features, got none"
+        )
+    steps = checkpoint.action_steps() if has_state else ()
+    if BINARIZE in named:
+        dim, threshold = gripper(checkpoint, BINARIZE, vectors[1].dim)
+        steps = (*steps, VectorStep("threshold", (dim,), offset=threshold))
+    return Processing(
+        image=image,
+        prompt=prompt,
+        state=checkpoint.normalization(STATE, "STATE") if has_state else Normalization("identity"),
+        action=action,
+        padded_state_dim=vectors[0].dim,
+        padded_action_dim=vectors[1].dim,
+        all_cameras=True,
+        action_steps=steps,
+    )
+
+
+def is_relative(checkpoint: LeRobotCheckpoint) -> Any:
+    """Return a true value for a checkpoint whose actions are relative to the state."""
+    step = checkpoint.pipelines.config(PRE, "relative_actions_processor")
+    return (
+        step.get("enabled") if checkpoint.pipelines.there else checkpoint.config.get("use_relative_actions")
+    )
+
+
+def gripper(checkpoint: LeRobotCheckpoint, step: str, action_dim: int) -> tuple[int, float]:
+    """Return the gripper's dimension and threshold: the step's own, else the configuration's, names first."""
+    names, wanted = checkpoint.config.get("action_feature_names"), checkpoint["gripper_joint_names"] or []
+    dim = checkpoint["gripper_dim"]
+    if isinstance(names, list) and not checkpoint.pipelines.there:
+        tokens = [str(token).lower() for token in wanted if token]
+        hits = [i for i, name in enumerate(names) if any(token in str(name).lower() for token in tokens)]
+        dim = hits[0] if hits else dim
+    record = checkpoint.pipelines.config(POST, step)
+    dim, threshold = record.get("gripper_dim", dim), record.get("threshold", checkpoint["gripper_threshold"])
+    if type(dim) is not int or not 0 <= dim < action_dim or not isinstance(threshold, int | float):
+        raise ConvertError(
+            f"{checkpoint.path}: {step}: expected a dimension below {action_dim} and a threshold,"
+            f" got {dim!r} and {threshold!r}"
+        )
+    return dim, float(threshold)

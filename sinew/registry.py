@@ -1,0 +1,115 @@
+"""The families of policies: one line here and one folder in ``sinew/families`` for each.
+
+A folder says in its ``__init__`` what it holds (:class:`Family`); its other files are imported when they are needed, so
+that a verb which asks for names alone imports no torch and no model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sinew.core import BundleError
+
+# In the order in which their converters are asked for a checkpoint, and in which messages and tables name them.
+FAMILIES = (
+    "smolvla",
+    "pi",
+    "gr00t",
+    "evo1",
+    "openvla",
+    "bitvla",
+    "vla_jepa",
+)
+FORMATS = ("sinew.vlacpp.read",)  # readers of another project's files of several families, asked after theirs
+HOME = "sinew.families"
+PUBLISHED = "published.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a folder of ``sinew/families`` holds. Places are "FILE" or "FILE:NAME" in it.
+
+    models: architecture -> its class (:class:`sinew.models.base.Model`).
+    converters: files that read checkpoints, in the order in which they are asked. Each has NAMES (checkpoints that it
+        reads, for messages), OPTIONS (fields of ``convert.options.Options`` that it reads), SETTINGS (of --set),
+        recognises(path) and read(path, options) -> Conversion.
+    guesses: converters that know their files by what these lack, and are asked after those of all families.
+    units: architecture -> what its actions are given in (:class:`sinew.core.VectorSpec`), where a bundle does not say.
+    hints: architecture -> what its own project's clients expect of a wire, as that wire's codec names it.
+    demo: writes a random checkpoint of full size, or a tiny one, with everything that its conversion needs.
+    base: the family that this one descends from: the only other folder that it may import.
+    golden: compares a small policy in the folder with its reference's stored answers.
+    name: the folder's, which the registry adds.
+    """
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    converters: tuple[str, ...] = ()
+    guesses: tuple[str, ...] = ()
+    units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    base: str = ""
+    demo: str = ""
+    golden: str = ""
+    name: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(import_module(f"{HOME}.{self.name}").__file__)).parent
+
+    def load(self, place: str) -> Any:
+        """Return a file of the folder as a module, or what it calls NAME."""
+        module, _, name = place.partition(":")
+        found = import_module(f"{HOME}.{self.name}.{module}")
+        return getattr(found, name) if name else found
+
+    def published(self) -> dict[str, dict[str, Any]]:
+        """Return the records of ``published.json`` by preset; none where the folder has no such file."""
+        path = self.folder / PUBLISHED
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def families() -> Iterator[Family]:
+    """Yield what each folder says of itself."""
+    for name in FAMILIES:
+        yield replace(import_module(f"{HOME}.{name}").FAMILY, name=name)
+
+
+def architectures() -> dict[str, Family]:
+    """Return architecture -> its family."""
+    return {architecture: family for family in families() for architecture in family.models}
+
+
+def model_place(architecture: str) -> tuple[Family, str]:
+    """Return the family of an architecture and where in it the class lies. Raises :class:`BundleError`."""
+    known = architectures()
+    if architecture not in known:
+        raise BundleError(f"architecture {architecture!r} is not one of {', '.join(sorted(known))}")
+    return known[architecture], known[architecture].models[architecture]
+
+
+def action_units(architecture: str) -> tuple[str, ...]:
+    """Return what a family says of its actions' units; nothing for an architecture that is not one of these. Servers
+    of other projects spell it their own way: GR00T-N1.6 and gr00t_n1_6 are the same."""
+    said = {plain(name): units for family in families() for name, units in family.units.items()}
+    return said.get(plain(architecture), ())
+
+
+def hints(architecture: str) -> tuple[str, ...]:
+    """Return what wires must know of an architecture; nothing for one that is not there."""
+    family = architectures().get(architecture)
+    return family.hints.get(architecture, ()) if family else ()
+
+
+def plain(architecture: str) -> str:
+    """Return an architecture's letters and digits, in lower case."""
+    return "".join(letter for letter in architecture.lower() if letter.isalnum())
+
+
+def presets() -> dict[str, Family]:
+    """Return preset -> the family whose ``published.json`` has its sizes."""
+    return {preset: family for family in families() for preset in family.published()}

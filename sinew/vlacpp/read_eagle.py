@@ -1,0 +1,159 @@
+"""vla.cpp's files of GR00T N1.6 and N1.5.
+
+Names are turned into NVIDIA's, so that everything else is read as from NVIDIA's own folder. An N1.6 file holds the
+processor's configuration and the statistics; an N1.5 file holds metadata.json, or nothing where it was made from a
+LeRobot fine-tune: then vla.cpp wrote the statistics beside it (--stats), and cameras are given with --cameras. Eagle's
+configuration, tokenizer, chat template and image processor come from --vlm.
+Source: vla.cpp ``scripts/convert_gr00t_n1_{5,6}_to_gguf.py``, ``gguf_blocks.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import Options
+from sinew.convert.read.record import Record
+from sinew.convert.tensors import Rule, apply
+from sinew.convert.tokenizer_files import find_model_dir
+from sinew.core import CameraSpec, ConvertError
+from sinew.families.gr00t import eagle as gr00t_eagle
+from sinew.families.gr00t import n15
+from sinew.families.gr00t.files import Parts, choose
+from sinew.vlacpp.file import FORMAT, VlacppFile, decoder_rules
+from sinew.vlacpp.read_qwen import (
+    SETTINGS,
+    VlacppNvidia,
+    head_record,
+    head_rules,
+)
+
+__all__ = ["ARCHITECTURES", "NAMES", "OPTIONS", "SETTINGS", "read"]
+
+ARCHITECTURES = ("gr00t_n1_5", "gr00t_n1_6")
+NAMES = ("vla.cpp GGUF of gr00t_n1_5 or gr00t_n1_6",)
+OPTIONS = ("vlm", "tokenizer", "embodiment", "cameras", "stats")
+N15_ONLY = ("cameras", "stats", "center_crop", "embodiment_id")
+EAGLE = {"gr00t_n1_5": n15.LEROBOT_ASSETS, "gr00t_n1_6": "nvidia/Eagle-Block2A-2B-v2"}
+FRAME = 224  # pixels: the side of the tower's images, for cameras of which no file tells more
+
+
+def _rules(backbone: str, connector: tuple[tuple[str, str], ...]) -> list[Rule]:
+    tower = f"{backbone}vision_model.vision_model."
+    layer = rf"{tower}encoder.layers.\1."
+    return [
+        *decoder_rules(f"{backbone}language_model.model."),
+        *head_rules("aex", r"aex\.dit", "action_head."),
+        Rule(r"vit\.patch_embd\.(.*)", (rf"{tower}embeddings.patch_embedding.\1",)),
+        Rule(r"vit\.pos_embd", (f"{tower}embeddings.position_embedding.weight",)),
+        Rule(r"vit\.blk\.(\d+)\.ln([12])\.(.*)", (rf"{layer}layer_norm\2.\3",)),
+        Rule(r"vit\.blk\.(\d+)\.attn_([qkv])\.(.*)", (rf"{layer}self_attn.\2_proj.\3",)),
+        Rule(r"vit\.blk\.(\d+)\.attn_o\.(.*)", (rf"{layer}self_attn.out_proj.\2",)),
+        Rule(r"vit\.blk\.(\d+)\.(fc[12])\.(.*)", (rf"{layer}mlp.\2.\3",)),
+        Rule(r"vit\.post_ln\.(.*)", (rf"{tower}post_layernorm.\1",)),
+        *(Rule(rf"mm\.{old}\.(.*)", (rf"{backbone}mlp1.{new}.\1",)) for old, new in connector),
+    ]
+
+
+N15 = _rules("backbone.eagle_model.", (("fc", "0"),))
+N16 = _rules("backbone.model.", (("ln", "0"), ("fc1", "1"), ("fc2", "3")))
+TABLE = "backbone.model.vision_model.vision_model.embeddings.position_embedding.weight"
+
+
+def read(file: VlacppFile, options: Options) -> Conversion:
+    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    first = file.architecture == "gr00t_n1_5"
+    for name in (*options.given, *options.settings):
+        if name in N15_ONLY and not first:
+            raise ConvertError(f"{name}: a vla.cpp file of {file.architecture} does not read it")
+    folder = find_model_dir(
+        EAGLE[file.architecture], options.vlm, file.path, "--vlm", gr00t_eagle.EAGLE_FILES
+    )
+    eagle, preprocessor = Record(folder / "config.json"), Record(folder / "preprocessor_config.json")
+    if (own := file.integer("image_token_index")) != eagle["image_token_index"]:
+        raise ConvertError(
+            f"{file.path}: image_token_index: expected {own}, got {eagle['image_token_index']} from --vlm: it is"
+            " another model"
+        )
+    if first:
+        parts = _n15(file, options, preprocessor)
+    else:
+        processor = Record(folder / "processor_config.json")
+        files = VlacppNvidia(file, options, N16, EAGLE["gr00t_n1_6"])
+        parts = gr00t_eagle.n16(files, eagle, preprocessor, processor)
+        eagle = _with_table(file, eagle, parts)
+    return gr00t_eagle.assemble(file.path.stem, options, folder, eagle, parts)
+
+
+def _with_table(file: VlacppFile, eagle: Record, parts: Parts) -> Record:
+    """Return Eagle's configuration with as many patches as the file has positions, which vla.cpp's converter resizes
+    on request: such a table fits one size of images only."""
+    table, vision = parts.tensors.get(TABLE), eagle.part("vision_config")
+    patches, side = vision["num_patches"], vision["patch_size"]
+    if table is None or len(table.shape) != 2 or table.shape[0] == patches:
+        return eagle
+    grid = (parts.image.height // side, parts.image.width // side)
+    if grid[0] * grid[1] != table.shape[0] or grid[0] != grid[1]:
+        raise ConvertError(
+            f"{file.path}: vit.pos_embd: expected {patches} positions, or those of {grid[0]} x {grid[1]} patches, got"
+            f" {table.shape[0]}: it was written for images of another size"
+        )
+    return Record(
+        eagle.path, {**eagle.content, "vision_config": {**vision.content, "num_patches": table.shape[0]}}
+    )
+
+
+def _n15(file: VlacppFile, options: Options, preprocessor: Record) -> Parts:
+    tensors = apply(file.tensors, N15)
+    head = Record(file.path, head_record(file, tensors))
+    metadata = file.record("metadata_json")
+    fine_tune = not metadata
+    if fine_tune:
+        found = _fine_tune(file, options, head["action_horizon"])
+    else:
+        for name in ("cameras", "stats"):
+            if name in options.given:
+                raise ConvertError(f"--{name}: {file.path} holds NVIDIA's metadata, which names them")
+        found = n15.robot(Record(file.path, metadata), head["action_horizon"], options)
+    image = n15.image_recipe(preprocessor, options.setting("center_crop", not fine_tune))
+    files = [file.path, *found[3]]
+    return n15.parts(FORMAT, head, file.integer("lm_layers_used"), tensors, files, found, image, fine_tune)
+
+
+def _fine_tune(file: VlacppFile, options: Options, horizon: int) -> n15.Found:
+    """What vla.cpp wrote beside the file of a LeRobot fine-tune."""
+    if options.stats is None or not options.cameras:
+        raise ConvertError(
+            f"{file.path}: made from a LeRobot fine-tune, whose statistics and cameras it does not hold; give"
+            " --stats dataset_statistics.json (vla.cpp writes it beside the file) and --cameras NAME,NAME"
+        )
+    stats, numbers = Record(options.stats), file.record("embodiment_tag_mapping")
+    if (
+        number := options.setting("embodiment_id", None)
+    ) is not None:  # vla.cpp calls every robot new_embodiment
+        numbers |= dict.fromkeys(stats.content, number)
+    embodiment = choose(
+        options.embodiment, [tag for tag in stats.content if tag in numbers], numbers, stats.path
+    )
+    table = stats.part(embodiment.tag)
+    bounds = {what: _bounds(table.part(what)) for what in ("state", "action")}
+    cameras = [CameraSpec(name, FRAME, FRAME) for name in sorted(options.cameras)]
+    vectors = n15.vectors_of(
+        (n15.part("state", *bounds["state"]),), (n15.part("actions", *bounds["action"]),), horizon
+    )
+    notes = (f"cameras {', '.join(options.cameras)}: given with --cameras, put in the order of their names",)
+    return embodiment, cameras, vectors, [options.stats], notes
+
+
+def _bounds(part: Record) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    try:
+        low, high = (np.asarray(part[name], np.float64) for name in ("min", "max"))
+    except (ValueError, TypeError):
+        low = high = np.zeros(0)
+    if low.ndim != 1 or low.shape != high.shape or not len(low):
+        raise ConvertError(
+            f"{part.path}: {part.name}min and max: expected two lists of numbers of one length"
+        )
+    return low, high

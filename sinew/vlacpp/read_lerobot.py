@@ -1,0 +1,230 @@
+"""vla.cpp's files of SmolVLA, pi0 and pi0.5.
+
+The tokenizer has to be given, the prompt is the family's, and what had to be assumed is in the notes of the bundle.
+Schema: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sinew.bundle.schema import (
+    ImageRecipe,
+    Normalization,
+    Processing,
+    PromptRecipe,
+)
+from sinew.bundle.writer import TensorSource
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import SOLVER_STEPS_SETTING, Options
+from sinew.convert.tensors import read_array
+from sinew.convert.tokenizer_files import load_tokenizer
+from sinew.core import CameraSpec, ConvertError, PolicySpec, VectorSpec
+from sinew.families.pi.convert import GEMMA
+from sinew.families.pi.model import PI0Config
+from sinew.families.smolvla.convert import ROPE_THETA
+from sinew.families.smolvla.model import SmolVLAConfig
+from sinew.layers.decoder import DecoderConfig
+from sinew.layers.vit import ViTConfig
+from sinew.processing.normalize import STATISTICS as ORDER
+from sinew.vlacpp.file import FORMAT, VlacppFile
+
+STATISTICS = tuple(f"{what}_{stat}" for what in ("state", "action") for stat in ("mean", "std", "q01", "q99"))
+PARTS = {"vlm": "language", "aex": "expert", "vit": "vision", "mm": "connector"}
+LEAVES = {
+    "blk": "layers",
+    "attn_norm": "input_norm",
+    "attn_q": "attn.q_proj",
+    "attn_k": "attn.k_proj",
+    "attn_v": "attn.v_proj",
+    "attn_o": "attn.o_proj",
+    "ffn_norm": "post_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "fc1": "mlp.fc1",
+    "fc2": "mlp.fc2",
+    "post_ln": "norm",
+    "output_norm": "norm",
+    "patch_embd": "patch_embedding",
+    "fc": "proj",
+}
+ADAPTIVE = ("attn_norm", "ffn_norm", "output_norm")  # pi0.5's expert: dense layers under the names of norms
+WHOLE = {
+    "token_embd.weight": "language.embed_tokens.weight",
+    "vit.pos_embd": "vision.position_embedding.weight",
+}
+
+
+def bundle_name(name: str, architecture: str) -> str:
+    """vla.cpp tensor name -> module path in our model of that architecture."""
+    part, _, rest = name.partition(".")
+    if name in WHOLE or part not in PARTS:
+        return WHOLE.get(name, name)  # projections keep their upstream names
+    if name.startswith("mm.proj."):
+        return name.replace("mm.proj", "connector")
+    pieces = [LEAVES.get(piece, piece) for piece in rest.split(".")]
+    if architecture == "pi05" and part == "aex" and rest.split(".")[-2] in ADAPTIVE:
+        pieces.insert(-1, "dense")
+    return ".".join([PARTS[part], *pieces])
+
+
+NAMES = ("vla.cpp GGUF of smolvla, pi0 or pi05",)
+OPTIONS = ("vlm", "tokenizer", "cameras")
+SETTINGS = {"solver_steps": SOLVER_STEPS_SETTING}
+ARCHITECTURES = ("smolvla", "pi0", "pi05")
+
+
+def read(file: VlacppFile, options: Options) -> Conversion:
+    """Read a file, the weights aside. Raises :class:`ConvertError`."""
+    path, architecture = file.path, file.architecture
+    family = FAMILIES[architecture]
+    if options.tokenizer is None and options.vlm is None:
+        raise ConvertError(
+            f"{path}: vla.cpp files hold no tokenizer; give {family.tokenizer}'s with --tokenizer FILE_OR_DIR"
+        )
+    tokenizer = load_tokenizer([p for p in (options.tokenizer, options.vlm) if p], "see --tokenizer")
+
+    tensors = file.tensors
+    try:
+        config = family.config(file, tensors)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConvertError(f"{path}: {error}") from None
+    state_dim, max_tokens = file.integer("real_state_dim"), file.integer("tokenizer_max_length")
+    cameras = options.cameras or family.cameras
+    side = config.vision.image_size
+    return Conversion(
+        architecture=architecture,
+        format=FORMAT,
+        config=config,
+        spec=PolicySpec(
+            architecture=architecture,
+            name=path.stem,
+            cameras=tuple(CameraSpec(name, side, side) for name in cameras),
+            state=VectorSpec(state_dim),
+            action=VectorSpec(file.integer("real_action_dim")),
+            chunk_size=config.chunk_size,
+            noise_dim=config.max_action_dim,
+            solver_steps=options.setting("solver_steps", file.integer("num_steps")),
+            max_prompt_tokens=max_tokens,
+        ),
+        processing=Processing(
+            image=ImageRecipe(height=side, width=side, pad=family.pad),
+            prompt=replace(
+                family.prompt,
+                max_tokens=max_tokens,
+                vocab_size=config.vocab_size,
+                pad_token_id=tokenizer.pad_token_id or 0,
+                state_values=state_dim if "{state}" in family.prompt.template else 0,
+            ),
+            state=_normalization(path, tensors, "state", family.mode, file.number("norm_eps")),
+            action=_normalization(path, tensors, "action", family.mode, file.number("norm_eps")),
+            padded_state_dim=config.max_state_dim,
+            padded_action_dim=config.max_action_dim,
+        ),
+        tokenizer=tokenizer.text,
+        tensors={name: t for name, t in tensors.items() if name not in STATISTICS},
+        rename=lambda name: bundle_name(name, architecture),
+        sources=[path, tokenizer.path],
+        notes=(
+            f"cameras {', '.join(cameras)}: not in the source file, "
+            + ("given with --cameras" if options.cameras else "the base checkpoint's slots assumed"),
+            f"prompt {family.prompt.template + family.prompt.ensure_suffix!r}: the family's, not in the source file",
+        ),
+    )
+
+
+def _smolvla(keys: VlacppFile, tensors: dict[str, TensorSource]) -> SmolVLAConfig:
+    n = keys.integer
+    # vla.cpp fixes the layers' epsilon in its code; its norm_eps key is the normaliser's.
+    shared = (n("n_layers"), n("n_q_heads"), n("n_kv_heads"), n("head_dim"), 1e-5, ROPE_THETA)
+    return SmolVLAConfig(
+        vision=_vision(keys, tensors),
+        language=DecoderConfig(n("hidden"), n("intermediate"), *shared),
+        expert=DecoderConfig(n("expert_h"), n("expert_inter"), *shared),
+        vocab_size=n("vocab_size"),
+        pixel_shuffle=n("vit_pixel_shuffle"),
+        chunk_size=n("chunk_size"),
+        max_state_dim=n("max_state_dim"),
+        max_action_dim=n("max_action_dim"),
+        min_period=keys.number("min_period"),
+        max_period=keys.number("max_period"),
+        self_attn_every_n_layers=n("self_attn_every_n_layers"),
+    )
+
+
+def _pi(keys: VlacppFile, tensors: dict[str, TensorSource]) -> PI0Config:
+    n, number = keys.integer, keys.number
+    heads = (n("n_layers"), n("n_q_heads"), n("n_kv_heads"), n("head_dim"))
+    shared = (*heads, number("rms_norm_eps"), number("rope_theta"))
+    return PI0Config(
+        vision=_vision(keys, tensors),
+        language=DecoderConfig(n("hidden"), n("intermediate"), *shared, **GEMMA),
+        expert=DecoderConfig(n("expert_h"), n("expert_inter"), *shared, **GEMMA),
+        vocab_size=n("vocab_size"),
+        chunk_size=n("chunk_size"),
+        max_state_dim=n("max_state_dim"),
+        max_action_dim=n("max_action_dim"),
+        min_period=number("min_period"),
+        max_period=number("max_period"),
+    )
+
+
+def _vision(keys: VlacppFile, tensors: dict[str, TensorSource]) -> ViTConfig:
+    fc1 = tensors.get("vit.blk.0.fc1.weight")
+    if fc1 is None or len(fc1.shape) != 2:
+        raise ValueError("no vision tower (vit.blk.0.fc1.weight)")
+    return ViTConfig(
+        hidden_size=keys.integer("vit_hidden"),
+        intermediate_size=fc1.shape[0],  # the pi0 files have no key for it
+        num_layers=keys.integer("vit_layers"),
+        num_heads=keys.integer("vit_heads"),
+        image_size=keys.integer("image_size"),
+        patch_size=keys.integer("patch_size"),
+        norm_eps=keys.number("vit_ln_eps"),
+    )
+
+
+def _normalization(
+    path: Path, tensors: dict[str, TensorSource], what: str, mode: Any, eps: float
+) -> Normalization:
+    stats = {}
+    for stat in ORDER[mode]:
+        source = tensors.get(f"{what}_{stat}")
+        if source is None or len(source.shape) != 1:
+            raise ConvertError(f"{path}: no statistics vector {what}_{stat}")
+        stats[stat] = tuple(float(v) for v in read_array(source))
+    return Normalization(mode, stats, eps)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a file of this architecture means and does not say."""
+
+    config: Callable[[VlacppFile, dict[str, TensorSource]], Any]
+    tokenizer: str
+    cameras: tuple[str, ...]
+    prompt: PromptRecipe  # sizes are filled in from the file
+    pad: Literal["top_left", "center"] = "center"
+    mode: str = "mean_std"
+
+
+_PI_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+_LINE = PromptRecipe(max_tokens=1, vocab_size=1, pad_token_id=0, ensure_suffix="\n")
+_STATE = PromptRecipe(
+    max_tokens=1,
+    vocab_size=1,
+    pad_token_id=0,
+    clean=True,
+    template="Task: {prompt}, State: {state};\nAction: ",
+)
+FAMILIES = {
+    "smolvla": Family(_smolvla, "SmolVLM2-500M", ("camera1", "camera2", "camera3"), _LINE, pad="top_left"),
+    "pi0": Family(_pi, "PaliGemma", _PI_CAMERAS, _LINE),
+    "pi05": Family(_pi, "PaliGemma", _PI_CAMERAS, _STATE, mode="quantiles"),
+}

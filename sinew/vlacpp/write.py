@@ -1,0 +1,275 @@
+"""Writing a bundle as vla.cpp's GGUF, for the families whose files hold all of their policy: SmolVLA, pi0, pi0.5,
+OpenVLA-OFT, VLA-Adapter, BitVLA and Evo-1.
+
+The file holds weights, sizes and statistics; images, prompt and tokenizer stay with vla.cpp's client. What is written
+is read back by our own importer before it is published, and a bundle of which that gives another policy is refused, as
+are families whose file could not be told from another policy's (``REFUSED``).
+Source: vla.cpp ``scripts/convert_{smolvla,pi0,pi05}_to_gguf.py`` (commit b18873d) and what ``src/models`` reads of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from sinew import scratch
+from sinew.bundle import Bundle
+from sinew.bundle.schema import Manifest
+from sinew.bundle.writer import FileSlice, Progress, TensorSource, finish_header
+from sinew.convert.conversion import Conversion
+from sinew.convert.options import Options
+from sinew.convert.tensors import computed, constant, rounded
+from sinew.core import ConvertError
+from sinew.vlacpp import write_bitvla, write_evo1, write_prismatic
+from sinew.vlacpp.read import read
+from sinew.vlacpp.read_lerobot import LEAVES, PARTS, STATISTICS, WHOLE, bundle_name
+
+logger = logging.getLogger(__name__)
+
+_MODULES = (write_prismatic, write_bitvla, write_evo1)
+FAMILIES = {name: module for module in _MODULES for name in module.ARCHITECTURES}
+ARCHITECTURES = ("smolvla", "pi0", "pi05", *FAMILIES)
+_EMBODIMENTS = "its file holds the weights of all embodiments, a bundle those of one"
+REFUSED = {
+    "gr00t_n1_5": _EMBODIMENTS,
+    "gr00t_n1_6": _EMBODIMENTS,
+    "gr00t_n1_7": _EMBODIMENTS,
+    "vla_jepa": "its file has no place for statistics, without which actions have no units",
+    "openvla": "it has no such architecture",
+}
+ALIGNMENT = 32  # GGUF's own
+TOKENS = "token_embd.weight"  # src/models/smolvla.cpp reads it as bfloat16 whatever its type
+STORED = (GGMLQuantizationType.F32, GGMLQuantizationType.BF16)
+_LETTERS = {ours: theirs for theirs, ours in PARTS.items()}
+_WHOLE = {ours: theirs for theirs, ours in WHOLE.items()}
+# Some of our names stand for two of theirs.
+_TOWER = {"norm": "post_ln", "attn.o_proj": "attn_o"}
+_DECODER = {"norm": "output_norm", "post_norm": "ffn_norm", "input_norm": "attn_norm"}
+# Of a manifest: what a client decides, or what computes nothing.
+_FREE = {"compat", "name", "cameras", "keys", "embodiment", "control_hz", "n_action_steps", "names", "units"}
+_FREE |= {
+    "pad_token_id",
+    "padding",
+    "resizes_frames",
+    "default_prompt",
+    "empty_cameras",
+    "pad_missing_cameras",
+}
+
+
+def export_vlacpp(bundle: Bundle, out: Path, progress: Progress | None = None) -> None:
+    """Write ``bundle`` as vla.cpp's file ``out``, which appears only when it is complete.
+
+    Raises :class:`ConvertError` for a family, a precision or a recipe that vla.cpp's file has no place for.
+    """
+    manifest = bundle.manifest
+    if manifest.architecture not in ARCHITECTURES:
+        why = REFUSED.get(manifest.architecture)
+        raise ConvertError(
+            f"{bundle.path}: architecture {manifest.architecture!r}: vla.cpp's files are written for"
+            f" {', '.join(ARCHITECTURES)} only{f'; {why}' if why else ''}"
+        )
+    if out.exists():
+        raise ConvertError(f"{out}: expected a new file, got one that is there")
+    family = FAMILIES.get(manifest.architecture)
+    if family is not None:
+        tensors, keys = _of_family(family, bundle), family.keys(bundle)
+    else:
+        tensors, keys = [*_weights(bundle), *_statistics(manifest)], _keys(manifest)
+        if manifest.architecture == "smolvla" and GGMLQuantizationType.F32 in (
+            info.type for name, info in bundle.infos.items() if _WHOLE.get(name) == TOKENS
+        ):
+            logger.warning("%s is rounded to bfloat16: vla.cpp reads no other of SmolVLA", TOKENS)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with scratch.beside(out) as folder:
+        partial, tokenizer = folder / "vla.gguf", folder / "tokenizer.json"
+        _write(partial, manifest.architecture, keys, tensors, progress)
+        tokenizer.write_text(manifest.tokenizer, encoding="utf-8")
+        names = tuple(camera.name for camera in manifest.spec.cameras)
+        given = family.beside(bundle, folder) if family else {}
+        found = read(partial, Options(tokenizer=tokenizer, cameras=names, **given))
+        _compare(manifest, found, bundle.path)
+        os.replace(partial, out)
+
+
+def _of_family(family: ModuleType, bundle: Bundle) -> list[TensorSource]:
+    """The tensors of a family with a module of its own. Raises :class:`ConvertError` for one without a name."""
+    stored = {source.name: source for source in _stored(bundle, family.PACKED)}
+    made = family.renamed(bundle, dict(stored))
+    if left := [name for name in made if name in stored and name != "action_queries.weight"]:
+        raise ConvertError(
+            f"{bundle.path}: tensor {left[0]!r}: vla.cpp's {bundle.manifest.architecture} has no name for it"
+        )
+    return [replace(source, name=name) for name, source in made.items()]
+
+
+def vlacpp_name(name: str, architecture: str) -> str:
+    """Return vla.cpp's name of our tensor. Raises :class:`ConvertError` for one that it has no name for."""
+    found = _WHOLE.get(name) or _renamed(name)
+    if bundle_name(found, architecture) != name:
+        raise ConvertError(f"tensor {name!r}: vla.cpp's {architecture} has no name for it")
+    return found
+
+
+def _renamed(name: str) -> str:
+    part, _, rest = name.partition(".")
+    if part == "connector":
+        return name.replace("connector.proj", "mm.fc") if rest.startswith("proj.") else f"mm.proj.{rest}"
+    if part not in _LETTERS:
+        return name
+    own = _TOWER if part == "vision" else _DECODER
+    leaves = {ours: theirs for theirs, ours in LEAVES.items()} | own
+    stem, _, end = rest.replace(".dense.", ".").rpartition(".")
+    if stem.startswith("layers."):
+        _, number, leaf = stem.split(".", 2)
+        return f"{_LETTERS[part]}.blk.{number}.{leaves.get(leaf, leaf)}.{end}"
+    return f"{_LETTERS[part]}.{leaves.get(stem, stem)}.{end}"
+
+
+def _stored(bundle: Bundle, packed: tuple[GGMLQuantizationType, ...] = ()) -> Iterator[TensorSource]:
+    """The tensors under their own names. Raises :class:`ConvertError` for one in few bits, other than ``packed``."""
+    for name, info in bundle.infos.items():
+        if info.type not in (*STORED, *packed):
+            raise ConvertError(
+                f"{bundle.path}: tensor {name!r}: expected F32 or BF16, got {info.type.name}; export the bundle that"
+                " it was quantised from"
+            )
+        data = FileSlice(bundle.path, info.offset, info.nbytes)
+        yield TensorSource(name, info.shape, info.type, info.nbytes, data)
+
+
+def _weights(bundle: Bundle) -> Iterator[TensorSource]:
+    """The tensors under vla.cpp's names; its small ones of the tower are float32, the tokens of SmolVLA bfloat16."""
+    for stored in _stored(bundle):
+        source = replace(stored, name=vlacpp_name(stored.name, bundle.manifest.architecture))
+        if bundle.manifest.architecture == "smolvla" and source.name == TOKENS:
+            source = rounded(source)
+        small = source.name.startswith("vit.") and (
+            len(source.shape) == 1 or "patch_embd" in source.name or "pos_embd" in source.name
+        )
+        if source.type is GGMLQuantizationType.BF16 and (small or source.name == "mm.proj.bias"):
+            source = computed(lambda x: x, source)
+        yield source
+
+
+def _statistics(manifest: Manifest) -> Iterator[TensorSource]:
+    for what in ("state", "action"):
+        for stat, values in getattr(manifest.processing, what).stats.items():
+            if (name := f"{what}_{stat}") not in STATISTICS:
+                raise ConvertError(f"processing.{what}: vla.cpp's file has no place for {stat!r}")
+            yield constant(name, np.asarray(values, np.float32))
+
+
+def _keys(manifest: Manifest) -> dict[str, Any]:
+    """Metadata, without the architecture's prefix. Numbers in a tuple are float64 in the file, others float32."""
+    config, spec, kind = manifest.config, manifest.spec, manifest.architecture
+    language, expert, vision = config["language"], config["expert"], config["vision"]
+    shuffle = config.get("pixel_shuffle", 1)
+    keys: dict[str, Any] = {
+        "hidden": language["hidden_size"],
+        "intermediate": language["intermediate_size"],
+        "n_q_heads": language["num_heads"],
+        "n_kv_heads": language["num_kv_heads"],
+        "head_dim": language["head_dim"],
+        "n_layers": language["num_layers"],
+        "vocab_size": config["vocab_size"],
+        "expert_h": expert["hidden_size"],
+        "expert_inter": expert["intermediate_size"],
+        "chunk_size": config["chunk_size"],
+        "num_steps": spec.solver_steps,
+        "max_state_dim": config["max_state_dim"],
+        "max_action_dim": config["max_action_dim"],
+        "real_state_dim": spec.state.dim,
+        "real_action_dim": spec.action.dim,
+        "tokenizer_max_length": spec.max_prompt_tokens,
+        "min_period": (config["min_period"],),
+        "max_period": (config["max_period"],),
+        "norm_eps": manifest.processing.action.eps,
+        "vit_hidden": vision["hidden_size"],
+        "vit_layers": vision["num_layers"],
+        "vit_heads": vision["num_heads"],
+        "image_size": vision["image_size"],
+        "patch_size": vision["patch_size"],
+        "n_img_tokens": (vision["image_size"] // vision["patch_size"] // shuffle) ** 2,
+        "vit_ln_eps": vision["norm_eps"],
+    }
+    if kind == "smolvla":
+        return keys | {
+            "self_attn_every_n_layers": config["self_attn_every_n_layers"],
+            "expert_width_multiplier": (expert["hidden_size"] / language["hidden_size"],),
+            "vit_inter": vision["intermediate_size"],
+            "vit_pixel_shuffle": shuffle,
+        }
+    keys |= {
+        "n_action_steps": spec.n_action_steps or spec.chunk_size,
+        "rope_theta": (language["rope_theta"],),
+        "rms_norm_eps": language["norm_eps"],
+    }
+    if kind == "pi05":
+        keys |= {
+            "use_adarms_expert": True,
+            "adarms_cond_dim": expert["hidden_size"],
+            "norm_mode": manifest.processing.action.mode,
+        }
+    return keys
+
+
+def _write(
+    path: Path, kind: str, keys: dict[str, Any], tensors: list[TensorSource], progress: Progress | None
+) -> None:
+    writer = GGUFWriter(path, kind)
+    writer.add_string(f"{kind}.architecture", kind)
+    for name, value in keys.items():
+        key = f"{kind}.{name}"
+        if isinstance(value, tuple):
+            writer.add_float64(key, float(value[0]))
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_float32(key, value)
+    finish_header(writer, tensors)
+    with open(path, "ab") as file:
+        for tensor in tensors:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            for block in tensor.data.blocks():
+                file.write(block)
+                if progress:
+                    progress(len(block))
+        file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def _compare(ours: Manifest, found: Conversion, path: Path) -> None:
+    """Raise :class:`ConvertError` with the first field in which the file's policy is another one."""
+    processing = replace(found.processing, compat=ours.processing.compat)
+    for where, wanted, got in (
+        ("config", ours.config, found.config),
+        ("spec", ours.spec, found.spec),
+        ("processing", ours.processing, processing),
+    ):
+        plain = (msgspec.json.decode(msgspec.json.encode(record)) for record in (wanted, got))
+        for field, have, would in _differences(where, *plain):
+            raise ConvertError(
+                f"{path}: {field} is {have!r}, which vla.cpp's file has no place for: it would mean {would!r}"
+            )
+
+
+def _differences(where: str, wanted: Any, got: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        for key in dict.fromkeys([*wanted, *got]):
+            if key not in _FREE:
+                yield from _differences(f"{where}.{key}", wanted.get(key), got.get(key))
+    elif wanted != got:
+        yield where, wanted, got

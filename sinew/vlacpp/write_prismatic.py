@@ -1,0 +1,203 @@
+"""OpenVLA-OFT and VLA-Adapter ("Pro" head) as vla.cpp's files: names, sizes and statistics of :mod:`.write`.
+
+Source: vla.cpp ``scripts/convert_{openvla_oft,vla_adapter}_to_gguf.py``, ``gguf_blocks.py``, and what
+``src/models/{openvla_oft,vla_adapter}.cpp`` reads of it (commit b18873d).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sinew.bundle import Bundle
+from sinew.bundle.schema import Manifest, Normalization
+from sinew.bundle.writer import TensorSource
+from sinew.convert.tensors import Rule, apply, fuse, reshape, split
+from sinew.core import ConvertError
+from sinew.layers import bridge, regression_head
+
+ARCHITECTURES = ("openvla_oft", "vla_adapter")
+PACKED = ()  # types of tensors beside float32 and bfloat16
+_LINEAR = r"\.(weight|bias)"
+_BLOCK = r"aex.head.blk.\1."
+
+
+def _first(source: TensorSource) -> tuple[TensorSource, TensorSource]:
+    """The class token and the registers, [1, n, C] each."""
+    count, width = source.shape
+    first, others = split(source, (1, count - 1))
+    return reshape(first, 1, 1, width), reshape(others, 1, count - 1, width)
+
+
+def _tower(index: int, letter: str) -> list[Rule]:
+    old, new = rf"vision\.towers\.{index}\.", f"vis.{letter}."
+    layer, to = old + r"layers\.(\d+)\.", new + r"blk.\1."
+    return [
+        Rule(old + "patch_embedding" + _LINEAR, (rf"{new}patch.\1",)),
+        Rule(old + "prefix", (f"{new}cls", f"{new}reg"), _first),
+        Rule(
+            old + r"position_embedding\.weight",
+            (f"{new}pos",),
+            lambda source: reshape(source, 1, *source.shape),
+        ),
+        Rule(layer + "norm([12])" + _LINEAR, (rf"{to}ln\2.\3",)),
+        Rule(layer + r"scale([12])\.weight", (rf"{to}ls\2",)),
+        Rule(layer + r"attn\.qkv" + _LINEAR, (rf"{to}qkv.\2",)),
+        Rule(layer + r"attn\.o_proj" + _LINEAR, (rf"{to}proj.\2",)),
+        Rule(layer + r"mlp\.(fc[12])" + _LINEAR, (rf"{to}\2.\3",)),
+    ]
+
+
+def language_rules(prefix: str) -> list[Rule]:
+    """Return the rules of a language model, whose names begin with ``prefix`` there; gate and up may be one."""
+    old, to = r"language\.layers\.(\d+)\.", rf"{prefix}.blk.\1."
+    return [
+        Rule(r"language\.embed_tokens\.weight", ("token_embd.weight",)),
+        Rule(r"language\.norm\.weight", (f"{prefix}.output_norm.weight",)),
+        Rule(old + r"input_norm\.weight", (f"{to}attn_norm.weight",)),
+        Rule(old + r"post_norm\.weight", (f"{to}ffn_norm.weight",)),
+        Rule(old + r"attn\.([qkvo])_proj\.(weight|bias|scale)", (rf"{to}attn_\2.\3",)),
+        Rule(old + r"mlp\.(gate|up|down|gate_up)_proj\.(weight|scale)", (rf"{to}ffn_\2.\3",)),
+    ]
+
+
+def head_rules(norm: str, linear: str) -> list[Rule]:
+    """Return the rules of the head and the state's projector. norm, linear: vla.cpp's names of the parts of a block."""
+    ends = {"norm_in": "ln1", "proj_in": "fc1", "norm_out": "ln2", "proj_out": "fc2"}
+    block = r"head\.blocks\.(\d+)\."
+    return [
+        *(Rule(rf"state_proj\.layers\.{n}" + _LINEAR, (rf"aex.proprio.fc{n + 1}.\1",)) for n in range(2)),
+        *(Rule(rf"head\.{ours}" + _LINEAR, (rf"aex.head.{theirs}.\1",)) for ours, theirs in ends.items()),
+        Rule(block + "norm" + _LINEAR, (rf"{_BLOCK}{norm}.\2",)),
+        Rule(block + "proj" + _LINEAR, (rf"{_BLOCK}{linear}.\2",)),
+    ]
+
+
+def _rules(adapter: bool) -> list[Rule]:
+    norm, linear = ("ffn_ln", "ffn_lin") if adapter else ("ln", "lin")
+    block = r"head\.blocks\.(\d+)\."
+    return [
+        *_tower(0, "d"),
+        *_tower(1, "s"),
+        *(Rule(rf"vision\.projector\.layers\.{n}" + _LINEAR, (rf"vis.proj.fc{n + 1}.\1",)) for n in range(3)),
+        *language_rules("lm"),
+        *head_rules(norm, linear),
+        Rule(block + "gate", (f"{_BLOCK}gating",)),
+        Rule(block + "([kv])_query" + _LINEAR, (rf"{_BLOCK}\2_adapter.\3",)),
+        Rule(block + "([kv]_self|[kv]_task|[qo]_proj)" + _LINEAR, (rf"{_BLOCK}\2.\3",)),
+        Rule(r"action_queries\.weight", ("action_queries.weight",)),
+    ]
+
+
+def renamed(bundle: Bundle, found: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Return a bundle's tensors under vla.cpp's names; one that it has no name for keeps its own.
+
+    Raises :class:`ConvertError` for a policy without a state.
+    """
+    if not bundle.manifest.config["max_state_dim"]:
+        raise ConvertError(f"{bundle.path}: a policy without a state: vla.cpp's file needs its projector")
+    fuse(found, "vision.towers.")
+    return apply(found, _rules(bundle.manifest.architecture == "vla_adapter"))
+
+
+def keys(bundle: Bundle) -> dict[str, Any]:
+    """Return the metadata of a file, without the architecture's prefix."""
+    manifest, config = bundle.manifest, bundle.manifest.config
+    towers, language = config["vision"], config["language"]
+    side, patch = towers[0]["image_size"], towers[0]["patch_size"]
+    found: dict[str, Any] = {}
+    for name, tower in zip(("dino", "sig"), towers, strict=True):
+        found |= tower_keys(f"vit.{name}", tower)
+    found |= {
+        "vit.image_size": side,
+        "vit.patch_size": patch,
+        "vit.n_patches": (side // patch) ** 2,
+        "vit.ln_eps": towers[0]["norm_eps"],
+        "vit.proj_mid": config["projector"][0],
+        "vit.vdim": sum(tower["hidden_size"] for tower in towers),
+        **language_keys(language),
+        "lm.vocab": config["vocab_size"],
+        "action.chunk": config["chunk_size"],
+        "action.action_dim": config["max_action_dim"],
+        "action.proprio_dim": config["max_state_dim"],
+        "action.head_blocks": len(
+            {name.split(".")[2] for name in bundle.infos if name.startswith("head.blocks.")}
+        ),
+        "tokens.stop_id": config["stop_token"],
+        "statistics_json": json.dumps({manifest.spec.embodiment or "sinew": statistics(manifest)}),
+    }
+    if manifest.architecture == "openvla_oft":
+        return found | {
+            "vit.num_images": len(manifest.spec.cameras),
+            "action.head_hidden": bundle.infos["head.proj_in.weight"].shape[0],
+            "action.head_ln_eps": regression_head.EPS,
+        }
+    return found | {
+        "action.num_tokens": config["num_queries"],
+        "action.head_heads": bridge.HEADS,
+        "action.head_dim": language["hidden_size"] // bridge.HEADS,
+        "action.head_rope_base": bridge.THETA,
+        "action.ln_eps": bridge.EPS,
+    }
+
+
+def beside(_bundle: Bundle, _folder: Path) -> dict[str, Any]:
+    """Return no options: all that the importer reads is in the file."""
+    return {}
+
+
+def tower_keys(prefix: str, tower: dict[str, Any]) -> dict[str, Any]:
+    """Return what both exporters say of a vision tower."""
+    return {
+        f"{prefix}.hidden": tower["hidden_size"],
+        f"{prefix}.layers": tower["num_layers"],
+        f"{prefix}.heads": tower["num_heads"],
+        f"{prefix}.head_dim": tower["hidden_size"] // tower["num_heads"],
+        f"{prefix}.inter": tower["intermediate_size"],
+    }
+
+
+def language_keys(language: dict[str, Any]) -> dict[str, Any]:
+    """Return what both exporters say of the language model."""
+    return {
+        "lm.hidden": language["hidden_size"],
+        "lm.layers": language["num_layers"],
+        "lm.q_heads": language["num_heads"],
+        "lm.kv_heads": language["num_kv_heads"],
+        "lm.head_dim": language["head_dim"],
+        "lm.inter": language["intermediate_size"],
+        "lm.rope_theta": float(language["rope_theta"]),
+        "lm.rms_eps": language["norm_eps"],
+    }
+
+
+def statistics(manifest: Manifest) -> dict[str, Any]:
+    """Return what upstream's dataset_statistics.json holds of one robot: actions first, which vla.cpp looks for.
+
+    Raises :class:`ConvertError` for statistics that vla.cpp does not read.
+    """
+    processing, spec = manifest.processing, manifest.spec
+    found = {}
+    for vector, dim, whole, parts in (
+        ("action", spec.action.dim, processing.action, processing.action_parts),
+        ("proprio", spec.state.dim, processing.state, ()),
+    ):
+        pieces = [(part.dim, part.normalization) for part in parts] or [(dim, whole)]
+        found[vector] = {
+            "q01": [value for size, piece in pieces for value in _bound(vector, piece, "q01", size, -1.0)],
+            "q99": [value for size, piece in pieces for value in _bound(vector, piece, "q99", size, 1.0)],
+            "mask": [piece.mode != "identity" for size, piece in pieces for _ in range(size)],
+        }
+    return found
+
+
+def _bound(vector: str, piece: Normalization, name: str, size: int, other: float) -> list[float]:
+    """A bound of each value; ``other`` for those that a mask leaves alone."""
+    if piece.mode == "identity":
+        return [other] * size
+    if piece.mode != "quantiles":
+        raise ConvertError(
+            f"processing.{vector}: vla.cpp's file has no place for {piece.mode!r}, it reads q01 and q99 only"
+        )
+    return list(piece.stats[name])
