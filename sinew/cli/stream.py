@@ -87,8 +87,8 @@ def stream(
     gym:ENV, the episodes. Exit status 3: windows failed by errors, or the robot never got a command. docs/stream.md.
 
     Args:
-        target: address of a server (tcp://host:port), or what is loaded here: a bundle, a checkpoint, a name of the
-            hub.
+        target: address of a server (tcp://host:port), several with commas in between (the next one where one is gone),
+            or what is loaded here: a bundle, a checkpoint, a name of the hub.
         robot: dry (no hardware), gym:ENV, module:Class (methods observe, act, hold, and sense where the state alone
             is cheaper; the current folder is searched first) or lerobot:TYPE.
         robot_options: JSON object, arguments of the robot's constructor or fields of LeRobot's configuration.
@@ -193,7 +193,8 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
     if is_address(target):
         if runs != RUNS:
             raise SinewError("engine, provider, device and dtype belong to the server; start it with them")
-        with Client(target, timeout=10.0, api_key=key_from_environment()) as client:
+        addresses = target.split(",")
+        with Client(addresses, timeout=10.0, api_key=key_from_environment()) as client:
             served = client.metadata()
         if reason := served["server"].get("unstreamed"):
             raise SinewError(f"stream: {target}: {reason}")
@@ -205,7 +206,7 @@ def _policy(target: str, runs: Runs, rtc: str) -> tuple[dict[str, Any], Callable
                     " --set lm_head=true)"
                 )
             return StreamLink(
-                target, rate, session, api_key=key_from_environment(), options=options, max_rows=most
+                addresses, rate, session, api_key=key_from_environment(), options=options, max_rows=most
             )
 
         return served["policy"], remote

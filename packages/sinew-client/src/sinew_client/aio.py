@@ -54,11 +54,11 @@ class AsyncClient(BaseClient):
 
     async def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects."""
-        return protocol.decode_metadata(await self._drive(self._control("METADATA", "", timeout)))
+        return self._said(await self._drive(self._control("METADATA", "", timeout)))
 
     async def health(self, *, timeout: float | None = None) -> dict:
         """Return status and counters of the server."""
-        return protocol.decode_metadata(await self._drive(self._control("HEALTH", "", timeout)))
+        return self._said(await self._drive(self._control("HEALTH", "", timeout)))
 
     async def reset(self, session: str = "", *, timeout: float | None = None) -> None:
         """Tell the server that a new episode begins in ``session``."""

@@ -114,6 +114,10 @@ class BaseClient:
                 logger.warning("%s: %s", self.address, warning)
         return chunk
 
+    def _said(self, reply: Any) -> dict:
+        """Return what a server says of itself; nothing where it says nothing."""
+        return protocol.decode_metadata(reply) if reply.metadata else {}
+
     def _context(self, reply: Any) -> tuple:
         """Return (bytes, timing) of a reply with a context."""
         if not reply.context:

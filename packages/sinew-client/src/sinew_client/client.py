@@ -86,7 +86,7 @@ class Client(BaseClient):
 
     def metadata(self, *, timeout: float | None = None) -> dict:
         """Return what the server runs and expects: ``policy`` (cameras, state, action, chunk size ...), ``server``."""
-        return protocol.decode_metadata(self._drive(self._control("METADATA", "", timeout)))
+        return self._said(self._drive(self._control("METADATA", "", timeout)))
 
     @property
     def spec(self) -> PolicySpec:
@@ -97,7 +97,7 @@ class Client(BaseClient):
 
     def health(self, *, timeout: float | None = None) -> dict:
         """Return status and counters of the server. Answered at once, also during an inference."""
-        return protocol.decode_metadata(self._drive(self._control("HEALTH", "", timeout)))
+        return self._said(self._drive(self._control("HEALTH", "", timeout)))
 
     def reset(self, session: str = "", *, timeout: float | None = None) -> None:
         """Tell the server that a new episode begins in ``session``."""

@@ -255,7 +255,7 @@ def check_limits(chunk: ActionChunk, limits) -> None:
 def decode_metadata(reply) -> dict:
     """Return what a server says of itself. Raises :class:`ClientError` for what is no object of JSON."""
     try:
-        found = json.loads(reply.metadata or "{}")
+        found = json.loads(reply.metadata)
     except (ValueError, RecursionError) as error:
         raise ClientError(f"the reply's metadata is not JSON: {error}") from error
     if not isinstance(found, dict):
