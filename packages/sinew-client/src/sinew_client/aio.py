@@ -103,16 +103,17 @@ class AsyncClient(BaseClient):
     async def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
         """Send one request and return its reply, None at its end, or how the connection was lost; also where none
         stands in time."""
-        payload = b"".join(attempt.parts)  # the frames may be written to while this waits
+        parts, request_id, connected, end = attempt
+        payload = b"".join(parts)  # the frames may be written to while this waits
         try:
-            link = await self._connected(attempt.connected)
+            link = await self._connected(connected)
         except ConnectionLost as error:
             return error
         if link is None:
             return None
         try:
-            answer = link.ask(payload, attempt.request_id)
-            return await asyncio.wait_for(answer, max(0.0, attempt.end - time.monotonic()))
+            answer = link.ask(payload, request_id)
+            return await asyncio.wait_for(answer, max(0.0, end - time.monotonic()))
         except asyncio.TimeoutError:
             if self._link is link:
                 self._forget()
@@ -120,7 +121,7 @@ class AsyncClient(BaseClient):
         except ConnectionLost as error:
             return error
         finally:
-            link.waiting.pop(attempt.request_id, None)
+            link.waiting.pop(request_id, None)
             self._tidy(link)
 
     async def _connected(self, end: float) -> AsyncLink | None:

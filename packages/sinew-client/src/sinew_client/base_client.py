@@ -1,6 +1,6 @@
 """What the blocking and the asyncio client have in common: whom they ask, how often, until when. No sockets here.
 
-The rules are generators that yield each :class:`Attempt` and are sent its reply; a client carries the attempts out over
+The rules are generators that yield each attempt and are sent its reply; a client carries the attempts out over
 a link of its own kind, and so both fail over, retry and time out alike.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import Any, Generator, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Generator, Mapping, Optional, Sequence, Tuple
 
 from sinew_client import protocol
 from sinew_client.addresses import LEAVING, Addresses
@@ -21,16 +21,10 @@ logger = logging.getLogger("sinew_client")
 MOST_WARNINGS = 100  # that are told, each once
 
 
-class Attempt(NamedTuple):
-    """One request to the present address. connected: until when a connection must stand, ``time.monotonic()``; end:
-    until when the answer must be there. Its outcome is the reply's bytes, None at ``end``, or ConnectionLost thrown."""
-
-    parts: Sequence
-    request_id: int
-    connected: float
-    end: float
-
-
+# (parts, request id, connected, end): one request to the present address. connected: until when a connection must
+# stand, ``time.monotonic()``; end: until when the answer must be there. Its outcome is the reply's bytes, None at
+# ``end``, or ConnectionLost thrown.
+Attempt = Tuple[Sequence, int, float, float]
 Asking = Generator[Attempt, Optional[bytes], Any]
 
 
@@ -136,7 +130,8 @@ class BaseClient:
         """Return the reply of the present server, or of the next that gives one; the time begins with each round of
         the addresses. Raises what ``Client.infer`` says."""
         limit = self.timeout if timeout is None else timeout
-        addresses, count = self._addresses, len(self._addresses)
+        addresses = self._addresses
+        count = len(addresses.all)
         if self.retries or count > 1:
             parts = [b"".join(parts)]  # what may be sent twice is what the cameras saw now
         for retry in range(self.retries, -1, -1):
@@ -147,10 +142,11 @@ class BaseClient:
                 place, begin = addresses.place, time.monotonic()
                 if begin >= end:
                     break
-                share = (end - begin) / (others + 1)
-                connected = end if count == 1 else begin + min(self.connect_timeout, share)
+                connected = end
+                if count > 1:
+                    connected = begin + min(self.connect_timeout, (end - begin) / (others + 1))
                 try:
-                    answer = yield Attempt(parts, request_id, connected, end)
+                    answer = yield parts, request_id, connected, end
                     if answer is not None:
                         return self._decoded(answer, request_id)
                 except (ConnectionLost, ServerError) as error:

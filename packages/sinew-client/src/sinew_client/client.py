@@ -135,27 +135,23 @@ class Client(BaseClient):
                 return done.value
 
     def _tried(self, attempt: Attempt) -> bytes | ConnectionLost | None:
-        try:
-            return self._exchange(attempt)
-        except ConnectionLost as error:
-            return error
-
-    def _exchange(self, attempt: Attempt) -> bytes | None:
-        """Send one request and return its reply, None at its end. Raises ConnectionLost, also where no connection
+        """Send one request and return its reply, None at its end, or how the connection was lost; also where none
         stands in time."""
-        answer, parts = None, attempt.parts
+        answer, (parts, _, connected, end) = None, attempt
         try:
             if self._link is not None and not self._link.stands:
                 self._forget()
             if self._link is None:
                 parts = [b"".join(parts)]  # what is sent later, too
-                self._link = self._connect(attempt.connected)
+                self._link = self._connect(connected)
             if self._link is not None:
-                answer = self._link.ask(parts, attempt.end)
-        except ConnectionLost:
-            raise
+                answer = self._link.ask(parts, end)
+        except ConnectionLost as error:
+            return error
         except OSError as error:
-            raise ConnectionLost(f"the connection to {self.address} broke before the answer came") from error
+            lost = ConnectionLost(f"the connection to {self.address} broke before the answer came")
+            lost.__cause__ = error
+            return lost
         finally:
             if answer is None:  # also on KeyboardInterrupt: the reply may still come, to a call it is not for
                 self._forget()
